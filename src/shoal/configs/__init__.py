@@ -1,0 +1,1 @@
+"""YAML for `shoal train`, composed by Hydra."""

@@ -1,0 +1,91 @@
+"""What crosses rooms: turns, trajectories and how they look on disk (one JSON object a line)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from shoal.core.errors import DataError
+
+Status = Literal["ok", "env_error", "engine_error", "timeout"]
+JSONScalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange: what the agent saw, the tokens it was given and wrote, what the env paid."""
+
+    observation: str
+    prompt_ids: tuple[int, ...]  # the whole context this turn was sampled from
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of `response_ids`, under the weights that sampled them
+    response: str
+    action: str | int | None  # what the projection made of the response; None when nothing usable came
+    action_is_valid: bool
+    reward: float
+    anchor: str  # equal for equal env states within a group (GiGPO)
+    metrics: dict[str, float] = field(default_factory=dict)  # what the env reported as numbers
+    image: str | None = None  # file or data URL of an image in the observation
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The record of an episode, whole or with the reason why it is not."""
+
+    env: str  # the tag under which the env was configured
+    iteration: int
+    group: int  # trajectories of a group share `env_seed`
+    member: int  # position in the group; members differ in their sampling stream
+    env_seed: int
+    turns: tuple[Turn, ...]
+    success: bool
+    terminated: bool
+    truncated: bool
+    status: Status = "ok"
+    error: str | None = None  # the cause when `status` is not "ok"
+    weights_version: int = 0
+
+    @property
+    def reward(self) -> float:
+        """The undiscounted sum of rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens the model wrote in this episode."""
+        return sum(len(turn.response_ids) for turn in self.turns)
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """One line of JSON, newline included; floats survive the round trip exactly."""
+    return msgspec.json.encode(trajectory) + b"\n"
+
+
+def decode_trajectory(line: bytes) -> Trajectory:
+    """The trajectory in one line of JSON; a `DataError` says what is wrong with a line that has none."""
+    try:
+        return msgspec.json.decode(line, type=Trajectory)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"not a trajectory: {error}") from error
+
+
+def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write a JSONL file in one atomic replacement."""
+    from shoal.core.files import write_bytes
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, b"".join(map(encode_trajectory, trajectories)))
+
+
+def read_trajectories(path: Path) -> Iterator[Trajectory]:
+    """The trajectories of a JSONL file, in order; a broken line is a `DataError` with file and line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield decode_trajectory(line)
+            except DataError as error:
+                raise DataError(f"{path}, line {number}: {error}") from error

@@ -1,0 +1,87 @@
+"""The errors shoal raises on its own behalf; a bad argument is a plain `ValueError`.
+
+    ShoalError
+    ├── UnknownNameError (also KeyError)     no such env, engine, command, config
+    ├── MissingExtraError (also ImportError) an optional package is not installed
+    ├── ConfigError (also ValueError)        a configuration that cannot run
+    ├── WorkerError (also RuntimeError)      work that failed elsewhere: which, where, why
+    │   ├── WorkerDiedError                  the process is gone (exit code or signal)
+    │   └── WorkerTimeoutError (also TimeoutError)  it did not answer in time
+    ├── EnvError (also RuntimeError)         an environment was misused or broke its contract
+    ├── EngineError (also RuntimeError)      an engine could not answer
+    └── DataError (also ValueError)          a file or record that is broken, altered or unsafe
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShoalError(Exception):
+    """The root: `except ShoalError` catches all that shoal itself raises."""
+
+
+class UnknownNameError(ShoalError, KeyError):
+    """A name that nothing is registered under."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingExtraError(ShoalError, ImportError):
+    """A feature needs an optional package; the message names the command that installs it."""
+
+
+class ConfigError(ShoalError, ValueError):
+    """A configuration that cannot run: unknown key, impossible value, values that contradict."""
+
+
+class WorkerError(ShoalError, RuntimeError):
+    """Work that ran elsewhere failed; the cause is chained."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process ended without an answer."""
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """A worker did not answer within its deadline."""
+
+
+class EnvError(ShoalError, RuntimeError):
+    """An environment was stepped when it must not be, or returned what it must not."""
+
+
+class EngineError(ShoalError, RuntimeError):
+    """An engine could not answer a request."""
+
+
+class DataError(ShoalError, ValueError):
+    """A file or record that is broken, altered, or not safe to read."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
+    """An error that says which name came, and which was probably meant.
+
+    >>> str(unknown_name("env", "sokobn", ["sokoban", "bandit"]))
+    "no env named 'sokobn'. Did you mean 'sokoban'? Known: bandit, sokoban"
+    """
+    return UnknownNameError(f"no {kind} named {name!r}.{did_you_mean(name, known)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The tail of a message about an unknown name: the closest known one, and all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{guess} Known: {', '.join(names) or '(none)'}"
+
+
+def missing_extra(feature: str, extra: str) -> MissingExtraError:
+    """An error for an optional package that is not there.
+
+    >>> str(missing_extra("the Ray executor", "parallel"))
+    'the Ray executor needs an extra: run pip install "shoal[parallel]"'
+    """
+    return MissingExtraError(f'{feature} needs an extra: run pip install "shoal[{extra}]"')

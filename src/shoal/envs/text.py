@@ -1,0 +1,144 @@
+"""The text-environment protocol: a `gymnasium.Env` whose observations are text and whose actions have names.
+
+A subclass states a config dataclass, its words for actions and three methods (`_start`, `_advance`, `observe`);
+this base keeps the promises that all share: own random stream from the seed, a step after the end raises,
+invalid actions count as steps, episodes are truncated at `max_steps`, and `info` always has the same keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import gymnasium
+import numpy as np
+
+from shoal.core.errors import ConfigError, EnvError, did_you_mean
+from shoal.core.seeding import stream
+from shoal.envs.actions import Projection
+
+Action = int | str
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one action did to the world."""
+
+    reward: float
+    terminated: bool = False
+    success: bool = False
+    effective: bool = True  # the state changed
+    valid: bool = True  # the env understood the action
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # further numbers for `info`
+
+
+class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
+    """Base of shoal's text environments.
+
+    `reset(seed=)` without a seed draws one from the env's own stream (from entropy the first time), so that
+    `info["seed"]` always reproduces the episode.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
+    Config: ClassVar[type]
+    """The frozen dataclass of settings; it has at least `max_steps: int`."""
+    instructions: str
+    """The rules as told to the model: goal, symbols, what actions mean. No line about the reply format."""
+    projection: Projection
+    """How model text becomes an action of this env."""
+    invalid_action: ClassVar[Action] = 0
+    """What the projection gives for text without a usable action: it costs a step and changes nothing."""
+
+    def __init__(self, config: C | None = None, *, render_mode: str | None = None, **settings: Any) -> None:
+        if config is not None and settings:
+            raise ConfigError(f"pass a config or settings, not both; got config and {sorted(settings)}")
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
+            raise ConfigError(f"render_mode must be one of {self.metadata['render_modes']}, got {render_mode!r}")
+        self.config: C = config if config is not None else build_config(self.Config, settings)
+        self.render_mode = render_mode
+        self._seed: int | None = None
+        self._steps = 0
+        self._over = True
+        self._success = False
+        self._rng = np.random.default_rng(0)
+
+    # --- what a subclass writes
+    @abstractmethod
+    def _start(self, rng: np.random.Generator) -> None:
+        """Make a new world from `rng`, which depends on the seed alone."""
+
+    @abstractmethod
+    def _advance(self, action: Action) -> Outcome:
+        """Act on the world; `action` is in the action space or is `invalid_action`."""
+
+    @abstractmethod
+    def observe(self) -> str:
+        """The observation of the present state as text."""
+
+    def anchor(self) -> str:
+        """A key equal for equal states of one group; the observation unless that hides something."""
+        return self.observe()
+
+    def available_actions(self) -> list[str]:
+        """The words that the projection accepts in the present state."""
+        return self.projection.words()
+
+    # --- what gymnasium sees
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode that depends on `seed` and the config alone."""
+        if seed is None:
+            if self._seed is None:
+                self._rng = np.random.default_rng()
+            seed = int(self._rng.integers(2**63))
+        super().reset(seed=seed)
+        self._seed, self._steps, self._over, self._success = int(seed), 0, False, False
+        self._rng = stream(self._seed, "env", type(self).__name__)
+        self._start(self._rng)
+        return self.observe(), self._info(Outcome(0.0, effective=False))
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """One step; raises `EnvError` when the episode is over (or was never started)."""
+        if self._over:
+            raise EnvError(f"{type(self).__name__}: the episode is over or was never started; call reset() first")
+        outcome = self._advance(self._checked(action))
+        self._steps += 1
+        self._success = self._success or outcome.success
+        truncated = not outcome.terminated and self._steps >= self.config.max_steps  # type: ignore[attr-defined]
+        self._over = outcome.terminated or truncated
+        return self.observe(), float(outcome.reward), outcome.terminated, truncated, self._info(outcome)
+
+    def render(self) -> Any:
+        """The observation, for `render_mode="ansi"`."""
+        return self.observe() if self.render_mode == "ansi" else None
+
+    def _checked(self, action: Any) -> Action:
+        if isinstance(action, np.generic):
+            action = action.item()
+        if action == self.invalid_action or (self.action_space.contains(action)):
+            return action  # type: ignore[no-any-return]
+        raise EnvError(f"{type(self).__name__}: action must be in {self.action_space}, got {action!r}")
+
+    def _info(self, outcome: Outcome) -> dict[str, Any]:
+        return {
+            "success": self._success,
+            "won": self._success,
+            "action_is_valid": outcome.valid,
+            "action_is_effective": outcome.effective,
+            "step": self._steps,
+            "seed": self._seed,
+            "available_actions": [] if self._over else self.available_actions(),
+            **outcome.metrics,
+        }
+
+
+def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:
+    """A config dataclass from settings; an unknown name is a `ConfigError` with the closest known one."""
+    known = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{kind.__name__} has no setting {name!r}.{did_you_mean(name, known)}")
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})

@@ -1,0 +1,1 @@
+"""Bridges to other trainers, each imported only when used."""

@@ -1,0 +1,1 @@
+"""Agents meeting environments: engines, prompts, and the collection of trajectories."""

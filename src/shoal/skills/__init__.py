@@ -1,0 +1,1 @@
+"""A graph of dependent skills trained in parallel, each an expert network."""

@@ -1,0 +1,1 @@
+"""Recorded multimodal trajectories cut into training batches."""

@@ -1,0 +1,1 @@
+"""Learning: advantages, losses, networks and the loops that use them."""

@@ -1,0 +1,1 @@
+"""Many environments at once, in this process or in workers, with the same results."""
