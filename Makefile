@@ -31,7 +31,7 @@ check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .

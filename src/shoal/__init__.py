@@ -17,7 +17,7 @@ _HOME: dict[str, str] = {
     "ShoalError": "shoal.core.errors",
 }
 
-__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

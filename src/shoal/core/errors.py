@@ -1,15 +1,15 @@
 """The errors shoal raises on its own behalf; a bad argument is a plain `ValueError`.
 
-    ShoalError
-    ├── UnknownNameError (also KeyError)     no such env, engine, command, config
-    ├── MissingExtraError (also ImportError) an optional package is not installed
-    ├── ConfigError (also ValueError)        a configuration that cannot run
-    ├── WorkerError (also RuntimeError)      work that failed elsewhere: which, where, why
-    │   ├── WorkerDiedError                  the process is gone (exit code or signal)
-    │   └── WorkerTimeoutError (also TimeoutError)  it did not answer in time
-    ├── EnvError (also RuntimeError)         an environment was misused or broke its contract
-    ├── EngineError (also RuntimeError)      an engine could not answer
-    └── DataError (also ValueError)          a file or record that is broken, altered or unsafe
+ShoalError
+├── UnknownNameError (also KeyError)     no such env, engine, command, config
+├── MissingExtraError (also ImportError) an optional package is not installed
+├── ConfigError (also ValueError)        a configuration that cannot run
+├── WorkerError (also RuntimeError)      work that failed elsewhere: which, where, why
+│   ├── WorkerDiedError                  the process is gone (exit code or signal)
+│   └── WorkerTimeoutError (also TimeoutError)  it did not answer in time
+├── EnvError (also RuntimeError)         an environment was misused or broke its contract
+├── EngineError (also RuntimeError)      an engine could not answer
+└── DataError (also ValueError)          a file or record that is broken, altered or unsafe
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
 def map_ordered(
     executor: Executor, function: Callable[[T], R], items: Iterable[T], *, in_flight: int | None = None
 ) -> Iterator[R]:
-    """Yield `function(item)` for each item, in input order, at most `in_flight` submitted and not yet yielded.
+    """Yield `function(item)` for each item, in input order, with at most `in_flight` submitted ahead.
 
     The bound keeps memory flat over long inputs (default: 2 per core, at least 4). When a task raises, the
     tasks not yet started are cancelled and the exception comes out where its result would have.

@@ -15,7 +15,7 @@ Name = str | int
 
 
 def _digest(seed: int, names: tuple[Name, ...]) -> bytes:
-    """16 bytes from the seed and the names; each part is tagged and length-prefixed, so no two paths collide."""
+    """16 bytes from seed and names; parts are tagged and length-prefixed, so no two paths collide."""
     digest = hashlib.blake2b(digest_size=16, person=b"shoal-seed")
     for part in (seed, *names):
         if isinstance(part, str):

@@ -1,6 +1,6 @@
 """The text-environment protocol: a `gymnasium.Env` whose observations are text and whose actions have names.
 
-A subclass states a config dataclass, its words for actions and three methods (`_start`, `_advance`, `observe`);
+A subclass states a config dataclass, its words and three methods (`_start`, `_advance`, `observe`);
 this base keeps the promises that all share: own random stream from the seed, a step after the end raises,
 invalid actions count as steps, episodes are truncated at `max_steps`, and `info` always has the same keys.
 """
@@ -57,7 +57,9 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         if config is not None and settings:
             raise ConfigError(f"pass a config or settings, not both; got config and {sorted(settings)}")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
-            raise ConfigError(f"render_mode must be one of {self.metadata['render_modes']}, got {render_mode!r}")
+            raise ConfigError(
+                f"render_mode must be one of {self.metadata['render_modes']}, got {render_mode!r}"
+            )
         self.config: C = config if config is not None else build_config(self.Config, settings)
         self.render_mode = render_mode
         self._seed: int | None = None
@@ -88,7 +90,9 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return self.projection.words()
 
     # --- what gymnasium sees
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Start an episode that depends on `seed` and the config alone."""
         if seed is None:
             if self._seed is None:
@@ -103,7 +107,9 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step; raises `EnvError` when the episode is over (or was never started)."""
         if self._over:
-            raise EnvError(f"{type(self).__name__}: the episode is over or was never started; call reset() first")
+            raise EnvError(
+                f"{type(self).__name__}: the episode is over or was never started; call reset() first"
+            )
         outcome = self._advance(self._checked(action))
         self._steps += 1
         self._success = self._success or outcome.success
@@ -141,4 +147,6 @@ def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:
     for name in settings:
         if name not in known:
             raise ConfigError(f"{kind.__name__} has no setting {name!r}.{did_you_mean(name, known)}")
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    return kind(
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    )

@@ -1,0 +1,62 @@
+"""`shoal COMMAND …`: finds the command's file, runs it, and turns shoal's errors into one readable line.
+
+A command is a function `main(argv) -> exit code` in a file of its own and one line in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from shoal import __version__
+from shoal.core.errors import ShoalError, unknown_name
+
+COMMANDS: dict[str, tuple[str, str]] = {}
+"""name: (module with a `main(argv)`, one line of help)"""
+
+
+def usage() -> str:
+    """What `shoal --help` prints."""
+    width = max(map(len, COMMANDS), default=0)
+    lines = [f"  {name:<{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"shoal {__version__}: parallel reinforcement learning of agents",
+            "",
+            "usage: shoal COMMAND [options]     (shoal COMMAND --help tells all about one)",
+            "",
+            *lines,
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code (2 for a mistake in the call, 1 for a failed run)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"shoal {__version__}")
+        return 0
+    try:
+        if arguments[0] not in COMMANDS:
+            raise unknown_name("command", arguments[0], COMMANDS)
+        module = importlib.import_module(COMMANDS[arguments[0]][0])
+        return int(module.main(arguments[1:]) or 0)
+    except (ShoalError, ValueError, FileNotFoundError) as error:
+        if os.environ.get("SHOAL_TRACEBACK"):
+            raise
+        print(f"shoal: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError | KeyError | FileNotFoundError) else 1
+    except KeyboardInterrupt:
+        print("shoal: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
