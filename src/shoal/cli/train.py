@@ -59,6 +59,10 @@ def main(argv: list[str]) -> int:
     from shoal.train.agent import AgentTrainer
 
     torch.set_num_threads(config.engine.threads)
+    if config.engine.name == "huggingface":
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
     out = sys.stderr if options.json_events else sys.stdout
     with AgentTrainer(config, _print_event if options.json_events else None) as trainer:
         print(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}", file=out)
