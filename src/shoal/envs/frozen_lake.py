@@ -149,10 +149,9 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
         return Outcome(float(success), terminated=cell in "GH", success=success, effective=moved)
 
     def grid(self) -> np.ndarray:
-        """The lake as `[rows, columns]` int8: 0 ice, 1 hole, 2 goal, 3 player (4 in a hole, 5 on the goal)."""
-        return np.array(
-            [["_OGPX√".index(cell) for cell in row] for row in self.observe().split("\n")], np.int8
-        )
+        """The lake as `[rows, columns]` int8: 0 ice 1 hole 2 goal 3 player 4 player in a hole 5 on goal."""
+        rows = self.observe().split("\n")
+        return np.array([["_OGPX√".index(cell) for cell in row] for row in rows], np.int8)
 
     def render(self) -> Any:
         """The lake as text, as an array of cells, or as pixels, by `render_mode`."""

@@ -71,7 +71,7 @@ class SokobanConfig:
 
 
 class SokobanEnv(TextEnv[SokobanConfig]):
-    """A room of `#` walls, `_` floor, `O` targets and `X` boxes, `√` on a target; the player is `P`, `S` on one.
+    """A room of `#` walls, `_` floor, `O` targets, `X` boxes (`√` on a target) and the player `P` (`S`).
 
     Actions are 1 Up, 2 Down, 3 Left, 4 Right: walk, or push the box that is in the way; 0 does nothing.
     A step costs 0.1, a box on a target pays 1 (off it costs 1), and the last one pays 10 more and ends the
