@@ -1,0 +1,205 @@
+"""Word problems made by rule: a story, its exact answer and the steps between; the offline default of MetaMathQA.
+
+A problem is a function of the generator it is given and nothing else; more steps make it harder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, its final answer, and a worked solution that ends with it (may be empty)."""
+
+    text: str
+    answer: str
+    solution: str = ""
+
+
+NAMES = (
+    "Ana", "Bilal", "Chen", "Dalia", "Emeka", "Farah", "Goran", "Hana", "Idris", "Jonas", "Kavya", "Liam", "Mei",
+    "Nadia", "Omar", "Priya", "Quinn", "Rosa", "Samir", "Tara", "Ulrich", "Vera", "Wei", "Ximena", "Yara", "Zoe",
+)  # fmt: skip
+ITEMS = (
+    "apples", "marbles", "stickers", "pencils", "postcards", "beads", "shells", "coins", "buttons", "walnuts",
+    "bookmarks", "seeds", "tickets", "cookies", "stamps", "ribbons", "candles", "tiles",
+)  # fmt: skip
+CONTAINERS = ("boxes", "bags", "baskets", "packs", "jars", "crates")
+GOODS = ("notebook", "scarf", "lamp", "kettle", "backpack", "puzzle", "chair", "helmet", "blanket", "radio")
+
+
+def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
+    """One of the options."""
+    return options[int(rng.integers(len(options)))]
+
+
+def between(rng: np.random.Generator, low: int, high: int) -> int:
+    """An integer from `low` to `high`, both included."""
+    return int(rng.integers(low, high + 1))
+
+
+def as_text(value: Fraction | int) -> str:
+    """An exact number as people write it: an integer, a finite decimal, or a fraction.
+
+    >>> as_text(Fraction(5, 2)), as_text(Fraction(1, 3)), as_text(Fraction(4))
+    ('2.5', '1/3', '4')
+    """
+    value = Fraction(value)
+    if value.denominator == 1:
+        return str(value.numerator)
+    for places in range(1, 5):
+        scaled = value * 10**places
+        if scaled.denominator == 1:
+            sign, digits = "-" if scaled < 0 else "", str(abs(scaled.numerator)).rjust(places + 1, "0")
+            return f"{sign}{digits[:-places]}.{digits[-places:]}"
+    return f"{value.numerator}/{value.denominator}"
+
+
+def make_question(rng: np.random.Generator, steps: int) -> Question:
+    """A word problem that takes about `steps` operations (1 to 8)."""
+    kinds = [kind for kind, (low, high) in KINDS.items() if low <= steps <= high]
+    text, answer, working = pick(rng, kinds)(rng, steps)
+    shown = as_text(answer)
+    return Question(text, shown, "\n".join([*working, f"The answer is: {shown}"]))
+
+
+Story = tuple[str, Fraction, list[str]]
+
+
+def collection(rng: np.random.Generator, steps: int) -> Story:
+    """One person's things grow and shrink; each event is one operation."""
+    name, other, item = pick(rng, NAMES[:13]), pick(rng, NAMES[13:]), pick(rng, ITEMS)
+    count = between(rng, 4, 40)
+    sentences, working = [f"{name} has {count} {item}."], []
+    for _ in range(steps):
+        kind = between(rng, 0, 5)
+        parts = [n for n in range(2, 7) if count % n == 0 and count > n]
+        if kind == 0 and count > 3:
+            lost = between(rng, 1, count - 2)
+            sentences.append(f"Then {name} gives {lost} of the {item} to {other}.")
+            new, sum_ = count - lost, f"{count} - {lost}"
+        elif kind == 1 and count <= 200:
+            times = between(rng, 2, 4)
+            word = {2: "twice", 3: "three times", 4: "four times"}[times]
+            sentences.append(f"By the next week {name} has {word} as many {item} as before.")
+            new, sum_ = count * times, f"{count} * {times}"
+        elif kind == 2 and parts:
+            part = pick(rng, parts)
+            sentences.append(f"{name} loses 1/{part} of the {item}.")
+            new, sum_ = count - count // part, f"{count} - {count} / {part}"
+        elif kind == 3:
+            packs, each = between(rng, 2, 9), between(rng, 2, 12)
+            sentences.append(f"{name} buys {packs} {pick(rng, CONTAINERS)} with {each} {item} in each.")
+            new, sum_ = count + packs * each, f"{count} + {packs} * {each}"
+        else:
+            found = between(rng, 2, 60)
+            sentences.append(f"{other} sends {name} {found} more {item}.")
+            new, sum_ = count + found, f"{count} + {found}"
+        working.append(f"{sum_} = {new}")
+        count = new
+    sentences.append(f"How many {item} does {name} have now?")
+    return " ".join(sentences), Fraction(count), working
+
+
+def shopping(rng: np.random.Generator, steps: int) -> Story:
+    """Several goods at their prices, and the change from a round sum."""
+    name = pick(rng, NAMES)
+    goods = [str(good) for good in rng.permutation(GOODS)[: max(1, steps - 1)]]
+    total, parts, working = Fraction(0), [], []
+    for good in goods:
+        amount, price = between(rng, 1, 6), Fraction(between(rng, 4, 160), 4)
+        parts.append(f"{amount} {good}{'s' if amount > 1 else ''} at ${float(price):.2f} each")
+        total += amount * price
+        working.append(f"{amount} * {as_text(price)} = {as_text(amount * price)}")
+    paid = (int(total) // 50 + 1) * 50
+    working.append(f"{paid} - {as_text(total)} = {as_text(paid - total)}")
+    listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
+    text = f"{name} buys {listed}, and pays with ${paid}. How many dollars does {name} get back?"
+    return text, paid - total, working
+
+
+def discount(rng: np.random.Generator, steps: int) -> Story:
+    """A price after one or several percentages."""
+    good, price = pick(rng, GOODS), Fraction(between(rng, 2, 40) * 10)
+    sentences, working = [f"A {good} costs ${price}."], []
+    for _ in range(steps):
+        percent, up = between(rng, 1, 10) * 5, between(rng, 0, 2) == 0
+        sentences.append(f"Its price is then {'raised' if up else 'cut'} by {percent}%.")
+        new = price * (100 + (percent if up else -percent)) / 100
+        working.append(f"{as_text(price)} * {100 + (percent if up else -percent)} / 100 = {as_text(new)}")
+        price = new
+    return " ".join([*sentences, "What does it cost in the end, in dollars?"]), price, working
+
+
+def journey(rng: np.random.Generator, steps: int) -> Story:
+    """Legs of a journey at their speeds: the distance, or the mean speed."""
+    name, legs = pick(rng, NAMES), max(1, steps - 1)
+    distance, hours, sentences, working = 0, Fraction(0), [], []
+    for leg in range(legs):
+        speed, halves = between(rng, 2, 30) * 4, between(rng, 1, 8)
+        time = Fraction(halves, 2)
+        verb = "drives" if leg == 0 else "then drives"
+        sentences.append(f"{name} {verb} for {as_text(time)} hours at {speed} km per hour.")
+        working.append(f"{as_text(time)} * {speed} = {as_text(time * speed)}")
+        distance, hours = distance + int(time * speed), hours + time
+    if legs > 1 and between(rng, 0, 1):
+        working.append(f"{distance} / {as_text(hours)} = {as_text(Fraction(distance) / hours)}")
+        question = "What is the average speed of the whole trip, in km per hour? Give an exact number."
+        return " ".join([*sentences, question]), Fraction(distance) / hours, working
+    return " ".join([*sentences, "How many km is that in all?"]), Fraction(distance), working
+
+
+def ages(rng: np.random.Generator, steps: int) -> Story:
+    """A chain of people, each compared with the one before."""
+    people = [str(name) for name in rng.permutation(NAMES)[: steps + 1]]
+    age = between(rng, 5, 14)
+    sentences, working = [f"{people[0]} is {age} years old."], []
+    for before, name in zip(people, people[1:], strict=False):
+        kind, years = between(rng, 0, 2), between(rng, 2, 9)
+        if kind == 0 and age < 60:
+            sentences.append(f"{name} is twice as old as {before}.")
+            new, sum_ = 2 * age, f"2 * {age}"
+        elif kind == 1 and age > years + 1:
+            sentences.append(f"{name} is {years} years younger than {before}.")
+            new, sum_ = age - years, f"{age} - {years}"
+        else:
+            sentences.append(f"{name} is {years} years older than {before}.")
+            new, sum_ = age + years, f"{age} + {years}"
+        working.append(f"{sum_} = {new}")
+        age = new
+    return " ".join([*sentences, f"How old is {people[-1]}?"]), Fraction(age), working
+
+
+def sharing(rng: np.random.Generator, steps: int) -> Story:
+    """Things from several containers, divided among children; the share may be a fraction."""
+    item, container = pick(rng, ITEMS), pick(rng, CONTAINERS)
+    amounts = [(between(rng, 2, 8), between(rng, 3, 15)) for _ in range(max(1, steps - 1))]
+    children = between(rng, 2, 8)
+    total = sum(count * each for count, each in amounts)
+    parts = [f"{count} {container} with {each} {item} in each" for count, each in amounts]
+    working = [f"{count} * {each} = {count * each}" for count, each in amounts]
+    working.append(f"{total} / {children} = {as_text(Fraction(total, children))}")
+    text = (
+        f"There are {' and '.join(parts)}. They are divided equally among {children} children, cutting "
+        f"where that is needed. How many {item} does each child get? Give an exact number."
+    )
+    return text, Fraction(total, children), working
+
+
+KINDS: dict[Callable[[np.random.Generator, int], Story], tuple[int, int]] = {
+    collection: (1, 8),
+    shopping: (2, 8),
+    discount: (1, 2),
+    journey: (2, 6),
+    ages: (1, 8),
+    sharing: (2, 4),
+}
+"""Kinds of stories and the numbers of steps each can have."""
