@@ -279,9 +279,7 @@ class CountdownEnv(TextEnv[CountdownConfig]):
     def __init__(self, config: CountdownConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
         source = self.config.source
-        self._puzzles = (
-            None if source == "generated" else take_split(load_puzzles(source), self.config.split)
-        )
+        self._puzzles = None if source == "generated" else take_split(load_puzzles(source), self.config.split)
 
     @property
     def puzzle(self) -> Puzzle:

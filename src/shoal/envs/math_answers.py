@@ -148,9 +148,13 @@ def _split(text: str) -> list[str]:
 
 
 _NAME = re.compile(r"[A-Za-z](?:_\{?[A-Za-z0-9]\}?|\([a-z]\))?\s*=\s*")
-_SPACING = re.compile(r"\\[,!;: ]|~|\\q?quad(?![A-Za-z])|\\(?:left|right)(?![A-Za-z])|\\displaystyle(?![A-Za-z])")
+_SPACING = re.compile(
+    r"\\[,!;: ]|~|\\q?quad(?![A-Za-z])|\\(?:left|right)(?![A-Za-z])|\\displaystyle(?![A-Za-z])"
+)
 _WORDS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textrm|mbox|operatorname)\s?\{([^{}]*)\}")
-_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([^{}]{1,64})\s*\}|([0-9]))\s*(?:\{\s*([^{}]{1,64})\s*\}|([0-9]))")
+_FRACTION = re.compile(
+    r"\\[dtc]?frac\s*(?:\{\s*([^{}]{1,64})\s*\}|([0-9]))\s*(?:\{\s*([^{}]{1,64})\s*\}|([0-9]))"
+)
 _REPLACED = (
     ("−", "-"), ("–", "-"), ("×", "\\times"), ("⋅", "\\cdot"), ("·", "\\cdot"), ("÷", "/"),
     ("\\$", "$"), ("\\%", "%"), ("\\{", "{"), ("\\}", "}"), ("\\circ", "°"), ("^{°}", "°"), ("^°", "°"),
@@ -204,7 +208,9 @@ _ALIASES = {
     "°": "degree", "mph": "mile per hour", "people": "person", "children": "child", "men": "man", "women": "woman",
     "sq": "square",
 }  # fmt: skip
-_NOT_UNITS = frozenset({"or", "and", "to", "not", "plus", "minus", "times", "than", "but", "if", "e", "sqrt", "over"})
+_NOT_UNITS = frozenset(
+    {"or", "and", "to", "not", "plus", "minus", "times", "than", "but", "if", "e", "sqrt", "over"}
+)
 
 
 def read_number(text: str) -> Number | None:

@@ -1,0 +1,264 @@
+"""Products and the catalogue that holds them: prices, search, and the loader for WebShop's own files."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import DataError
+from shoal.core.files import read_json
+from shoal.core.seeding import derive_seed
+from shoal.envs.webshop.bm25 import Index, build_index, cached_index
+
+NO_PRICE = 100.0
+"""The price of a product whose price is not known, as in WebShop."""
+DISK_CACHE_FROM = 2_000
+"""Products from which on an index is worth keeping on disk."""
+Options = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """What a customer wrote."""
+
+    title: str
+    score: str
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What a shopper asked for: the words, the attributes meant, and the options wanted.
+
+    `options` is a mapping by option name or, for instructions written by people, a list of values; None means
+    that each combination of the product's options makes a goal of its own.
+    """
+
+    text: str
+    attributes: tuple[str, ...]
+    options: Mapping[str, str] | tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product with all that its pages show."""
+
+    asin: str
+    title: str
+    description: str
+    bullets: tuple[str, ...]
+    prices: tuple[float, ...]  # one, or the two ends of a range
+    price_tag: str
+    category: str
+    query: str  # what a shopper would search for
+    product_category: str  # "A › B › C"
+    options: Options
+    attributes: tuple[str, ...]
+    rating: str = "N.A."
+    reviews: tuple[Review, ...] = ()
+    instructions: tuple[Instruction, ...] = ()
+
+    @property
+    def searched(self) -> str:
+        """The text that searches look at."""
+        options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
+        return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
+
+
+@dataclass(frozen=True, eq=False)
+class Catalogue(Mapping[str, Product]):
+    """Products by asin, in the order of the file.
+
+    Products sold at a range of prices have a price of their own, which depends on `price_seed` alone.
+    """
+
+    products: tuple[Product, ...]
+    price_seed: int = 0
+    _by_asin: dict[str, Product] = field(init=False, repr=False)
+    _lock: Any = field(init=False, repr=False, default_factory=threading.Lock)
+    _index: list[Index] = field(init=False, repr=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_asin", {product.asin: product for product in self.products})
+        if len(self._by_asin) != len(self.products):
+            raise DataError("a catalogue must not have two products with the same asin")
+
+    def __getitem__(self, asin: str) -> Product:
+        return self._by_asin[asin]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_asin)
+
+    def __len__(self) -> int:
+        return len(self.products)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Catalogue, (self.products, self.price_seed)
+
+    def price(self, asin: str) -> float:
+        """What the product costs; drawn uniformly from its range where it has one."""
+        prices = self[asin].prices
+        if len(prices) == 1:
+            return prices[0]
+        low, high = prices
+        return low + (high - low) * uniform(self.price_seed, "webshop price", asin)
+
+    @property
+    def index(self) -> Index:
+        """The search index, made on first use and, for large catalogues, kept in the user's cache folder."""
+        with self._lock:
+            if not self._index:
+                texts = [product.searched for product in self.products]
+                ids = [product.asin for product in self.products]
+                make = cached_index if len(ids) >= DISK_CACHE_FROM else build_index
+                self._index.append(make(texts, ids))
+            return self._index[0]
+
+
+def uniform(seed: int, *names: str | int) -> float:
+    """A number in [0, 1) that depends on seed and names alone."""
+    return derive_seed(seed, *names) / 2**63
+
+
+def search(catalogue: Catalogue, query: str, k: int = 50) -> list[str]:
+    """The asins of at most `k` products for a query, best first, as WebShop's search engine ranks them.
+
+    Only products with a word of the query are found. Equal scores are ordered by asin.
+    """
+    return [catalogue.products[number].asin for number in catalogue.index.search(query, k).tolist()]
+
+
+def load_catalogue(
+    items_path: Path | str,
+    attributes_path: Path | str,
+    human_path: Path | str | None = None,
+    *,
+    reviews_path: Path | str | None = None,
+    limit: int | None = None,
+    price_seed: int = 0,
+) -> Catalogue:
+    """A catalogue from WebShop's own files.
+
+    Args:
+        items_path: `items_shuffle*.json`, a list of products.
+        attributes_path: `items_ins_v2*.json`, attributes and a made-up instruction by asin.
+        human_path: `items_human_ins.json`, instructions written by people by asin; they replace the others.
+        reviews_path: a list of `{"asin", "average_rating", "reviews"}`.
+        limit: only the first so many products of the file.
+        price_seed: of the prices of products that are sold at a range.
+
+    Raises:
+        DataError: when a file is broken, with the number of the product.
+    """
+    items = _expect(items_path, list)
+    attributes = _expect(attributes_path, dict)
+    human = _expect(human_path, dict) if human_path is not None else None
+    reviews = {}
+    if reviews_path is not None:
+        reviews = {entry["asin"]: entry for entry in _expect(reviews_path, list)}
+    products, seen = [], set()
+    for number, item in enumerate(items[:limit]):
+        try:
+            asin = item["asin"]
+            if asin == "nan" or len(asin) > 10 or asin in seen:
+                continue
+            seen.add(asin)
+            about = attributes.get(asin, {})
+            asked = _human(human.get(asin, ())) if human is not None else _made_up(about)
+            products.append(_product(item, about, asked, reviews.get(asin, {})))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(f"{items_path}, product {number}: {type(error).__name__}: {error}") from error
+    return Catalogue(tuple(products), price_seed)
+
+
+def _expect(path: Path | str, kind: type) -> Any:
+    value = read_json(path)
+    if not isinstance(value, kind):
+        raise DataError(f"{path} must hold a JSON {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _product(
+    item: Mapping[str, Any],
+    about: Mapping[str, Any],
+    asked: tuple[Instruction, ...],
+    reviewed: Mapping[str, Any],
+) -> Product:
+    bullets = item["small_description"]
+    prices, tag = read_prices(item.get("pricing"))
+    return Product(
+        asin=item["asin"],
+        title=item["name"] or "",
+        description=item["full_description"] or "",
+        bullets=tuple(bullets) if isinstance(bullets, list) else (bullets or "",),
+        prices=prices,
+        price_tag=tag,
+        category=item["category"] or "",
+        query=(item["query"] or "").lower().strip(),
+        product_category=item["product_category"] or "",
+        options=read_options(item["customization_options"]),
+        attributes=tuple(about["attributes"]) if "attributes" in about else ("DUMMY_ATTR",),
+        rating=str(reviewed.get("average_rating", "N.A.")),
+        reviews=tuple(
+            Review(
+                str(review.get("title", "")),
+                str(review.get("score", review.get("stars", ""))),
+                str(review.get("body", review.get("review", ""))),
+            )
+            for review in reviewed.get("reviews", ())
+        ),
+        instructions=asked,
+    )
+
+
+def read_prices(pricing: str | None) -> tuple[tuple[float, ...], str]:
+    """The price or price range in a tag like "$19.99 to $27.99", and the tag as pages show it."""
+    amounts = []
+    for part in (pricing or "").split("$")[1:]:
+        try:
+            amounts.append(float(Decimal(re.sub(r"[^\d.]", "", part))))
+        except InvalidOperation as error:
+            raise ValueError(f"expected a price like '$19.99', got {pricing!r}") from error
+    if not amounts:
+        return (NO_PRICE,), f"${NO_PRICE}"
+    if len(amounts) == 1:
+        return (amounts[0],), f"${amounts[0]}"
+    return (amounts[0], amounts[1]), f"${amounts[0]} to ${amounts[1]}"
+
+
+def read_options(customization: Mapping[str, Any] | str | None) -> dict[str, tuple[str, ...]]:
+    """Option names and values as pages show them: lower case, slashes as bars."""
+    options = {}
+    for name, contents in (customization or {}).items() if isinstance(customization, Mapping) else ():
+        if contents is not None:
+            values = (content["value"].strip().replace("/", " | ").lower() for content in contents)
+            options[name.lower()] = tuple(values)
+    return options
+
+
+def _made_up(about: Mapping[str, Any]) -> tuple[Instruction, ...]:
+    if not about.get("instruction") or not about.get("instruction_attributes"):
+        return ()
+    return (Instruction(about["instruction"], tuple(about["instruction_attributes"])),)
+
+
+def _human(entries: Sequence[Mapping[str, Any]]) -> tuple[Instruction, ...]:
+    """Instructions of people; those without attributes are left out, as in WebShop."""
+    return tuple(
+        Instruction(
+            entry["instruction"].strip("."),
+            tuple(entry["instruction_attributes"]),
+            _wanted(entry["instruction_options"]),
+        )
+        for entry in entries
+        if entry["instruction_attributes"]
+    )
+
+
+def _wanted(options: Mapping[str, str] | Sequence[str]) -> Mapping[str, str] | tuple[str, ...]:
+    return dict(options) if isinstance(options, Mapping) else tuple(options)
