@@ -7,6 +7,7 @@ of ten, scale words, units, lists, tuples and sets. What is none of these is com
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -22,16 +23,15 @@ _MARKER = re.compile(r"\\f?boxed\s{0,3}\{|\banswer(?:\s{1,3}is\b|\s{0,3}:)|####"
 def final_answer(response: str) -> str | None:
     r"""The final answer that a response states, or None.
 
-    It stands in the last `\boxed{…}`, after the last "answer is" or "answer:", or after the last "####"; a response without
-    any of these is the answer itself.
+    It stands in the last `\boxed{…}`, or after the last "answer is", "answer:" or "####", whichever is
+    later; a response without any of these is the answer itself.
 
     >>> final_answer("3 + 4 is 7, so the answer is: $7$."), final_answer(r"so \boxed{\frac{1}{2}}")
     ('$7$.', '\\frac{1}{2}')
     """
     text = response[-MAX_RESPONSE:]
-    last = None
-    for last in _MARKER.finditer(text):
-        pass
+    marks = deque(_MARKER.finditer(text), maxlen=1)
+    last = marks[0] if marks else None
     if last is None:
         answer = text.strip()
     elif last.group().endswith("{"):
@@ -156,9 +156,9 @@ _FRACTION = re.compile(
     r"\\[dtc]?frac\s*(?:\{\s*([^{}]{1,64})\s*\}|([0-9]))\s*(?:\{\s*([^{}]{1,64})\s*\}|([0-9]))"
 )
 _REPLACED = (
-    ("−", "-"), ("–", "-"), ("×", "\\times"), ("⋅", "\\cdot"), ("·", "\\cdot"), ("÷", "/"),
-    ("\\$", "$"), ("\\%", "%"), ("\\{", "{"), ("\\}", "}"), ("\\circ", "°"), ("^{°}", "°"), ("^°", "°"),
-    ("\\pi", "π"), ("\\infty", "∞"), ("\\cup", "∪"), ("\\le ", "≤"), ("\\leq", "≤"), ("\\geq", "≥"), ("\u00a0", " "),
+    ("−", "-"), ("–", "-"), ("×", "\\times"), ("⋅", "\\cdot"), ("·", "\\cdot"), ("÷", "/"), ("\\$", "$"),
+    ("\\%", "%"), ("\\{", "{"), ("\\}", "}"), ("\\circ", "°"), ("^{°}", "°"), ("^°", "°"), ("\\pi", "π"),
+    ("\\infty", "∞"), ("\\cup", "∪"), ("\\le ", "≤"), ("\\leq", "≤"), ("\\geq", "≥"), ("\u00a0", " "),
 )  # fmt: skip
 
 
@@ -199,14 +199,14 @@ _SCALES |= {"dozen": 12}
 _UNIT = re.compile(r"[^\W\d_]+(?:[ /\-^]{1,2}(?:[^\W\d_]+|[23](?![0-9])))*\.?|°\s?[CF]?")
 _ONE_LETTER = frozenset("mglshLKCFVWA")
 _ALIASES = {
-    "$": "dollar", "usd": "dollar", "buck": "dollar", "€": "euro", "eur": "euro", "£": "pound sterling", "¥": "yen",
-    "m": "meter", "metre": "meter", "km": "kilometer", "kilometre": "kilometer", "cm": "centimeter",
-    "centimetre": "centimeter", "mm": "millimeter", "millimetre": "millimeter", "kg": "kilogram", "g": "gram",
-    "mg": "milligram", "lb": "pound", "lbs": "pound", "oz": "ounce", "l": "liter", "litre": "liter",
-    "ml": "milliliter", "ft": "foot", "feet": "foot", "in": "inch", "inches": "inch", "yd": "yard", "mi": "mile",
-    "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "hrs": "hour", "mins": "minute",
-    "°": "degree", "mph": "mile per hour", "people": "person", "children": "child", "men": "man", "women": "woman",
-    "sq": "square",
+    "$": "dollar", "usd": "dollar", "buck": "dollar", "€": "euro", "eur": "euro", "£": "pound sterling",
+    "¥": "yen", "m": "meter", "metre": "meter", "km": "kilometer", "kilometre": "kilometer",
+    "cm": "centimeter", "centimetre": "centimeter", "mm": "millimeter", "millimetre": "millimeter",
+    "kg": "kilogram", "g": "gram", "mg": "milligram", "lb": "pound", "lbs": "pound", "oz": "ounce",
+    "l": "liter", "litre": "liter", "ml": "milliliter", "ft": "foot", "feet": "foot", "in": "inch",
+    "inches": "inch", "yd": "yard", "mi": "mile", "s": "second", "sec": "second", "min": "minute",
+    "h": "hour", "hr": "hour", "hrs": "hour", "mins": "minute", "°": "degree", "mph": "mile per hour",
+    "people": "person", "children": "child", "men": "man", "women": "woman", "sq": "square",
 }  # fmt: skip
 _NOT_UNITS = frozenset(
     {"or", "and", "to", "not", "plus", "minus", "times", "than", "but", "if", "e", "sqrt", "over"}

@@ -1,10 +1,11 @@
-"""Word problems made by rule: a story, its exact answer and the steps between; the offline default of MetaMathQA.
+"""Word problems made by rule: a story, its exact answer and the steps between.
 
 A problem is a function of the generator it is given and nothing else; more steps make it harder.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,12 +26,13 @@ class Question:
 
 
 NAMES = (
-    "Ana", "Bilal", "Chen", "Dalia", "Emeka", "Farah", "Goran", "Hana", "Idris", "Jonas", "Kavya", "Liam", "Mei",
-    "Nadia", "Omar", "Priya", "Quinn", "Rosa", "Samir", "Tara", "Ulrich", "Vera", "Wei", "Ximena", "Yara", "Zoe",
+    "Ana", "Bilal", "Chen", "Dalia", "Emeka", "Farah", "Goran", "Hana", "Idris", "Jonas", "Kavya", "Liam",
+    "Mei", "Nadia", "Omar", "Priya", "Quinn", "Rosa", "Samir", "Tara", "Ulrich", "Vera", "Wei", "Ximena",
+    "Yara", "Zoe",
 )  # fmt: skip
 ITEMS = (
-    "apples", "marbles", "stickers", "pencils", "postcards", "beads", "shells", "coins", "buttons", "walnuts",
-    "bookmarks", "seeds", "tickets", "cookies", "stamps", "ribbons", "candles", "tiles",
+    "apples", "marbles", "stickers", "pencils", "postcards", "beads", "shells", "coins", "buttons",
+    "walnuts", "bookmarks", "seeds", "tickets", "cookies", "stamps", "ribbons", "candles", "tiles",
 )  # fmt: skip
 CONTAINERS = ("boxes", "bags", "baskets", "packs", "jars", "crates")
 GOODS = ("notebook", "scarf", "lamp", "kettle", "backpack", "puzzle", "chair", "helmet", "blanket", "radio")
@@ -162,7 +164,7 @@ def ages(rng: np.random.Generator, steps: int) -> Story:
     people = [str(name) for name in rng.permutation(NAMES)[: steps + 1]]
     age = between(rng, 5, 14)
     sentences, working = [f"{people[0]} is {age} years old."], []
-    for before, name in zip(people, people[1:], strict=False):
+    for before, name in itertools.pairwise(people):
         kind, years = between(rng, 0, 2), between(rng, 2, 9)
         if kind == 0 and age < 60:
             sentences.append(f"{name} is twice as old as {before}.")

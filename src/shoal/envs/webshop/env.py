@@ -1,4 +1,4 @@
-"""WebShop: find in a shop what an instruction asks for, choose its options, buy it. Offline, no server, no browser."""
+"""WebShop: find what an instruction asks for, choose its options, buy it. Offline, without a server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
-from shoal.envs.webshop.catalogue import Catalogue, load_catalogue, search
+from shoal.envs.webshop.catalogue import Catalogue, search
 from shoal.envs.webshop.generator import generate_catalogue
 from shoal.envs.webshop.goals import SPLITS, Goal, make_goals, split_goals
+from shoal.envs.webshop.loader import load_catalogue
 from shoal.envs.webshop.nouns import NounFunction, spacy_nouns, title_nouns
-from shoal.envs.webshop.pages import BACK, NEXT, PREVIOUS, Page, Place, Shop
+from shoal.envs.webshop.pages import Page, Place, Shop
 from shoal.envs.webshop.scoring import Reward, reward
 
 REWARD_MODES = ("score", "win10")
@@ -98,7 +99,7 @@ class WebShopConfig:
 
 
 class _Stock:
-    """Catalogues and their goals, made once per process and shared by all envs of the same files and seeds."""
+    """Catalogues and their goals, made once per process for all envs of the same files and seeds."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -244,38 +245,3 @@ class WebShopEnv(TextEnv[WebShopConfig]):
         place = self._place
         options = sorted(place.options.items())
         return f"{place.page} {place.number} {place.asin} {options} {place.query!r} {self._goal.instruction}"
-
-
-def expert_action(env: WebShopEnv) -> str:
-    """What somebody who knows the product would do next; the policy scores 1 on every goal it can.
-
-    It searches for the instruction, then for the title, turns pages until it sees the product, chooses the
-    options and buys.
-    """
-    place, goal = env.place, env.goal
-    size = env.config.page_size
-    if place.page == "search":
-        found = search(env.catalogue, goal.instruction.lower(), env.config.max_results)
-        words = goal.instruction if goal.asin in found[: 3 * size] else goal.name
-        return f"search[{words.replace('[', ' ').replace(']', ' ').lower()[:1000]}]"
-    if place.page == "results":
-        if goal.asin not in place.found:
-            return f"click[{BACK.lower()}]"
-        page = place.found.index(goal.asin) // size + 1
-        if page == place.number:
-            return f"click[{goal.asin.lower()}]"
-        return f"click[{(NEXT if page > place.number else PREVIOUS).lower()}]"
-    if place.page != "item" or place.asin != goal.asin:
-        return f"click[{PREVIOUS.lower()}]"
-    chosen = set(place.options.values())
-    for value in _wanted(env, goal):
-        if value not in chosen:
-            return f"click[{value}]"
-    return "click[buy now]"
-
-
-def _wanted(env: WebShopEnv, goal: Goal) -> list[str]:
-    """The values to click: those wanted, where the product has them."""
-    values = goal.options.values() if not isinstance(goal.options, tuple) else goal.options
-    offered = {value for of_option in env.catalogue[goal.asin].options.values() for value in of_option}
-    return [value for value in values if value in offered]

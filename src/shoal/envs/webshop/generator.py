@@ -1,5 +1,6 @@
-"""A catalogue made by rule from a seed: product `i` depends on `(seed, i)` alone, so that shops of different
-sizes share their first products.
+"""A catalogue made by rule from a seed.
+
+Product `i` depends on `(seed, i)` alone, so that shops of different sizes share their first products.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from shoal.core.seeding import stream
-from shoal.envs.webshop.catalogue import Catalogue, Instruction, Product, Review, read_prices
+from shoal.envs.webshop.catalogue import Catalogue, Instruction, Product, Review
+from shoal.envs.webshop.loader import read_prices
 from shoal.envs.webshop.wares import (
     BLAME,
     BRAND_ENDS,

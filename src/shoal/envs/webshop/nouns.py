@@ -16,36 +16,38 @@ NounFunction = Callable[[str], tuple[str, ...]]
 """From a title to its nouns in lower case, in order, repetitions kept."""
 
 _FUNCTION_WORDS = frozenset(
-    """a an the this that these those and or but nor so if as than because while when where which who whose what
-    for with of in to on by from at into onto over under up out off about above below behind between through during
-    without within against upon after before until per via along around across among toward towards near like
-    i you he she it we they me him her us them my your his its our their own mine yours
-    is are was were be been being am do does did done has have had can could will would shall should may might must
-    not no n't never only also just still even ever very more most much many any some each every all both either
-    neither other another such few less least fully easily simply nearly once again too well really perfectly
-    one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty hundred thousand
-    's ’s etc how why there here then now""".split()
+    """a an the this that these those and or but nor so if as than because while when where which who
+    whose what for with of in to on by from at into onto over under up out off about above below behind
+    between through during without within against upon after before until per via along around across
+    among toward towards near like i you he she it we they me him her us them my your his its our their
+    own mine yours is are was were be been being am do does did done has have had can could will would
+    shall should may might must not no n't never only also just still even ever very more most much many
+    any some each every all both either neither other another such few less least fully easily simply
+    nearly once again too well really perfectly one two three four five six seven eight nine ten eleven
+    twelve twenty thirty forty fifty sixty hundred thousand 's ’s etc how why there here then now""".split()
 )
 _VERBS = frozenset(
-    """make makes made get gets give gives keep keeps help helps fits used includes include including included
-    apply applies contains contain comes come reduce reduces improves improve promote promotes restores removes
-    designed based inspired imported damaged powered shielded smoked repairing listed handcrafted crafted infused
-    approved tested recommended required discontinued upgraded replaced covered wrapped hold holds hang hide enjoy
-    boost need needs try want wants see look looks let lets stay prevent prevents protect protects remove""".split()
+    """make makes made get gets give gives keep keeps help helps fits used includes include including
+    included apply applies contains contain comes come reduce reduces improves improve promote promotes
+    restores removes designed based inspired imported damaged powered shielded smoked repairing listed
+    handcrafted crafted infused approved tested recommended required discontinued upgraded replaced
+    covered wrapped hold holds hang hide enjoy boost need needs try want wants see look looks let lets
+    stay prevent prevents protect protects remove""".split()
 )
 _ADJECTIVES = frozenset(
-    """full large original young effective comfortable virtual true stable italian oriental nordic japanese african
-    islamic french persian hawaiian jamaican intimate personal private delicate narrow typical lucky tough
-    resealable removable retractable inflatable shatterproof better best newest longer
-    same available""".split()
+    """full large original young effective comfortable virtual true stable italian oriental nordic
+    japanese african islamic french persian hawaiian jamaican intimate personal private delicate narrow
+    typical lucky tough resealable removable retractable inflatable shatterproof better best newest
+    longer same available""".split()
 )
 _LOWER_ENDINGS = ("able", "ible", "ful", "ous", "ive", "less", "ish", "ical", "ed", "ly")
 _LOWER_ADJECTIVES = frozenset(
-    """small medium short long thin thick light dark black white red blue green brown pink grey gray purple yellow
-    natural organic big little fine hot cold dry wet warm cool clean clear fresh pure rich safe sweet deep flat
-    free round square solid heavy double single dual easy daily dual double sexy casual elegant mini portable
-    wireless digital electric universal professional vintage modern classic wide suitable different new perfect
-    great good strong soft high low friendly compatible tall empty hard smooth bright""".split()
+    """small medium short long thin thick light dark black white red blue green brown pink grey gray
+    purple yellow natural organic big little fine hot cold dry wet warm cool clean clear fresh pure rich
+    safe sweet deep flat free round square solid heavy double single dual easy daily dual double sexy
+    casual elegant mini portable wireless digital electric universal professional vintage modern classic
+    wide suitable different new perfect great good strong soft high low friendly compatible tall empty
+    hard smooth bright""".split()
 )
 
 _UNITS = "km|cm|mm|dm|nm|µm|m|ha|yd|in|ft|kg|mg|µg|g|t|lb|oz|mph|mb|MB|kb|KB|gb|GB|tb|TB|T|G|M|K"
@@ -61,7 +63,7 @@ _ALPHA = re.compile(r"[^\W\d_]")
 
 def title_words(title: str) -> list[str]:
     """The words of a title: signs at the edges are cut away, compounds are split at hyphens and slashes."""
-    words = []
+    words: list[str] = []
     for chunk in title[:2000].split():
         words += _pieces(chunk)
     return words

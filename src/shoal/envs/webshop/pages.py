@@ -56,13 +56,13 @@ class Shop:
             return Page(
                 ("Thank you for shopping with us!", "Your score (min 0.0, max 1.0)", f"{score:.4g}"), ()
             )
-        head = (*head, BACK)
+        top = (*head, BACK)
         if place.page == "results":
-            return self._results(place, head)
+            return self._results(place, top)
         product = self.catalogue[place.asin]
         if place.page == "item":
-            return self._item(product, head)
-        return Page((*head, PREVIOUS, *_sub_page(product, place.page)), (BACK.lower(), PREVIOUS.lower()))
+            return self._item(product, top)
+        return Page((*top, PREVIOUS, *_sub_page(product, place.page)), (BACK.lower(), PREVIOUS.lower()))
 
     def _results(self, place: Place, head: tuple[str, ...]) -> Page:
         start = (place.number - 1) * self.page_size
@@ -70,9 +70,9 @@ class Shop:
         # "Next >" is offered even past the end, as in the original.
         turns = (PREVIOUS, NEXT) if place.number > 1 else (NEXT,)
         rows = tuple(text for item in shown for text in (item.asin, item.title, item.price_tag))
-        top = f"Page {place.number} (Total results: {len(place.found)})"
+        count = f"Page {place.number} (Total results: {len(place.found)})"
         clickables = (BACK.lower(), *(turn.lower() for turn in turns), *(item.asin.lower() for item in shown))
-        return Page((*head, top, *turns, *rows), clickables)
+        return Page((*head, count, *turns, *rows), clickables)
 
     def _item(self, product: Product, head: tuple[str, ...]) -> Page:
         options = tuple(text for name, values in product.options.items() for text in (name, *values))

@@ -1,18 +1,22 @@
-"""Porter's stemmer (M. F. Porter, 1980, "An algorithm for suffix stripping"), with the two later amendments that
-Lucene's `PorterStemFilter` and his own reference program have: "-bli" to "-ble" and "-logi" to "-log".
+"""Porter's stemmer (M. F. Porter, 1980, "An algorithm for suffix stripping").
+
+With the two later amendments of his own program and of Lucene: "-bli" to "-ble" and "-logi" to "-log".
 """
 
 from __future__ import annotations
 
+import itertools
+
 _STEP_2 = {
-    "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize", "bli": "ble", "alli": "al",
-    "entli": "ent", "eli": "e", "ousli": "ous", "ization": "ize", "ation": "ate", "ator": "ate", "alism": "al",
-    "iveness": "ive", "fulness": "ful", "ousness": "ous", "aliti": "al", "iviti": "ive", "biliti": "ble", "logi": "log",
+    "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize", "bli": "ble",
+    "alli": "al", "entli": "ent", "eli": "e", "ousli": "ous", "ization": "ize", "ation": "ate",
+    "ator": "ate", "alism": "al", "iveness": "ive", "fulness": "ful", "ousness": "ous", "aliti": "al",
+    "iviti": "ive", "biliti": "ble", "logi": "log",
 }  # fmt: skip
 _STEP_3 = {"icate": "ic", "ative": "", "alize": "al", "iciti": "ic", "ical": "ic", "ful": "", "ness": ""}
 _STEP_4 = (
-    "ement", "ance", "ence", "able", "ible", "ment", "ant", "ent", "ism", "ate", "iti", "ous", "ive", "ize", "ion",
-    "al", "er", "ic", "ou",
+    "ement", "ance", "ence", "able", "ible", "ment", "ant", "ent", "ism", "ate", "iti", "ous", "ive", "ize",
+    "ion", "al", "er", "ic", "ou",
 )  # fmt: skip
 
 
@@ -30,7 +34,7 @@ def _consonants(word: str) -> list[bool]:
 def _measure(stem: str) -> int:
     """How often a vowel is followed by a consonant: m in [C](VC)^m[V]."""
     kinds = _consonants(stem)
-    return sum(not before and after for before, after in zip(kinds, kinds[1:], strict=False))
+    return sum(not before and after for before, after in itertools.pairwise(kinds))
 
 
 def _has_vowel(stem: str) -> bool:

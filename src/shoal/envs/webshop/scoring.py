@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from shoal.envs.webshop.catalogue import Product, read_options, read_prices
+from shoal.envs.webshop.catalogue import Product
 from shoal.envs.webshop.goals import Goal
+from shoal.envs.webshop.loader import read_options, read_prices
 from shoal.envs.webshop.nouns import NounFunction, title_nouns
 from shoal.envs.webshop.similarity import token_set_ratio
 
@@ -20,13 +21,14 @@ ALIKE = 85
 
 # The colour words that option values are reduced to, in the order in which they are looked for.
 COLORS = tuple(
-    """alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel
-    camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream
-    crystal dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather
-    indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha
-    multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal
-    rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise
-    violet walnut wheat white wine yellow""".split()
+    """alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown
+    burgundy camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac
+    copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia gold granite
+    grape graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light
+    lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy
+    nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell
+    silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut
+    wheat white wine yellow""".split()
 )
 
 
@@ -73,7 +75,7 @@ def reward(
 
 
 def type_reward(product: Product, goal: Goal, noun_fn: NounFunction = title_nouns) -> float:
-    """Whether it is the kind of thing that is wanted: 1, 0.5, 0.1 or 0, by query, categories and title nouns."""
+    """Whether it is the kind of thing wanted: 1, 0.5, 0.1 or 0, by query, category and title nouns."""
     wanted, bought = noun_fn(goal.name), noun_fn(product.title)
     title = len(set(wanted) & set(bought)) / len(wanted) if wanted else 0.2
     if title == 0:

@@ -1,5 +1,7 @@
-"""Text to search terms as Lucene's English analysis does it: words by Unicode rules, possessives cut, lower case,
-stop words out, Porter stems. The tokens, more than the formula, decide what a search finds.
+"""Text to search terms as Lucene's English analysis does it.
+
+Words by Unicode rules, possessives cut, lower case, stop words out, Porter stems. The tokens, more than the
+formula, decide what a search finds.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ import re
 from shoal.envs.webshop.porter import stem
 
 STOP_WORDS = frozenset(
-    """a an and are as at be but by for if in into is it no not of on or such that the their then there these they
-    this to was will with""".split()
+    """a an and are as at be but by for if in into is it no not of on or such that the their then there
+    these they this to was will with""".split()
 )
 """The 33 words that Lucene's English analysis leaves out."""
 
-# Letters may be joined by one of : . ' and digits by one of . , ; ' (Unicode Standard Annex 29, rules 6 to 12).
+# Letters may be joined by one of : . ' and digits by one of . , ; ' (Unicode Annex 29, rules 6 to 12).
 _WORD = re.compile(
     r"\w+(?:(?:(?<=[^\W\d_])[:.'’·](?=[^\W\d_])|(?<=\d)[.,;'’](?=\d))\w+)*"
     r"|[\u2600-\u27bf\U0001f300-\U0001faff]"
