@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Discrete, Text
@@ -54,12 +55,12 @@ class BanditEnv(TextEnv[BanditConfig]):
     action_space = Discrete(2, start=1)
     observation_space = Text(512, min_length=1, charset="".join(map(chr, range(32, 127))) + "\n")
 
-    def __init__(self, config: BanditConfig | None = None, **settings: object) -> None:
-        super().__init__(config, **settings)  # type: ignore[arg-type]
+    def __init__(self, config: BanditConfig | None = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
         names = (self.config.lo_arm_name, self.config.hi_arm_name)
         self.instructions = (
             f"There are two slot machines, {names[0]} and {names[1]}. "
-            "One pays more on average than the other. Pull one arm, 1 or 2, once."
+            "Their names hint at how they pay, and one pays more on average. Pull one arm, 1 or 2, once."
         )
         charset = "".join(sorted(set(f"0123456789: .-+einfa points\n{''.join(names)}")))
         self.observation_space = Text(64 + sum(map(len, names)), min_length=1, charset=charset)

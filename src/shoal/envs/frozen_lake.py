@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from gymnasium.spaces import Discrete, Text
+from gymnasium import Space
+from gymnasium.spaces import Box, Discrete, Text
 
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
+from shoal.envs.pictures import TILE, picture_of
 from shoal.envs.text import Action, Outcome, TextEnv
 
 MAPS: dict[str, tuple[str, ...]] = {
@@ -55,6 +58,8 @@ class FrozenLakeConfig:
     """(row, column) to start from, instead of the lake's S."""
     goal: tuple[int, int] | None = None
     """(row, column) of the goal, instead of the lake's G."""
+    observation: Literal["text", "index", "grid", "rgb"] = "text"
+    """Text for language models; or the number of the player's cell, an array of cells, or pixels."""
     max_steps: int = 100
     """Steps after which an episode is truncated."""
     invalid_penalty: float = 0.0
@@ -69,6 +74,8 @@ class FrozenLakeConfig:
             raise ConfigError(f"success_rate must be in [0, 1], got {self.success_rate}")
         if self.max_steps < 1:
             raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
+        if self.observation not in ("text", "index", "grid", "rgb"):
+            raise ConfigError(f"observation must be text, index, grid or rgb, got {self.observation!r}")
         start, goal = self.start, self.goal
         if self.desc is None and not self.random_start_goal:
             start, goal = start or (0, 0), goal or (self.size - 1, self.size - 1)
@@ -83,6 +90,10 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
     Actions are 1 Left, 2 Down, 3 Right, 4 Up; 0 does nothing and costs a step.
     """
 
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        "render_modes": ["ansi", "grid", "rgb_array"],
+        "render_fps": 4,
+    }
     Config = FrozenLakeConfig
     instructions = (
         "You are P on a frozen lake. Reach the goal G. _ is ice, O is a hole: falling in ends the game. "
@@ -91,16 +102,15 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
     projection = Projection(lookup=ACTIONS)
     action_space = Discrete(4, start=1)
 
-    def __init__(self, config: FrozenLakeConfig | None = None, **settings: object) -> None:
-        super().__init__(config, **settings)  # type: ignore[arg-type]
+    def __init__(self, config: FrozenLakeConfig | None = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
         self._fixed = None if self.config.desc is None else _fixed_lake(self.config)
         rows, columns = len(self._fixed or ()), len((self._fixed or ("",))[0])
         self._shape = (rows, columns) if self._fixed else (self.config.size, self.config.size)
         for name, cell in (("start", self.config.start), ("goal", self.config.goal)):
             if cell is not None and not (0 <= cell[0] < self._shape[0] and 0 <= cell[1] < self._shape[1]):
                 raise ConfigError(f"{name} must be inside the {self._shape} lake, got {cell}")
-        cells = self._shape[0] * (self._shape[1] + 1) - 1
-        self.observation_space = Text(cells, min_length=cells, charset="P_OGX√\n")
+        self.observation_space = self._space()
 
     @property
     def desc(self) -> tuple[str, ...]:
@@ -137,6 +147,39 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
         cell = self._lake[row][column]
         success = cell == "G"
         return Outcome(float(success), terminated=cell in "GH", success=success, effective=moved)
+
+    def grid(self) -> np.ndarray:
+        """The lake as `[rows, columns]` int8: 0 ice 1 hole 2 goal 3 player 4 player in a hole 5 on goal."""
+        rows = self.observe().split("\n")
+        return np.array([["_OGPX√".index(cell) for cell in row] for row in rows], np.int8)
+
+    def render(self) -> Any:
+        """The lake as text, as an array of cells, or as pixels, by `render_mode`."""
+        if self.render_mode == "grid":
+            return self.grid()
+        return (
+            picture_of(self.observe(), "frozen_lake") if self.render_mode == "rgb_array" else super().render()
+        )
+
+    def _observation(self) -> Any:
+        kind = self.config.observation
+        if kind == "text":
+            return self.observe()
+        if kind == "index":
+            return self._row * self._shape[1] + self._column
+        return self.grid() if kind == "grid" else picture_of(self.observe(), "frozen_lake")
+
+    def _space(self) -> Space[Any]:
+        rows, columns = self._shape
+        kind = self.config.observation
+        if kind == "index":
+            return Discrete(rows * columns)
+        if kind == "grid":
+            return Box(0, 5, self._shape, np.int8)
+        if kind == "rgb":
+            return Box(0, 255, (rows * TILE, columns * TILE, 3), np.uint8)
+        length = rows * (columns + 1) - 1
+        return Text(length, min_length=length, charset="P_OGX√\n")
 
     def observe(self) -> str:
         """The lake, one row a line, with the player on it."""
