@@ -147,7 +147,7 @@ class CountdownEnv(TextEnv[CountdownConfig]):
     """Make the target from the numbers; the action is the expression.
 
     Reward 1 for a solution, `format_score` for the right numbers with a wrong value, else 0. The episode
-    terminates on a solution or when the answers are spent.
+    terminates on a solution and with the last wrong answer; a response without an answer only costs a step.
     """
 
     Config = CountdownConfig
@@ -161,7 +161,7 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         tags=("action", "answer"),
     )
     invalid_action = ""
-    action_space = FreeText(65_536)
+    action_space = FreeText(65_536, min_length=1)
     observation_space = FreeText(1_024, min_length=1)
 
     def __init__(self, config: CountdownConfig | None = None, **settings: Any) -> None:
@@ -186,8 +186,9 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         expression = read_expression(answer)
         if expression is None:
             self._feedback = "\nThat is not an expression of numbers, + - * / and parentheses."
-            penalty = self.config.invalid_penalty if answer == self.invalid_action else 0.0
-            return Outcome(penalty, terminated=last, valid=False, effective=False)
+            if answer == self.invalid_action:
+                return Outcome(self.config.invalid_penalty, valid=False, effective=False)
+            return Outcome(0.0, terminated=last, valid=False)
         points = score(self._puzzle.numbers, self._puzzle.target, answer)
         if points == 1.0:
             self._feedback = "\nCorrect."

@@ -64,6 +64,9 @@ class MathVerifier:
                 return False
             return json.loads(line) is True
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MathVerifier, (self.seconds,)
+
     def close(self) -> None:
         """End the process; the next question starts a new one."""
         with self._lock:

@@ -89,8 +89,8 @@ class MetaMathQAConfig:
 class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
     """Answer the question; the action is the answer as text.
 
-    Reward `decay ** attempts_before` for a right answer, else 0. The episode terminates on a right answer or
-    when the attempts are spent.
+    Reward `decay ** attempts_before` for a right answer, else 0. The episode terminates on a right answer and
+    with the last wrong one; a response without an answer is an attempt too.
     """
 
     Config = MetaMathQAConfig
@@ -104,7 +104,7 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
         tags=("action", "answer"),
     )
     invalid_action = ""
-    action_space = FreeText(MAX_RESPONSE)
+    action_space = FreeText(MAX_RESPONSE, min_length=1)
     observation_space = FreeText(MAX_RESPONSE, min_length=1)
 
     def __init__(self, config: MetaMathQAConfig | None = None, **settings: Any) -> None:
@@ -136,7 +136,7 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
         answer, last = str(action), self._steps + 1 >= self.config.max_steps
         if answer == self.invalid_action:
             self._feedback = "\nNo answer was found. Think again."
-            return Outcome(self.config.invalid_penalty, terminated=last, valid=False, effective=False)
+            return Outcome(self.config.invalid_penalty, valid=False, effective=False)
         if self._is_right(answer):
             self._feedback = "\nCorrect."
             return Outcome(self.config.decay**self._steps, terminated=True, success=True)

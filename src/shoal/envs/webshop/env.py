@@ -113,7 +113,7 @@ class _Stock:
         key = (*files, *stamps, *seeds)
         with self._lock:
             if key not in self._made:
-                catalogue = _open(config)
+                catalogue = _make_catalogue(config)
                 self._made[key] = catalogue, make_goals(catalogue, seed=config.goal_seed)
                 while len(self._made) > self._size:
                     self._made.popitem(last=False)
@@ -121,7 +121,7 @@ class _Stock:
             return self._made[key]
 
 
-def _open(config: WebShopConfig) -> Catalogue:
+def _make_catalogue(config: WebShopConfig) -> Catalogue:
     if config.source == "generated":
         n_products = config.num_products or GENERATED
         return generate_catalogue(n_products, seed=config.catalogue_seed, price_seed=config.price_seed)
@@ -155,11 +155,15 @@ class WebShopEnv(TextEnv[WebShopConfig]):
     )
     projection = Projection(parse=read_action, invalid="", tags=("action",))
     invalid_action = ""
-    action_space = FreeText(65_536)
+    action_space = FreeText(65_536, min_length=1)
     observation_space = FreeText(1_000_000, min_length=1)
 
     def __init__(self, config: WebShopConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
+        self._open()
+
+    def _open(self) -> None:
+        """Take from the stock what depends on the config alone."""
         catalogue, goals = _stock.get(self.config)
         self._goals: Sequence[Goal] = split_goals(goals, self.config.split)
         if self.config.goal is not None and not 0 <= self.config.goal < len(self._goals):
@@ -168,6 +172,14 @@ class WebShopEnv(TextEnv[WebShopConfig]):
         self._nouns: NounFunction = title_nouns
         if self.config.nouns != "rules":
             self._nouns = spacy_nouns(self.config.nouns.removeprefix("spacy:"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        shared = ("_goals", "_shop", "_nouns")
+        return {name: value for name, value in self.__dict__.items() if name not in shared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
 
     @property
     def catalogue(self) -> Catalogue:
