@@ -74,6 +74,17 @@ def make_question(rng: np.random.Generator, steps: int) -> Question:
 
 
 Story = tuple[str, Fraction, list[str]]
+N = TypeVar("N", int, Fraction)
+
+
+def add_up(values: Sequence[N], working: list[str]) -> N:
+    """The sum, with a line of working where there is more than one value."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    if len(values) > 1:
+        working.append(f"{' + '.join(map(as_text, values))} = {as_text(total)}")
+    return total
 
 
 def collection(rng: np.random.Generator, steps: int) -> Story:
@@ -115,12 +126,14 @@ def shopping(rng: np.random.Generator, steps: int) -> Story:
     """Several goods at their prices, and the change from a round sum."""
     name = pick(rng, NAMES)
     goods = [str(good) for good in rng.permutation(GOODS)[: max(1, steps - 1)]]
-    total, parts, working = Fraction(0), [], []
+    costs: list[Fraction] = []
+    parts, working = [], []
     for good in goods:
         amount, price = between(rng, 1, 6), Fraction(between(rng, 4, 160), 4)
         parts.append(f"{amount} {good}{'s' if amount > 1 else ''} at ${float(price):.2f} each")
-        total += amount * price
-        working.append(f"{amount} * {as_text(price)} = {as_text(amount * price)}")
+        costs.append(amount * price)
+        working.append(f"{amount} * {as_text(price)} = {as_text(costs[-1])}")
+    total = add_up(costs, working)
     paid = (int(total) // 50 + 1) * 50
     working.append(f"{paid} - {as_text(total)} = {as_text(paid - total)}")
     listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
@@ -144,14 +157,19 @@ def discount(rng: np.random.Generator, steps: int) -> Story:
 def journey(rng: np.random.Generator, steps: int) -> Story:
     """Legs of a journey at their speeds: the distance, or the mean speed."""
     name, legs = pick(rng, NAMES), max(1, steps - 1)
-    distance, hours, sentences, working = 0, Fraction(0), [], []
+    distances: list[int] = []
+    hours, sentences, working = Fraction(0), [], []
     for leg in range(legs):
         speed, halves = between(rng, 2, 30) * 4, between(rng, 1, 8)
         time = Fraction(halves, 2)
         verb = "drives" if leg == 0 else "then drives"
-        sentences.append(f"{name} {verb} for {as_text(time)} hours at {speed} km per hour.")
+        sentences.append(
+            f"{name} {verb} for {as_text(time)} hour{'' if time == 1 else 's'} at {speed} km per hour."
+        )
         working.append(f"{as_text(time)} * {speed} = {as_text(time * speed)}")
-        distance, hours = distance + int(time * speed), hours + time
+        distances.append(int(time * speed))
+        hours += time
+    distance = add_up(distances, working)
     if legs > 1 and between(rng, 0, 1):
         working.append(f"{distance} / {as_text(hours)} = {as_text(Fraction(distance) / hours)}")
         question = "What is the average speed of the whole trip, in km per hour? Give an exact number."
@@ -185,9 +203,9 @@ def sharing(rng: np.random.Generator, steps: int) -> Story:
     item, container = pick(rng, ITEMS), pick(rng, CONTAINERS)
     amounts = [(between(rng, 2, 8), between(rng, 3, 15)) for _ in range(max(1, steps - 1))]
     children = between(rng, 2, 8)
-    total = sum(count * each for count, each in amounts)
     parts = [f"{count} {container} with {each} {item} in each" for count, each in amounts]
     working = [f"{count} * {each} = {count * each}" for count, each in amounts]
+    total = add_up([count * each for count, each in amounts], working)
     working.append(f"{total} / {children} = {as_text(Fraction(total, children))}")
     text = (
         f"There are {' and '.join(parts)}. They are divided equally among {children} children, cutting "

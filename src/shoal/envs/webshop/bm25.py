@@ -158,10 +158,9 @@ def cached_index(texts: Sequence[str], ids: Sequence[str]) -> Index:
             digest.update(len(part).to_bytes(8, "little") + part)
     path = cache_folder() / f"webshop-{digest.hexdigest()[:32]}.npz"
     try:
-        with np.load(path, allow_pickle=False) as data:
-            index = Index(
-                str(data["vocabulary"]).split("\n"), *(data[name] for name in _ARRAYS)
-            )  # lines cannot occur in a term
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
+            # Lines cannot occur in a term.
+            index = Index(str(data["vocabulary"]).split("\n"), *(data[name] for name in _ARRAYS))
         if len(index) == len(ids):
             return index
     except FileNotFoundError:
