@@ -286,7 +286,7 @@ def verifier():
     pytest.importorskip("math_verify")
     from shoal.envs.math_verifier import MathVerifier
 
-    verifier = MathVerifier(seconds=1.0)
+    verifier = MathVerifier(seconds=3.0)
     yield verifier
     verifier.close()
 

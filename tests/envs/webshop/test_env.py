@@ -57,8 +57,8 @@ def test_a_purchase_from_search_to_reward(shop):
     item, *_ = env.step("click[B000000001]")
     assert item == (
         f"{head} < Prev [SEP] color [SEP] light walnut [SEP] black | gold [SEP] size [SEP] 36 inch "
-        "[SEP] 48 inch [SEP] Brook Walnut Console Table with 2 Drawers, Easy Assemble [SEP] Price: $120.0 to $180.0 "
-        "[SEP] Rating: N.A. [SEP] Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
+        "[SEP] 48 inch [SEP] Brook Walnut Console Table with 2 Drawers, Easy Assemble [SEP] Price: "
+        "$120.0 to $180.0 [SEP] Rating: N.A. [SEP] Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
     )
     before = env.anchor()
     observation, *_, info = env.step("click[black | gold]")
