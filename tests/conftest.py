@@ -1,4 +1,12 @@
-"""What all tests share: properties are judged by their result, never by the clock."""
+"""What all tests share: one thread per test process, and properties that are not judged by the clock.
+
+Two test processes share two cores, and the engines promise bit-equality with one thread.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
 
 from hypothesis import settings
 

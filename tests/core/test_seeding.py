@@ -46,6 +46,6 @@ def test_numpy_integers_are_the_same_names_as_integers():
 
 
 def test_global_random_state_is_left_alone():
-    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    before = random.getstate(), np.random.get_state()[1].tolist()
     stream(1, "a").random(10)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before

@@ -114,7 +114,11 @@ class HuggingFaceEngine:
             if len(keep) < len(live):
                 chosen = torch.tensor(keep, device=mask.device)
                 cache.batch_select_indices(chosen)
-                mask, live, picks = mask[chosen], [live[place] for place in keep], [picks[place] for place in keep]
+                mask, live, picks = (
+                    mask[chosen],
+                    [live[place] for place in keep],
+                    [picks[place] for place in keep],
+                )
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
             out = self._forward(torch.tensor(picks, device=mask.device)[:, None], mask, cache)
             cache, scores = out.past_key_values, out.logits[:, -1]
