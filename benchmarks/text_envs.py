@@ -31,7 +31,7 @@ from shoal.envs import make  # noqa: E402
 from shoal.envs.countdown import LEVELS, make_puzzle, score  # noqa: E402
 from shoal.envs.metamathqa import is_correct  # noqa: E402
 from shoal.envs.webshop import expert_action, generate_catalogue, make_goals  # noqa: E402
-from shoal.envs.webshop.bm25 import B, K1, build_index  # noqa: E402
+from shoal.envs.webshop.bm25 import K1, B, build_index  # noqa: E402
 from shoal.envs.webshop.tokens import STOP_WORDS, terms  # noqa: E402
 from shoal.envs.word_problems import make_question  # noqa: E402
 
@@ -58,7 +58,9 @@ def add(case: str, subject: str, value: float | None, unit: str, cpu: float = 0.
     """One row of the table; a value of None is a rival that could not run."""
     row = {"case": case, "subject": subject, "value": value, "unit": unit, "cpu_seconds": cpu, "runs": runs}
     rows.append(row)
-    print(f"{case:34} {subject:34} {'not installed' if value is None else f'{value:,.4g} {unit}'}", flush=True)
+    print(
+        f"{case:34} {subject:34} {'not installed' if value is None else f'{value:,.4g} {unit}'}", flush=True
+    )
 
 
 def installed(case: str, subject: str, module: str, unit: str = "1/s") -> bool:
@@ -105,14 +107,22 @@ def countdown_scores() -> None:
 def puzzles_and_questions() -> None:
     case = "countdown: puzzles"
     level = LEVELS["expert"]
-    measure(case, "shoal", repeat(lambda s: make_puzzle(np.random.default_rng(s), level), [(i,) for i in range(500)]))
+    measure(
+        case,
+        "shoal",
+        repeat(lambda s: make_puzzle(np.random.default_rng(s), level), [(i,) for i in range(500)]),
+    )
     if installed(case, "reasoning_gym", "reasoning_gym"):
         import reasoning_gym
 
         theirs = reasoning_gym.create_dataset("countdown", size=10**6, seed=0)
         measure(case, "reasoning_gym", repeat(theirs.__getitem__, [(i,) for i in range(5)]), runs=3)
     case = "metamathqa: word problems"
-    measure(case, "shoal", repeat(lambda s: make_question(np.random.default_rng(s), 4), [(i,) for i in range(2000)]))
+    measure(
+        case,
+        "shoal",
+        repeat(lambda s: make_question(np.random.default_rng(s), 4), [(i,) for i in range(2000)]),
+    )
     if installed(case, "reasoning_gym gsm_symbolic", "reasoning_gym"):
         theirs = reasoning_gym.create_dataset("gsm_symbolic", size=10**6, seed=0)
         measure(case, "reasoning_gym gsm_symbolic", repeat(theirs.__getitem__, [(i,) for i in range(200)]))
@@ -186,7 +196,9 @@ def searches(n_products: int) -> None:
         import rank_bm25
 
         okapi = rank_bm25.BM25Okapi(tokens, k1=K1, b=B)
-        measure(case, "rank_bm25", repeat(lambda q: np.argsort(-okapi.get_scores(terms(q)))[:50], queries[:20]))
+        measure(
+            case, "rank_bm25", repeat(lambda q: np.argsort(-okapi.get_scores(terms(q)))[:50], queries[:20])
+        )
     sqlite_fts(case, built, texts, queries)
     tantivy_search(case, built, texts, queries)
 
@@ -204,9 +216,13 @@ def sqlite_fts(case: str, built: str, texts: list[str], queries: list[tuple[str]
     base = build()
 
     def ask(query: str) -> list[Any]:
-        words = ["".join(filter(str.isalnum, word)) for word in query.lower().split() if word not in STOP_WORDS]
+        words = [
+            "".join(filter(str.isalnum, word)) for word in query.lower().split() if word not in STOP_WORDS
+        ]
         wanted = " OR ".join(f'"{word}"' for word in words if word)
-        return base.execute("select rowid from shop where shop match ? order by rank limit 50", (wanted,)).fetchall()
+        return base.execute(
+            "select rowid from shop where shop match ? order by rank limit 50", (wanted,)
+        ).fetchall()
 
     assert len(ask(*queries[0])) > 0
     measure(case, "SQLite FTS5", repeat(ask, queries[: 20 if len(texts) > 10_000 else QUERIES]))

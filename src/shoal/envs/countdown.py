@@ -14,6 +14,7 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, unknown_name
 from shoal.envs.actions import Projection
+from shoal.envs.dice import Dice
 from shoal.envs.expressions import MAX_ANSWER, MAX_NUMBERS, read_expression
 from shoal.envs.records import field, load_records, take_split
 from shoal.envs.spaces import FreeText
@@ -71,22 +72,21 @@ def make_puzzle(rng: np.random.Generator, level: Level) -> Puzzle:
 
     Intermediate values are positive integers; the target is none of the numbers.
     """
+    dice = Dice(rng)
     while True:
-        count = int(rng.integers(level.min_numbers, level.max_numbers + 1))
-        numbers = tuple(rng.integers(1, level.largest_number + 1, size=count).tolist())
+        count = dice.between(level.min_numbers, level.max_numbers)
+        numbers = tuple(dice.between(1, level.largest_number) for _ in range(count))
         parts = [(number, str(number)) for number in numbers]
         while len(parts) > 1:
-            left = parts.pop(int(rng.integers(len(parts))))
-            right = parts.pop(int(rng.integers(len(parts))))
-            parts.append(_join(rng, left, right, level))
+            left = parts.pop(dice.below(len(parts)))
+            right = parts.pop(dice.below(len(parts)))
+            parts.append(_join(dice, left, right, level))
         target, solution = parts[0]
         if target <= level.largest_target and target not in numbers:
             return Puzzle(numbers, target, solution[1:-1])
 
 
-def _join(
-    rng: np.random.Generator, left: tuple[int, str], right: tuple[int, str], level: Level
-) -> tuple[int, str]:
+def _join(dice: Dice, left: tuple[int, str], right: tuple[int, str], level: Level) -> tuple[int, str]:
     """One operation on two parts, drawn among those that give a positive integer of a useful size."""
     if left[0] < right[0]:
         left, right = right, left
@@ -98,7 +98,7 @@ def _join(
         "/": a // b if b > 1 and a % b == 0 else 0,
     }
     signs = [sign for sign in level.operations if possible[sign] > 0] or ["+"]
-    sign = signs[int(rng.integers(len(signs)))]
+    sign = dice.one(signs)
     return possible[sign], f"({first} {sign} {second})"
 
 

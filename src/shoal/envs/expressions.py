@@ -47,10 +47,10 @@ class _Reader:
         while (sign := self.tokens[self.at]) in ("+", "-"):
             self.at += 1
             term = self.product(depth)
-            if value is not None and term is not None:
-                value = value + term if sign == "+" else value - term
-            else:
+            if value is None or term is None:
                 value = None
+                continue
+            value = value + term if sign == "+" else value - term
         return value
 
     def product(self, depth: int) -> Fraction | None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-T = TypeVar("T")
+from shoal.envs.dice import Dice
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +38,30 @@ CONTAINERS = ("boxes", "bags", "baskets", "packs", "jars", "crates")
 GOODS = ("notebook", "scarf", "lamp", "kettle", "backpack", "puzzle", "chair", "helmet", "blanket", "radio")
 
 
-def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
-    """One of the options."""
-    return options[int(rng.integers(len(options)))]
-
-
-def between(rng: np.random.Generator, low: int, high: int) -> int:
-    """An integer from `low` to `high`, both included."""
-    return int(rng.integers(low, high + 1))
-
-
 def as_text(value: Fraction | int) -> str:
     """An exact number as people write it: an integer, a finite decimal, or a fraction.
 
     >>> as_text(Fraction(5, 2)), as_text(Fraction(1, 3)), as_text(Fraction(4))
     ('2.5', '1/3', '4')
     """
-    value = Fraction(value)
-    if value.denominator == 1:
-        return str(value.numerator)
+    over, under = value.numerator, value.denominator
+    if under == 1:
+        return str(over)
     for places in range(1, 5):
-        scaled = value * 10**places
-        if scaled.denominator == 1:
-            sign, digits = "-" if scaled < 0 else "", str(abs(scaled.numerator)).rjust(places + 1, "0")
+        if 10**places % under == 0:
+            sign, digits = (
+                "-" if over < 0 else "",
+                str(abs(over) * 10**places // under).rjust(places + 1, "0"),
+            )
             return f"{sign}{digits[:-places]}.{digits[-places:]}"
-    return f"{value.numerator}/{value.denominator}"
+    return f"{over}/{under}"
 
 
 def make_question(rng: np.random.Generator, steps: int) -> Question:
     """A word problem that takes about `steps` operations (1 to 8)."""
+    dice = Dice(rng)
     kinds = [kind for kind, (low, high) in KINDS.items() if low <= steps <= high]
-    text, answer, working = pick(rng, kinds)(rng, steps)
+    text, answer, working = dice.one(kinds)(dice, steps)
     shown = as_text(answer)
     return Question(text, shown, "\n".join([*working, f"The answer is: {shown}"]))
 
@@ -87,33 +80,33 @@ def add_up(values: Sequence[N], working: list[str]) -> N:
     return total
 
 
-def collection(rng: np.random.Generator, steps: int) -> Story:
+def collection(dice: Dice, steps: int) -> Story:
     """One person's things grow and shrink; each event is one operation."""
-    name, other, item = pick(rng, NAMES[:13]), pick(rng, NAMES[13:]), pick(rng, ITEMS)
-    count = between(rng, 4, 40)
+    name, other, item = dice.one(NAMES[:13]), dice.one(NAMES[13:]), dice.one(ITEMS)
+    count = dice.between(4, 40)
     sentences, working = [f"{name} has {count} {item}."], []
     for _ in range(steps):
-        kind = between(rng, 0, 5)
+        kind = dice.between(0, 5)
         parts = [n for n in range(2, 7) if count % n == 0 and count > n]
         if kind == 0 and count > 3:
-            lost = between(rng, 1, count - 2)
+            lost = dice.between(1, count - 2)
             sentences.append(f"Then {name} gives {lost} of the {item} to {other}.")
             new, sum_ = count - lost, f"{count} - {lost}"
         elif kind == 1 and count <= 200:
-            times = between(rng, 2, 4)
+            times = dice.between(2, 4)
             word = {2: "twice", 3: "three times", 4: "four times"}[times]
             sentences.append(f"By the next week {name} has {word} as many {item} as before.")
             new, sum_ = count * times, f"{count} * {times}"
         elif kind == 2 and parts:
-            part = pick(rng, parts)
+            part = dice.one(parts)
             sentences.append(f"{name} loses 1/{part} of the {item}.")
             new, sum_ = count - count // part, f"{count} - {count} / {part}"
         elif kind == 3:
-            packs, each = between(rng, 2, 9), between(rng, 2, 12)
-            sentences.append(f"{name} buys {packs} {pick(rng, CONTAINERS)} with {each} {item} in each.")
+            packs, each = dice.between(2, 9), dice.between(2, 12)
+            sentences.append(f"{name} buys {packs} {dice.one(CONTAINERS)} with {each} {item} in each.")
             new, sum_ = count + packs * each, f"{count} + {packs} * {each}"
         else:
-            found = between(rng, 2, 60)
+            found = dice.between(2, 60)
             sentences.append(f"{other} sends {name} {found} more {item}.")
             new, sum_ = count + found, f"{count} + {found}"
         working.append(f"{sum_} = {new}")
@@ -122,14 +115,14 @@ def collection(rng: np.random.Generator, steps: int) -> Story:
     return " ".join(sentences), Fraction(count), working
 
 
-def shopping(rng: np.random.Generator, steps: int) -> Story:
+def shopping(dice: Dice, steps: int) -> Story:
     """Several goods at their prices, and the change from a round sum."""
-    name = pick(rng, NAMES)
-    goods = [str(good) for good in rng.permutation(GOODS)[: max(1, steps - 1)]]
+    name = dice.one(NAMES)
+    goods = dice.some(GOODS, max(1, steps - 1))
     costs: list[Fraction] = []
     parts, working = [], []
     for good in goods:
-        amount, price = between(rng, 1, 6), Fraction(between(rng, 4, 160), 4)
+        amount, price = dice.between(1, 6), Fraction(dice.between(4, 160), 4)
         parts.append(f"{amount} {good}{'s' if amount > 1 else ''} at ${float(price):.2f} each")
         costs.append(amount * price)
         working.append(f"{amount} * {as_text(price)} = {as_text(costs[-1])}")
@@ -141,12 +134,12 @@ def shopping(rng: np.random.Generator, steps: int) -> Story:
     return text, paid - total, working
 
 
-def discount(rng: np.random.Generator, steps: int) -> Story:
+def discount(dice: Dice, steps: int) -> Story:
     """A price after one or several percentages."""
-    good, price = pick(rng, GOODS), Fraction(between(rng, 2, 40) * 10)
+    good, price = dice.one(GOODS), Fraction(dice.between(2, 40) * 10)
     sentences, working = [f"A {good} costs ${price}."], []
     for _ in range(steps):
-        percent, up = between(rng, 1, 10) * 5, between(rng, 0, 2) == 0
+        percent, up = dice.between(1, 10) * 5, dice.between(0, 2) == 0
         sentences.append(f"Its price is then {'raised' if up else 'cut'} by {percent}%.")
         new = price * (100 + (percent if up else -percent)) / 100
         working.append(f"{as_text(price)} * {100 + (percent if up else -percent)} / 100 = {as_text(new)}")
@@ -154,13 +147,13 @@ def discount(rng: np.random.Generator, steps: int) -> Story:
     return " ".join([*sentences, "What does it cost in the end, in dollars?"]), price, working
 
 
-def journey(rng: np.random.Generator, steps: int) -> Story:
+def journey(dice: Dice, steps: int) -> Story:
     """Legs of a journey at their speeds: the distance, or the mean speed."""
-    name, legs = pick(rng, NAMES), max(1, steps - 1)
+    name, legs = dice.one(NAMES), max(1, steps - 1)
     distances: list[int] = []
     hours, sentences, working = Fraction(0), [], []
     for leg in range(legs):
-        speed, halves = between(rng, 2, 30) * 4, between(rng, 1, 8)
+        speed, halves = dice.between(2, 30) * 4, dice.between(1, 8)
         time = Fraction(halves, 2)
         verb = "drives" if leg == 0 else "then drives"
         sentences.append(
@@ -170,20 +163,20 @@ def journey(rng: np.random.Generator, steps: int) -> Story:
         distances.append(int(time * speed))
         hours += time
     distance = add_up(distances, working)
-    if legs > 1 and between(rng, 0, 1):
+    if legs > 1 and dice.between(0, 1):
         working.append(f"{distance} / {as_text(hours)} = {as_text(Fraction(distance) / hours)}")
         question = "What is the average speed of the whole trip, in km per hour? Give an exact number."
         return " ".join([*sentences, question]), Fraction(distance) / hours, working
     return " ".join([*sentences, "How many km is that in all?"]), Fraction(distance), working
 
 
-def ages(rng: np.random.Generator, steps: int) -> Story:
+def ages(dice: Dice, steps: int) -> Story:
     """A chain of people, each compared with the one before."""
-    people = [str(name) for name in rng.permutation(NAMES)[: steps + 1]]
-    age = between(rng, 5, 14)
+    people = dice.some(NAMES, steps + 1)
+    age = dice.between(5, 14)
     sentences, working = [f"{people[0]} is {age} years old."], []
     for before, name in itertools.pairwise(people):
-        kind, years = between(rng, 0, 2), between(rng, 2, 9)
+        kind, years = dice.between(0, 2), dice.between(2, 9)
         if kind == 0 and age < 60:
             sentences.append(f"{name} is twice as old as {before}.")
             new, sum_ = 2 * age, f"2 * {age}"
@@ -198,11 +191,11 @@ def ages(rng: np.random.Generator, steps: int) -> Story:
     return " ".join([*sentences, f"How old is {people[-1]}?"]), Fraction(age), working
 
 
-def sharing(rng: np.random.Generator, steps: int) -> Story:
+def sharing(dice: Dice, steps: int) -> Story:
     """Things from several containers, divided among children; the share may be a fraction."""
-    item, container = pick(rng, ITEMS), pick(rng, CONTAINERS)
-    amounts = [(between(rng, 2, 8), between(rng, 3, 15)) for _ in range(max(1, steps - 1))]
-    children = between(rng, 2, 8)
+    item, container = dice.one(ITEMS), dice.one(CONTAINERS)
+    amounts = [(dice.between(2, 8), dice.between(3, 15)) for _ in range(max(1, steps - 1))]
+    children = dice.between(2, 8)
     parts = [f"{count} {container} with {each} {item} in each" for count, each in amounts]
     working = [f"{count} * {each} = {count * each}" for count, each in amounts]
     total = add_up([count * each for count, each in amounts], working)
@@ -214,7 +207,7 @@ def sharing(rng: np.random.Generator, steps: int) -> Story:
     return text, Fraction(total, children), working
 
 
-KINDS: dict[Callable[[np.random.Generator, int], Story], tuple[int, int]] = {
+KINDS: dict[Callable[[Dice, int], Story], tuple[int, int]] = {
     collection: (1, 8),
     shopping: (2, 8),
     discount: (1, 2),

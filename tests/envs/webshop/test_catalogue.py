@@ -215,10 +215,9 @@ def test_the_same_seed_makes_the_same_shop_everywhere():
         assert list(processes.map(fingerprint, range(3))) == expected
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_catalogue"
     code += "; print(test_catalogue.fingerprint(1))"
-    for hash_seed in ("0", "1", "random"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert run.stdout.rstrip("\n") == expected[1], run.stderr
+    environment = {**os.environ, "PYTHONHASHSEED": "random", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.stdout.rstrip("\n") == expected[1], run.stderr
 
 
 def test_a_catalogue_travels_between_processes():

@@ -6,10 +6,9 @@ Product `i` depends on `(seed, i)` alone, so that shops of different sizes share
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 from shoal.core.seeding import stream
+from shoal.envs.dice import Dice
 from shoal.envs.webshop.catalogue import Catalogue, Instruction, Product, Review
 from shoal.envs.webshop.loader import read_prices
 from shoal.envs.webshop.wares import (
@@ -24,35 +23,10 @@ from shoal.envs.webshop.wares import (
     Kind,
 )
 
-T = TypeVar("T")
-
-_DRAWS = 160  # uniform numbers a product has at its disposal; it uses at most about 120
+_DRAWS = 128  # uniform numbers that a product takes at a time; most need fewer
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SPREAD = 0.55  # of the logarithm of prices
 _MISSING, _RANGED = 0.05, 0.3  # shares of products without a price and with a price range
-
-
-class _Dice:
-    """Uniform draws handed out one at a time."""
-
-    def __init__(self, draws: Iterator[float]) -> None:
-        self._draws = draws
-
-    def uniform(self) -> float:
-        return next(self._draws)
-
-    def below(self, n: int) -> int:
-        """An integer from 0 to n - 1."""
-        return int(next(self._draws) * n)
-
-    def one(self, options: Sequence[T]) -> T:
-        """One of the options."""
-        return options[self.below(len(options))]
-
-    def some(self, options: Sequence[T], count: int) -> list[T]:
-        """`count` different options, in a random order."""
-        rest = list(options)
-        return [rest.pop(self.below(len(rest))) for _ in range(min(count, len(rest)))]
 
 
 def generate_catalogue(n_products: int = 3000, *, seed: int = 0, price_seed: int = 0) -> Catalogue:
@@ -76,7 +50,7 @@ def generate_catalogue(n_products: int = 3000, *, seed: int = 0, price_seed: int
 
 def make_product(seed: int, number: int) -> Product:
     """Product `number` of the shop of `seed`."""
-    dice = _Dice(iter(stream(seed, "webshop product", number).random(_DRAWS).tolist()))
+    dice = Dice(stream(seed, "webshop product", number), _DRAWS)
     asin = "B0" + "".join(_DIGITS[dice.below(36)] for _ in range(8))
     kind = dice.one(KINDS)
     brand = dice.one(BRAND_STARTS) + dice.one(BRAND_MIDDLES) + dice.one(BRAND_ENDS)
@@ -111,7 +85,7 @@ def make_product(seed: int, number: int) -> Product:
     )
 
 
-def _pricing(dice: _Dice, kind: Kind) -> str:
+def _pricing(dice: Dice, kind: Kind) -> str:
     """A price tag: log-normal around the kind's usual price, a range for some, none for a few."""
     # Box-Muller from two uniforms.
     radius = math.sqrt(-2 * math.log(1 - dice.uniform()))
@@ -125,7 +99,7 @@ def _pricing(dice: _Dice, kind: Kind) -> str:
     return f"${low:.2f} to ${high:.2f}" if draw < _MISSING + _RANGED and high > low else f"${low:.2f}"
 
 
-def _title(dice: _Dice, brand: str, look: str, name: str, use: str, attributes: tuple[str, ...]) -> str:
+def _title(dice: Dice, brand: str, look: str, name: str, use: str, attributes: tuple[str, ...]) -> str:
     shown = ", ".join(attribute.title() for attribute in dice.some(attributes, 1 + dice.below(2)))
     thing = name.title()
     forms = (
@@ -137,7 +111,7 @@ def _title(dice: _Dice, brand: str, look: str, name: str, use: str, attributes: 
     return dice.one(forms)
 
 
-def _description(dice: _Dice, brand: str, look: str, name: str, use: str, attributes: tuple[str, ...]) -> str:
+def _description(dice: Dice, brand: str, look: str, name: str, use: str, attributes: tuple[str, ...]) -> str:
     first = dice.one(
         (
             f"The {look.lower()} {name} by {brand} is made for {use.lower()}.",
@@ -161,13 +135,13 @@ def _description(dice: _Dice, brand: str, look: str, name: str, use: str, attrib
     return f"{first} {facts} {last}"
 
 
-def _bullets(dice: _Dice, look: str, name: str, use: str, attributes: tuple[str, ...]) -> tuple[str, ...]:
+def _bullets(dice: Dice, look: str, name: str, use: str, attributes: tuple[str, ...]) -> tuple[str, ...]:
     lines = [f"{attribute.capitalize()}: one reason to choose this {name}." for attribute in attributes[:3]]
     lines.append(f"{look} {name} for {use.lower()}.")
     return tuple(dice.some(lines, len(lines)))
 
 
-def _reviews(dice: _Dice, name: str, rating: float) -> tuple[Review, ...]:
+def _reviews(dice: Dice, name: str, rating: float) -> tuple[Review, ...]:
     reviews = []
     for _ in range(dice.below(4)):
         good = dice.uniform() * 5 < rating
@@ -179,7 +153,7 @@ def _reviews(dice: _Dice, name: str, rating: float) -> tuple[Review, ...]:
 
 
 def _instruction(
-    dice: _Dice, name: str, attributes: tuple[str, ...], options: dict[str, tuple[str, ...]]
+    dice: Dice, name: str, attributes: tuple[str, ...], options: dict[str, tuple[str, ...]]
 ) -> Instruction:
     """A wish for this product: some of its attributes and one value of each of its options."""
     wanted = tuple(dice.some(attributes, 1 + dice.below(3)))
