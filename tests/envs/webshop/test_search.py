@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from shelf import texts
 
-from shoal.envs.webshop.bm25 import K1, B, build_index, cache_folder, cached_index, rounded_length
+from shoal.envs.webshop.bm25 import (
+    K1,
+    KEPT_INDEXES,
+    B,
+    build_index,
+    cache_folder,
+    cached_index,
+    rounded_length,
+)
 from shoal.envs.webshop.porter import stem
 from shoal.envs.webshop.tokens import MAX_TOKEN, terms, words
 
@@ -169,6 +177,9 @@ def test_an_index_is_kept_in_the_cache_folder_and_a_broken_one_is_made_again(tmp
         assert path.read_bytes() == content
     cached_index([*documents[:-1], "another text"], ids)
     assert len(list(cache_folder().glob("*.npz"))) == 2
+    for number in range(20):
+        cached_index([f"oak {number}"], ["a"])
+    assert len(list(cache_folder().glob("*.npz"))) == KEPT_INDEXES
 
 
 def test_a_cache_that_cannot_be_written_only_warns(tmp_path, monkeypatch, caplog):

@@ -27,6 +27,8 @@ K1 = 0.9
 B = 0.4
 MAX_QUERY_WORDS = 1024
 """Different terms of a query that are looked up, as in Lucene."""
+KEPT_INDEXES = 8
+"""Indexes in the cache folder; the oldest make room."""
 _FORMAT = "shoal-bm25-1"
 
 
@@ -174,6 +176,9 @@ def cached_index(texts: Sequence[str], ids: Sequence[str]) -> Index:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, buffer.getvalue())
+        kept = sorted(path.parent.glob("webshop-*.npz"), key=lambda file: file.stat().st_mtime_ns)
+        for old in kept[:-KEPT_INDEXES]:
+            old.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("the search index is not kept for next time: %s", error)
     return index
