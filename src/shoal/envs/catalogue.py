@@ -15,6 +15,9 @@ BUILT_IN = {
     "frozen_lake": "shoal.envs.frozen_lake:FrozenLakeEnv",
     "bandit": "shoal.envs.bandit:BanditEnv",
     "sokoban": "shoal.envs.sokoban.env:SokobanEnv",
+    "countdown": "shoal.envs.countdown:CountdownEnv",
+    "metamathqa": "shoal.envs.metamathqa:MetaMathQAEnv",
+    "webshop": "shoal.envs.webshop.env:WebShopEnv",
 }
 
 _envs: Registry[str | type[TextEnv[Any]]] = Registry("env")
