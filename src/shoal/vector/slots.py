@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError
-from shoal.vector.spaces import Leaf, Layout
+from shoal.vector.spaces import Layout, Leaf
 
 LINE = 64
 """Bytes of a lane's command line and of its reply line: one cache line each, so they never share one."""
