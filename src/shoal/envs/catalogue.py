@@ -81,7 +81,10 @@ def gymnasium_id(name: str) -> str:
 
 
 def register_with_gymnasium() -> None:
-    """Make shoal's own envs known to `gymnasium.make`."""
+    """Make shoal's own envs known to `gymnasium.make`; importing `shoal.envs` does it.
+
+    `gymnasium.make("shoal.envs:shoal/Sokoban-v0")` imports it by itself.
+    """
     for name, where in BUILT_IN.items():
         if gymnasium_id(name) not in gymnasium.registry:
             gymnasium.register(gymnasium_id(name), entry_point=where)

@@ -41,7 +41,7 @@ NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Words for the actions and observations of well-known envs, by the name in front of the version."""
 
-_NUMBER = re.compile(r"[+-]?(?:\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})(?:[eE][+-]?\d{1,2})?")
+_NUMBER = re.compile(r"[+-]?(?:\d{1,16}(?:\.\d{0,24})?|\.\d{1,24})(?:[eE][+-]?\d{1,2})?")
 _COLORED = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -76,7 +76,7 @@ class GymnasiumConfig:
 
 
 class GymnasiumEnv(TextEnv[GymnasiumConfig]):
-    """A Gymnasium env whose observations are written out and whose actions are words or numbers.
+    """Any Gymnasium env, as text.
 
     Discrete actions have the numbers 1, 2, … here (0 stands for no usable action); others are given as
     numbers in text, "0.5, -1". A response without a usable action does not reach the env.

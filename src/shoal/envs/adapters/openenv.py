@@ -6,6 +6,7 @@ Messages are JSON: `{"type": "reset" | "step", "data": …}` is answered by `{"t
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,10 @@ class OpenEnvConfig:
 
 
 class OpenEnvEnv(TextEnv[OpenEnvConfig]):
-    """A remote env; envs that `shoal envs serve` serves also tell their actions, validity and success."""
+    """An env on an OpenEnv server.
+
+    Envs that `shoal envs serve` serves also tell their actions, validity and success.
+    """
 
     Config = OpenEnvConfig
     instructions = "Act in the environment. Each turn, answer with one action."
@@ -62,6 +66,7 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
     def __init__(self, config: OpenEnvConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
         self._socket: Any = None
+        self._session = contextlib.ExitStack()
 
     def _start(self, rng: np.random.Generator) -> None:
         # The server gets this episode's own seed, so that a shoal env behind it plays the very episode.
@@ -98,16 +103,15 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
 
     def close(self) -> None:
         """End the session."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._session.close()
+        self._socket = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._socket is not None and not self._over:
             raise EnvError(
                 "an episode on a server cannot be copied or sent elsewhere; reset() the copy instead"
             )
-        return {**self.__dict__, "_socket": None}
+        return {**self.__dict__, "_socket": None, "_session": contextlib.ExitStack()}
 
     def _payload(self, action: str) -> dict[str, Any]:
         if action.startswith("{"):
@@ -155,12 +159,13 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         parts = urlsplit(self.config.url)
         scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
         path = parts.path.rstrip("/").removesuffix("/ws") + "/ws"
-        return connect(
+        connection = connect(
             urlunsplit((scheme, parts.netloc, path, "", "")),
             open_timeout=self.config.connect_seconds,
             max_size=MAX_MESSAGE,
             proxy=None,
         )
+        return self._session.enter_context(connection)
 
     @property
     def _closed(self) -> type[Exception]:
@@ -168,4 +173,4 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
             from websockets.exceptions import WebSocketException
         except ImportError:
             return OSError
-        return WebSocketException
+        return WebSocketException  # type: ignore[no-any-return]

@@ -46,7 +46,7 @@ class ReasoningGymConfig:
 
 
 class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
-    """A question in, an answer out; the reward is the dataset's own score of the answer."""
+    """A question of a reasoning-gym dataset; the reward is the dataset's own score of the answer."""
 
     Config = ReasoningGymConfig
     instructions = "Answer the question."

@@ -37,7 +37,10 @@ class TextArenaConfig:
 
 
 class TextArenaEnv(TextEnv[TextArenaConfig]):
-    """A TextArena game for one player: moves are written as the game asks, often in brackets."""
+    """A TextArena game for one player.
+
+    Moves are written as the game asks, often in brackets.
+    """
 
     Config = TextArenaConfig
     instructions = "Play the game. Write your move exactly as its rules ask, with any brackets they ask for."
@@ -74,14 +77,14 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
         with self._random.active():
             turn = self._game.state.turn
             over, _ = self._game.step(action=str(action))
-            refused = bool(getattr(self._game.state, "made_invalid_move", False))
-            moved = self._game.state.turn != turn or (over and not refused)
-            rewards = self._game.close()[0] if over else None
+            rewards, endings = self._game.close() if over else (None, {})
+            # a move that is refused does not count as a turn; the one refusal too many ends the game
+            refused = endings.get(0, {}).get("invalid_move", False) if over else self._game.state.turn == turn
             self._latest = "" if over else self._news()[1]
         reward = float((rewards or {}).get(0, 0.0))
         if over:
             self._latest = f"The game is over, with a reward of {reward:g}."
-        return Outcome(reward, over, over and reward >= self.config.success_reward, moved, not refused)
+        return Outcome(reward, over, over and reward >= self.config.success_reward, not refused, not refused)
 
     def _news(self) -> tuple[str, str]:
         """The rules and what else the game said since it was last asked; not the player's own words."""

@@ -50,9 +50,10 @@ class TextWorldConfig:
 
 
 class TextWorldEnv(TextEnv[TextWorldConfig]):
-    """A text adventure; `available_actions` lists the commands that would work now.
+    """A TextWorld text adventure.
 
-    The reward is what the score rises by, as a share of the game's maximum; success is winning the game.
+    `available_actions` lists the commands that would work now. The reward is what the score rises by, as
+    a share of the game's maximum; success is winning the game.
     """
 
     Config = TextWorldConfig
