@@ -94,8 +94,16 @@ class ChatTokenizer(Protocol):
 class Engine(Protocol):
     """Anything that completes prompts."""
 
-    tokenizer: ChatTokenizer
-    level: Level
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Between text and this engine's tokens."""
+        ...
+
+    @property
+    def level(self) -> Level:
+        """How exactly completions repeat."""
+        ...
+
     weights_version: int
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

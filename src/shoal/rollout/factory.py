@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shoal import envs
@@ -17,6 +18,8 @@ from shoal.envs import TextEnv
 from shoal.envs.catalogue import env_class
 from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
+from shoal.vector import make_vec
+from shoal.vector.make import Backend
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class EsManager:
 class VectorConfig:
     """Where envs are stepped; it changes the speed and never the results."""
 
-    backend: str = "auto"
+    backend: Backend = "auto"
     num_workers: int | None = None
     step_timeout: float | None = None
     """Seconds after which an env that does not answer is given up."""
@@ -120,20 +123,21 @@ def make_environments(config: Any) -> tuple[EnvironmentSet, EnvironmentSet]:
 
 def make_set(config: EnvironmentConfig, groups: EnvGroups) -> EnvironmentSet:
     """The envs of one side; close its pool when done."""
-    from shoal.vector import make_pool
-
     tags = groups.group_tags()
     kinds = [config.custom_envs[tag] for tag in tags for _ in range(groups.group_size)]
-    pool = make_pool(
-        [(kind.env_type, kind.env_config) for kind in kinds],
+    pool = make_vec(
+        [partial(envs.make, kind.env_type, **kind.env_config) for kind in kinds],
         backend=config.vector.backend if config.use_parallel_envs else "serial",
         num_workers=config.vector.num_workers,
         step_timeout=config.vector.step_timeout,
+        autoreset="disabled",
     )
     return EnvironmentSet(pool, tags, groups.group_size, make_roles(config.custom_envs, tags))
 
 
-def make_roles(custom_envs: Mapping[str, EnvTag], tags: Sequence[str], max_turn: int | None = None) -> dict[str, Role]:
+def make_roles(
+    custom_envs: Mapping[str, EnvTag], tags: Sequence[str], max_turn: int | None = None
+) -> dict[str, Role]:
     """What an agent is told of each tag; turns are limited by the least of `max_turn`, tag and env."""
     roles = {}
     for tag in dict.fromkeys(tags):
@@ -151,7 +155,9 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
     if isinstance(config, Mapping):
         known = {"es_manager", "custom_envs", "use_parallel_envs", "vector"}
         config = from_mapping(EnvironmentConfig, {key: config[key] for key in config if key in known})
-    checked = EnvironmentConfig(config.es_manager, config.custom_envs, config.use_parallel_envs, config.vector)
+    checked = EnvironmentConfig(
+        config.es_manager, config.custom_envs, config.use_parallel_envs, config.vector
+    )
     for side in ("train", "val"):
         tags = getattr(checked.es_manager, side).group_tags()
         if not tags:

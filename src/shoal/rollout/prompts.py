@@ -51,7 +51,9 @@ class PromptConfig:
         if self.history < 0:
             raise ConfigError(f"prompt.history must be at least 0, got {self.history}")
         if self.mode == "append" and self.prefill:
-            raise ConfigError("prompt.prefill works in window mode only: in append mode it would be written twice")
+            raise ConfigError(
+                "prompt.prefill works in window mode only: in append mode it would be written twice"
+            )
         for name, fields in (("first", FIELDS), ("later", FIELDS), ("turn", TURN_FIELDS)):
             for field in _FIELD.findall(getattr(self, name)):
                 if field not in fields:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from shoal.train.agent_metrics import rollout_metrics
 from shoal.train.group_advantages import has_signal
 from shoal.train.policy import TrainableEngine, make_engine
 from shoal.train.samples import make_samples
+from shoal.train.tensorboard import TensorBoard
 from shoal.train.update import trained_parameters, update
 from shoal.train.warmup import warm_up
 
@@ -60,6 +60,7 @@ class AgentTrainer:
         self.progress = Progress(0, 0.0, 0, 0)
         self._collector = self._make_collector(self.train_envs, config.seed)
         self._val_collector = self._make_collector(self.val_envs, derive_seed(config.seed, "held-out"))
+        self._board = TensorBoard(self.folder.path / "tensorboard", config.trainer.tensorboard)
         self._warned = False
 
     def __enter__(self) -> AgentTrainer:
@@ -70,15 +71,16 @@ class AgentTrainer:
 
     def close(self) -> None:
         """End the env workers; may be called twice."""
+        self._board.close()
         self.train_envs.pool.close()
         self.val_envs.pool.close()
 
     def describe(self) -> str:
         """One line: what is trained, on what."""
         size = sum(parameter.numel() for parameter in self.engine.model.parameters())
-        groups = self.config.es_manager.train
+        groups, algorithm = self.config.es_manager.train, self.config.algorithm.adv_estimator
         return (
-            f"{self.config.engine.name} engine with {size / 1e6:.2f}M parameters, {self.config.algorithm.adv_estimator}, "
+            f"{self.config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
             f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}"
         )
 
@@ -98,7 +100,9 @@ class AgentTrainer:
                 row |= self._validate()
                 best = max(best, row["heldout_success"])
                 last = last or row["heldout_success"] >= (settings.stop_at_success or np.inf)
-                self.progress = Progress(self.progress.iteration, best, self.progress.episodes, self.progress.tokens)
+                self.progress = Progress(
+                    self.progress.iteration, best, self.progress.episodes, self.progress.tokens
+                )
             self._report(row)
             if last or self.progress.iteration % settings.save_every == 0:
                 self._save()
@@ -127,7 +131,9 @@ class AgentTrainer:
         row["seconds_update"] = round(time.perf_counter() - clock - rollout_seconds, 4)
         row["tokens_per_second"] = round(tokens / rollout_seconds, 1)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
-            write_trajectories(self.folder.path / "trajectories" / f"train-{iteration + 1:06d}.jsonl", trajectories)
+            write_trajectories(
+                self.folder.path / "trajectories" / f"train-{iteration + 1:06d}.jsonl", trajectories
+            )
         return row
 
     def evaluate(self, *, greedy: bool = True) -> list[Trajectory]:
@@ -166,7 +172,7 @@ class AgentTrainer:
         samples = [
             sample
             for trajectory, values in zip(learned, advantages, strict=True)
-            for sample in make_samples(trajectory, values)
+            for sample in make_samples(trajectory, values.tolist())
         ]
         temperature = config.agent_proxy.temperature
         return row | update(
@@ -179,7 +185,9 @@ class AgentTrainer:
             return 0.0
         invalid = [sum(not turn.action_is_valid for turn in t.turns) for t in trajectories]
         groups = [t.group for t in trajectories]
-        shaped = {g for g, kept in zip(groups, has_signal(invalid, groups), strict=True) if kept} - with_signal
+        shaped = {
+            g for g, kept in zip(groups, has_signal(invalid, groups), strict=True) if kept
+        } - with_signal
         share = len(shaped) / len(set(groups))
         if share > 0.5 and not self._warned:
             self._warned = True
@@ -218,7 +226,8 @@ class AgentTrainer:
             return
         kinds = {tag: config.custom_envs[tag] for tag in self.train_envs.roles}
         makers = {
-            tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config)) for tag, kind in kinds.items()
+            tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config))
+            for tag, kind in kinds.items()
         }
         yield from warm_up(
             self.engine,
@@ -239,6 +248,7 @@ class AgentTrainer:
 
     def _report(self, row: dict[str, Any]) -> None:
         self.folder.append_metrics(row)
+        self._board.add(row, row["iteration"])
 
     def _save(self) -> None:
         path = save_checkpoint(

@@ -27,7 +27,9 @@ def turn_advantages(
     """
     returns = [discounted_returns([turn.reward for turn in t.turns], algorithm.gamma) for t in trajectories]
     settings = proxy.reward_normalization
-    episode = normalize_rewards([r[0] for r in returns], _cells(trajectories, settings.grouping), settings.method)
+    episode = normalize_rewards(
+        [r[0] for r in returns], _cells(trajectories, settings.grouping), settings.method
+    )
     advantages = [np.full(len(r), value) for r, value in zip(returns, episode, strict=True)]
     if algorithm.adv_estimator == "gigpo":
         steps = anchored_step_advantages(
@@ -38,7 +40,9 @@ def turn_advantages(
         )
         advantages = [a + algorithm.step_advantage_weight * s for a, s in zip(advantages, steps, strict=True)]
     if proxy.format_penalty:
-        invalid = [np.array([not turn.action_is_valid for turn in t.turns], dtype=float) for t in trajectories]
+        invalid = [
+            np.array([not turn.action_is_valid for turn in t.turns], dtype=float) for t in trajectories
+        ]
         mean = float(np.mean(np.concatenate(invalid)))
         advantages = [a - proxy.format_penalty * (i - mean) for a, i in zip(advantages, invalid, strict=True)]
     return advantages

@@ -125,6 +125,8 @@ class TrainerConfig:
     keep_checkpoints: int = 3
     save_trajectories_every: int = 10
     """Iterations between files in `trajectories/`."""
+    tensorboard: bool = True
+    """Write TensorBoard files beside `metrics.jsonl`."""
     stop_at_success: float | None = None
     """End early when a held-out evaluation reaches this success rate."""
 

@@ -34,7 +34,9 @@ def warm_up(
     seed: int,
 ) -> Iterator[float]:
     """Train `engine` on random play of the envs; yields the loss of each step (nats a token)."""
-    plays = [_random_play(engine, maker(), roles[tag], prompter, seed) for tag, maker in sorted(makers.items())]
+    plays = [
+        _random_play(engine, maker(), roles[tag], prompter, seed) for tag, maker in sorted(makers.items())
+    ]
     parameters = trained_parameters(engine.model)
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
     device = str(parameters[0].device)
@@ -85,5 +87,3 @@ def _random_answer(
         )
     text = f"<action>{words[int(rng.integers(len(words)))]}</action>"
     return engine.tokenizer.encode(text.removeprefix(prompter.config.prefill))
-
-
