@@ -13,6 +13,7 @@ from shoal import __version__
 from shoal.core.errors import ShoalError, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "envs": ("shoal.cli.envs", "list, look at, play, check and serve environments"),
     "train": ("shoal.cli.train", "train a language-model agent (the demo if nothing is said)"),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
     "model": ("shoal.cli.model", "fetch a small language model"),

@@ -84,10 +84,11 @@ class FrozenLakeConfig:
 
 
 class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
-    """A lake of `_` ice and `O` holes; the player `P` wants to stand on the goal `G`.
+    """Cross a frozen lake to the goal without falling into a hole.
 
-    Reward 1 on reaching the goal, else 0; the episode terminates on the goal or in a hole.
-    Actions are 1 Left, 2 Down, 3 Right, 4 Up; 0 does nothing and costs a step.
+    The lake is `_` ice and `O` holes, the player `P` (`X` in a hole, `√` on the goal), the goal `G`.
+    Reward 1 on reaching the goal, else 0; the episode terminates on the goal or in a hole. Actions are 1
+    Left, 2 Down, 3 Right, 4 Up; 0 does nothing and costs a step.
     """
 
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]

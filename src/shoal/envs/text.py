@@ -8,12 +8,15 @@ invalid actions count as steps, episodes are truncated at `max_steps`, and `info
 from __future__ import annotations
 
 import dataclasses
+import typing
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import gymnasium
+import msgspec
 import numpy as np
 
 from shoal.core.errors import ConfigError, EnvError, did_you_mean
@@ -32,7 +35,8 @@ class Outcome(NamedTuple):
     success: bool = False
     effective: bool = True  # the state changed
     valid: bool = True  # the env understood the action
-    metrics: Mapping[str, float] = MappingProxyType({})  # further numbers for `info`
+    metrics: Mapping[str, Any] = MappingProxyType({})  # further entries of `info`
+    truncated: bool = False  # a wrapped env stopped watching; `max_steps` is looked after by `TextEnv`
 
 
 _BEGINNING = Outcome(0.0, effective=False)
@@ -88,7 +92,10 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return self.observe()
 
     def anchor(self) -> str:
-        """A key equal for equal states of one group; the observation unless that hides something."""
+        """A key equal for equal states of one group; the observation unless that hides something.
+
+        An env that overrides it gets the key into `info["anchor"]`.
+        """
         return self.observe()
 
     def available_actions(self) -> list[str]:
@@ -119,7 +126,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         outcome = self._advance(self._checked(action))
         self._steps += 1
         self._success = self._success or outcome.success
-        truncated = not outcome.terminated and self._steps >= self.config.max_steps  # type: ignore[attr-defined]
+        late = outcome.truncated or self._steps >= self.config.max_steps  # type: ignore[attr-defined]
+        truncated = late and not outcome.terminated
         self._over = outcome.terminated or truncated
         return self._observation(), float(outcome.reward), outcome.terminated, truncated, self._info(outcome)
 
@@ -136,7 +144,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         raise EnvError(f"{type(self).__name__}: action must be in {self.action_space}, got {action!r}")
 
     def _info(self, outcome: Outcome) -> dict[str, Any]:
-        return {
+        info = {
             "success": self._success,
             "won": self._success,
             "action_is_valid": outcome.valid,
@@ -146,14 +154,34 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             "available_actions": [] if self._over else self.available_actions(),
             **outcome.metrics,
         }
+        if type(self).anchor is not TextEnv.anchor:
+            info["anchor"] = self.anchor()
+        return info
 
 
 def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:
-    """A config dataclass from settings; an unknown name is a `ConfigError` with the closest known one."""
-    known = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"{kind.__name__} has no setting {name!r}.{did_you_mean(name, known)}")
-    return kind(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    )
+    """A config dataclass from settings, as they come from code or YAML (lists become tuples).
+
+    Raises:
+        ConfigError: on an unknown name (with the closest known one) or a value of the wrong type.
+    """
+    hints: dict[str, Any] = _hints(kind)  # type: ignore[arg-type]
+    values = {}
+    for name, value in settings.items():
+        if name not in hints:
+            raise ConfigError(f"{kind.__name__} has no setting {name!r}.{did_you_mean(name, hints)}")
+        plain = value.item() if isinstance(value, np.generic) else value
+        try:
+            values[name] = msgspec.convert(plain, hints[name])
+        except msgspec.ValidationError as error:
+            reason = str(error).removesuffix(" - at `$`")
+            raise ConfigError(f"{kind.__name__}.{name}: {reason}, got {value!r}") from error
+        except TypeError:  # a type that msgspec does not know, such as a function: the config looks after it
+            values[name] = value
+    return kind(**values)
+
+
+@lru_cache(maxsize=256)
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {item.name: hints[item.name] for item in dataclasses.fields(kind)}

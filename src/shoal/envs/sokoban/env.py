@@ -71,11 +71,12 @@ class SokobanConfig:
 
 
 class SokobanEnv(TextEnv[SokobanConfig]):
-    """A room of `#` walls, `_` floor, `O` targets, `X` boxes (`√` on a target) and the player `P` (`S`).
+    """Push every box of a room onto a target.
 
-    Actions are 1 Up, 2 Down, 3 Left, 4 Right: walk, or push the box that is in the way; 0 does nothing.
-    A step costs 0.1, a box on a target pays 1 (off it costs 1), and the last one pays 10 more and ends the
-    episode. `info["optimal_pushes"]` says how hard a generated room is.
+    The room is `#` walls, `_` floor, `O` targets, `X` boxes (`√` on a target) and the player `P` (`S` on
+    a target). Actions are 1 Up, 2 Down, 3 Left, 4 Right: walk, or push the box that is in the way; 0 does
+    nothing. A step costs 0.1, a box on a target pays 1 (off it costs 1), and the last one pays 10 more
+    and ends the episode. `info["optimal_pushes"]` says how hard a generated room is.
     """
 
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
