@@ -100,7 +100,7 @@ class Share:
         self._steps = [env.step for env in self.envs]
         self._ended = [False] * self.count
         self._at = 0
-        self._word = progress
+        self._word = [0] if progress is None else progress
 
     # --- operations
     def step(self, actions: Sequence[Any], members: Sequence[int], ring: int) -> Extras | None:
@@ -144,8 +144,7 @@ class Share:
         note = extras.infos.append
         for at, j, action in todo:
             self._at = at
-            if word is not None:
-                word[0] = j
+            word[0] = j
             if ended[j]:
                 if not next_step:
                     raise EnvError("the episode is over; reset it before the next step")
@@ -198,8 +197,7 @@ class Share:
         extras = Extras()
         columns: dict[int, list[Any]] = {i: [None] * len(members) for i in self._beside}
         for at, (j, seed) in enumerate(zip(members, seeds, strict=True)):
-            if self._word is not None:
-                self._word[0] = j
+            self._word[0] = j
             try:
                 obs, info = self.envs[j].reset(seed=seed, options=options)
                 self._put(at, j, obs, ring, columns)
@@ -273,6 +271,23 @@ class Share:
         """Treat the episodes of these envs as ended."""
         for j in members:
             self._ended[j] = True
+
+    @property
+    def at_work(self) -> int:
+        """Position of the env that is stepped or reset now."""
+        return int(self._word[0])
+
+    def detach(self) -> None:
+        """Point everything it writes to elsewhere: its thread hangs, and its rows belong to a successor."""
+        self.rewards, self.terminated, self.truncated = (
+            item.copy() for item in (self.rewards, self.terminated, self.truncated)
+        )
+        if self._final is not None:
+            self._final = self._final.copy()
+        for writers in self._writers:
+            for writer in writers:
+                if writer is not None:
+                    writer.rows = [row.copy() for row in writer.rows]
 
     def close(self) -> None:
         """Close every env; one that fails does not keep the others open."""
