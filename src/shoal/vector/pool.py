@@ -92,6 +92,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.copy = copy_observations
         self.active = np.ones(self.num_envs, dtype=np.bool_)
         """False for environments that were masked out after a failure."""
+        self.all_active = True
         self.seeds: list[int | None] = [None] * self.num_envs
         self.results = Results(slots)
         self.backend = backend
@@ -156,7 +157,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _step_all(self, loose: Loose) -> None:
         chosen: list[int] | None = None
-        if self.recovery.owed or not self.active.all():
+        if self.recovery.owed or not self.all_active:
             chosen = self._able()
         self._begin_step(chosen, loose)
 
