@@ -92,10 +92,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.copy = copy_observations
         self.active = np.ones(self.num_envs, dtype=np.bool_)
         """False for environments that were masked out after a failure."""
+        self.all_active = True
         self.seeds: list[int | None] = [None] * self.num_envs
         self.results = Results(slots)
         self.backend = backend
-        self.recovery = Recovery(weakref.proxy(self), on_failure, max_restarts, backend.revive if backend else None)
+        self.recovery = Recovery(
+            weakref.proxy(self), on_failure, max_restarts, backend.revive if backend else None
+        )
         self.flight = Flight(weakref.proxy(self))
         self._ring = 0
         self._state: str | None = None
@@ -154,7 +157,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _step_all(self, loose: Loose) -> None:
         chosen: list[int] | None = None
-        if self.recovery.owed or not self.active.all():
+        if self.recovery.owed or not self.all_active:
             chosen = self._able()
         self._begin_step(chosen, loose)
 
@@ -217,6 +220,29 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._begin_step(sorted(i for i in chosen if i not in paid), loose)
         infos = by_env(self._collect(None, "step"))
         return [self.result(i, infos) for i in chosen]
+
+    def observation_ring(self) -> Any:
+        """The observations of the last `ring` steps, batched `[ring, num_envs, ...]`: views, not copies.
+
+        `ring_position` is where the latest ones are; they go round, the next place after the last is the first.
+        """
+        if self.slots.observations.text or self.slots.observations.objects:
+            raise ValueError("a ring holds observations of fixed size only, not text or custom spaces")
+        return self.slots.observations.rebuild(self.slots.obs)
+
+    @property
+    def ring_position(self) -> int:
+        """The place of the latest observations in `observation_ring()`."""
+        return self._ring
+
+    def stats(self) -> dict[str, Any]:
+        """What is known of speed, memory and failures: restarts per env, and a row per worker."""
+        return {
+            "restarts": list(self.recovery.replaced),
+            "failures": list(self.recovery.blamed),
+            "active": int(self.active.sum()),
+            "workers": self.backend.stats() if self.backend is not None else [],
+        }
 
     def observations(self) -> Any:
         """The present observations of all environments."""
@@ -291,7 +317,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         replies = self._gather(pending, None, "set_attr")
         raise_first([f for reply in replies if reply for f in reply.failures])
 
-    def apply(self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None) -> list[Any]:
+    def apply(
+        self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None
+    ) -> list[Any]:
         """`function(env, *args)` for each environment, or some of them, where they live."""
         self._ready("apply")
         chosen = list(range(self.num_envs)) if indices is None else self._indices(indices, indices, "indices")
