@@ -44,7 +44,11 @@ def main() -> None:
     images = [Image.fromarray(frame).quantize(32) for frame in [*frames, *[frames[-1]] * 4]]
     images[0].save(FOLDER / "sokoban.gif", save_all=True, append_images=images[1:], duration=300, loop=0)
 
-    lakes = [make("frozen_lake", desc="4x4"), make("frozen_lake", size=5, p=0.7), make("frozen_lake", desc="8x8")]
+    lakes = [
+        make("frozen_lake", desc="4x4"),
+        make("frozen_lake", size=5, p=0.7),
+        make("frozen_lake", desc="8x8"),
+    ]
     shown = []
     for env in lakes:
         text, _ = env.reset(seed=2)

@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"shoal {__version__}")
         return 0
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that "module:Class" finds the caller's own files
     try:
         if arguments[0] not in COMMANDS:
             raise unknown_name("command", arguments[0], COMMANDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 from shoal.core.errors import did_you_mean
 from shoal.core.executors import available_cpus
 from shoal.vector.lanes import InlineLane
-from shoal.vector.launch import StartMethod
+from shoal.vector.launch import START_METHODS, StartMethod
 from shoal.vector.pool import Description, OnFailure, VectorPool
 from shoal.vector.process import ProcessBackend
 from shoal.vector.share import EnvFn, Share
@@ -65,7 +65,7 @@ def make_vec(
     policy: dict[str, Any] = {"autoreset": mode, "on_failure": on_failure, "max_restarts": max_restarts}
     if backend == "serial":
         return serial_pool(env_fns, check_nan=check_nan, **policy)
-    return process_pool(
+    parts = open_processes(
         env_fns,
         num_workers=num_workers,
         method=start_method or "forkserver",
@@ -74,40 +74,57 @@ def make_vec(
         check_nan=check_nan,
         **policy,
     )
+    return VectorPool(**parts)
 
 
-def process_pool(
+def open_processes(
     env_fns: Sequence[EnvFn],
     *,
-    num_workers: int | None,
-    method: StartMethod,
-    step_timeout: float | None,
-    text_bytes: int,
+    method: StartMethod = "forkserver",
     autoreset: AutoresetMode,
-    check_nan: bool,
-    **policy: Any,
-) -> VectorPool:
-    """All environments in worker processes, a contiguous share in each."""
+    num_workers: int | None = None,
+    step_timeout: float | None = None,
+    text_bytes: int = 2048,
+    check_nan: bool = True,
+    on_failure: OnFailure = "raise",
+    max_restarts: int = 3,
+    describe: Callable[[Description], Description] = lambda found: found,
+) -> dict[str, Any]:
+    """Worker processes with a contiguous share each, as the arguments of a `VectorPool`."""
+    if method not in START_METHODS:
+        raise ValueError(f"no start method named {method!r}.{did_you_mean(method, START_METHODS)}")
     n_envs = len(env_fns)
     n_workers = min(num_workers or available_cpus(), n_envs)
     cuts = [n_envs * k // n_workers for k in range(n_workers + 1)]
     shares = [[(lo, env_fns[lo:hi])] for lo, hi in itertools.pairwise(cuts)]
     backend = ProcessBackend(shares, method)
-    description = describe(backend.describe())
-    attach = Attach(
-        n_envs,
-        Layout.shared(description.observation_spaces),
-        Layout.shared(description.action_spaces),
-        n_lanes=n_workers,
-        lane_numbers=[],
-        ring=1,
-        text_bytes=text_bytes,
-        autoreset=autoreset,
-        check_nan=check_nan,
-        spin=MAX_SPIN,
-    )
-    slots, lanes = backend.open(attach, step_timeout)
-    return VectorPool(lanes, slots, description, autoreset=autoreset, on_close=backend.close, **policy)
+    try:
+        description = describe(description_of(backend.describe()))
+        attach = Attach(
+            n_envs,
+            Layout.shared(description.observation_spaces),
+            Layout.shared(description.action_spaces),
+            n_lanes=n_workers,
+            lane_numbers=[],
+            ring=1 if on_failure == "raise" else 2,
+            text_bytes=text_bytes,
+            autoreset=autoreset,
+            check_nan=check_nan,
+            spin=MAX_SPIN,
+        )
+        slots, lanes = backend.open(attach, step_timeout)
+    except BaseException:
+        backend.close(0.0)
+        raise
+    return {
+        "lanes": lanes,
+        "slots": slots,
+        "description": description,
+        "autoreset": autoreset,
+        "on_failure": on_failure,
+        "max_restarts": max_restarts,
+        "backend": backend,
+    }
 
 
 def serial_pool(
@@ -115,17 +132,18 @@ def serial_pool(
 ) -> VectorPool:
     """All environments in the caller's own thread: the reference that the others equal."""
     envs = [fn() for fn in env_fns]
-    description = describe(envs)
+    description = description_of(envs)
     slots = Slots(
         len(envs),
         Layout.shared(description.observation_spaces),
         Layout.shared(description.action_spaces),
+        ring=1 if policy["on_failure"] == "raise" else 2,
     )
     share = Share(env_fns, 0, slots, autoreset, check_nan=check_nan, envs=envs)
     return VectorPool([InlineLane(share)], slots, description, autoreset=autoreset, **policy)
 
 
-def describe(envs: Sequence[Any]) -> Description:
+def description_of(envs: Sequence[Any]) -> Description:
     """Spaces and metadata of live environments."""
     observation_spaces = [env.observation_space for env in envs]
     action_spaces = [env.action_space for env in envs]

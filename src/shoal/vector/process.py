@@ -54,7 +54,9 @@ class ProcessLane:
         self.wake, self.ready = Signal(self._addresses[0]), Signal(self._addresses[1])
         self.patience = Patience(spin)
         self.sequence = 0
-        self.bell_mode = 0
+        self.ring = 0
+        self.rings_bell = False
+        self.home = process
         self.busy = False  # a command is out whose reply was not taken
         self.abandoned = False  # … and nobody wants that reply any more
         self.doing = ""
@@ -97,7 +99,7 @@ class ProcessLane:
         command[words.OPERATION] = operation
         command[words.HAS_MESSAGE] = data is not None
         command[words.RING] = ring
-        command[words.BELL_MODE] = self.bell_mode
+        command[words.BELL_MODE] = self.rings_bell
         command[words.SEQUENCE] = self.sequence
         self._begun = time.monotonic() if self.step_timeout is not None else 0.0
         self._progress = (-1, self._begun)
@@ -113,6 +115,14 @@ class ProcessLane:
     def finished(self) -> bool:
         """The reply is there, or never will be."""
         return self.lost is not None or self.reply[words.REPLY_SEQUENCE] == self.sequence
+
+    def check(self) -> None:
+        """Notice a worker that is gone or overdue."""
+        if self.busy and self.lost is None:
+            try:
+                self._check()
+            except WorkerGoneError as gone:
+                self.lost = gone.failure
 
     def finish(self, timeout: float | None = None) -> Extras | None:
         """The reply; a dead or hung worker gives the failure of every env of the share."""
@@ -241,7 +251,7 @@ class ProcessBackend:
         self.lanes: list[list[ProcessLane]] = [[] for _ in shares]
         self.block = -1
         self.attach: worker.Attach | None = None
-        self.restarts = 0
+        self.bell: Signal | None = None
 
     def describe(self) -> list[worker.About]:
         """Start all workers and return what they say of the environments, in order."""
@@ -261,7 +271,9 @@ class ProcessBackend:
             sizes = {"n_lanes": attach.n_lanes, "ring": attach.ring, "text_bytes": attach.text_bytes}
             self.block = shared_file(Slots(*plan, **sizes, buffer=False).nbytes)
             slots = Slots(*plan, **sizes, buffer=mmap.mmap(self.block, 0))
-            init_signal(address_of(slots.signal_bytes) + 2 * attach.n_lanes * words.LINE)
+            bell = address_of(slots.signal_bytes) + 2 * attach.n_lanes * words.LINE
+            init_signal(bell)
+            self.bell = Signal(bell)
             number = 0
             for process, lanes in zip(self.workers, self.lanes, strict=True):
                 for first, env_fns in process.lanes:
@@ -302,8 +314,19 @@ class ProcessBackend:
         for item in lanes:
             item.reconnect()
         self._connect(process, lanes)
-        self.restarts += 1
         return lanes
+
+    def wait_bell(self, seconds: float) -> None:
+        """Sleep until a lane that rings has an answer."""
+        if self.bell is not None and self.bell.acquire(True, max(seconds, 0.0)):
+            self.bell.drain()  # the words in memory tell who is ready; one look serves all that rang
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Memory and restarts of each worker."""
+        return [
+            {"pid": process.pid, "rss_mib": process.rss() / 2**20, "restarts": process.generation - 1}
+            for process in self.workers
+        ]
 
     def close(self, seconds: float) -> None:
         """Wait for workers that were asked to close, then kill those that did not."""

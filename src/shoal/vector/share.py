@@ -11,6 +11,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import gymnasium
@@ -24,7 +25,15 @@ from shoal.vector.spaces import Leaf
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 CATCH = (Exception, SystemExit)
-IN_SLOT = "in slot"
+
+
+class Where(Enum):
+    """Where a final observation is, when it is not in the message."""
+
+    SLOT = "slot"
+
+
+IN_SLOT = Where.SLOT
 
 
 @dataclass
@@ -219,6 +228,20 @@ class Share:
             extras.value.append(result)
         return extras
 
+    def apply(self, function: Callable[..., Any], args: Sequence[Any], members: Sequence[int]) -> Extras:
+        """`function(env, *args)` for each of the envs."""
+        extras = Extras(value=[])
+        for j in members:
+            result = None
+            try:
+                result = function(self.envs[j], *args)
+            except CATCH as error:
+                name = getattr(function, "__name__", "apply")
+                extras.failures.append(from_exception(self.first + j, name, error, None, os.getpid()))
+            extras.value.append(result)
+        self._steps = [env.step for env in self.envs]
+        return extras
+
     def set_attr(self, name: str, values: Sequence[Any], members: Sequence[int]) -> Extras:
         """Set an attribute of each of the envs, on the wrapper that has it."""
         extras = Extras()
@@ -245,6 +268,11 @@ class Share:
             except CATCH as error:
                 extras.failures.append(from_exception(self.first + j, "make", error, None, os.getpid()))
         return extras
+
+    def await_reset(self, members: Sequence[int]) -> None:
+        """Treat the episodes of these envs as ended."""
+        for j in members:
+            self._ended[j] = True
 
     def close(self) -> None:
         """Close every env; one that fails does not keep the others open."""
