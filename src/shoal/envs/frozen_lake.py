@@ -50,7 +50,7 @@ class FrozenLakeConfig:
     success_rate: float = 1 / 3
     """On slippery ice, the probability of going where one meant; the two sides share the rest."""
     desc: str | tuple[str, ...] | None = None
-    """A fixed lake: "4x4", "8x8", or rows of S F H G; None draws one per seed."""
+    """A fixed lake: "4x4", "8x8", or rows of S F H G (a list, or lines of text); None draws one per seed."""
     map_seed: int | None = None
     """Draw the random lake from this seed instead of the episode's: one lake, many episodes."""
     random_start_goal: bool = True
@@ -105,6 +105,10 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
     action_space = Discrete(4, start=1)
 
     def __init__(self, config: FrozenLakeConfig | None = None, **settings: Any) -> None:
+        if isinstance(
+            settings.get("desc"), list | tuple | np.ndarray
+        ):  # rows, or cells as gymnasium has them
+            settings["desc"] = tuple("".join(map(_letter, row)) for row in settings["desc"])
         super().__init__(config, **settings)
         self._fixed = None if self.config.desc is None else _fixed_lake(self.config)
         rows, columns = len(self._fixed or ()), len((self._fixed or ("",))[0])
@@ -260,9 +264,9 @@ def _fixed_lake(config: FrozenLakeConfig) -> tuple[str, ...]:
     """The rows of `config.desc` with its start and goal, checked."""
     desc = config.desc
     if isinstance(desc, str):
-        if desc not in MAPS:
+        if "\n" not in desc and desc not in MAPS:
             raise unknown_name("FrozenLake map", desc, MAPS)
-        desc = MAPS[desc]
+        desc = MAPS.get(desc) or tuple(desc.split())
     rows = [str(row) for row in desc or ()]
     if not rows or len({len(row) for row in rows}) != 1 or set("".join(rows)) - set("SFHG"):
         raise ConfigError(f"desc must be equally long rows of S, F, H and G, got {rows}")
@@ -277,6 +281,10 @@ def _fixed_lake(config: FrozenLakeConfig) -> tuple[str, ...]:
     if not (0 <= ends[1][0] < len(rows) and 0 <= ends[1][1] < len(rows[0])):
         raise ConfigError(f"goal must be inside the lake, got {ends[1]}")
     return _with_ends(ice, ends[0], ends[1])
+
+
+def _letter(cell: Any) -> str:
+    return cell.decode("ascii", "replace") if isinstance(cell, bytes) else str(cell)
 
 
 def _with_ends(grid: list[list[str]], start: tuple[int, ...], goal: tuple[int, ...]) -> tuple[str, ...]:
