@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-text-envs
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -36,6 +36,11 @@ check: setup      ## formatting, lint, types, import arrows
 format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench-envs:       ## rooms, lakes and steps a second beside other libraries (RAGEN=checkout to add it)
+	test -d .venv-bench-envs || $(PYTHON) -m venv .venv-bench-envs
+	.venv-bench-envs/bin/pip install --quiet --disable-pip-version-check -r requirements/bench-envs.txt
+	.venv-bench-envs/bin/python benchmarks/environments.py $(if $(RAGEN),--ragen $(RAGEN))
 
 bench-text-envs: setup  ## Countdown, MetaMathQA and WebShop beside other libraries
 	test -d .venv-bench-text-envs || $(PYTHON) -m venv .venv-bench-text-envs

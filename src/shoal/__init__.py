@@ -15,6 +15,11 @@ _HOME: dict[str, str] = {
     "Trajectory": "shoal.core.data",
     "Turn": "shoal.core.data",
     "ShoalError": "shoal.core.errors",
+    "TextEnv": "shoal.envs.text",
+    "SokobanEnv": "shoal.envs.sokoban.env",
+    "FrozenLakeEnv": "shoal.envs.frozen_lake",
+    "BanditEnv": "shoal.envs.bandit",
+    "create_projection_function": "shoal.rollout.projections",
     "MultiProcessEnvironmentContainer": "shoal.vector.container",
     "make_vec": "shoal.vector.make",
 }
