@@ -64,6 +64,12 @@ def test_stems_of_letters_are_those_of_porters_own_program(word):
     assert stem(word) == _porter(nltk).stem(word)
 
 
+def test_stems_by_hand():
+    shown = {"boxed": "box", "snowing": "snow", "played": "plai", "filing": "file", "hopping": "hop", "falling": "fall",
+             "agreed": "agre", "skies": "ski", "controll": "control", "analogy": "analog"}  # fmt: skip
+    assert {word: stem(word) for word in shown} == shown
+
+
 SUFFIXES = """s ies sses ed eed ing ational tional enci anci izer bli alli entli eli ousli ization ation ator
     alism iveness fulness ousness aliti iviti biliti logi icate ative alize iciti ical ful ness ement ance ence able
     ible ment ant ent ism ate iti ous ive ize ion al er ic ou e y ll""".split()
