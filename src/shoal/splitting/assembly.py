@@ -221,16 +221,16 @@ def _step_sides(plan: Plan, encoder: _Encoder, cut: Cut, step: RolloutTokens | N
     template, fixes = plan.template, plan.fixes
     messages, context, answer = encoder.recording.messages, cut.pieces[:-1], cut.pieces[-1]
     if step is not None and step.prompt_ids:
-        prompt = _side([("recorded", _recorded_prompt(plan, encoder, cut, step))])
+        prompt = _side(encoder.rows, [("recorded", _recorded_prompt(plan, encoder, cut, step))])
     elif encoder.joins:
         parts = [(messages[p.message].role, encoder.as_context(p, i == 0)) for i, p in enumerate(context)]
         if fixes.assistant_header:
             parts.append(("assistant", encoder.plain(template.header_ids)))
-        prompt = _side(parts)
+        prompt = _side(encoder.rows, parts)
     else:
         chat = [(messages[piece.message], piece.keep) for piece in context]
         text = template.render(chat, ask=fixes.assistant_header)
-        prompt = _side([("rendered", encoder.lay_out(text, context))])
+        prompt = _side(encoder.rows, [("rendered", encoder.lay_out(text, context))])
     message = messages[answer.message]
     if step is not None:
         ids = np.asarray(step.response_ids, np.int32)
@@ -272,8 +272,8 @@ def _window_sides(plan: Plan, encoder: _Encoder, cut: Cut) -> tuple[_Side, _Side
     if fixes.trim_tail and fixes.masks_from_messages:
         while after and after[-1][2] is None:
             after.pop()
-    prompt = _side(before)
-    response = _side([(role, layout) for role, layout, _ in after], [turn for _, _, turn in after])
+    prompt = _side(encoder.rows, before)
+    response = _side(encoder.rows, [(role, layout) for role, layout, _ in after], [turn for _, _, turn in after])
     response = _Side(moved(response.layout, prompt.layout.span), response.mask, response.ends, response.roles)
     if not fixes.single_newline and not fixes.assistant_header:
         response = oddities.doubled_newline(template, prompt.layout, response.layout)
@@ -334,15 +334,17 @@ def _sides_of_texts(
             layouts.append(("rendered", encoder.text(ids, images[:count])))
             images = images[count:]
         turns.append(turn)
-    prompt = _side(layouts[:1])
-    response = _side(layouts[1:], turns[1:])
+    prompt = _side(encoder.rows, layouts[:1])
+    response = _side(encoder.rows, layouts[1:], turns[1:])
     layout = moved(response.layout, prompt.layout.span)
     return prompt, _Side(layout, response.mask, response.ends, response.roles), len(layout)
 
 
-def _side(parts: Sequence[tuple[str, Layout]], turns: Sequence[int | None] | None = None) -> _Side:
+def _side(
+    rows: int, parts: Sequence[tuple[str, Layout]], turns: Sequence[int | None] | None = None
+) -> _Side:
     """Layouts in a row; those with a turn number are trained."""
-    layout = join([layout for _, layout in parts])
+    layout = join([layout for _, layout in parts], rows)
     mask = np.zeros(len(layout), bool)
     ends, roles, start = [], [], 0
     for index, (role, part) in enumerate(parts):

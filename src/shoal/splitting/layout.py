@@ -91,9 +91,11 @@ def lay_out(ids: Array, image_token: int, images: Sequence[int], tokens: Sequenc
     return _assemble([*stretches, ids[start:]], tokens, rows)
 
 
-def join(layouts: Sequence[Layout]) -> Layout:
+def join(layouts: Sequence[Layout], rows: int) -> Layout:
     """One after the other."""
-    ids, positions, images = [], [], []
+    ids: list[Array] = [np.empty(0, np.int32)]
+    positions: list[Array] = [np.empty((rows, 0), np.int32)]
+    images: list[tuple[int, int, int]] = []
     length = span = 0
     for layout in layouts:
         ids.append(layout.ids)
