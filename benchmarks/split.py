@@ -1,7 +1,7 @@
 """Splitting recordings with each image and message done once, beside doing every window anew.
 
-Subjects, in one process on the same images: the per-window reference of the tests; shoal keeping pixels 8-bit,
-as float32, and with two threads; and the floor, which is decoding and resizing every image once with Pillow.
+Subjects, in one process on the same images: the per-window reference of the tests; shoal keeping pixels
+8-bit, as float32, and with two threads; and the floor, which is decoding and resizing every image once with Pillow.
 All tensors are asserted equal before time is taken. `--peak` runs subjects in processes of their own.
 """
 
@@ -54,7 +54,9 @@ def floor(processor, root, ids, kind):
         images = sorted((root / name).glob("*.png"))
         for path in images[: -1 if kind == "stepwise" else None]:  # the original drops the last step
             image = Image.open(path).convert("RGB")
-            image.resize(fitted_size(*image.size, 28, edges["shortest_edge"], edges["longest_edge"]), 3).load()
+            image.resize(
+                fitted_size(*image.size, 28, edges["shortest_edge"], edges["longest_edge"]), 3
+            ).load()
 
 
 def subjects(processor, root, ids, kind):
@@ -121,7 +123,9 @@ def measure_cases(processor, work, rows):
         for name in pixels:
             rows.append(row(case, name, pixels[name] / 2**20, "MiB of pixels"))
             if name != "reference":
-                rows.append(row(case, name, seconds["reference"] / seconds[name], "x faster than the reference"))
+                rows.append(
+                    row(case, name, seconds["reference"] / seconds[name], "x faster than the reference")
+                )
                 rows.append(row(case, name, seconds[name] / seconds["floor"], "x the floor"))
                 rows.append(row(case, name, pixels["reference"] / pixels[name], "x less pixel memory"))
 
@@ -155,7 +159,7 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
         with make() as executor:
             for _ in range(2):  # start workers, load the processor and the compiled loops in each
                 assert_equal(one.split(ids, executor=executor), wanted)
-            wall, cpu, runs = timed(lambda: one.split(ids, executor=executor), 5)  # noqa: B023
+            wall, cpu, runs = timed(lambda: one.split(ids, executor=executor), 5)
         serial = serial or wall
         rows.append(row(case, name, wall, "s", cpu, runs))
         rows.append(row(case, name, serial / wall, "x faster than serial"))
@@ -192,7 +196,14 @@ def row(case, subject, value, unit, cpu=None, runs=1):
     rounded = None if value is None else round(value, 4)
     cpu = None if cpu is None else round(cpu, 4)
     print(f"{case:<34} {subject:<26} {rounded!s:>10} {unit}", flush=True)
-    return {"case": case, "subject": subject, "value": rounded, "unit": unit, "cpu_seconds": cpu, "runs": runs}
+    return {
+        "case": case,
+        "subject": subject,
+        "value": rounded,
+        "unit": unit,
+        "cpu_seconds": cpu,
+        "runs": runs,
+    }
 
 
 def machine():
@@ -224,7 +235,8 @@ def main():
         "benchmark": "split",
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages if find_spec(MODULES.get(name, name))},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in packages if find_spec(MODULES.get(name, name))},
         "rows": rows,
     }
     options.out.write_text(json.dumps(document, indent=1) + "\n")

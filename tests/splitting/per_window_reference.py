@@ -149,7 +149,9 @@ def step_row(processor, chat, folder, reward, prompt_length, response_length):
 def window_row(processor, chat, folder, reward, prompt_length, response_length):
     tokenizer = processor.tokenizer
     context = 0
-    while not (chat[context]["role"] == "user" and any(p["type"] == "image" for p in chat[context]["content"])):
+    while not (
+        chat[context]["role"] == "user" and any(p["type"] == "image" for p in chat[context]["content"])
+    ):
         context += 1
     ids, positions, _ = encode(processor, chat[: context + 1], pictures(chat[: context + 1], folder))
     whole, whole_positions, inputs = encode(processor, chat, pictures(chat, folder))
@@ -191,7 +193,9 @@ def finished(prompt, response, attention, positions, rewards, mask, inputs, chat
     }
 
 
-def reference_split(processor, root, ids, rewards, kind, prompt_length=32048, response_length=32000, **limits):
+def reference_split(
+    processor, root, ids, rewards, kind, prompt_length=32048, response_length=32000, **limits
+):
     """Rows of all trajectories, stacked; what is not a tensor stays a list."""
     rows = []
     for name, reward in zip(ids, rewards, strict=True):

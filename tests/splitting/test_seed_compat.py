@@ -13,9 +13,8 @@ from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.synthetic import write_gui_recordings
 
 P, R = 6000, 6200
-TENSORS = (
-    "prompts responses input_ids attention_mask position_ids reward_tensor loss_mask response_mask".split()
-)
+TENSORS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "reward_tensor"]
+TENSORS += ["loss_mask", "response_mask"]
 
 
 def assert_same(batch, wanted):
@@ -37,8 +36,8 @@ def compare(processor, root, ids, kind, *, window=5, stride=5, images=5, message
     rewards = [0.25 + index for index in range(len(ids))]
     cls = StepwiseTrajectorySplitter if kind == "stepwise" else TrajectorySplitter
     splitter = cls(
-        processor, root, window_size=window, stride_size=stride if kind == "window" else 1, limit_images=images,
-        limit_messages=messages, max_prompt_length=p, max_response_length=r, compat="seed", **options,
+        processor, root, window_size=window, stride_size=stride if kind == "window" else 1, 
+        limit_images=images, limit_messages=messages, max_prompt_length=p, max_response_length=r, compat="seed", **options,
     )  # fmt: skip
     batch = splitter.split(ids, torch.tensor(rewards))
     limits = {"limit_images": images} if kind == "stepwise" else {"window": window, "stride": stride}
@@ -82,7 +81,16 @@ def test_seed_mode_equals_per_window_processing_for_any_limits(
     ids = write_gui_recordings(
         root, 1, steps=steps, ends_on_user=ends_on_user, size=(width, height), seed=steps, words=(1, 12)
     )
-    compare(processor, root, ids, kind, window=window, stride=min(stride, window), images=images, messages=messages)
+    compare(
+        processor,
+        root,
+        ids,
+        kind,
+        window=window,
+        stride=min(stride, window),
+        images=images,
+        messages=messages,
+    )
 
 
 @pytest.mark.parametrize("kind", ["stepwise", "window"])
@@ -129,7 +137,9 @@ def test_seed_mode_masks_what_its_token_search_finds(processor, make_root):
     root, ids = make_root(1, steps=3, size=(60, 60), ends_on_user=True)
     rewrite(root, ids[0], change)
     batch = compare(processor, root, ids, "window")
-    last = processor.tokenizer.decode(batch["responses"][batch["response_mask"].bool()]).split("assistant")[-1]
+    last = processor.tokenizer.decode(batch["responses"][batch["response_mask"].bool()]).split("assistant")[
+        -1
+    ]
     assert last == "\nsays <|im_end|>"
 
 

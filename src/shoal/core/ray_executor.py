@@ -59,7 +59,9 @@ class RayExecutor(Executor):
         self._remote = ray.remote(num_cpus=1)(_outcome)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._waiting: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = deque()
+        self._waiting: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = (
+            deque()
+        )
         self._running = 0
         self._closed = False
 

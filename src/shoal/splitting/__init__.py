@@ -30,7 +30,7 @@ _HOME: dict[str, str] = {
     "build_qwen_processor": "processors",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

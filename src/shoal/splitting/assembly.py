@@ -157,7 +157,9 @@ class _Encoder:
 
     def lay_out(self, text: str, pieces: Sequence[Piece]) -> Layout:
         """Tokens and positions of rendered text that shows the images of the pieces."""
-        images = [self.image_of[place] for piece in pieces for place in _places(self.recording.messages, piece)]
+        images = [
+            self.image_of[place] for piece in pieces for place in _places(self.recording.messages, piece)
+        ]
         return self.text(self.template.encode(text), images)
 
     def text(self, ids: Array, images: Sequence[int] = ()) -> Layout:
@@ -216,7 +218,9 @@ def _sample(plan: Plan, job: Job, recording: Recording, encoder: _Encoder, cut: 
     )
 
 
-def _step_sides(plan: Plan, encoder: _Encoder, cut: Cut, step: RolloutTokens | None) -> tuple[_Side, _Side, int]:
+def _step_sides(
+    plan: Plan, encoder: _Encoder, cut: Cut, step: RolloutTokens | None
+) -> tuple[_Side, _Side, int]:
     """Everything before the answer, and the answer."""
     template, fixes = plan.template, plan.fixes
     messages, context, answer = encoder.recording.messages, cut.pieces[:-1], cut.pieces[-1]
@@ -240,11 +244,17 @@ def _step_sides(plan: Plan, encoder: _Encoder, cut: Cut, step: RolloutTokens | N
         ids = oddities.stripped_answer(template, message)
     attended = len(ids)
     if not fixes.masks_from_messages:
-        ids, attended = oddities.until_first_end(ids, template.eos_id, template.pad_id, plan.max_response_length)
+        ids, attended = oddities.until_first_end(
+            ids, template.eos_id, template.pad_id, plan.max_response_length
+        )
     mask = np.arange(len(ids)) < attended
     assert answer.turn is not None
     layout = moved(encoder.plain(ids), prompt.layout.span)
-    return prompt, _Side(layout, mask, ((answer.turn, attended - 1),), (("assistant", 0, len(ids)),)), attended
+    return (
+        prompt,
+        _Side(layout, mask, ((answer.turn, attended - 1),), (("assistant", 0, len(ids)),)),
+        attended,
+    )
 
 
 def _window_sides(plan: Plan, encoder: _Encoder, cut: Cut) -> tuple[_Side, _Side, int]:
@@ -273,7 +283,9 @@ def _window_sides(plan: Plan, encoder: _Encoder, cut: Cut) -> tuple[_Side, _Side
         while after and after[-1][2] is None:
             after.pop()
     prompt = _side(encoder.rows, before)
-    response = _side(encoder.rows, [(role, layout) for role, layout, _ in after], [turn for _, _, turn in after])
+    response = _side(
+        encoder.rows, [(role, layout) for role, layout, _ in after], [turn for _, _, turn in after]
+    )
     response = _Side(moved(response.layout, prompt.layout.span), response.mask, response.ends, response.roles)
     if not fixes.single_newline and not fixes.assistant_header:
         response = oddities.doubled_newline(template, prompt.layout, response.layout)
@@ -285,7 +297,7 @@ def _window_sides(plan: Plan, encoder: _Encoder, cut: Cut) -> tuple[_Side, _Side
 
 
 def _rendered_sides(encoder: _Encoder, cut: Cut) -> tuple[_Side, _Side, int]:
-    """A window under a template that looks back: rendered as a whole, answers found by marks at their ends."""
+    """A window under a template that looks back: rendered whole, answers found by marks at their ends."""
     template, messages = encoder.template, encoder.recording.messages
     chat = [(messages[piece.message], piece.keep) for piece in cut.pieces]
     plain, marked = template.render(chat), template.render(chat, mark_ends=True)
@@ -317,7 +329,9 @@ def _sides_of_texts(
     """Prompt and response from alternating context and answer texts; answers get the model's end token."""
     own = encoder.template.closing_ids[0]
     images = [
-        encoder.image_of[place] for piece in cut.pieces for place in _places(encoder.recording.messages, piece)
+        encoder.image_of[place]
+        for piece in cut.pieces
+        for place in _places(encoder.recording.messages, piece)
     ]
     layouts: list[tuple[str, Layout]] = []
     turns: list[int | None] = []
@@ -328,7 +342,9 @@ def _sides_of_texts(
         else:
             if number:  # the end token of the answer before belongs to that answer
                 if not np.array_equal(ids[: len(own)], own):
-                    raise DataError("the chat template ends answers in different ways; use the stepwise splitter")
+                    raise DataError(
+                        "the chat template ends answers in different ways; use the stepwise splitter"
+                    )
                 ids = ids[len(own) :]
             count = int((ids == encoder.template.image_token_id).sum())
             layouts.append(("rendered", encoder.text(ids, images[:count])))
@@ -340,9 +356,7 @@ def _sides_of_texts(
     return prompt, _Side(layout, response.mask, response.ends, response.roles), len(layout)
 
 
-def _side(
-    rows: int, parts: Sequence[tuple[str, Layout]], turns: Sequence[int | None] | None = None
-) -> _Side:
+def _side(rows: int, parts: Sequence[tuple[str, Layout]], turns: Sequence[int | None] | None = None) -> _Side:
     """Layouts in a row; those with a turn number are trained."""
     layout = join([layout for _, layout in parts], rows)
     mask = np.zeros(len(layout), bool)
@@ -433,8 +447,10 @@ def _recorded_prompt(plan: Plan, encoder: _Encoder, cut: Cut, step: RolloutToken
     wanted = [len(encoder.tokens[image].ids) for image in images]
     got = (stops - starts).tolist()
     if got != wanted and got != [1] * len(images):
-        raise DataError(f"{step.source}: the prompt has image tokens in runs of {got}, but its images need {wanted}; "
-                        "the recorded tokens belong to other images or image settings")  # fmt: skip
+        raise DataError(
+            f"{step.source}: the prompt has image tokens in runs of {got}, but its images need {wanted}; "
+            "the recorded tokens belong to other images or image settings"
+        )
     keep = np.ones(len(ids), bool)
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         keep[start + 1 : stop] = False

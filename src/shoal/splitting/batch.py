@@ -82,7 +82,9 @@ class Batch(dict[str, Any]):
         import torch
 
         tensors = [value for value in self.values() if isinstance(value, torch.Tensor)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+        }
         return {
             "trajectories": len(self._pixels),
             "samples": len(self._samples),
@@ -151,29 +153,30 @@ class Batch(dict[str, Any]):
 
         samples, shape = self._samples, self.shape
         count, border, length = len(samples), shape.prompt, shape.prompt + shape.response
-        input_ids = torch.full((count, length), shape.pad_id)
-        attention_mask, loss_mask = (torch.zeros((count, length), dtype=torch.int64) for _ in range(2))
-        position_ids = torch.ones((count, shape.rows, length), dtype=torch.int64)
-        reward_tensor = torch.zeros((count, shape.response), dtype=torch.float32)
-        with_logprobs = samples[0].logprobs is not None
-        logprobs = torch.zeros((count, shape.response), dtype=torch.float32) if with_logprobs else None
+        # Zeros from NumPy cost nothing until they are written to; those from torch are written at once.
+        input_ids = np.full((count, length), shape.pad_id, np.int64)
+        attention_mask, loss_mask = (np.zeros((count, length), np.int64) for _ in range(2))
+        position_ids = np.ones((count, shape.rows, length), np.int64)
+        rewards, logprobs = (np.zeros((count, shape.response), np.float32) for _ in range(2))
         for row, sample in enumerate(samples):
             before, after = len(sample.prompt_ids), len(sample.response_ids)
             start, stop = border - before, border + after
-            input_ids.numpy()[row, start:stop] = sample.input_ids
+            input_ids[row, start:stop] = sample.input_ids
             attention_mask[row, start : border + sample.n_attended] = 1
-            loss_mask.numpy()[row, border:stop] = sample.response_mask
-            _fill_positions(position_ids.numpy()[row], sample, border)
-            reward_tensor.numpy()[row, :after] = sample.rewards
-            if logprobs is not None and sample.logprobs is not None:
-                logprobs.numpy()[row, :after] = sample.logprobs
-        self["prompts"], self["responses"] = input_ids[:, :border], input_ids[:, border:]
-        self["input_ids"], self["attention_mask"] = input_ids, attention_mask
-        self["position_ids"] = position_ids if shape.rows > 1 else position_ids[:, 0]
-        self["reward_tensor"] = reward_tensor
-        self["response_mask"], self["loss_mask"] = loss_mask[:, border:], loss_mask
-        if logprobs is not None:
-            self["rollout_log_probs"] = logprobs
+            loss_mask[row, border:stop] = sample.response_mask
+            _fill_positions(position_ids[row], sample, border)
+            rewards[row, :after] = sample.rewards
+            if sample.logprobs is not None:
+                logprobs[row, :after] = sample.logprobs
+        self["input_ids"] = torch.from_numpy(input_ids)
+        self["prompts"], self["responses"] = self["input_ids"][:, :border], self["input_ids"][:, border:]
+        self["attention_mask"] = torch.from_numpy(attention_mask)
+        self["position_ids"] = torch.from_numpy(position_ids if shape.rows > 1 else position_ids[:, 0])
+        self["reward_tensor"] = torch.from_numpy(rewards)
+        self["loss_mask"] = torch.from_numpy(loss_mask)
+        self["response_mask"] = self["loss_mask"][:, border:]
+        if samples[0].logprobs is not None:
+            self["rollout_log_probs"] = torch.from_numpy(logprobs)
         for name in ("traj_index", "step_index", "n_steps"):
             self[name] = torch.tensor([getattr(sample, name) for sample in samples])
         self["is_last_step"] = torch.tensor([sample.is_last_step for sample in samples])
@@ -215,7 +218,9 @@ def _unpadded(sample: Sample, shape: Shape) -> dict[str, Array]:
         "prompts": sample.prompt_ids.astype(np.int64),
         "responses": sample.response_ids.astype(np.int64),
         "input_ids": sample.input_ids.astype(np.int64),
-        "attention_mask": (np.arange(sample.n_tokens) < len(sample.prompt_ids) + sample.n_attended).astype(np.int64),
+        "attention_mask": (np.arange(sample.n_tokens) < len(sample.prompt_ids) + sample.n_attended).astype(
+            np.int64
+        ),
         "position_ids": positions if shape.rows > 1 else positions[0],
         "reward_tensor": sample.rewards,
         "response_mask": mask,
@@ -241,7 +246,9 @@ def _inputs(sample: Sample, pixels: Mapping[int, Pixels]) -> Any:
     kept = pixels[sample.traj_index]
     if not sample.images or kept is None:
         return {}
-    return kept.inputs(sample.images) if isinstance(kept, ProcessorOutputs) else PixelInputs(kept, sample.images)
+    return (
+        kept.inputs(sample.images) if isinstance(kept, ProcessorOutputs) else PixelInputs(kept, sample.images)
+    )
 
 
 def _n_images(pixels: Pixels) -> int:

@@ -1,4 +1,4 @@
-"""Where a recorded image is and whether it is safe to open: inside its folder, and not larger than it may be."""
+"""Where a recorded image is, and whether it is safe to open: inside its folder, and not too large."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class ImageLocator:
         if reference.startswith("data:"):
             return reference
         if reference.startswith(("http://", "https://")):
-            raise DataError(f"{where}: image {reference[:80]!r} is on the web; download it beside the messages")
+            raise DataError(
+                f"{where}: image {reference[:80]!r} is on the web; download it beside the messages"
+            )
         name = reference.removeprefix("file://")
         if not name.lower().endswith(IMAGE_SUFFIXES):
             name += ".png"
@@ -72,7 +74,8 @@ def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
     image = open_image(place, max_pixels)
     try:
         with image:
-            return image.convert("RGB")
+            image.load()
+            return image if image.mode == "RGB" else image.convert("RGB")
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise DataError(f"image {_short(place)} is broken ({error}); record it again or remove it") from error
 

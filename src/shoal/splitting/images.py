@@ -33,7 +33,9 @@ def fitted_size(width: int, height: int, factor: int, smallest: int, largest: in
     (1288, 728)
     """
     if max(width, height) > 200 * min(width, height):
-        raise DataError(f"an image of {width}x{height} is too long: the longer side may be 200 times the shorter")
+        raise DataError(
+            f"an image of {width}x{height} is too long: the longer side may be 200 times the shorter"
+        )
     new_height, new_width = (round(side / factor) * factor for side in (height, width))
     if new_height * new_width > largest:
         shrink = math.sqrt(height * width / largest)
@@ -48,7 +50,7 @@ def fitted_size(width: int, height: int, factor: int, smallest: int, largest: in
 
 @dataclass(frozen=True)
 class PatchImages:
-    """Images as 8-bit patches and a table: what Qwen2-VL's processor does, without its arithmetic per pixel."""
+    """Images as 8-bit patches and a table: Qwen2-VL's processor without its arithmetic per pixel."""
 
     patch: int  # side of a patch in pixels
     merge: int  # patches along a side of what becomes one token
@@ -100,7 +102,11 @@ class PatchImages:
 
         noise = stream(0, "splitting", "probe")
         unit = self.patch * self.merge
-        for width, height in ((unit // 2 + 1, unit // 2), (5 * unit + 3, 3 * unit - 5), (40 * unit + 7, 31 * unit)):
+        for width, height in (
+            (unit // 2 + 1, unit // 2),
+            (5 * unit + 3, 3 * unit - 5),
+            (40 * unit + 7, 31 * unit),
+        ):
             image = Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
             wanted = image_processor(images=[image], return_tensors="np")
             if set(wanted) != {"pixel_values", "image_grid_thw"}:
@@ -122,7 +128,9 @@ def _make_table(image_processor: Any, patch: int, merge: int) -> PatchTable:
 
     from shoal.splitting.kernels import patches_from_image
 
-    side = patch * merge * math.ceil(16 / (patch * merge))  # 16 x 16 pixels or more, so that every value occurs
+    side = (
+        patch * merge * math.ceil(16 / (patch * merge))
+    )  # 16 x 16 pixels or more, so that every value occurs
     ramp = np.repeat((np.arange(side * side) % 256).astype(np.uint8)[:, None], 3, axis=1)
     ramp = ramp.reshape(side, side, 3)
     patches = np.empty((side * side // patch**2, 3, patch**2), np.uint8)
@@ -167,8 +175,8 @@ class ImageReader:
         self.rows = 3 if image_processor is not None and hasattr(image_processor, "merge_size") else 1
         if self.by_table is None and store in ("u8", "path") and image_processor is not None:
             raise ConfigError(
-                f"store={store!r} needs a processor of the Qwen2-VL kind on Pillow; {type(image_processor).__name__} "
-                "makes its pixels another way: use store='auto', 'float32' or 'bfloat16'"
+                f"store={store!r} needs a processor of the Qwen2-VL kind on Pillow; "
+                f"{type(image_processor).__name__} makes its pixels another way: use store='auto', 'float32' or 'bfloat16'"
             )
         self.store: Store = store if store != "auto" else ("u8" if self.by_table is not None else "float32")
 
@@ -178,13 +186,17 @@ class ImageReader:
             return None, []
         if self.image_token is None:
             raise DataError("this processor reads no images; use one with an image_processor")
-        return self._by_table(places, store) if self.by_table is not None else self._by_processor(places, store)
+        return (
+            self._by_table(places, store) if self.by_table is not None else self._by_processor(places, store)
+        )
 
     def _by_table(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[ImageTokens]]:
         reader = self.by_table
         assert reader is not None
         sizes = [reader.size(place) for place in places]
-        grids = np.array([[1, height // reader.patch, width // reader.patch] for width, height in sizes], np.int64)
+        grids = np.array(
+            [[1, height // reader.patch, width // reader.patch] for width, height in sizes], np.int64
+        )
         tokens = [self._grid_tokens(int(h) // reader.merge, int(w) // reader.merge) for _, h, w in grids]
         if store == "path":
             return TrajectoryPixels(grids, None, reader.table, tuple(places), reader), tokens
@@ -211,9 +223,8 @@ class ImageReader:
         else:
             for index in range(len(places)):
                 fill(index)
-        if store == "u8":
-            rows = rows.reshape(len(rows), 3, -1)
-        return TrajectoryPixels(grids, rows, reader.table, tuple(places)), tokens
+        kept = rows.reshape(len(rows), 3, -1) if store == "u8" else rows
+        return TrajectoryPixels(grids, kept, reader.table, tuple(places)), tokens
 
     def _by_processor(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[ImageTokens]]:
         outputs, tokens = [], []

@@ -67,7 +67,9 @@ def text_like(ids: Array) -> ImageTokens:
     return ImageTokens(ids, np.arange(len(ids), dtype=np.int32)[None], len(ids))
 
 
-def lay_out(ids: Array, image_token: int, images: Sequence[int], tokens: Sequence[ImageTokens], rows: int) -> Layout:
+def lay_out(
+    ids: Array, image_token: int, images: Sequence[int], tokens: Sequence[ImageTokens], rows: int
+) -> Layout:
     """Positions for encoded text in which each image is still a single `image_token`.
 
     Args:

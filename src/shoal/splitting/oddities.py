@@ -31,7 +31,7 @@ def stripped_answer(template: ChatTemplate, message: Message) -> Array:
 
 
 def until_first_end(ids: Array, eos: int, pad: int, limit: int) -> tuple[Array, int]:
-    """The response ids and how many count: up to the first end token, or all the padding too if there is none."""
+    """The response ids and how many count: up to the first end token, or all and the padding without one."""
     ends = np.flatnonzero(ids == eos)
     if len(ends):
         return ids, int(ends[0]) + 1
@@ -83,7 +83,7 @@ def searched_mask(template: ChatTemplate, prompt: Array, response: Array) -> Arr
 
 
 def answer_ends(cut: Cut, lengths: Sequence[int], total: int) -> tuple[tuple[int, int], ...]:
-    """(turn, its end token) of a response whose pieces have these lengths; the last tokens are the pieces'."""
+    """(turn, its end token) of a response whose last tokens are pieces of these lengths."""
     ends = []
     place = total - sum(lengths)
     for piece, length in zip(cut.pieces[cut.n_prompt :], lengths, strict=True):

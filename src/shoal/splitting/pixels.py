@@ -46,8 +46,8 @@ class PatchTable:
 class TrajectoryPixels:
     """All images of one trajectory, in order of first use.
 
-    `rows` is one of: uint8 patches `[N, 3, p * p]`, expanded float32 `[N, D]`, bfloat16 bits (uint16) `[N, D]`,
-    or `None` where images are read again from `places` whenever they are asked for.
+    `rows` is one of: uint8 patches `[N, 3, p * p]`, expanded float32 `[N, D]`, bfloat16 bits (uint16)
+    `[N, D]`, or `None` where images are read again from `places` whenever they are asked for.
     """
 
     grids: Array  # [images, 3] int64: frames, height and width of each image in patches
@@ -164,4 +164,6 @@ def _tensor(array: Array) -> Any:
 
     if not array.flags.writeable:  # Ray hands out read-only memory, which tensors have no notion of
         array = array.copy()
-    return torch.from_numpy(array).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_numpy(array)
+    return (
+        torch.from_numpy(array).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_numpy(array)
+    )

@@ -61,7 +61,9 @@ def load_processor(path: Path | str) -> Any:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder; give one with tokenizer.json and preprocessor_config.json")
+        raise DataError(
+            f"{folder} is not a folder; give one with tokenizer.json and preprocessor_config.json"
+        )
     try:
         import transformers
     except ImportError as error:
@@ -111,7 +113,9 @@ def build_qwen_processor(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS]
+    )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in PLAIN_TOKENS])
     image_settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -153,12 +157,15 @@ def _image_settings(folder: Path) -> dict[str, Any] | None:
 
 def _pil_image_processor(settings: dict[str, Any]) -> Any:
     try:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Kind
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil as Kind,
+        )
     except ImportError:  # before transformers 5.4 the one on Pillow had the plain name
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Kind
     names = (
         "size", "min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size", "image_mean",
-        "image_std", "resample", "do_resize", "do_rescale", "rescale_factor", "do_normalize", "do_convert_rgb",
+        "image_std", "resample", "do_resize", "do_rescale", "rescale_factor", "do_normalize",
+        "do_convert_rgb",
     )  # fmt: skip
     return Kind(**{name: settings[name] for name in names if settings.get(name) is not None})
 

@@ -9,7 +9,7 @@ from transformers.processing_utils import ProcessorMixin
 
 
 class StillImageProcessor(Qwen2_5_VLProcessor):
-    """Qwen2.5-VL's processor without its video half, which wants torchvision even where nothing is a video."""
+    """Qwen2.5-VL's processor without its video half, which wants torchvision even where there is no video."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:

@@ -16,7 +16,14 @@ from shoal.core.errors import DataError, did_you_mean
 from shoal.core.files import read_json
 from shoal.core.registry import check_name
 from shoal.splitting.image_files import ImageLocator
-from shoal.splitting.recordings import Message, Reader, Recording, RolloutTokens, finite_reward, parse_messages
+from shoal.splitting.recordings import (
+    Message,
+    Reader,
+    Recording,
+    RolloutTokens,
+    finite_reward,
+    parse_messages,
+)
 from shoal.splitting.rollouts import read_rollout
 
 
@@ -43,9 +50,13 @@ class FolderReader:
         messages = parse_messages(_json(source), str(source), ImageLocator(folder))
         config = _json(folder / "task_config.json")
         if not isinstance(config, dict) or not isinstance(config.get("id"), str | int):
-            raise DataError(f"{folder / 'task_config.json'} must be an object with 'id', the name of the task")
+            raise DataError(
+                f"{folder / 'task_config.json'} must be an object with 'id', the name of the task"
+            )
         steps = read_rollout(folder) if self.rollout_tokens else None
-        return Recording(dataset_id, str(config["id"]), messages, str(source), steps=steps, folder=str(folder))
+        return Recording(
+            dataset_id, str(config["id"]), messages, str(source), steps=steps, folder=str(folder)
+        )
 
 
 class ChatReader:
@@ -100,7 +111,9 @@ class ChatReader:
         if self.path.is_dir():
             return sorted(path for path in self.path.iterdir() if path.suffix in (".json", ".jsonl"))
         if not self.path.is_file():
-            raise DataError(f"{self.path} does not exist; expected a .json or .jsonl file of chats, or a folder")
+            raise DataError(
+                f"{self.path} does not exist; expected a .json or .jsonl file of chats, or a folder"
+            )
         return [self.path]
 
     def _chats(self, file: Path) -> list[Any]:
@@ -109,7 +122,9 @@ class ChatReader:
                 chats = [value for _, value in _lines(file)]
             else:
                 value = _json(file)
-                many = isinstance(value, list) and not (value and isinstance(value[0], dict) and "role" in value[0])
+                many = isinstance(value, list) and not (
+                    value and isinstance(value[0], dict) and "role" in value[0]
+                )
                 chats = value if many else [value]
             self._open = (file, chats)
         return self._open[1]
@@ -143,7 +158,9 @@ class OSWorldReader:
             for file in sorted(self.root.rglob("traj.jsonl")):
                 name = _safe(file.parent.name)
                 if name in folders:
-                    raise DataError(f"{file.parent} and {folders[name]} have one id; choose a root above only one")
+                    raise DataError(
+                        f"{file.parent} and {folders[name]} have one id; choose a root above only one"
+                    )
                 folders[name] = file.parent
             self._folders = folders
         return sorted(self._folders)
@@ -154,14 +171,18 @@ class OSWorldReader:
         if folder is None:
             known = self.ids()
             if dataset_id not in known:
-                raise DataError(f"{self.root}: no trajectory {dataset_id!r}.{did_you_mean(dataset_id, known)}")
+                raise DataError(
+                    f"{self.root}: no trajectory {dataset_id!r}.{did_you_mean(dataset_id, known)}"
+                )
             folder = (self._folders or {})[dataset_id]
         source, locate = folder / "traj.jsonl", ImageLocator(folder)
         messages = [Message("system", self.system)] if self.system else []
         first: list[dict[str, str]] = [{"type": "text", "text": self._instruction(dataset_id, folder)}]
         start = sorted([*folder.glob("step_0*.png"), *folder.glob("initial*.png")])
         first += [{"type": "image", "image": start[0].name}] if start else []
-        messages.append(Message("user", tuple(first), tuple(locate(p["image"], str(source)) for p in first[1:])))
+        messages.append(
+            Message("user", tuple(first), tuple(locate(p["image"], str(source)) for p in first[1:]))
+        )
         for number, step in enumerate(_osworld_steps(source)):
             messages.append(Message("assistant", step["text"]))
             if step["screenshot"]:
@@ -172,7 +193,9 @@ class OSWorldReader:
                 messages.append(Message("user", "(no screenshot)"))
         result = folder / "result.txt"
         reward = finite_reward(_text(result).strip(), str(result)) if result.is_file() else None
-        return Recording(dataset_id, dataset_id, tuple(messages), str(source), reward=reward, folder=str(folder))
+        return Recording(
+            dataset_id, dataset_id, tuple(messages), str(source), reward=reward, folder=str(folder)
+        )
 
     def _instruction(self, dataset_id: str, folder: Path) -> str:
         if dataset_id in self.instructions:
@@ -226,7 +249,8 @@ class ShoalReader:
                 messages.append(Message("user", parts, (locate(turn.image, source),)))
             messages.append(Message("assistant", turn.response))
         steps = tuple(
-            RolloutTokens(turn.prompt_ids, turn.response_ids, turn.logprobs, source) for turn in trajectory.turns
+            RolloutTokens(turn.prompt_ids, turn.response_ids, turn.logprobs, source)
+            for turn in trajectory.turns
         )
         return Recording(
             dataset_id=dataset_id,

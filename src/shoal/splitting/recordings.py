@@ -19,11 +19,13 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat; `content` keeps the form it was recorded in, since templates may tell them apart."""
+    """One message of a chat; `content` keeps its recorded form, since templates may tell text from parts."""
 
     role: str
     content: str | tuple[Part, ...]
-    images: tuple[str, ...] = ()  # where the images are, in the order of the image parts: a path or a data URL
+    images: tuple[
+        str, ...
+    ] = ()  # where the images are, in the order of the image parts: a path or a data URL
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -74,8 +76,8 @@ class Reader(Protocol):
 def parse_messages(raw: Any, source: str, locate: Any) -> tuple[Message, ...]:
     """Messages from JSON values of OpenAI's or Qwen's form; `locate(reference)` says where an image is.
 
-    A part `{"type": "image_url", "image_url": …}` and a part `{"type": "image", "image": …}` are the same; the
-    reference is a string or `{"url": string}`.
+    A part `{"type": "image_url", "image_url": …}` and a part `{"type": "image", "image": …}` are the same;
+    the reference is a string or `{"url": string}`.
     """
     if not isinstance(raw, list) or not raw:
         raise DataError(f"{source} must hold a list of messages, got {_kind(raw)}")
@@ -142,10 +144,12 @@ def _strict_problem(roles: Sequence[str]) -> str | None:
     for index, (want, got) in enumerate(zip(expected, roles, strict=True)):
         if want != got:
             return (
-                f"message {index} must be from {want!r}, got {got!r}: the order must be system, user, assistant, "
-                "user, …; compat='fixed' also takes tool messages and several user messages in a row"
+                f"message {index} must be from {want!r}, got {got!r}: the order must be system, user, "
+                "assistant, user, …; compat='fixed' also takes tool messages and several user messages in a row"
             )
-    return None if len(roles) >= 3 else f"needs system, user and assistant messages, got {len(roles)} messages"
+    return (
+        None if len(roles) >= 3 else f"needs system, user and assistant messages, got {len(roles)} messages"
+    )
 
 
 def _turn_problem(roles: Sequence[str]) -> str | None:
@@ -157,7 +161,11 @@ def _turn_problem(roles: Sequence[str]) -> str | None:
         if roles[index] == roles[index - 1] == "assistant":
             return f"messages {index - 1} and {index} are both from the assistant; merge them into one"
     late = [index for index in range(roles.index("assistant"), len(roles)) if roles[index] == "system"]
-    return f"message {late[0]} is a system message after the first answer; move it to the front" if late else None
+    return (
+        f"message {late[0]} is a system message after the first answer; move it to the front"
+        if late
+        else None
+    )
 
 
 def finite_reward(value: Any, where: str) -> float:
@@ -167,7 +175,9 @@ def finite_reward(value: Any, where: str) -> float:
     except (TypeError, ValueError):
         raise DataError(f"{where}: reward must be a number, got {value!r}") from None
     if not math.isfinite(reward):
-        raise DataError(f"{where}: reward must be finite, got {reward}; score the trajectory again or remove it")
+        raise DataError(
+            f"{where}: reward must be finite, got {reward}; score the trajectory again or remove it"
+        )
     return reward
 
 

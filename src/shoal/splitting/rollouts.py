@@ -1,7 +1,7 @@
 """Token ids and log-probabilities that a sampler recorded beside the messages, one file per step.
 
-`data_for_step_<k>.pt` or `.safetensors` holds `token_ids`, `logp` and, where known, `prompt_token_ids`; k counts
-from 0 or from 1. `.pt` files are read with `weights_only=True`, so they can hold tensors and lists, no objects.
+`data_for_step_<k>.pt` or `.safetensors` holds `token_ids`, `logp` and, where known, `prompt_token_ids`; k
+counts from 0 or from 1. `.pt` files are read with `weights_only=True`: tensors and lists, no objects.
 """
 
 from __future__ import annotations
@@ -61,15 +61,18 @@ def _read_step(path: Path) -> RolloutTokens:
     prompt_ids = _flat(values["prompt_token_ids"], path) if "prompt_token_ids" in values else []
     if len(token_ids) != len(logp):
         raise DataError(
-            f"{path}: {len(token_ids)} token_ids but {len(logp)} logp; record the step again, since a missing "
-            "log-probability cannot be made up"
+            f"{path}: {len(token_ids)} token_ids but {len(logp)} logp; record the step again, since a "
+            "missing log-probability cannot be made up"
         )
     if not token_ids:
         raise DataError(f"{path}: the step has no tokens; remove it")
     if not all(value <= 1e-3 for value in logp):  # also catches NaN; sampling kernels round slightly above 0
         raise DataError(f"{path}: logp must be log-probabilities, at most 0; got {max(logp)}")
     return RolloutTokens(
-        tuple(int(token) for token in prompt_ids), tuple(int(token) for token in token_ids), tuple(logp), str(path)
+        tuple(int(token) for token in prompt_ids),
+        tuple(int(token) for token in token_ids),
+        tuple(logp),
+        str(path),
     )
 
 
@@ -94,5 +97,7 @@ def _flat(value: Any, path: Path) -> list[Any]:
 
     values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
     if not isinstance(values, list | tuple) or not all(isinstance(item, int | float) for item in values):
-        raise DataError(f"{path}: token_ids, logp and prompt_token_ids must be flat lists or tensors of numbers")
+        raise DataError(
+            f"{path}: token_ids, logp and prompt_token_ids must be flat lists or tensors of numbers"
+        )
     return list(values)

@@ -37,7 +37,9 @@ class Sample:
     images: tuple[int, ...]  # images of the trajectory that it shows, in order
     messages: list[dict[str, Any]]
     logprobs: Array | None = None  # [r] float32 of the response, as recorded by the sampler
-    roles: tuple[tuple[str, int, int], ...] = ()  # (role, first token, token behind it) over prompt and response
+    roles: tuple[
+        tuple[str, int, int], ...
+    ] = ()  # (role, first token, token behind it) over prompt and response
     inputs: Any = field(default=None, repr=False)  # multi_modal_inputs, filled in when a batch is made
 
     @property

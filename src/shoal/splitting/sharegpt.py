@@ -26,10 +26,12 @@ def write_sharegpt(path: Path | str, recordings: Iterable[Recording]) -> int:
 
 
 def _row(recording: Recording) -> dict[str, Any]:
-    conversations, images = [], []
+    conversations: list[dict[str, str]] = []
+    images: list[str] = []
     for message in recording.messages:
         value = "".join(
-            IMAGE if part["type"] == "image" else part["text"].replace(IMAGE, "< image>") for part in message.parts
+            IMAGE if part["type"] == "image" else part["text"].replace(IMAGE, "< image>")
+            for part in message.parts
         )
         conversations.append({"from": SPEAKERS[message.role], "value": value})
         images += message.images

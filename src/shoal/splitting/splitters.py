@@ -47,18 +47,19 @@ class TrajectorySplitter:
             have on average.
         compat: "fixed" is right; "seed" gives the original's tensors bit for bit.
         fixes: single switches of `Fixes` by name, over `compat`.
-        store: how pixels are kept: "u8" (8-bit, expanded when read), "float32", "bfloat16", "path" (read again
-            when needed), or "auto": "u8" where the processor allows it, else "float32".
+        store: how pixels are kept: "u8" (8-bit, expanded when read), "float32", "bfloat16", "path" (read
+            again when needed), or "auto": "u8" where the processor allows it, else "float32".
         reward: where the reward goes, see `RewardPlacement`.
-        position_rows: 3 or 4 rows of positions for Qwen2-VL models (4: verl's, with the token's number on top),
-            1 for others; None chooses 3 or 1.
+        position_rows: 3 or 4 rows of positions for Qwen2-VL models (4: verl's, with the token's number on
+            top), 1 for others; None chooses 3 or 1.
         padding: "max" pads to the two limits, "longest" to the longest prompt and response of the batch.
         reader: finds recordings; the default reads `root_dir` as above.
         on_error: "raise" stops at the first bad trajectory; "skip" leaves it out and lists it in
             `batch.skipped`.
         max_image_pixels: larger images are refused before they are decoded.
         image_threads: images of one trajectory that are decoded at a time.
-        model_text: special tokens that models write in their answers; all others are escaped in recorded text.
+        model_text: special tokens that models write in their answers; all others are escaped in recorded
+            text.
     """
 
     kind: ClassVar[Kind] = "window"
@@ -99,7 +100,8 @@ class TrajectorySplitter:
         )
         if not 1 <= stride_size <= window_size:
             raise ValueError(
-                f"stride_size must be in [1, window_size={window_size}] so no turn is skipped, got {stride_size}"
+                f"stride_size must be in [1, window_size={window_size}] so no turn is skipped, "
+                f"got {stride_size}"
             )
         if limit_images < 0:
             raise ValueError(f"limit_images must be at least 0, got {limit_images}")
@@ -121,7 +123,9 @@ class TrajectorySplitter:
         )
         self.rows = position_rows if position_rows is not None else images.rows
         if (self.rows == 1) != (images.rows == 1):
-            raise ValueError(f"this processor's positions have {images.rows} rows, got position_rows={self.rows}")
+            raise ValueError(
+                f"this processor's positions have {images.rows} rows, got position_rows={self.rows}"
+            )
         self.padding, self.on_error, self.traj_filter = padding, on_error, traj_filter
         self.plan = Plan(
             kind=self.kind,
@@ -155,8 +159,8 @@ class TrajectorySplitter:
             reward_tensor: one reward each; without it, rewards that were recorded, or 0.
             executor: where trajectories are split; threads cost nothing to start, since reading and resizing
                 images runs outside the interpreter lock. All executors give the same batch.
-            process_reward_tensor: `[N, turns]` scores in [0, 1], -1 for none; each adds `0.5 * (score - 0.5)` on
-                the last token of its turn.
+            process_reward_tensor: `[N, turns]` scores in [0, 1], -1 for none; each adds `0.5 * (score - 0.5)`
+                on the last token of its turn.
             dataset_paths: where a trajectory is, instead of `root_dir`: by id, or one for each id.
             progress: called with (trajectories done, trajectories in all).
         """
@@ -417,7 +421,9 @@ def _rows(name: str, values: Any, count: int) -> list[Any] | None:
     if not isinstance(rows, list) or len(rows) != count:
         got = len(rows) if isinstance(rows, list) else 1
         raise ValueError(f"{name} must have one entry per trajectory: {count} dataset_ids, got {got}")
-    return [row[0] if name == "reward_tensor" and isinstance(row, list) and len(row) == 1 else row for row in rows]
+    return [
+        row[0] if name == "reward_tensor" and isinstance(row, list) and len(row) == 1 else row for row in rows
+    ]
 
 
 def _checked_scores(row: Any, where: str) -> tuple[float, ...]:
@@ -428,13 +434,17 @@ def _checked_scores(row: Any, where: str) -> tuple[float, ...]:
     return scores
 
 
-def _paths(paths: Mapping[str, Path | str] | Sequence[Path | str] | None, ids: list[str]) -> list[Path | None]:
+def _paths(
+    paths: Mapping[str, Path | str] | Sequence[Path | str] | None, ids: list[str]
+) -> list[Path | None]:
     if paths is None:
         return [None] * len(ids)
     if isinstance(paths, Mapping):
         return [Path(paths[name]) if name in paths else None for name in ids]
     if isinstance(paths, str | Path) or len(paths) != len(ids):
-        raise ValueError(f"dataset_paths must map ids to folders or have one entry for each of {len(ids)} ids")
+        raise ValueError(
+            f"dataset_paths must map ids to folders or have one entry for each of {len(ids)} ids"
+        )
     return [Path(path) for path in paths]
 
 

@@ -17,7 +17,16 @@ from shoal.splitting.samples import Sample
 
 FORMAT = 1
 ARRAYS = ("prompt_ids", "response_ids", "prompt_positions", "response_positions", "response_mask", "rewards")
-VALUES = ("dataset_id", "uid", "traj_index", "step_index", "n_steps", "n_attended", "pads_count_on", "messages")
+VALUES = (
+    "dataset_id",
+    "uid",
+    "traj_index",
+    "step_index",
+    "n_steps",
+    "n_attended",
+    "pads_count_on",
+    "messages",
+)
 
 Array = np.ndarray
 
@@ -45,7 +54,9 @@ def save_batch(batch: Batch, folder: Path) -> Path:
         "pixels": {str(index): _pixel_record(index, kept, arrays) for index, kept in batch.pixels.items()},
     }
     with write_folder(folder) as new:
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, new / "batch.safetensors")
+        save_file(
+            {name: np.ascontiguousarray(array) for name, array in arrays.items()}, new / "batch.safetensors"
+        )
         write_json(new / "batch.json", document)
     return folder
 
@@ -57,7 +68,9 @@ def load_batch(folder: Path) -> Batch:
     verify_folder(folder)
     document = read_json(folder / "batch.json")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise DataError(f"{folder} is not a batch of format {FORMAT}; make it again with this version of shoal")
+        raise DataError(
+            f"{folder} is not a batch of format {FORMAT}; make it again with this version of shoal"
+        )
     arrays = load_file(folder / "batch.safetensors")
     try:
         samples = _samples(document["samples"], arrays)
@@ -120,7 +133,9 @@ def _pixels(index: int, record: dict[str, Any], arrays: dict[str, Array]) -> Pix
     table = None
     if "frames" in record:
         table = PatchTable(arrays["table.float32"], arrays["table.bfloat16"], int(record["frames"]))
-    reload = PatchImages(**record["reload"], table=table) if "reload" in record and table is not None else None
+    reload = (
+        PatchImages(**record["reload"], table=table) if "reload" in record and table is not None else None
+    )
     return TrajectoryPixels(
         grids=arrays[f"pixels.{index}.grids"],
         rows=arrays.get(f"pixels.{index}.rows"),

@@ -10,13 +10,13 @@ import numpy as np
 
 from shoal.core.seeding import stream
 
-WORDS = (
-    "open save close file edit view insert format data window help settings network display sound report budget "
-    "quarter revenue total average select cell column row chart filter sort search cancel apply download folder"
-).split()
+WORDS = tuple(
+    ["open", "save", "close", "file", "edit", "view", "insert", "format", "data", "window", "help", "settings", "network", "display", "sound", "report", "budget", "quarter", "revenue", "total", "average", "select", "cell", "column", "row", "chart", "filter", "sort", "search", "cancel", "apply", "download", "folder"]
+)
 SYSTEM = (
     "You operate a desktop. Each turn you see a screenshot; think, then act.\n"
-    "Actions: click(point='<|box_start|>(x,y)<|box_end|>'), type(text='...'), scroll(direction='...'), finished()"
+    "Actions: click(point='<|box_start|>(x,y)<|box_end|>'), type(text='...'), scroll(direction='...'), "
+    "finished()"
 )
 
 
@@ -61,7 +61,9 @@ def write_gui_recordings(
             messages.append({"role": "user", "content": parts})
             if turn < turns:
                 thought = _sentence(rng, int(rng.integers(words[0], words[1] + 1)))
-                act = f"click(point='<|box_start|>({x},{y})<|box_end|>')" if turn < turns - 1 else "finished()"
+                act = (
+                    f"click(point='<|box_start|>({x},{y})<|box_end|>')" if turn < turns - 1 else "finished()"
+                )
                 text = f"Thought: {thought}\nAction: {act}"
                 messages.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
         (folder / "final_messages.json").write_text(json.dumps(messages))
@@ -71,7 +73,7 @@ def write_gui_recordings(
 
 
 class _Desk:
-    """A wallpaper with windows full of text; little changes from one screenshot to the next, as in real ones."""
+    """A wallpaper with windows full of text; little changes from one screenshot to the next."""
 
     def __init__(self, rng: np.random.Generator, size: tuple[int, int]) -> None:
         from PIL import Image

@@ -16,7 +16,9 @@ import numpy as np
 from shoal.core.errors import DataError
 from shoal.splitting.recordings import Message, Part
 
-BREAK = "\ufdd0"  # a noncharacter: cut the text here before encoding, so that no control token spans the place
+BREAK = (
+    "\ufdd0"  # a noncharacter: cut the text here before encoding, so that no control token spans the place
+)
 END = "\ufdd1"  # a noncharacter: where the text of an assistant message ended
 
 MODEL_TEXT = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>",
@@ -42,7 +44,9 @@ class ChatTemplate:
         model_text: special tokens that are exempt from escaping.
     """
 
-    def __init__(self, processor: Any, *, escape: bool = True, model_text: Sequence[str] = MODEL_TEXT) -> None:
+    def __init__(
+        self, processor: Any, *, escape: bool = True, model_text: Sequence[str] = MODEL_TEXT
+    ) -> None:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.sees_images = hasattr(processor, "image_processor")
@@ -88,11 +92,15 @@ class ChatTemplate:
         """`text` with a `BREAK` inside each control token that it spells out."""
         if BREAK in text or END in text:
             raise DataError("recorded text holds the noncharacters U+FDD0 or U+FDD1; remove them")
-        return self._control.sub(lambda match: match[0][0] + BREAK + match[0][1:], text) if self._control else text
+        return (
+            self._control.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
+            if self._control
+            else text
+        )
 
     # --- tokens
     def encode(self, text: str) -> Array:
-        """Token ids `[n]` int32 of text with `BREAK`s; written-out control tokens elsewhere are control tokens."""
+        """Token ids `[n]` int32 of text with `BREAK`s; what spells a control token elsewhere is one."""
         pieces = [
             np.asarray(self.tokenizer.encode(piece, add_special_tokens=False), np.int32)
             for piece in text.split(BREAK)
@@ -175,7 +183,9 @@ class ChatTemplate:
         texts = [self.message_text(message, None, index == 0) for index, message in enumerate(messages)]
         if any(text is None for text in texts):
             return False
-        if "".join(text or "" for text in texts) != self._render([(message, None) for message in messages], False):
+        if "".join(text or "" for text in texts) != self._render(
+            [(message, None) for message in messages], False
+        ):
             return False
         starts = [self.encode((text or "")[:64]) for text in texts]
         return all(len(ids) and int(ids[0]) in self._added_ids for ids in starts)

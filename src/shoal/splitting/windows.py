@@ -61,7 +61,7 @@ def cut_steps(recording: Recording, limits: Limits, fixes: Fixes) -> list[Cut]:
 
 
 def cut_windows(recording: Recording, limits: Limits, fixes: Fixes) -> list[Cut]:
-    """One sample per `window` turns, a new one every `stride` turns; older turns as the model's words alone."""
+    """One sample per `window` turns, a new one every `stride` turns; of older turns only the answers."""
     check_order(recording, strict=not fixes.masks_from_messages)
     messages, answers = recording.messages, _answers(recording.messages)
     whole_instruction = True
@@ -151,8 +151,8 @@ def _prompt_length(recording: Recording, pieces: Sequence[Piece], fixes: Fixes) 
         if recording.messages[piece.message].role == "user" and _images_of(recording.messages, piece):
             return index + 1
     raise DataError(
-        f"{recording.source}: a window without a screenshot has no prompt unless the fix assistant_header is on; "
-        "use compat='fixed'"
+        f"{recording.source}: a window without a screenshot has no prompt unless the fix assistant_header is "
+        "on; use compat='fixed'"
     )
 
 
