@@ -1,8 +1,8 @@
 """Splitting recordings with each image and message done once, beside doing every window anew.
 
 Subjects, in one process on the same images: the per-window reference of the tests; shoal keeping pixels
-8-bit, as float32, and with two threads; and the floor, which is decoding and resizing every image once with Pillow.
-All tensors are asserted equal before time is taken. `--peak` runs subjects in processes of their own.
+8-bit, as float32, and with two threads; and the floor, which is decoding and resizing every image once with
+Pillow. All tensors are asserted equal before time is taken. `--peak` runs subjects in processes of their own.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ _HOME: dict[str, str] = {
     "Trajectory": "shoal.core.data",
     "Turn": "shoal.core.data",
     "ShoalError": "shoal.core.errors",
+    "TrajectorySplitter": "shoal.splitting.splitters",
+    "StepwiseTrajectorySplitter": "shoal.splitting.splitters",
+    "LastNTrajectorySplitter": "shoal.splitting.splitters",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -36,8 +36,9 @@ def compare(processor, root, ids, kind, *, window=5, stride=5, images=5, message
     rewards = [0.25 + index for index in range(len(ids))]
     cls = StepwiseTrajectorySplitter if kind == "stepwise" else TrajectorySplitter
     splitter = cls(
-        processor, root, window_size=window, stride_size=stride if kind == "window" else 1, 
-        limit_images=images, limit_messages=messages, max_prompt_length=p, max_response_length=r, compat="seed", **options,
+        processor, root, window_size=window, stride_size=stride if kind == "window" else 1,
+        limit_images=images, limit_messages=messages, max_prompt_length=p, max_response_length=r,
+        compat="seed", **options,
     )  # fmt: skip
     batch = splitter.split(ids, torch.tensor(rewards))
     limits = {"limit_images": images} if kind == "stepwise" else {"window": window, "stride": stride}

@@ -12,7 +12,9 @@ import sys
 from shoal import __version__
 from shoal.core.errors import ShoalError, unknown_name
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),
+}
 """name: (module with a `main(argv)`, one line of help)"""
 
 

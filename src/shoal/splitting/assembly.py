@@ -214,6 +214,10 @@ def _sample(plan: Plan, job: Job, recording: Recording, encoder: _Encoder, cut: 
         images=tuple(images),
         messages=[_as_dict(recording.messages[piece.message], piece.keep) for piece in cut.pieces],
         logprobs=None if step is None else np.asarray(step.logprobs[: len(response.layout)], np.float32),
+        image_spans=(
+            *prompt.layout.images,
+            *((image, first + start, last + start) for image, first, last in response.layout.images),
+        ),
         roles=(*prompt.roles, *((role, first + start, last + start) for role, first, last in response.roles)),
     )
 

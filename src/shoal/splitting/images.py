@@ -176,7 +176,8 @@ class ImageReader:
         if self.by_table is None and store in ("u8", "path") and image_processor is not None:
             raise ConfigError(
                 f"store={store!r} needs a processor of the Qwen2-VL kind on Pillow; "
-                f"{type(image_processor).__name__} makes its pixels another way: use store='auto', 'float32' or 'bfloat16'"
+                f"{type(image_processor).__name__} makes its pixels another way: "
+                "use store='auto', 'float32' or 'bfloat16'"
             )
         self.store: Store = store if store != "auto" else ("u8" if self.by_table is not None else "float32")
 
@@ -199,7 +200,7 @@ class ImageReader:
         )
         tokens = [self._grid_tokens(int(h) // reader.merge, int(w) // reader.merge) for _, h, w in grids]
         if store == "path":
-            return TrajectoryPixels(grids, None, reader.table, tuple(places), reader), tokens
+            return TrajectoryPixels(grids, None, reader.table, tuple(places), reader.merge, reader), tokens
         offsets = np.concatenate([[0], np.cumsum(grids[:, 1] * grids[:, 2])])
         width = 3 * reader.patch**2
         kind, columns = {
@@ -224,7 +225,7 @@ class ImageReader:
             for index in range(len(places)):
                 fill(index)
         kept = rows.reshape(len(rows), 3, -1) if store == "u8" else rows
-        return TrajectoryPixels(grids, kept, reader.table, tuple(places)), tokens
+        return TrajectoryPixels(grids, kept, reader.table, tuple(places), reader.merge), tokens
 
     def _by_processor(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[ImageTokens]]:
         outputs, tokens = [], []

@@ -34,6 +34,17 @@ class PatchTable:
         self.expand_into(patches, out)
         return out
 
+    def reduce(self, values: Array) -> Array:
+        """The 8-bit patches `[N, 3, p * p]` that expanded rows came from (the nearest ones for bfloat16)."""
+        table = self.bfloat16 if values.dtype == np.uint16 else self.float32
+        frame = values.reshape(len(values), 3, self.frames, -1)[:, :, 0]
+        patches = np.empty(frame.shape, np.uint8)
+        for channel in range(3):
+            order = np.argsort(table[channel])
+            found = np.searchsorted(table[channel], frame[:, channel], sorter=order)
+            patches[:, channel] = order[np.minimum(found, 255)]
+        return patches
+
     def expand_into(self, patches: Array, out: Array) -> None:
         """`expand` into rows that are there already."""
         from shoal.splitting.kernels import values_from_patches
@@ -54,6 +65,7 @@ class TrajectoryPixels:
     rows: Array | None
     table: PatchTable | None = None  # None where a processor of another kind made the rows
     places: tuple[str, ...] = ()
+    merge: int = 2  # patches along a side of one token
     reload: Any = None  # the `PatchImages` that reads places, for `rows is None`
     _offsets: Array = field(init=False, repr=False)
 
@@ -71,7 +83,7 @@ class TrajectoryPixels:
         if wanted is None or self.rows is None or self.rows.dtype != np.uint8 or self.table is None:
             return self
         rows = self.table.expand(self.rows, half=store == "bfloat16")
-        return TrajectoryPixels(self.grids, rows, self.table, self.places)
+        return TrajectoryPixels(self.grids, rows, self.table, self.places, self.merge)
 
     def values(self, images: Sequence[int]) -> Any:
         """`pixel_values` of the images as a tensor: a view where they are stored expanded and adjacent."""
@@ -100,6 +112,19 @@ class TrajectoryPixels:
         if self.rows.dtype != np.uint8:
             raise ValueError("these pixels are kept expanded; use store='u8' to have patches")
         return np.concatenate([self.rows[self._offsets[i] : self._offsets[i + 1]] for i in images])
+
+    def picture(self, image: int) -> Array:
+        """One image as it is after resizing, `[H, W, 3]` uint8; float stores are turned back by the table."""
+        first, last = self._offsets[image], self._offsets[image + 1]
+        if self.rows is None or self.rows.dtype == np.uint8:
+            patches = self.patches([image])
+        else:
+            assert self.table is not None
+            patches = self.table.reduce(self.rows[first:last])
+        _, rows, columns = (int(side) for side in self.grids[image])
+        side, merge = int(np.sqrt(patches.shape[2])), self.merge
+        blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, side, side)
+        return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, 3)
 
 
 class PixelInputs(Mapping[str, Any]):

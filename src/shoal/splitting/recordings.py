@@ -145,7 +145,7 @@ def _strict_problem(roles: Sequence[str]) -> str | None:
         if want != got:
             return (
                 f"message {index} must be from {want!r}, got {got!r}: the order must be system, user, "
-                "assistant, user, …; compat='fixed' also takes tool messages and several user messages in a row"
+                "assistant, user, …; compat='fixed' also takes tool messages and user messages in a row"
             )
     return (
         None if len(roles) >= 3 else f"needs system, user and assistant messages, got {len(roles)} messages"

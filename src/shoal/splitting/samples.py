@@ -39,7 +39,8 @@ class Sample:
     logprobs: Array | None = None  # [r] float32 of the response, as recorded by the sampler
     roles: tuple[
         tuple[str, int, int], ...
-    ] = ()  # (role, first token, token behind it) over prompt and response
+    ] = ()  # (role, first token, token behind), over prompt and response
+    image_spans: tuple[tuple[int, int, int], ...] = ()  # (image, first token, token behind), likewise
     inputs: Any = field(default=None, repr=False)  # multi_modal_inputs, filled in when a batch is made
 
     @property

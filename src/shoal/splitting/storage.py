@@ -48,7 +48,11 @@ def save_batch(batch: Batch, folder: Path) -> Path:
         "skipped": [asdict(item) for item in batch.skipped],
         "samples": [
             {name: getattr(sample, name) for name in VALUES}
-            | {"images": list(sample.images), "roles": [list(role) for role in sample.roles]}
+            | {
+                "images": list(sample.images),
+                "roles": [list(role) for role in sample.roles],
+                "image_spans": [list(span) for span in sample.image_spans],
+            }
             for sample in samples
         ],
         "pixels": {str(index): _pixel_record(index, kept, arrays) for index, kept in batch.pixels.items()},
@@ -94,7 +98,8 @@ def _samples(records: list[dict[str, Any]], arrays: dict[str, Array]) -> list[Sa
             fields["logprobs"] = arrays["logprobs"][response]
         fields |= {name: record[name] for name in VALUES}
         roles = tuple((str(role), int(first), int(last)) for role, first, last in record["roles"])
-        samples.append(Sample(**fields, images=tuple(record["images"]), roles=roles))
+        spans = tuple((int(image), int(first), int(last)) for image, first, last in record["image_spans"])
+        samples.append(Sample(**fields, images=tuple(record["images"]), roles=roles, image_spans=spans))
     return samples
 
 
@@ -108,7 +113,7 @@ def _pixel_record(index: int, pixels: Pixels, arrays: dict[str, Array]) -> dict[
                 arrays[f"pixels.{index}.{image}.{name}"] = array
         return {"kind": "processor", "names": [sorted(output) for output in pixels.outputs]}
     arrays[f"pixels.{index}.grids"] = pixels.grids
-    record: dict[str, Any] = {"kind": "patches", "places": list(pixels.places)}
+    record: dict[str, Any] = {"kind": "patches", "places": list(pixels.places), "merge": pixels.merge}
     if pixels.rows is not None:
         arrays[f"pixels.{index}.rows"] = pixels.rows
         record["places"] = []  # not needed to make pixels, and paths of this machine are nobody's business
@@ -141,5 +146,6 @@ def _pixels(index: int, record: dict[str, Any], arrays: dict[str, Array]) -> Pix
         rows=arrays.get(f"pixels.{index}.rows"),
         table=table,
         places=tuple(record["places"]),
+        merge=int(record["merge"]),
         reload=reload,
     )

@@ -10,9 +10,12 @@ import numpy as np
 
 from shoal.core.seeding import stream
 
-WORDS = tuple(
-    ["open", "save", "close", "file", "edit", "view", "insert", "format", "data", "window", "help", "settings", "network", "display", "sound", "report", "budget", "quarter", "revenue", "total", "average", "select", "cell", "column", "row", "chart", "filter", "sort", "search", "cancel", "apply", "download", "folder"]
-)
+WORDS = (
+    "open", "save", "close", "file", "edit", "view", "insert", "format", "data", "window", "help",
+    "settings", "network", "display", "sound", "report", "budget", "quarter", "revenue", "total",
+    "average", "select", "cell", "column", "row", "chart", "filter", "sort", "search", "cancel",
+    "apply", "download", "folder",
+)  # fmt: skip
 SYSTEM = (
     "You operate a desktop. Each turn you see a screenshot; think, then act.\n"
     "Actions: click(point='<|box_start|>(x,y)<|box_end|>'), type(text='...'), scroll(direction='...'), "
