@@ -100,12 +100,16 @@ def timed(action, runs):
     return statistics.median(walls), statistics.median(cpus), runs
 
 
-def measure_cases(processor, work, rows):
+def recordings(work, steps, size):
     from shoal.splitting.synthetic import write_gui_recordings
 
+    root = work / f"{size[1]}p-{steps}"
+    return root, write_gui_recordings(root, 1, steps=steps, size=size, words=(25, 70))
+
+
+def measure_cases(processor, work, rows):
     for case, (kind, steps, size) in CASES.items():
-        root = work / f"{size[1]}p-{steps}"
-        ids = write_gui_recordings(root, 1, steps=steps, size=size, words=(25, 70))
+        root, ids = recordings(work, steps, size)
         todo = subjects(processor, root, ids, kind)
         wanted = todo["reference"]()
         pixels = {"reference": sum(item["pixel_values"].nbytes for item in wanted["multi_modal_inputs"])}
@@ -170,7 +174,7 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
 def measure_peaks(processor_folder, work, rows):
     """Peak memory of a process that does one split and keeps the batch, less the same process without it."""
     for case, (kind, steps, size) in CASES.items():
-        root = work / f"{size[1]}p-{steps}"
+        root, _ = recordings(work, steps, size)
         peaks = {}
         for name in ("nothing", "reference", "shoal u8", "shoal float32"):
             command = [sys.executable, __file__, "--peak", str(processor_folder), str(root), kind, name]
@@ -206,6 +210,13 @@ def row(case, subject, value, unit, cpu=None, runs=1):
     }
 
 
+def part(item):
+    """Which part of the benchmark a row is from."""
+    if "peak" in item["unit"]:
+        return "peaks"
+    return "scaling" if "workers" in item["case"] else "cases"
+
+
 def machine():
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {"cpu": names[0].split(":")[1].strip(), "cores": os.cpu_count(), "system": platform.platform()}
@@ -219,11 +230,13 @@ def main():
     parser.add_argument("--only", choices=["cases", "peaks", "scaling"])
     options = parser.parse_args()
     rows: list[dict] = []
+    if options.only and options.out.exists():
+        rows = [item for item in json.loads(options.out.read_text())["rows"] if part(item) != options.only]
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         processor_folder = build_qwen_processor(work / "processor")
         processor = load_processor(processor_folder)
-        if options.only in (None, "cases", "peaks"):
+        if options.only in (None, "cases"):
             measure_cases(processor, work, rows)
         if options.only in (None, "peaks"):
             measure_peaks(processor_folder, work, rows)
