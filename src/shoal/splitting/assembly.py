@@ -292,7 +292,13 @@ def _window_sides(plan: Plan, encoder: _Encoder, cut: Cut) -> tuple[_Side, _Side
     )
     response = _Side(moved(response.layout, prompt.layout.span), response.mask, response.ends, response.roles)
     if not fixes.single_newline and not fixes.assistant_header:
-        response = oddities.doubled_newline(template, prompt.layout, response.layout)
+        layout, grown = oddities.doubled_newline(template, prompt.layout, response.layout)
+        response = _Side(
+            layout,
+            np.concatenate([np.zeros(max(0, grown), bool), response.mask[max(0, -grown) :]]),
+            tuple((turn, end + grown) for turn, end in response.ends if end + grown >= 0),
+            (("user", 0, max(0, grown)), *_shifted(response.roles, grown)),
+        )
     if not fixes.masks_from_messages:
         mask = oddities.searched_mask(template, prompt.layout.ids, response.layout.ids)
         ends = oddities.answer_ends(cut, [len(layout) for _, layout, _ in after], len(response.layout))
@@ -373,6 +379,10 @@ def _side(rows: int, parts: Sequence[tuple[str, Layout]], turns: Sequence[int | 
         roles.append((role, start, start + len(part)))
         start += len(part)
     return _Side(layout, mask, tuple(ends), tuple(roles))
+
+
+def _shifted(roles: Sequence[tuple[str, int, int]], by: int) -> list[tuple[str, int, int]]:
+    return [(role, max(0, first + by), last + by) for role, first, last in roles if last + by > 0]
 
 
 def _untrained_before(side: _Side, first_turn: int) -> _Side:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,9 +11,6 @@ from shoal.splitting.layout import Layout
 from shoal.splitting.recordings import Message
 from shoal.splitting.templates import ChatTemplate
 from shoal.splitting.windows import Cut
-
-if TYPE_CHECKING:
-    from shoal.splitting.assembly import _Side
 
 Array = np.ndarray
 HEADER = "<|im_start|>assistant"
@@ -40,13 +36,11 @@ def until_first_end(ids: Array, eos: int, pad: int, limit: int) -> tuple[Array, 
     return padded, len(padded)
 
 
-def doubled_newline(template: ChatTemplate, prompt: Layout, response: Layout) -> _Side:
-    """The response cut from the whole chat behind the first screenshot's end token.
+def doubled_newline(template: ChatTemplate, prompt: Layout, response: Layout) -> tuple[Layout, int]:
+    """The response cut from the whole chat behind the first screenshot's end token, and how much it grew.
 
     What follows that token in the prompt (a newline) stands in both, with the same position.
     """
-    from shoal.splitting.assembly import _Side
-
     whole = Layout(
         np.concatenate([prompt.ids, response.ids]),
         np.concatenate([prompt.positions, response.positions], axis=1),
@@ -59,8 +53,8 @@ def doubled_newline(template: ChatTemplate, prompt: Layout, response: Layout) ->
             "no message ends with a screenshot, and the original looks for one to find where the response "
             "starts; turn the fix single_newline on"
         )
-    part = whole[int(places[0]) + 2 :]
-    return _Side(part, np.zeros(len(part), bool), (), (("response", 0, len(part)),))
+    start = int(places[0]) + 2
+    return whole[start:], len(prompt) - start
 
 
 def searched_mask(template: ChatTemplate, prompt: Array, response: Array) -> Array:

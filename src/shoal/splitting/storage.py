@@ -59,9 +59,9 @@ def save_batch(batch: Batch, folder: Path) -> Path:
         "pixels": {str(index): _pixel_record(index, kept, arrays) for index, kept in batch.pixels.items()},
     }
     with write_folder(folder) as new:
-        save_file(
-            {name: np.ascontiguousarray(array) for name, array in arrays.items()}, new / "batch.safetensors"
-        )
+        tensors = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        save_file(tensors, new / "batch.safetensors")
+        os.chmod(new / "batch.safetensors", 0o644)  # safetensors writes for the owner alone
         write_json(new / "batch.json", document)
     return folder
 
