@@ -84,8 +84,9 @@ class _Desk:
         self.rng, (self.width, self.height) = rng, size
         down, right = np.mgrid[0 : self.height, 0 : self.width].astype(np.float32)
         waves = np.stack([right / self.width, down / self.height, np.sin((down + right) / 90)], axis=-1)
-        grain = rng.normal(0, 9, (self.height // 4 + 1, self.width // 4 + 1, 3)).repeat(4, 0).repeat(4, 1)
-        paper = 90 + 70 * waves + grain[: self.height, : self.width]
+        coarse = rng.normal(0, 9, (self.height // 4 + 1, self.width // 4 + 1, 3)).repeat(4, 0).repeat(4, 1)
+        fine = rng.normal(0, 2, (self.height, self.width, 3))  # without it, files are smaller than real ones
+        paper = 90 + 70 * waves + coarse[: self.height, : self.width] + fine
         self.canvas = Image.fromarray(np.clip(paper, 0, 255).astype(np.uint8))
         self.pointer = (0, 0)
 
