@@ -90,14 +90,17 @@ def assert_equal(batch, wanted):
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def timed_once(action):
+    wall, cpu = time.perf_counter(), time.process_time()
+    action()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
 def timed(action, runs):
-    walls, cpus = [], []
-    for _ in range(runs):
-        wall, cpu = time.perf_counter(), time.process_time()
-        action()
-        walls.append(time.perf_counter() - wall)
-        cpus.append(time.process_time() - cpu)
-    return statistics.median(walls), statistics.median(cpus), runs
+    wall, cpu = (
+        statistics.median(column) for column in zip(*(timed_once(action) for _ in range(runs)), strict=True)
+    )
+    return wall, cpu, runs
 
 
 def recordings(work, steps, size):
@@ -119,11 +122,15 @@ def measure_cases(processor, work, rows):
             pixels[name] = batch.summary()["pixel_bytes"]
         del batch, wanted
         seconds = {}
-        for name, action in todo.items():
-            runs = 3 if name == "reference" else 7
-            wall, cpu, runs = timed(action, runs)
+        times = {name: [] for name in todo}
+        for turn in range(9):  # subject after subject, so that a slow moment of the machine meets them all
+            for name, action in todo.items():
+                if name != "reference" or turn < 3:
+                    times[name].append(timed_once(action))
+        for name, taken in times.items():
+            wall, cpu = (statistics.median(column) for column in zip(*taken, strict=True))
             seconds[name] = wall
-            rows.append(row(case, name, wall, "s", cpu, runs))
+            rows.append(row(case, name, wall, "s", cpu, len(taken)))
         for name in pixels:
             rows.append(row(case, name, pixels[name] / 2**20, "MiB of pixels"))
             if name != "reference":

@@ -25,11 +25,8 @@ def test_split_writes_a_batch_a_summary_and_a_page(folders, tmp_path, capsys):
     (tmp_path / "rewards.csv").write_text(
         "id,reward\n" + "".join(f"{name},{n}\n" for n, name in enumerate(ids))
     )
-    code = main(
-        command(base, tmp_path / "run", "--num-cpus", "2", "--html", "--sample", "-1")
-        + ["--rewards", str(tmp_path / "rewards.csv")]
-    )
-    assert code == 0
+    rewards = ("--rewards", str(tmp_path / "rewards.csv"))
+    assert main(command(base, tmp_path / "run", *rewards, "--num-cpus", "2", "--html", "--sample", "-1")) == 0
     batch = Batch.load(tmp_path / "run" / "batch")
     assert batch["reward_tensor"].sum(1).tolist() == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -44,10 +41,8 @@ def test_split_writes_a_batch_a_summary_and_a_page(folders, tmp_path, capsys):
 def test_json_events_keep_standard_output_for_scripts(folders, tmp_path, capsys):
     base, ids = folders
     (tmp_path / "rewards.json").write_text(json.dumps(dict.fromkeys(ids, 1.0)))
-    main(
-        command(base, tmp_path / "run", "--splitter", "window", "--window-size", "2", "--json-events")
-        + ["--rewards", str(tmp_path / "rewards.json")]
-    )
+    more = ("--rewards", str(tmp_path / "rewards.json"), "--splitter", "window", "--window-size", "2")
+    main(command(base, tmp_path / "run", *more, "--json-events"))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["event"] for line in lines] == ["batch", "summary"]
     assert len(Batch.load(lines[0]["path"])["uid"]) == 6
