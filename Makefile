@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -48,6 +48,8 @@ bench-text-envs: setup  ## Countdown, MetaMathQA and WebShop beside other librar
 		$$(.venv-bench-text-envs/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	.venv-bench-text-envs/bin/pip install --quiet --disable-pip-version-check -r requirements/bench-text-envs.txt
 	.venv-bench-text-envs/bin/python benchmarks/text_envs.py
+bench-split: setup ## splitting beside per-window processing, results to benchmarks/results/split.json
+	$(BIN)/python benchmarks/split.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-bench-* build src/*.egg-info

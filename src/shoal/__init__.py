@@ -22,6 +22,9 @@ _HOME: dict[str, str] = {
     "create_projection_function": "shoal.rollout.projections",
     "MultiProcessEnvironmentContainer": "shoal.vector.container",
     "make_vec": "shoal.vector.make",
+    "TrajectorySplitter": "shoal.splitting.splitters",
+    "StepwiseTrajectorySplitter": "shoal.splitting.splitters",
+    "LastNTrajectorySplitter": "shoal.splitting.splitters",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

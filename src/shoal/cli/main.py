@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("shoal.cli.train", "train a language-model agent (the demo if nothing is said)"),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
     "model": ("shoal.cli.model", "fetch a small language model"),
+    "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),
 }
 """name: (module with a `main(argv)`, one line of help)"""
 
