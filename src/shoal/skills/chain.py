@@ -74,6 +74,7 @@ class Walk:
     ends: Bank  # states of the lanes that finished the plan
     finished: Bools  # [M]
     last_start: Floats  # [M, F] values when the last entered step began
+    last_before: Floats  # [M, F] values before the last action
     last_values: Floats  # [M, F] values at the end
     acted: Ints  # [steps] env steps in which each plan step's expert acted
 
@@ -116,6 +117,7 @@ def _walk_fixed(
         Bank.join([part.ends for part in parts]),
         np.concatenate([part.finished for part in parts]),
         np.concatenate([part.last_start for part in parts]),
+        np.concatenate([part.last_before for part in parts]),
         np.concatenate([part.last_values for part in parts]),
         np.sum([part.acted for part in parts], axis=0),
     )
@@ -137,7 +139,7 @@ def _walk(
     values = world.values()
     who = np.arange(world.lanes)  # the walker in each lane; those from `total` on are padding
     reached = course.skip(np.zeros(world.lanes, np.int64), values)
-    start, latest = values.copy(), values.copy()
+    start, before, latest = values.copy(), values.copy(), values.copy()
     elapsed, length = np.zeros(world.lanes, np.int64), np.zeros(world.lanes, np.int64)
     active = (reached < steps) & (who < total)
     acted = np.zeros(steps, np.int64)
@@ -156,6 +158,7 @@ def _walk(
         actions = act(world.observe(), course.expert[at], experts, rng.random(len(who), np.float32), live)
         died = world.step(actions, rng)
         acted += np.bincount(at[live], minlength=steps)
+        before[who[live]] = latest[who[live]]
         values = world.values()
         elapsed[who] += live
         length[who] += live
@@ -180,8 +183,9 @@ def _walk(
     else:
         bank = starts.take(np.arange(0))
     return Walk(
-        reached[:total], length[:total], bank, reached[:total] >= steps, start[:total], latest[:total], acted
-    )
+        reached[:total], length[:total], bank, reached[:total] >= steps, start[:total], before[:total],
+        latest[:total], acted,
+    )  # fmt: skip
 
 
 def act(

@@ -6,6 +6,8 @@ holds, where it looks and where it is.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +47,9 @@ class CraftingWorld:
     obs_size = OBS_SIZE
     action_names = ACTIONS
     fresh_is_cheap = True
+    moves = (0, 1, 2, 3)
+    wait = ACTIONS.index("wait")
+    feature_columns = MappingProxyType({name: VIEW * KINDS + i for i, name in enumerate(FEATURES.names)})
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -71,7 +76,7 @@ class CraftingWorld:
         quarry = rng.integers(3, SIZE - 3, (count, 2))
         pond = (quarry + rng.integers(6, SIZE - 6, (count, 2))) % SIZE
         ore = rng.random((count, SIZE, SIZE)) < 0.12
-        kinds = np.where(distance(pond) <= 1, WATER, kinds)
+        kinds = np.where(distance(pond) <= 2, WATER, kinds)
         kinds = np.where(distance(quarry) <= 3, np.where(ore, IRON, STONE), kinds).astype(np.uint8)
         every = np.arange(count)
         kinds[every, quarry[:, 0], quarry[:, 1]] = IRON

@@ -5,7 +5,7 @@ All parameters live in one flat vector, with views for the layers, so that Adam 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +93,13 @@ class Network:
     def params(self) -> Params:
         """The layers by name, copied."""
         return {key: np.ascontiguousarray(view) for key, view in self.views().items()}
+
+    def listening(self, deaf: Sequence[int]) -> Floats:
+        """A mask of `flat` that is 0 on the weights of the inputs in `deaf`; those weights are set to 0."""
+        mask = np.ones_like(self.flat)
+        _views(mask, self.shape)[0][list(deaf)] = 0
+        self.flat *= mask
+        return mask
 
     def copy(self) -> Network:
         """The same parameters in memory of their own."""

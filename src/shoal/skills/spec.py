@@ -89,6 +89,12 @@ class Skill:
         """How many of `item` must be there to apply the skill `times` in a row."""
         return self.held(item) + times * self.consumption.get(item, 0)
 
+    def speaks_of(self) -> frozenset[str]:
+        """Every feature that the skill names."""
+        return frozenset(
+            [*self.requirements, *self.consumption, *self.gain, *self.reward.weights, self.done.feature]
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """The skill as plain JSON types."""
         return asdict(self)

@@ -21,6 +21,7 @@ from shoal.skills.plan import Step
 from shoal.skills.spec import Skill
 from shoal.skills.worlds import Bank, Floats, Ints, World, make_world
 
+STROLL = 8  # most random steps between the end of a prefix and the start of practice
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -48,9 +49,9 @@ class TrainingConfig:
     max_grad_norm: float = 0.5
     layer_size: int = 64
     """width of both hidden layers"""
-    success_state_rate: float = 0.95
+    success_state_rate: float = 0.98
     """stop when this share of evaluation episodes succeeds"""
-    patience_frames: float = 3e5
+    patience_frames: float = 1.6e5
     """stop when the evaluation has not improved for this many env steps and `min_success` is reached"""
     min_success: float = 0.3
     """a training that ends below this success rate has failed"""
@@ -88,7 +89,7 @@ class Result:
     success: float  # of the best, on evaluation episodes
     frames: int
     stopped: str  # "learned" | "plateau" | "budget"
-    episodes: dict[str, Floats]  # "start", "end" [E, features], "success" [E]: the last evaluation
+    episodes: dict[str, Floats]  # "start", "before" (the last action), "end" [E, features], "success" [E]
     bank_size: int = 0
 
 
@@ -106,6 +107,7 @@ class Trainer:
         self.course = Course(task.plan, task.skills, self.world.features, task.route)
         self.target = len(task.plan) - 1
         self.own = task.route[self.target]
+        self.masks = self._masks()
         self.adams = [Adam(net.flat.size) for net in self.nets]
         self.update = self.frames = self.best_at = 0
         self.acted = np.zeros(len(self.nets), np.int64)
@@ -119,6 +121,17 @@ class Trainer:
 
     def _stream(self, *names: str | int) -> np.random.Generator:
         return stream(self.task.seed, "skill", self.task.skill, *names)
+
+    def _masks(self) -> list[Floats]:
+        """Where each expert may learn: not on what its skill does not speak of, so that other things in the
+        hands, which it never met in practice, cannot confuse it later.
+        """  # noqa: D205
+        masks = []
+        for index, net in enumerate(self.nets):
+            name = next(step.skill for step, local in zip(self.task.plan, self.task.route, strict=True) if local == index)
+            known = self.task.skills[name].speaks_of()
+            masks.append(net.listening([c for f, c in self.world.feature_columns.items() if f not in known]))
+        return masks
 
     def prepare(self) -> None:
         """Make the banks: start states for practice, and others for evaluation that practice never sees."""
@@ -140,12 +153,28 @@ class Trainer:
         if prefix:
             course = Course(prefix, self.task.skills, self.world.features, self.task.route[: self.target])
             new = walk(self.task.world, new, course, self.nets, self._stream("bank", name), fixed).ends
+            new = self._stroll(new, self._stream("stroll", name))
         if not len(new):
             return new
         # A state in which the skill is done already teaches nothing.
         values = self._values_of(new)
         target = np.full(len(new), self.target)
         return new.take(np.flatnonzero(self.course.skip(target, values) == self.target))
+
+    def _stroll(self, bank: Bank, rng: np.random.Generator) -> Bank:
+        """Walk a few steps at random from half of the states: in a longer plan other skills may come between."""
+        parts = []
+        for first in range(0, len(bank), self.world.lanes):
+            rows = np.arange(first, min(first + self.world.lanes, len(bank)))
+            lanes = np.minimum(np.arange(self.world.lanes) + first, rows[-1])
+            self.world.load(bank, lanes, np.ones(self.world.lanes, np.bool_))
+            left = rng.integers(0, STROLL + 1, self.world.lanes) * rng.integers(0, 2, self.world.lanes)
+            alive = np.ones(self.world.lanes, np.bool_)
+            for t in range(STROLL):
+                moves = np.asarray(self.world.moves)[rng.integers(0, len(self.world.moves), self.world.lanes)]
+                alive &= ~self.world.step(np.where(t < left, moves, self.world.wait), rng)
+            parts.append(self.world.save().take(np.flatnonzero(alive[: len(rows)])))
+        return Bank.join(parts) if parts else bank
 
     def _values_of(self, bank: Bank) -> Floats:
         out = []
@@ -322,6 +351,7 @@ class Trainer:
                         seen, acts, old, gain, returns,
                         clip=config.clip_eps, entropy_coef=config.ent_coef, value_coef=config.vf_coef,
                     )  # fmt: skip
+                    gradient *= self.masks[index]
                     self.adams[index].step(self.nets[index].flat, gradient, lr, config.max_grad_norm)
                     if index == self.own:
                         self.losses = losses
@@ -340,6 +370,7 @@ class Trainer:
             self.best_success, self.best_at, self.best_acted = outcome.success, self.frames, self.acted.copy()
             self.episodes = {
                 "start": outcome.last_start,
+                "before": outcome.last_before,
                 "end": outcome.last_values,
                 "success": outcome.finished.astype(np.float32),
             }

@@ -6,7 +6,7 @@ deep skills and checkpoints are all banks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,9 @@ class World(Protocol):
     obs_size: int
     action_names: Sequence[str]
     fresh_is_cheap: bool  # whether making new worlds costs little against stepping them
+    moves: Sequence[int]  # actions that only walk and turn
+    wait: int  # the action that does nothing
+    feature_columns: Mapping[str, int]  # where a feature stands in an observation, of those that do
 
     def fresh(self, count: int, rng: np.random.Generator) -> Bank:
         """`count` new worlds."""
