@@ -15,6 +15,10 @@ _HOME: dict[str, str] = {
     "Trajectory": "shoal.core.data",
     "Turn": "shoal.core.data",
     "ShoalError": "shoal.core.errors",
+    "SkillScheduler": "shoal.skills.scheduler",
+    "build_remapping": "shoal.skills.experts",
+    "prepare_training_run": "shoal.skills.runs",
+    "process_completed_training": "shoal.skills.processing",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -12,7 +12,9 @@ import sys
 from shoal import __version__
 from shoal.core.errors import ShoalError, unknown_name
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "skills": ("shoal.cli.skills", "train a graph of skills in parallel"),
+}
 """name: (module with a `main(argv)`, one line of help)"""
 
 

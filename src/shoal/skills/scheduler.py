@@ -197,8 +197,7 @@ class SkillScheduler:
             self._remember()
             self._recover()
             self._loop()
-            if self._shown is not None:
-                self._shown.result()
+            self._flush()
             export_views(self.store)
             export_state(self.store, self.max_parallel)
             self._tell()
@@ -248,6 +247,11 @@ class SkillScheduler:
 
         if done or self._shown is None or self._shown.done():
             self._shown = self._shower.submit(show)
+
+    def _flush(self) -> None:
+        self._show()
+        if self._shown is not None:
+            self._shown.result()
 
     def _finished(self) -> bool:
         if self._stopping == "leave":
@@ -324,6 +328,8 @@ class SkillScheduler:
 
     def _launch(self, row: SkillRow) -> None:
         """One attempt is on record before its process exists, so that none runs unknown."""
+        if row.rounds:
+            self._flush()  # the run folder of the round before must be gone
         expert = self.store.assign_expert(row.name)
         folder = run_folder_of(self.base_dir, expert, row.name)
         left = row.budget_total - row.budget_used if row.allotment is None else row.allotment

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import unknown_name
 from shoal.skills.spec import Features
+
+if TYPE_CHECKING:
+    from shoal.skills.trainer import TrainingConfig
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -73,6 +76,26 @@ class World(Protocol):
 
 
 WORLDS = ("crafting", "craftax-classic", "craftax")
+_OTHER_NAMES = {"Craftax-Classic-Symbolic-v1": "craftax-classic", "Craftax-Symbolic-v1": "craftax"}
+
+
+def world_of(name: str) -> str:
+    """A world's name here, also from its name in Craftax."""
+    name = _OTHER_NAMES.get(name, name)
+    if name not in WORLDS:
+        raise unknown_name("world", name, WORLDS)
+    return name
+
+
+def default_config(world: str) -> TrainingConfig:
+    """Training settings that suit a world."""
+    from shoal.skills.trainer import TrainingConfig
+
+    if world == "crafting":
+        return TrainingConfig()
+    from shoal.skills.craftax import DEFAULTS
+
+    return TrainingConfig(**DEFAULTS)
 
 
 def make_world(name: str, lanes: int) -> World:
