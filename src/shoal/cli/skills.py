@@ -104,7 +104,9 @@ def table(rows: list[SkillRow], store: Store) -> Any:
 
     out = Table(box=None, pad_edge=False)
     for column in ("skill", "state", "expert", "success", "frames", "seconds", "launches", "why"):
-        out.add_column(column, justify="right" if column in ("success", "frames", "seconds", "launches") else "left")
+        out.add_column(
+            column, justify="right" if column in ("success", "frames", "seconds", "launches") else "left"
+        )
     for row in rows:
         head = store.head(row.expert) if row.expert is not None else None
         success, frames = row.result.get("success"), head.frames if head else None
@@ -157,11 +159,15 @@ def status(argv: list[str]) -> int:
 
 def retry(argv: list[str]) -> int:
     """Open a failed skill again, and what was blocked by it."""
-    options = tyro.cli(NamedOptions, args=argv, prog="shoal skills retry", description="Train a failed skill again.")
+    options = tyro.cli(
+        NamedOptions, args=argv, prog="shoal skills retry", description="Train a failed skill again."
+    )
     store = Store(options.graph_path, create=False)
     row = store.skill(options.name)
     if row.status not in ("failed", "blocked", "skipped"):
-        raise ConfigError(f"{row.name!r} is {row.status}; only failed, blocked or skipped skills can be retried")
+        raise ConfigError(
+            f"{row.name!r} is {row.status}; only failed, blocked or skipped skills can be retried"
+        )
     opened = [row.name]
     for name in opened:  # grows while it is read: what waits for something reopened is reopened
         opened += [r.name for r in store.skills("blocked") if name in r.dependencies and r.name not in opened]
@@ -177,7 +183,10 @@ def retry(argv: list[str]) -> int:
 def cancel(argv: list[str]) -> int:
     """Give a skill up."""
     options = tyro.cli(
-        NamedOptions, args=argv, prog="shoal skills cancel", description="Give up a skill; a running training is ended."
+        NamedOptions,
+        args=argv,
+        prog="shoal skills cancel",
+        description="Give up a skill; a running training is ended.",
     )
     store = Store(options.graph_path, create=False)
     row = store.skill(options.name)
@@ -249,7 +258,9 @@ def _follow(store: Store, row: SkillRow, follow: bool) -> int:
 
 def attach(argv: list[str]) -> int:
     """Watch a running training: its tmux session, or its output."""
-    options = tyro.cli(NamedOptions, args=argv, prog="shoal skills attach", description="Watch a running training.")
+    options = tyro.cli(
+        NamedOptions, args=argv, prog="shoal skills attach", description="Watch a running training."
+    )
     store = Store(options.graph_path, create=False)
     row = store.skill(options.name)
     attempt = _latest(store, row)
@@ -273,7 +284,9 @@ def evaluate(argv: list[str]) -> int:
     run.finish({"chain_success": report.success, **report.as_dict()})
     for step, reached in zip(report.plan, report.reached, strict=True):
         print(f"{reached:7.3f}  {step.skill} x{step.count}")
-    print(f"{report.success:7.3f}  whole chain, {report.episodes} unseen worlds, {report.mean_steps:.0f} steps")
+    print(
+        f"{report.success:7.3f}  whole chain, {report.episodes} unseen worlds, {report.mean_steps:.0f} steps"
+    )
     return 0
 
 

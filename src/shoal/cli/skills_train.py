@@ -22,7 +22,7 @@ from shoal.core.run_folder import RunFolder
 from shoal.skills.draw import draw_chain, draw_graph
 from shoal.skills.evaluation import evaluate_chain
 from shoal.skills.frontier import Frontier
-from shoal.skills.launchers import make_launcher
+from shoal.skills.launchers import compilation_cache, make_launcher
 from shoal.skills.merge import Rule
 from shoal.skills.plan import dependencies, plan_for
 from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, knowledge_base
@@ -104,6 +104,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     world = world_of(options.env_name)
     features = world_features(world)
+    os.environ.update(compilation_cache())
     path = options.skills or knowledge_base(world)
     if options.conda_env:
         print("shoal: --conda_env is ignored: trainings run in this Python", file=sys.stderr)
@@ -118,7 +119,9 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         return _dry_run(proposer)
     if (options.graph_path / "state.db").exists() and not options.resume:
-        raise ConfigError(f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path")
+        raise ConfigError(
+            f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
+        )
     if options.gpu_ids:
         os.environ["CUDA_VISIBLE_DEVICES"] = options.gpu_ids
     run = RunFolder(options.graph_path, "skills train", options.seed, _printer(options.json_events))
@@ -155,14 +158,20 @@ def main(argv: list[str]) -> int:
     return _conclude(options, scheduler, run, finished, began)
 
 
-def _conclude(options: TrainOptions, scheduler: SkillScheduler, run: RunFolder, finished: bool, began: float) -> int:
+def _conclude(
+    options: TrainOptions, scheduler: SkillScheduler, run: RunFolder, finished: bool, began: float
+) -> int:
     """Pictures, the final evaluation, summary.json."""
     metrics = _counts(scheduler, began)
     store = scheduler.store
     draw_graph(store, options.graph_path / "graph.png")
     if options.evaluation_worlds and store.skills("completed"):
         report = evaluate_chain(store, options.evaluation_worlds, UNSEEN)
-        metrics |= {"chain_success": report.success, "skill_success": report.skills, "chain": report.as_dict()}
+        metrics |= {
+            "chain_success": report.success,
+            "skill_success": report.skills,
+            "chain": report.as_dict(),
+        }
         if options.film:
             try:
                 metrics["film_finished"] = draw_chain(store, options.graph_path / "chain.gif", UNSEEN)
@@ -175,7 +184,9 @@ def _conclude(options: TrainOptions, scheduler: SkillScheduler, run: RunFolder, 
                 print(f"{success:7.3f}  {name}")
             worlds = options.evaluation_worlds
             print(f"{metrics['chain_success']:7.3f}  the whole chain on {worlds} unseen worlds")
-        print(f"{metrics['skills_completed']} skills in {metrics['makespan']:.1f} s; see {options.graph_path}")
+        print(
+            f"{metrics['skills_completed']} skills in {metrics['makespan']:.1f} s; see {options.graph_path}"
+        )
     for name, reason in scheduler.get_failed_skills().items():
         print(f"shoal: {name}: {scheduler.get_status(name)}: {reason}", file=sys.stderr)
     scheduler.close()
@@ -265,6 +276,9 @@ class _Show:
                 told = event["seq"]
                 if event["kind"] in ("running", "completed", "failed", "blocked", "corrected"):
                     more = event["detail"].get("reason") or "; ".join(event["detail"].get("findings", ()))
-                    print(f"{event['time'] - began:8.1f} s  {event['skill']}: {event['kind']} {more}".rstrip(), flush=True)
+                    print(
+                        f"{event['time'] - began:8.1f} s  {event['skill']}: {event['kind']} {more}".rstrip(),
+                        flush=True,
+                    )
             if over:
                 return

@@ -17,7 +17,13 @@ ENOUGH = 20  # episodes below which nothing is concluded
 
 
 def correct_spec(
-    skill: Skill, features: Features, start: Floats, before: Floats, end: Floats, success: Bools, count: int = 1
+    skill: Skill,
+    features: Features,
+    start: Floats,
+    before: Floats,
+    end: Floats,
+    success: Bools,
+    count: int = 1,
 ) -> tuple[Skill, list[str]]:
     """The spec that the episodes support, and what was changed, in words.
 
@@ -95,5 +101,7 @@ def _words(before: Skill, after: Skill) -> list[str]:
         old, new = getattr(before, where), getattr(after, where)
         for item in sorted(set(old) | set(new)):
             if old.get(item, 0) != new.get(item, 0):
-                findings.append(f"{where} of {item!r}: {old.get(item, 0)} was believed, {new.get(item, 0)} is seen")
+                findings.append(
+                    f"{where} of {item!r}: {old.get(item, 0)} was believed, {new.get(item, 0)} is seen"
+                )
     return findings

@@ -32,7 +32,9 @@ class Course:
             ],
             np.float32,
         )
-        self.horizon = np.array([skill.horizon * step.count for skill, step in zip(chosen, plan, strict=True)])
+        self.horizon = np.array(
+            [skill.horizon * step.count for skill, step in zip(chosen, plan, strict=True)]
+        )
         self.bonus = np.array([skill.reward.bonus for skill in chosen], np.float32)
         self.step_cost = np.array([skill.reward.step_cost for skill in chosen], np.float32)
         self.weights = np.zeros((len(chosen), len(features.names)), np.float32)
@@ -189,7 +191,11 @@ def _walk(
 
 
 def act(
-    observations: Floats, expert: Ints, experts: Sequence[Network], uniforms: Floats, live: Bools | None = None
+    observations: Floats,
+    expert: Ints,
+    experts: Sequence[Network],
+    uniforms: Floats,
+    live: Bools | None = None,
 ) -> Ints:
     """An action for every lane, from the expert that lane is routed to; lanes not `live` get action 0."""
     actions = np.zeros(len(observations), np.int64)

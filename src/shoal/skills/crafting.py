@@ -81,7 +81,9 @@ class CraftingWorld:
         every = np.arange(count)
         kinds[every, quarry[:, 0], quarry[:, 1]] = IRON
         grove = rng.integers(0, SIZE, (count, 2))  # at least one tree
-        grove = np.where(distance(quarry)[every, grove[:, 0], grove[:, 1]][:, None] <= 3, (quarry + 8) % SIZE, grove)
+        grove = np.where(
+            distance(quarry)[every, grove[:, 0], grove[:, 1]][:, None] <= 3, (quarry + 8) % SIZE, grove
+        )
         kinds[every, grove[:, 0], grove[:, 1]] = TREE
         # Start on a cell that is grass: the largest of random numbers that are zero elsewhere.
         score = rng.random((count, SIZE, SIZE)) * (kinds == GRASS)

@@ -92,7 +92,13 @@ def _draw_times(chart: Any, store: Store, rows: Sequence[SkillRow]) -> None:
             if attempt.skill == row.name:
                 end = attempt.ended or attempt.started
                 colour = COLOURS["completed" if attempt.outcome == "merged" else "failed"]
-                chart.barh(number, end - attempt.started, left=attempt.started - begin, color=colour, edgecolor="#444444")
+                chart.barh(
+                    number,
+                    end - attempt.started,
+                    left=attempt.started - begin,
+                    color=colour,
+                    edgecolor="#444444",
+                )
     chart.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     chart.invert_yaxis()
     chart.set_xlabel("seconds since the first launch")

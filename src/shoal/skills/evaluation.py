@@ -12,7 +12,7 @@ from shoal.skills.chain import Course, fresh_worlds, walk
 from shoal.skills.plan import Step, covering_plan
 from shoal.skills.processing import load_experts
 from shoal.skills.store import Store
-from shoal.skills.worlds import Bank, World, make_world, world_features
+from shoal.skills.worlds import Bank, World, batch_lanes, make_world, world_features
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,11 @@ class ChainReport:
 
 
 def evaluate_chain(
-    store: Store, episodes: int = 512, seed: int = 0, target: str | None = None, only: Sequence[str] | None = None
+    store: Store,
+    episodes: int = 512,
+    seed: int = 0,
+    target: str | None = None,
+    only: Sequence[str] | None = None,
 ) -> ChainReport:
     """Play the plan that applies every completed skill (or `only` some, or up to `target`) in new worlds."""
     world_name, plan = plan_of(store, target, only)
@@ -47,8 +51,7 @@ def evaluate_chain(
     names = list(dict.fromkeys(step.skill for step in plan))
     experts = load_experts(store, names)
     skills = {row.name: row.spec for row in store.skills()}
-    lanes = episodes if world_name == "crafting" else min(episodes, 64)
-    world = make_world(world_name, lanes)
+    world = make_world(world_name, batch_lanes(world_name, episodes))
     starts = fresh_worlds(world, episodes, seed, "unseen")
     course = Course(plan, skills, features, [names.index(step.skill) for step in plan])
     fixed = None if world.fresh_is_cheap else world
@@ -65,7 +68,9 @@ def evaluate_chain(
     )  # fmt: skip
 
 
-def plan_of(store: Store, target: str | None = None, only: Sequence[str] | None = None) -> tuple[str, list[Step]]:
+def plan_of(
+    store: Store, target: str | None = None, only: Sequence[str] | None = None
+) -> tuple[str, list[Step]]:
     """The world of a store and the plan over its completed skills."""
     world_name = store.setting("world")
     if world_name is None:
@@ -83,7 +88,9 @@ def plan_of(store: Store, target: str | None = None, only: Sequence[str] | None 
     return world_name, covering_plan(specs, features, only=only or names)
 
 
-def record_chain(store: Store, seed: int = 0, lanes: int = 32) -> tuple[list[Bank], list[Step], list[int], bool]:
+def record_chain(
+    store: Store, seed: int = 0, lanes: int = 32
+) -> tuple[list[Bank], list[Step], list[int], bool]:
     """States of one unseen world while the whole plan is played in it, with the plan step at each.
 
     Of `lanes` worlds the one that finishes first is taken, or the one that got furthest.
@@ -92,7 +99,10 @@ def record_chain(store: Store, seed: int = 0, lanes: int = 32) -> tuple[list[Ban
     features = world_features(world_name)
     names = list(dict.fromkeys(step.skill for step in plan))
     experts = load_experts(store, names)
-    course = Course(plan, {row.name: row.spec for row in store.skills()}, features, [names.index(s.skill) for s in plan])
+    course = Course(
+        plan, {row.name: row.spec for row in store.skills()}, features, [names.index(s.skill) for s in plan]
+    )
+    lanes = batch_lanes(world_name, lanes if world_name == "crafting" else 64)
     world: World = make_world(world_name, lanes)
     frames: list[Bank] = []
     at_frames: list[Any] = []

@@ -63,7 +63,9 @@ def build_remapping(
 
 def join_mixture(experts: Mapping[int, Mapping[str, NDArray]]) -> Arrays:
     """One flat set of arrays `expert_<local>/<key>` of several experts."""
-    return {f"expert_{local}/{key}": array for local, params in experts.items() for key, array in params.items()}
+    return {
+        f"expert_{local}/{key}": array for local, params in experts.items() for key, array in params.items()
+    }
 
 
 def split_mixture(arrays: Mapping[str, NDArray]) -> dict[int, Arrays]:

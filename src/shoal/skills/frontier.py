@@ -42,7 +42,9 @@ class Frontier:
         self.blocked_on: tuple[str, ...] = ()  # skills that proposing waits for
         self._changed = threading.Condition()
         self._failures = 0
-        scheduler.set_callbacks(self._passing(on_complete, failed=False), self._passing(on_failed, failed=True))
+        scheduler.set_callbacks(
+            self._passing(on_complete, failed=False), self._passing(on_failed, failed=True)
+        )
 
     def run(self) -> bool:
         """Grow and train to the end; True if every skill is completed.
@@ -95,7 +97,9 @@ class Frontier:
             failures = self._failures
             while self.max_nodes:
                 statuses = {name: self.scheduler.get_status(name) for name in needed}
-                self.blocked_on = tuple(n for n, s in statuses.items() if s in ("waiting", "running", "merging"))
+                self.blocked_on = tuple(
+                    n for n, s in statuses.items() if s in ("waiting", "running", "merging")
+                )
                 if not self.blocked_on or self._failures != failures:
                     self.blocked_on = ()
                     return

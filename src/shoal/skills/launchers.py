@@ -64,9 +64,20 @@ def training_environment(slots: int) -> dict[str, str]:
         **dict.fromkeys(names, "1"),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": share,
         "PYTHONUNBUFFERED": "1",
+        **compilation_cache(),
         # The child must find this very package, installed or not.
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *_path_entries()]),
     }
+
+
+def compilation_cache() -> dict[str, str]:
+    """Variables that let JAX programs compiled by one process serve the next."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    wanted = {
+        "JAX_COMPILATION_CACHE_DIR": str(home / "shoal" / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
+    return {key: os.environ.get(key, value) for key, value in wanted.items()}
 
 
 def _path_entries() -> list[str]:
@@ -75,7 +86,14 @@ def _path_entries() -> list[str]:
 
 def training_command(run_folder: Path, attempt: int) -> list[str]:
     """What a launcher runs for one attempt."""
-    return [sys.executable, "-m", "shoal.skills.training", str(run_folder.resolve()), "--attempt", str(attempt)]
+    return [
+        sys.executable,
+        "-m",
+        "shoal.skills.training",
+        str(run_folder.resolve()),
+        "--attempt",
+        str(attempt),
+    ]
 
 
 class LocalLauncher:

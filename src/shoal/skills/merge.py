@@ -84,8 +84,12 @@ def decide(
     if rule == "most-frames":
         return Decision(int(run.frames > head.frames), [head, run], [None, None])
     candidates = [head, run]
-    if share_base and {k: a.shape for k, a in head.params.items()} == {k: a.shape for k, a in run.params.items()}:
-        candidates.append(Candidate("average", average(head.params, run.params), max(head.frames, run.frames)))
+    if share_base and {k: a.shape for k, a in head.params.items()} == {
+        k: a.shape for k, a in run.params.items()
+    }:
+        candidates.append(
+            Candidate("average", average(head.params, run.params), max(head.frames, run.frames))
+        )
     if rule == "average":
         return Decision(len(candidates) - 1, candidates, [None] * len(candidates))
     if score is None:

@@ -23,7 +23,9 @@ from shoal.skills.views import export_state, export_views
 
 MAX_PICKLE = 4 << 30
 MAX_DEPTH = 32
-_DTYPES = frozenset("float16 float32 float64 bfloat16 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
+_DTYPES = frozenset(
+    ["float16", "float32", "float64", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"]
+)
 
 
 class _ArrayReader(pickle.Unpickler):
@@ -156,7 +158,9 @@ def migrate_folder(source: Path, target: Path) -> list[str]:
     source = Path(source)
     known = _metadata(source)
     if not known:
-        raise DataError(f"{source} holds no skills: neither checkpoints/global_latest.pkl nor skills/ lists any")
+        raise DataError(
+            f"{source} holds no skills: neither checkpoints/global_latest.pkl nor skills/ lists any"
+        )
     store = Store(target)
     if store.skills():
         raise ConfigError(f"{target} holds skills already; migrate into a new folder")
@@ -176,11 +180,15 @@ def migrate_folder(source: Path, target: Path) -> list[str]:
             if not arrays:
                 raise DataError(f"{policy / 'params.pkl'} holds no arrays")
             frames = int(data.get("total_frames") or 0)
-            sha256 = store.put_blob(expert_files.encode(arrays, {"skill": name, "expert": expert, "kind": "import"}))
+            sha256 = store.put_blob(
+                expert_files.encode(arrays, {"skill": name, "expert": expert, "kind": "import"})
+            )
             store.add_skill(skill, needed, frames)
             db.execute("update skill set expert=? where name=?", (expert, name))
             store.add_version(NewVersion(expert, sha256, None, frames, 0, "import", True))
-            metrics = {k: v for k, v in dict(data.get("metrics") or {}).items() if isinstance(v, int | float | str)}
+            metrics = {
+                k: v for k, v in dict(data.get("metrics") or {}).items() if isinstance(v, int | float | str)
+            }
             store.update_skill(name, status="completed", result=metrics, budget_used=frames)
             lines.append(f"{name}: expert {expert}, {frames:,} frames, {len(arrays)} arrays")
     export_views(store)
@@ -218,7 +226,11 @@ def _skill(name: str, data: Mapping[str, Any], gain: dict[str, int]) -> Skill:
     for item, amount in consumption.items():
         requirements[item] = max(requirements.get(item, 0), amount)
     return Skill(
-        name, Predicate(first, max(1, gain[first])), requirements=requirements, consumption=consumption, gain=gain
+        name,
+        Predicate(first, max(1, gain[first])),
+        requirements=requirements,
+        consumption=consumption,
+        gain=gain,
     )
 
 
@@ -229,7 +241,9 @@ def _amounts(data: Mapping[str, Any], key: str) -> dict[str, int]:
 
 def _providers(skill: Skill, names: list[str], gains: Mapping[str, Mapping[str, int]]) -> list[str]:
     """The skills that gain what this one requires; items nobody gains are left out."""
-    wanted = [next((n for n in names if item in gains[n] and n != skill.name), None) for item in skill.requirements]
+    wanted = [
+        next((n for n in names if item in gains[n] and n != skill.name), None) for item in skill.requirements
+    ]
     return list(dict.fromkeys(name for name in wanted if name is not None))
 
 

@@ -71,7 +71,9 @@ class Network:
         """The network of an expert file; a `DataError` says which key is missing, extra or of the wrong shape."""
         if set(params) != set(KEYS):
             wrong = sorted(set(params) ^ set(KEYS))
-            raise DataError(f"an expert must have exactly the arrays {', '.join(KEYS)}; wrong: {', '.join(wrong)}")
+            raise DataError(
+                f"an expert must have exactly the arrays {', '.join(KEYS)}; wrong: {', '.join(wrong)}"
+            )
         if params["torso/0/weight"].ndim != 2 or params["actor/bias"].ndim != 1:
             raise DataError("an expert's first weight must be a matrix and its actor bias a vector")
         inputs, hidden = params["torso/0/weight"].shape
@@ -191,7 +193,14 @@ def sample(logprobs: Floats, uniforms: Floats) -> Ints:
 
 
 def gae(
-    rewards: Floats, values: Floats, next_values: Floats, terminal: Floats, ends: Floats, *, gamma: float, lam: float
+    rewards: Floats,
+    values: Floats,
+    next_values: Floats,
+    terminal: Floats,
+    ends: Floats,
+    *,
+    gamma: float,
+    lam: float,
 ) -> Floats:
     """Generalised advantage estimates (arXiv:1506.02438, eq. 16), all `[T, N]`.
 

@@ -166,9 +166,7 @@ class _Resolver:
         return self.features.holds(item) if self.features else 1 << 30
 
 
-def _merge_repeats(
-    steps: list[Step], skills: Mapping[str, Skill], features: Features | None
-) -> list[Step]:
+def _merge_repeats(steps: list[Step], skills: Mapping[str, Skill], features: Features | None) -> list[Step]:
     """Do at one go what the plan does in several, where a simulation says it may: fewer ways, fewer failures."""
     merged = True
     while merged:

@@ -10,10 +10,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from shoal.core.errors import DataError
+from shoal.core.seeding import stream
 from shoal.skills import experts as expert_files
 from shoal.skills.analysis import correct_spec
 from shoal.skills.chain import Course, fresh_worlds, walk
-from shoal.core.seeding import stream
 from shoal.skills.merge import Candidate, Decision, Score, Tally, decide
 from shoal.skills.network import Network
 from shoal.skills.plan import Step
@@ -21,7 +21,7 @@ from shoal.skills.runs import Outcome, Run, read_outcome, training_plan
 from shoal.skills.spec import Skill
 from shoal.skills.store import HeadMovedError, NewVersion, Store
 from shoal.skills.views import export_views
-from shoal.skills.worlds import make_world, world_features
+from shoal.skills.worlds import batch_lanes, make_world, world_features
 
 SCORE_EPISODES = 256
 MOST_CONTEXTS = 3
@@ -142,7 +142,9 @@ def _decide(
     head = store.head(index)
     if head is None:
         return decide(rule, None, made, share_base=False)
-    present = Candidate("head", expert_files.decode(store.get_blob(head.sha256), f"expert {index}")[0], head.frames)
+    present = Candidate(
+        "head", expert_files.decode(store.get_blob(head.sha256), f"expert {index}")[0], head.frames
+    )
     share = base is not None and base["version"] in store.ancestors(head.id)
     score = make_score(store, run, index) if rule in ("auto", "evaluate") else None
     return decide(rule, present, made, share_base=share, score=score)
@@ -159,7 +161,12 @@ def _versions(
             continue
         if candidate.kind == "average" and number != decision.winner:
             continue  # it can be made again from the versions that are kept
-        note = {"skill": run.spec["skill"], "expert": index, "world": run.spec["world"], "kind": candidate.kind}
+        note = {
+            "skill": run.spec["skill"],
+            "expert": index,
+            "world": run.spec["world"],
+            "kind": candidate.kind,
+        }
         made.append(
             NewVersion(
                 index,
@@ -202,7 +209,7 @@ def make_score(store: Store, run: Run, index: int) -> Score:
         if used and all(expert_of.get(step.skill) in heads for step in plan[: used[-1] + 1]):
             contexts.append(plan[: used[-1] + 1])
     contexts = contexts[:MOST_CONTEXTS]
-    world = make_world(world_name, SCORE_EPISODES)
+    world = make_world(world_name, batch_lanes(world_name, SCORE_EPISODES))
     starts = fresh_worlds(world, SCORE_EPISODES, int(run.spec["seed"]), "merge", index)
     fixed = None if world.fresh_is_cheap else world
 

@@ -52,7 +52,9 @@ class KnowledgeBase:
             needed = {step.skill for step in plan_for(target, skills, features)}
             skills = [skill for skill in skills if skill.name in needed]
         self.skills = skills[:max_nodes]
-        covering_plan(self.skills, features)  # a cycle or an item nobody gains is an error now, not in an hour
+        covering_plan(
+            self.skills, features
+        )  # a cycle or an item nobody gains is an error now, not in an hour
 
     def next_skill(
         self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]
@@ -116,12 +118,19 @@ class LanguageModel:
                 logger.warning("the model's skill was refused: %s", problem)
                 messages += [
                     {"role": "assistant", "content": reply[:MAX_REPLY]},
-                    {"role": "user", "content": f"That skill is refused: {problem}\nReply with a corrected JSON object."},
+                    {
+                        "role": "user",
+                        "content": f"That skill is refused: {problem}\nReply with a corrected JSON object.",
+                    },
                 ]
-        raise EngineError(f"{self.model} gave no usable skill in {self.tries} replies; the last problem: {problem}")
+        raise EngineError(
+            f"{self.model} gave no usable skill in {self.tries} replies; the last problem: {problem}"
+        )
 
     def _instructions(self) -> str:
-        counters = ", ".join(f"{name} (0-{self.features.holds(name)})" for name in sorted(self.features.counters))
+        counters = ", ".join(
+            f"{name} (0-{self.features.holds(name)})" for name in sorted(self.features.counters)
+        )
         others = ", ".join(name for name in self.features.names if name not in self.features.counters)
         example = json.dumps((self.examples[0] if self.examples else _EXAMPLE).as_dict())
         return (
@@ -192,4 +201,6 @@ def first_object(text: str) -> dict[str, Any]:
     raise ConfigError("the reply holds no JSON object")
 
 
-_EXAMPLE = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}, "horizon": 60})
+_EXAMPLE = parse_skill(
+    {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}, "horizon": 60}
+)

@@ -103,7 +103,9 @@ def prepare_training_run(
     known = {spec.name: spec for spec in skills or ()} | {skill.name: skill}
     plan = _plan(skill, skill_data, known, features, whole=skills is not None)
     needed = [name for name in dict.fromkeys(step.skill for step in plan) if name != skill_name]
-    to_local, to_global = build_remapping([*dependency_skill_names, *needed], global_expert_idx, completed_skills)
+    to_local, to_global = build_remapping(
+        [*dependency_skill_names, *needed], global_expert_idx, completed_skills
+    )
     owner = {int(completed_skills[name]["expert_idx"]): name for name in completed_skills}
     opened = store or Store(base_dir)
     try:
@@ -142,7 +144,9 @@ def prepare_training_run(
             },
         },
     )
-    experts = {name: int(completed_skills[name]["expert_idx"]) for name in needed} | {skill_name: global_expert_idx}
+    experts = {name: int(completed_skills[name]["expert_idx"]) for name in needed} | {
+        skill_name: global_expert_idx
+    }
     module = folder / f"{global_expert_idx}.json"
     write_json(
         module,
@@ -166,7 +170,9 @@ def _plan(
 ) -> list[Step]:
     if whole:
         return training_plan(skill.name, list(known.values()), features)
-    steps = [Step(str(step["skill_name"]), int(step.get("count", 1))) for step in data.get("execution_plan") or ()]
+    steps = [
+        Step(str(step["skill_name"]), int(step.get("count", 1))) for step in data.get("execution_plan") or ()
+    ]
     before = [step for step in steps if step.skill in known and step.skill != skill.name]
     return [*before, Step(skill.name, skill.practice)]
 
@@ -213,7 +219,8 @@ class Run:
             skills={name: parse_skill(spec) for name, spec in self.spec["skills"].items()},
             plan=tuple(Step(step["skill"], step["count"]) for step in self.spec["plan"]),
             experts=tuple(
-                Network.from_params(mixture[local]) if local in mixture else None for local in self.local_to_global
+                Network.from_params(mixture[local]) if local in mixture else None
+                for local in self.local_to_global
             ),
             route=tuple(self.spec["route"]),
             seed=int(self.spec["seed"]),

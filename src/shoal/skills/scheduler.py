@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +36,7 @@ from shoal.skills.runs import (
     skill_from_data,
 )
 from shoal.skills.spec import Skill
-from shoal.skills.store import OPEN, AttemptRow, SkillRow, Store
+from shoal.skills.store import AttemptRow, SkillRow, Store
 from shoal.skills.trainer import TrainingConfig
 from shoal.skills.views import export_state, export_views
 from shoal.skills.worlds import world_features
@@ -83,7 +82,9 @@ class SkillScheduler:
         available_memory: Callable[[], int | None] = memory.available_memory,
     ) -> None:
         if max_parallel < 1 or max_retries < 0 or poll_interval <= 0:
-            raise ConfigError("max_parallel must be at least 1, max_retries at least 0, poll_interval positive")
+            raise ConfigError(
+                "max_parallel must be at least 1, max_retries at least 0, poll_interval positive"
+            )
         if merge not in RULES:
             raise ConfigError(f"merge must be one of {', '.join(RULES)}, got {merge!r}")
         self.base_dir = Path(base_dir)
@@ -112,7 +113,10 @@ class SkillScheduler:
     # What people call
 
     def add_skill(
-        self, skill_name: str, skill_data: Mapping[str, Any] | Skill, dependencies: Sequence[str] | None = None
+        self,
+        skill_name: str,
+        skill_data: Mapping[str, Any] | Skill,
+        dependencies: Sequence[str] | None = None,
     ) -> str:
         """Add a skill to train; returns its id, which is the name as used in folders.
 
@@ -132,7 +136,9 @@ class SkillScheduler:
         self._wake()
         return row.slug
 
-    def set_callbacks(self, on_skill_complete: OnSkill | None = None, on_skill_failed: OnSkill | None = None) -> None:
+    def set_callbacks(
+        self, on_skill_complete: OnSkill | None = None, on_skill_failed: OnSkill | None = None
+    ) -> None:
         """Functions called with a skill's name and its data when it completes or fails for good."""
         self._on_complete, self._on_failed = on_skill_complete, on_skill_failed
 
@@ -143,7 +149,9 @@ class SkillScheduler:
             raise ValueError(f"only a completed skill can be continued; {row.name!r} is {row.status}")
         allotted = int(min(extra_timesteps, row.budget_total - row.budget_used))
         if allotted < 1:
-            raise ValueError(f"the budget of {row.name!r} is used up ({row.budget_used} of {row.budget_total} steps)")
+            raise ValueError(
+                f"the budget of {row.name!r} is used up ({row.budget_used} of {row.budget_total} steps)"
+            )
         self.store.update_skill(
             row.name, status="waiting", reason=None, retries=0, rounds=row.rounds + 1, allotment=allotted
         )
@@ -174,7 +182,9 @@ class SkillScheduler:
 
     def get_completed_skills(self) -> dict[str, dict[str, Any]]:
         """`{name: {"expert_idx", "path", …}}` of the completed skills."""
-        return {name: data for name, data in self._with_experts().items() if self.get_status(name) == "completed"}
+        return {
+            name: data for name, data in self._with_experts().items() if self.get_status(name) == "completed"
+        }
 
     def get_failed_skills(self) -> dict[str, str]:
         """Names of failed, blocked and skipped skills, and why."""
@@ -292,7 +302,9 @@ class SkillScheduler:
                 reason = "; ".join(f"{name} {statuses[name]}" for name in dead)
             elif open_ones and not progress:
                 missing = [name for name in open_ones if name not in statuses]
-                reason = f"needs {', '.join(missing)}, which is unknown" if missing else self._circle(row, rows)
+                reason = (
+                    f"needs {', '.join(missing)}, which is unknown" if missing else self._circle(row, rows)
+                )
             else:
                 if row.status == "blocked":
                     self.store.update_skill(row.name, status="waiting", reason=None)
@@ -307,7 +319,9 @@ class SkillScheduler:
         by_name = {other.name: other for other in rows}
         path = [row.name]
         while path.count(path[-1]) == 1:
-            ahead = [n for n in by_name[path[-1]].dependencies if n in by_name and by_name[n].status != "completed"]
+            ahead = [
+                n for n in by_name[path[-1]].dependencies if n in by_name and by_name[n].status != "completed"
+            ]
             if not ahead:
                 break
             path.append(ahead[0])
@@ -343,7 +357,9 @@ class SkillScheduler:
                     config=replace(self.config, total_timesteps=float(max(left, 1))),
                 )  # fmt: skip
             except (ShoalError, ValueError) as error:
-                self.store.update_skill(row.name, status="failed", reason=f"cannot be set up: {error}", ended=time.time())
+                self.store.update_skill(
+                    row.name, status="failed", reason=f"cannot be set up: {error}", ended=time.time()
+                )
                 self._call(self._on_failed, row.name)
                 self._wake()
                 return
@@ -386,7 +402,9 @@ class SkillScheduler:
         folder = self.base_dir / attempt.run_folder
         if row.cancel:
             self.store.end_attempt(number, "cancelled")
-            self.store.update_skill(row.name, status="skipped", reason="cancelled", cancel=0, ended=time.time())
+            self.store.update_skill(
+                row.name, status="skipped", reason="cancelled", cancel=0, ended=time.time()
+            )
             return
         try:
             read_outcome(folder, number)
@@ -442,7 +460,9 @@ class SkillScheduler:
                 except ConfigError:
                     continue
                 if not set(needed) <= set(row.dependencies):
-                    self.store.update_skill(row.name, dependencies=list(dict.fromkeys([*row.dependencies, *needed])))
+                    self.store.update_skill(
+                        row.name, dependencies=list(dict.fromkeys([*row.dependencies, *needed]))
+                    )
 
     def _failed(self, attempt: AttemptRow, row: SkillRow, reason: str) -> None:
         self.store.end_attempt(attempt.id, "failed", reason)
@@ -460,7 +480,9 @@ class SkillScheduler:
             if not row.cancel:
                 continue
             if row.status in ("waiting", "blocked"):
-                self.store.update_skill(row.name, status="skipped", reason="cancelled", cancel=0, ended=time.time())
+                self.store.update_skill(
+                    row.name, status="skipped", reason="cancelled", cancel=0, ended=time.time()
+                )
                 self._wake()
             elif row.status == "running":
                 for attempt in self.store.attempts(row.name, "running"):
@@ -567,7 +589,9 @@ class SkillScheduler:
     def _call(self, callback: OnSkill | None, name: str) -> None:
         if callback is not None:
             row = self.store.skill(name)
-            callback(name, {"status": row.status, "reason": row.reason, "expert_idx": row.expert, **row.result})
+            callback(
+                name, {"status": row.status, "reason": row.reason, "expert_idx": row.expert, **row.result}
+            )
 
     def _tell(self) -> None:
         """Pass on the events that became durable since the last time."""
@@ -575,7 +599,9 @@ class SkillScheduler:
             return
         for event in self.store.events(self._told):
             self._told = event["seq"]
-            self._on_event({"event": event["kind"], "step": event["seq"], "skill": event["skill"], **event["detail"]})
+            self._on_event(
+                {"event": event["kind"], "step": event["seq"], "skill": event["skill"], **event["detail"]}
+            )
 
 
 class _Notify:

@@ -133,7 +133,9 @@ def check_skill(skill: Skill, features: Features) -> Skill:
     for where in ("requirements", "consumption", "gain"):
         for item, amount in getattr(skill, where).items():
             if not 1 <= amount <= features.holds(item):
-                raise fail(f"{where} {item!r} must be in 1..{features.holds(item)} (what can be held), got {amount}")
+                raise fail(
+                    f"{where} {item!r} must be in 1..{features.holds(item)} (what can be held), got {amount}"
+                )
     for item, amount in skill.consumption.items():
         if skill.requirements.get(item, 0) < amount:
             raise fail(f"consumes {amount} {item!r} but requires {skill.requirements.get(item, 0)}")
@@ -143,10 +145,14 @@ def check_skill(skill: Skill, features: Features) -> Skill:
         raise fail("done.count, horizon and practice must be at least 1")
     for item in skill.gain:
         if skill.practice * skill.gain[item] > features.holds(item):
-            raise fail(f"practice {skill.practice} would gain more {item!r} than can be held ({features.holds(item)})")
+            raise fail(
+                f"practice {skill.practice} would gain more {item!r} than can be held ({features.holds(item)})"
+            )
     values = [*skill.reward.weights.values(), skill.reward.bonus, skill.reward.step_cost]
     if not all(math.isfinite(value) and abs(value) <= 100 for value in values):
-        raise fail(f"reward weights, bonus and step_cost must be finite and at most 100 in size, got {values}")
+        raise fail(
+            f"reward weights, bonus and step_cost must be finite and at most 100 in size, got {values}"
+        )
     return skill
 
 
@@ -170,7 +176,11 @@ def load_skills(path: Path | str, features: Features) -> list[Skill]:
         ConfigError: aliases, tags, more than 1 MiB, unknown keys, or a skill that makes no sense.
     """
     data = read_yaml(Path(path))
-    if not isinstance(data, dict) or set(data) - {"world", "skills"} or not isinstance(data.get("skills"), list):
+    if (
+        not isinstance(data, dict)
+        or set(data) - {"world", "skills"}
+        or not isinstance(data.get("skills"), list)
+    ):
         raise ConfigError(f"{path} must hold an object with 'world' and a list 'skills'")
     world = data.get("world")
     if world is not None and not _same_family(str(world), features.world):

@@ -249,7 +249,9 @@ class Store:
     def add_skill(self, skill: Skill, dependencies: Sequence[str], budget: int) -> SkillRow:
         """Add a waiting skill; adding the same one again changes nothing, another of that name is refused."""
         with self.transaction() as db:
-            known = self._query("select name, spec from skill where name=? or slug=?", skill.name, slug(skill.name))
+            known = self._query(
+                "select name, spec from skill where name=? or slug=?", skill.name, slug(skill.name)
+            )
             spec = json.dumps(skill.as_dict())
             if known:
                 if known[0]["name"] != skill.name or json.loads(known[0]["spec"]) != json.loads(spec):
@@ -259,7 +261,15 @@ class Store:
             db.execute(
                 "insert into skill (name, slug, position, spec, dependencies, status, budget_total, created)"
                 " values (?, ?, ?, ?, ?, 'waiting', ?, ?)",
-                (skill.name, slug(skill.name), position, spec, json.dumps(list(dependencies)), budget, time.time()),
+                (
+                    skill.name,
+                    slug(skill.name),
+                    position,
+                    spec,
+                    json.dumps(list(dependencies)),
+                    budget,
+                    time.time(),
+                ),
             )
             self.event("added", skill.name, dependencies=list(dependencies))
         return self.skill(skill.name)
@@ -280,7 +290,9 @@ class Store:
     def update_skill(self, name: str, **columns: Any) -> None:
         """Change columns of a skill; a new status is an event."""
         if "result" in columns or "spec" in columns or "dependencies" in columns:
-            columns = {k: json.dumps(v) if k in ("result", "spec", "dependencies") else v for k, v in columns.items()}
+            columns = {
+                k: json.dumps(v) if k in ("result", "spec", "dependencies") else v for k, v in columns.items()
+            }
         with self.transaction() as db:
             before = self.skill(name).status
             assignments = ", ".join(f"{column}=?" for column in columns)
@@ -293,7 +305,9 @@ class Store:
         with self.transaction() as db:
             row = self.skill(name)
             if row.expert is None:
-                used = self._query("select max(expert) from (select expert from skill union select expert from version)")
+                used = self._query(
+                    "select max(expert) from (select expert from skill union select expert from version)"
+                )
                 expert = 0 if used[0][0] is None else int(used[0][0]) + 1
                 db.execute("update skill set expert=? where name=?", (expert, name))
                 return expert
@@ -341,7 +355,9 @@ class Store:
 
     def head(self, expert: int) -> VersionRow | None:
         """The accepted version of an expert."""
-        rows = self._query("select v.* from version v join head h on h.version = v.id where h.expert=?", expert)
+        rows = self._query(
+            "select v.* from version v join head h on h.version = v.id where h.expert=?", expert
+        )
         return _version(rows[0]) if rows else None
 
     def version(self, number: int) -> VersionRow:
@@ -420,7 +436,9 @@ class Store:
     def add_version(self, version: NewVersion, attempt: int | None = None) -> int:
         """Add a version, and make it the head if it was accepted; its file must be there."""
         if not self.blob_path(version.sha256).exists():
-            raise DataError(f"{self.blob_path(version.sha256)} must be written before its version is committed")
+            raise DataError(
+                f"{self.blob_path(version.sha256)} must be written before its version is committed"
+            )
         with self.transaction() as db:
             cursor = db.execute(
                 "insert into version (expert, sha256, parent, frames, acted, kind, rule, wins, episodes, accepted,"

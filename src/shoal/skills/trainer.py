@@ -6,16 +6,15 @@ same bytes, because every update draws from a stream named by its number.
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from shoal.core.seeding import stream
-from shoal.skills.chain import Course, act, fresh_worlds, walk
+from shoal.skills.chain import Course, fresh_worlds, walk
 from shoal.skills.network import Adam, Network, Shape, gae, sample
 from shoal.skills.plan import Step
 from shoal.skills.spec import Skill
@@ -60,6 +59,8 @@ class TrainingConfig:
     """new worlds from which the plan's prefix is played to get start states"""
     evaluate_every: int = 8
     """updates between evaluations, once training episodes succeed often enough"""
+    evaluate_from: float = 0.5
+    """training success from which on every evaluation is made; below it, down to `min_success`, every fifth"""
     checkpoint_every: int = 8
     """updates between checkpoints"""
     train_deps: bool = False
@@ -128,7 +129,11 @@ class Trainer:
         """  # noqa: D205
         masks = []
         for index, net in enumerate(self.nets):
-            name = next(step.skill for step, local in zip(self.task.plan, self.task.route, strict=True) if local == index)
+            name = next(
+                step.skill
+                for step, local in zip(self.task.plan, self.task.route, strict=True)
+                if local == index
+            )
             known = self.task.skills[name].speaks_of()
             masks.append(net.listening([c for f, c in self.world.feature_columns.items() if f not in known]))
         return masks
@@ -197,7 +202,10 @@ class Trainer:
             if self.best_success >= config.success_state_rate:
                 stopped = "learned"
                 break
-            if self.best_success >= config.min_success and self.frames - self.best_at >= config.patience_frames:
+            if (
+                self.best_success >= config.min_success
+                and self.frames - self.best_at >= config.patience_frames
+            ):
                 stopped = "plateau"
                 break
             if self.update % config.checkpoint_every == 0:
@@ -215,7 +223,12 @@ class Trainer:
         )
 
     def _worth_evaluating(self) -> float:
-        return max(self.task.config.min_success, min(self.best_success, self.task.config.success_state_rate) - 0.05)
+        """The training success below which an evaluation now would be wasted."""
+        if self.update // self.task.config.evaluate_every % 5 == 0:
+            return self.task.config.min_success
+        return max(
+            self.task.config.evaluate_from, min(self.best_success, self.task.config.success_state_rate) - 0.05
+        )
 
     def step(self) -> dict[str, Any]:
         """One rollout and its update."""
@@ -245,7 +258,11 @@ class Trainer:
         lanes = len(mask)
         source = fresh if fresh is not None and self.target == 0 else self.bank
         rows = rng.integers(0, len(source), lanes)
-        whole = mask & (np.arange(lanes) % 2 == 0) if self.task.config.train_deps and self.target else mask & False
+        whole = (
+            mask & (np.arange(lanes) % 2 == 0)
+            if self.task.config.train_deps and self.target
+            else mask & False
+        )
         self.world.load(source, rows, mask & ~whole)
         self.at[mask] = self.target
         if whole.any():
@@ -327,7 +344,11 @@ class Trainer:
             rollout.rewards, rollout.values, rollout.next_values, rollout.terminal, rollout.ends,
             gamma=config.gamma, lam=config.gae_lambda,
         )  # fmt: skip
-        fall = min(self.frames / min(config.anneal_frames, config.total_timesteps), 1.0) if config.anneal_lr else 0
+        fall = (
+            min(self.frames / min(config.anneal_frames, config.total_timesteps), 1.0)
+            if config.anneal_lr
+            else 0
+        )
         lr = config.lr * (1 - 0.9 * fall)
         flat = [
             array.reshape(-1, *array.shape[2:])
@@ -404,7 +425,9 @@ class Trainer:
 
     def restore(self, arrays: Mapping[str, np.ndarray], plain: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, after `prepare`."""
-        bank = Bank({k.removeprefix("world/"): array for k, array in arrays.items() if k.startswith("world/")})
+        bank = Bank(
+            {k.removeprefix("world/"): array for k, array in arrays.items() if k.startswith("world/")}
+        )
         lanes = self.task.config.num_envs
         self.world.load(bank, np.arange(lanes), np.ones(lanes, np.bool_))
         for index in range(len(self.nets)):

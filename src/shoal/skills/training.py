@@ -76,7 +76,9 @@ def run_training(folder: Path | str, attempt: int | None = None) -> dict[str, An
         numbers=numbers,
         episodes=result.episodes,
     )
-    metrics.event("trained", skill=run.spec["skill"], attempt=attempt, frames=result.frames, success=result.success)
+    metrics.event(
+        "trained", skill=run.spec["skill"], attempt=attempt, frames=result.frames, success=result.success
+    )
     return numbers
 
 
@@ -84,7 +86,8 @@ def _prepare(run: Run, trainer: Trainer) -> None:
     """Make the start states, or read those that an earlier launch made."""
     path = run.policies / "bank.safetensors"
     mark = hashlib.sha256(
-        (run.policies / "mixture.safetensors").read_bytes() + json.dumps(dict(run.spec), sort_keys=True).encode()
+        (run.policies / "mixture.safetensors").read_bytes()
+        + json.dumps(dict(run.spec), sort_keys=True).encode()
     ).hexdigest()
     if path.exists():
         arrays, note = expert_files.decode(path.read_bytes(), str(path))

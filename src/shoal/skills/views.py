@@ -1,8 +1,8 @@
 """The store as folders and JSON for people, `jq` and older tools. Written from the store, never read back.
 
-    scheduler_state.json
-    checkpoints/global_latest.json
-    skills/0_Collect_Wood/{metadata.json, metrics.json, expert_0_policy/{params.safetensors, metadata.json}}
+scheduler_state.json
+checkpoints/global_latest.json
+skills/0_Collect_Wood/{metadata.json, metrics.json, expert_0_policy/{params.safetensors, metadata.json}}
 """
 
 from __future__ import annotations
@@ -103,7 +103,11 @@ def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
         handle: Mapping[str, Any] = (last.handle if last else None) or {}
         skills[row.slug] = {
             "skill_name": row.name,
-            "skill_data": {"skill_name": row.name, "skill_with_consumption": amounts(row), "spec": row.spec.as_dict()},
+            "skill_data": {
+                "skill_name": row.name,
+                "skill_with_consumption": amounts(row),
+                "spec": row.spec.as_dict(),
+            },
             "status": row.status,
             "reason": row.reason,
             "dependencies": list(row.dependencies),
@@ -124,7 +128,8 @@ def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
         "skills": skills,
         "max_parallel": max_parallel,
         "currently_running": [row.slug for row in rows if row.status in ("running", "merging")],
-        "next_expert_idx": max((expert for expert in assignments.values() if expert is not None), default=-1) + 1,
+        "next_expert_idx": max((expert for expert in assignments.values() if expert is not None), default=-1)
+        + 1,
         "expert_assignments": assignments,
     }
 

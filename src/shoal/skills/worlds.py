@@ -111,6 +111,11 @@ def make_world(name: str, lanes: int) -> World:
     raise unknown_name("world", name, WORLDS)
 
 
+def batch_lanes(name: str, wanted: int) -> int:
+    """How many lanes to make for `wanted` states: for Craftax no more than one compiled program serves."""
+    return wanted if name == "crafting" else min(wanted, 64)
+
+
 def world_features(name: str) -> Features:
     """The features of a world, without making one (Craftax is not imported)."""
     if name == "crafting":
