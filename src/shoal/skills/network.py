@@ -182,8 +182,9 @@ class Adam:
         self.count += 1
         self.mean += np.float32(0.1) * (gradient - self.mean)
         self.square += np.float32(0.001) * (gradient * gradient - self.square)
-        scale = lr * (1 - 0.999**self.count) ** 0.5 / (1 - 0.9**self.count)
-        flat -= np.float32(scale) * self.mean / (np.sqrt(self.square) + np.float32(1e-5))
+        rate = np.float32(lr / (1 - 0.9**self.count))
+        spread = np.sqrt(self.square * np.float32(1 / (1 - 0.999**self.count)))
+        flat -= rate * self.mean / (spread + np.float32(1e-5))
 
 
 def sample(logprobs: Floats, uniforms: Floats) -> Ints:
