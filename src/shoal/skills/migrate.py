@@ -48,9 +48,17 @@ class _ArrayReader(pickle.Unpickler):
             return dict
         if (module, name) == ("collections", "OrderedDict"):
             return dict
+        if (module, name) == ("_codecs", "encode"):  # how protocols before 3 write bytes
+            return _latin_bytes
         if module == "ml_dtypes" and name == "bfloat16":
             raise pickle.UnpicklingError("bfloat16 arrays are not read; save them as float32")
         raise pickle.UnpicklingError(f"the file names {module}.{name}, which is not part of an array")
+
+
+def _latin_bytes(text: Any, encoding: Any) -> bytes:
+    if not isinstance(text, str) or encoding != "latin1":
+        raise pickle.UnpicklingError("bytes must be written as latin1")
+    return text.encode("latin1")
 
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> NDArray:
