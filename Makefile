@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean
+.PHONY: help setup demo test test-slow check format clean bench-text-envs
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -37,5 +37,12 @@ format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+bench-text-envs: setup  ## Countdown, MetaMathQA and WebShop beside other libraries
+	test -d .venv-bench-text-envs || $(PYTHON) -m venv .venv-bench-text-envs
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$(.venv-bench-text-envs/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	.venv-bench-text-envs/bin/pip install --quiet --disable-pip-version-check -r requirements/bench-text-envs.txt
+	.venv-bench-text-envs/bin/python benchmarks/text_envs.py
+
 clean:            ## remove .venv and build leftovers
-	rm -rf $(VENV) build src/*.egg-info
+	rm -rf $(VENV) .venv-bench-* build src/*.egg-info

@@ -15,6 +15,8 @@ _HOME: dict[str, str] = {
     "Trajectory": "shoal.core.data",
     "Turn": "shoal.core.data",
     "ShoalError": "shoal.core.errors",
+    "MultiProcessEnvironmentContainer": "shoal.vector.container",
+    "make_vec": "shoal.vector.make",
     "SkillScheduler": "shoal.skills.scheduler",
     "build_remapping": "shoal.skills.experts",
     "prepare_training_run": "shoal.skills.runs",

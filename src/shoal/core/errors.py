@@ -9,6 +9,7 @@ ShoalError
 │   └── WorkerTimeoutError (also TimeoutError)  it did not answer in time
 ├── EnvError (also RuntimeError)         an environment was misused or broke its contract
 ├── EngineError (also RuntimeError)      an engine could not answer
+├── SearchLimitError (also RuntimeError) a search was cut off before it was decided
 └── DataError (also ValueError)          a file or record that is broken, altered or unsafe
 """
 
@@ -55,6 +56,10 @@ class EnvError(ShoalError, RuntimeError):
 
 class EngineError(ShoalError, RuntimeError):
     """An engine could not answer a request."""
+
+
+class SearchLimitError(ShoalError, RuntimeError):
+    """A search reached its limit undecided; a higher limit may decide it."""
 
 
 class DataError(ShoalError, ValueError):
