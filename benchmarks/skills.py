@@ -80,7 +80,9 @@ def whole_run(seeds: tuple[int, ...]) -> None:
 
 def branches(slots: int, runs: int) -> tuple[float, list[float]]:
     """Makespan of two branches of two equal trainings each, and the times between an end and the next start."""
-    config = TrainingConfig(total_timesteps=2.5e5, success_state_rate=2.0, patience_frames=1e9, min_success=0.0)
+    config = TrainingConfig(
+        total_timesteps=2.5e5, success_state_rate=2.0, patience_frames=1e9, min_success=0.0
+    )
     walls, gaps = [], []
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
@@ -112,8 +114,17 @@ def parallel(runs: int) -> None:
     add("two branches: makespan", "shoal, two at a time", two, "s", cpu, runs)
     add("two branches: speed-up", "shoal, two at a time", one / two, "x", cpu, runs)
     add("two branches: speed-up", "ideal", 2.0, "x")
-    add("hand-over: training ended to next launch", "shoal", statistics.median(gaps_two), "s", 0, len(gaps_two))
-    add("hand-over: training ended to next launch", "shoal, worst", max(gaps_one + gaps_two), "s", 0, 4 * runs)
+    add(
+        "hand-over: training ended to next launch",
+        "shoal",
+        statistics.median(gaps_two),
+        "s",
+        0,
+        len(gaps_two),
+    )
+    add(
+        "hand-over: training ended to next launch", "shoal, worst", max(gaps_one + gaps_two), "s", 0, 4 * runs
+    )
 
 
 def polling(interval: float, runs: int) -> None:
@@ -129,7 +140,14 @@ def polling(interval: float, runs: int) -> None:
         while process.returncode is None and not ended:
             time.sleep(interval)
         late.append(time.perf_counter() - ended[0])
-    add("hand-over: training ended to next launch", f"polling every {interval:g} s", statistics.median(late), "s", 0, runs)
+    add(
+        "hand-over: training ended to next launch",
+        f"polling every {interval:g} s",
+        statistics.median(late),
+        "s",
+        0,
+        runs,
+    )
 
 
 def rate(work: Callable[[], int], runs: int = 5) -> tuple[float, float]:
@@ -156,9 +174,21 @@ def world_speed() -> None:
             return actions.size
 
         value, cpu = rate(steps)
-        add("world: steps and observations a CPU second", f"shoal crafting, {lanes} lanes", value, "1/s", cpu, 5)
+        add(
+            "world: steps and observations a CPU second",
+            f"shoal crafting, {lanes} lanes",
+            value,
+            "1/s",
+            cpu,
+            5,
+        )
     if importlib.util.find_spec("craftax") is None:
-        add("world: steps and observations a CPU second", "Craftax-Classic, 64 lanes (not installed)", None, "1/s")
+        add(
+            "world: steps and observations a CPU second",
+            "Craftax-Classic, 64 lanes (not installed)",
+            None,
+            "1/s",
+        )
         return
     from shoal.skills.craftax import CraftaxWorld
 
@@ -189,7 +219,9 @@ def trainer_speed() -> None:
     value, cpu = rate(updates)
     add("trainer: PPO frames a CPU second", "shoal (NumPy, one thread)", value, "1/s", cpu, 5)
     try:
-        add("trainer: PPO frames a CPU second", "the same in PyTorch (one thread)", torch_speed(), "1/s", 0, 5)
+        add(
+            "trainer: PPO frames a CPU second", "the same in PyTorch (one thread)", torch_speed(), "1/s", 0, 5
+        )
     except ImportError:
         add("trainer: PPO frames a CPU second", "PyTorch (not installed)", None, "1/s")
 

@@ -58,7 +58,9 @@ class ScriptedLauncher:
         own = next(local for local, index in run.local_to_global.items() if index == run.expert)
         finish_training(folder, {own: experts[own]}, {own: 1000}, attempt=attempt, success=0.9)
 
-    def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> dict[str, Any]:
+    def launch(
+        self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path
+    ) -> dict[str, Any]:
         folder, attempt = Path(command[-3]), int(command[-1])
         self.launched.append((Run.open(folder).spec["skill"], attempt))
         return {"folder": str(folder), "attempt": attempt}

@@ -55,11 +55,16 @@ def arm(text: str) -> None:
     os.fsync, os.replace, Store.transaction = watched_fsync, watched_replace, watched_transaction  # type: ignore[assignment,method-assign]
 
 
+def tell(event: dict) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
 def train(folder: str, attempt: str) -> None:
     from shoal.skills.training import run_training
 
     run_training(folder, int(attempt))
-    print(json.dumps({"event": "trained"}), flush=True)
+    tell({"event": "trained"})
 
 
 def merge(base: str, *numbers: str) -> None:
@@ -76,7 +81,7 @@ def merge(base: str, *numbers: str) -> None:
             Path(base) / attempt.run_folder, row.name, int(row.expert or 0), base, attempt=attempt.id, store=store,
             show=False, keep_run=True,
         )  # fmt: skip
-        print(json.dumps({"event": "merge", "attempt": attempt.id}), flush=True)
+        tell({"event": "merge", "attempt": attempt.id})
 
 
 def schedule(base: str, config: str) -> None:
@@ -85,7 +90,13 @@ def schedule(base: str, config: str) -> None:
 
     settings = TrainingConfig(**json.loads(config))
     scheduler = SkillScheduler(
-        base, 2, 0.2, 10**6, config=settings, analyse=False, on_event=lambda e: print(json.dumps(e), flush=True)
+        base,
+        2,
+        0.2,
+        10**6,
+        config=settings,
+        analyse=False,
+        on_event=tell,
     )
     raise SystemExit(0 if scheduler.run() else 1)
 

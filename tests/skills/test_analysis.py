@@ -47,7 +47,9 @@ def test_what_was_found_again_on_the_way_is_still_used_up() -> None:
 def test_a_wrong_gain_is_corrected_by_what_is_seen() -> None:
     believed = replace(SKILLS["Collect Wood"], gain={"wood": 3})
     start = episodes()
-    corrected, findings = correct_spec(believed, FEATURES, start, changed(start, wood=3), changed(start, wood=4), YES, 4)
+    corrected, findings = correct_spec(
+        believed, FEATURES, start, changed(start, wood=3), changed(start, wood=4), YES, 4
+    )
     assert corrected.gain == {"wood": 1}
     assert findings == ["gain of 'wood': 3 was believed, 1 is seen"]
 
@@ -55,7 +57,9 @@ def test_a_wrong_gain_is_corrected_by_what_is_seen() -> None:
 def test_consumption_nobody_mentioned_is_found_and_required() -> None:
     believed = replace(PICKAXE, consumption={}, requirements={"table": 1})
     start = episodes(wood=3, table=1)
-    corrected, _ = correct_spec(believed, FEATURES, start, start, changed(start, wood=-2, wood_pickaxe=1), YES)
+    corrected, _ = correct_spec(
+        believed, FEATURES, start, start, changed(start, wood=-2, wood_pickaxe=1), YES
+    )
     assert corrected.consumption == {"wood": 2}
     assert corrected.requirements == {"table": 1, "wood": 2}
 
@@ -71,7 +75,9 @@ def test_luck_on_the_way_is_not_a_gain() -> None:
     start = episodes(wood=3, table=1)
     before = start.copy()
     before[:80, FEATURES.index("sapling")] += 1  # in 80 of 100 episodes: often, but not what the skill does
-    assert correct_spec(PICKAXE, FEATURES, start, before, changed(before, wood=-1, wood_pickaxe=1), YES)[1] == []
+    assert (
+        correct_spec(PICKAXE, FEATURES, start, before, changed(before, wood=-1, wood_pickaxe=1), YES)[1] == []
+    )
 
 
 def test_a_requirement_that_makes_no_difference_is_dropped_and_one_that_decides_is_added() -> None:

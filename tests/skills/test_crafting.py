@@ -83,7 +83,12 @@ def test_many_lanes_follow_the_rules_of_one(seed: int) -> None:
     bank.arrays["hands"][:, 5:] = np.minimum(bank.arrays["hands"][:, 5:], 1)
     scattered = rng.random(bank.arrays["cells"].shape)
     grass = bank.arrays["cells"] == crafting.GRASS
-    for low, kind in ((0.9, crafting.TABLE), (0.8, crafting.STONE), (0.75, crafting.IRON), (0.7, crafting.WATER)):
+    for low, kind in (
+        (0.9, crafting.TABLE),
+        (0.8, crafting.STONE),
+        (0.75, crafting.IRON),
+        (0.7, crafting.WATER),
+    ):
         bank.arrays["cells"][grass & (scattered > low) & (scattered <= low + 0.1)] = kind
     world.load(bank, np.arange(16), np.ones(16, bool))
     singles = [

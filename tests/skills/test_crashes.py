@@ -33,7 +33,11 @@ SKILLS = load_skills(knowledge_base("crafting"), FEATURES)
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(CRASH), *arguments], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(CRASH), *arguments],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -121,7 +125,7 @@ def kill_merges(tmp_path: Path, net: Callable[..., Network], kills: int) -> int:
             check_files(store)
         # Every run made one version of its own expert and one of the shared one, and counted its frames once.
         assert len(store.versions()) == 1 + 2 * len(attempts)
-        assert [row.frames for row in store.versions(0)][0] == 50
+        assert store.versions(0)[0].frames == 50
         assert sorted(row.acted for row in store.versions(0)[1:]) == [100 + i for i in range(len(attempts))]
         head = store.head(0)
         assert head is not None
@@ -147,7 +151,13 @@ def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[S
         store.add_skill(spec, ["Collect Wood"], 10**6)
         expert = store.assign_expert(name)
         folder, _, _ = prepare_training_run(
-            name, spec.as_dict(), expert, ["Collect Wood"], {"Collect Wood": {"expert_idx": 0}}, base, store=store
+            name,
+            spec.as_dict(),
+            expert,
+            ["Collect Wood"],
+            {"Collect Wood": {"expert_idx": 0}},
+            base,
+            store=store,
         )
         attempt = store.begin_attempt(name, folder)
         finish_training(

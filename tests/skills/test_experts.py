@@ -14,15 +14,24 @@ def test_the_reference_example_maps_four_sparse_experts_to_four_networks() -> No
 
 
 def test_dependencies_and_the_new_expert_are_numbered_by_global_index() -> None:
-    done = {"Collect Wood": {"expert_idx": 0}, "Collect Stone": {"expert_idx": 2}, "Unused": {"expert_idx": 9}}
-    assert build_remapping(["Collect Wood", "Collect Stone"], 7, done) == ({0: 0, 2: 1, 7: 2}, {0: 0, 1: 2, 2: 7})
+    done = {
+        "Collect Wood": {"expert_idx": 0},
+        "Collect Stone": {"expert_idx": 2},
+        "Unused": {"expert_idx": 9},
+    }
+    assert build_remapping(["Collect Wood", "Collect Stone"], 7, done) == (
+        {0: 0, 2: 1, 7: 2},
+        {0: 0, 1: 2, 2: 7},
+    )
     assert build_remapping([], 4, done) == ({4: 0}, {0: 4})
     # Naming one twice, as several plan steps do, makes no second network.
     assert build_remapping(["Collect Wood", "Collect Wood"], 7, done)[0] == {0: 0, 7: 1}
 
 
 def test_a_missing_dependency_is_named() -> None:
-    with pytest.raises(ValueError, match="'Colect Wood' is not among the completed skills. Did you mean 'Collect Wood'"):
+    with pytest.raises(
+        ValueError, match="'Colect Wood' is not among the completed skills. Did you mean 'Collect Wood'"
+    ):
         build_remapping(["Colect Wood"], 1, {"Collect Wood": {"expert_idx": 0}})
 
 
@@ -43,7 +52,9 @@ def test_twelve_experts_go_in_and_come_out_unmixed() -> None:
         assert (back[i]["actor/weight"] == i).all()
 
 
-@pytest.mark.parametrize("key", ["expert_01/x", "expert_/x", "xexpert_1/x", "expert_1", "expert_1x/y", "actor/weight"])
+@pytest.mark.parametrize(
+    "key", ["expert_01/x", "expert_/x", "xexpert_1/x", "expert_1", "expert_1x/y", "actor/weight"]
+)
 def test_a_key_that_is_not_an_experts_is_refused(key: str) -> None:
     with pytest.raises(DataError, match="not an expert's array"):
         split_mixture({key: np.zeros(1)})

@@ -33,12 +33,17 @@ def test_average_is_the_mean_when_both_descend_from_one_version() -> None:
     assert decision.chosen.kind == "average"
     assert decision.chosen.params["w"][0] == 3
     # Without a common ancestor the mean of two networks is noise, so the run itself is taken.
-    assert decide("average", candidate("head", 2, 10), candidate("run", 4, 20), share_base=False).chosen.kind == "run"
+    assert (
+        decide("average", candidate("head", 2, 10), candidate("run", 4, 20), share_base=False).chosen.kind
+        == "run"
+    )
 
 
 def test_evaluate_takes_the_best_success_rate() -> None:
     rates = score_by({0.0: 700, 4.0: 650, 2.0: 720})
-    decision = decide("evaluate", candidate("head", 0, 10), candidate("run", 4, 99), share_base=True, score=rates)
+    decision = decide(
+        "evaluate", candidate("head", 0, 10), candidate("run", 4, 99), share_base=True, score=rates
+    )
     assert decision.chosen.kind == "average"
     assert [tally.wins for tally in decision.tallies if tally] == [700, 650, 720]
 
@@ -54,14 +59,18 @@ def test_auto_refuses_a_run_that_has_collapsed_however_many_frames_it_has() -> N
 
 def test_auto_takes_more_frames_of_two_that_are_as_good() -> None:
     rates = score_by({0.0: 900, 4.0: 895, 2.0: 700})
-    decision = decide("auto", candidate("head", 0, 130), candidate("run", 4, 150), share_base=True, score=rates)
+    decision = decide(
+        "auto", candidate("head", 0, 130), candidate("run", 4, 150), share_base=True, score=rates
+    )
     assert decision.chosen.kind == "run"
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_auto_never_picks_what_is_clearly_worse_than_the_head(a: int, b: int, fa: int, fb: int) -> None:
     rates = score_by({0.0: a, 4.0: b}, 500)
-    decision = decide("auto", candidate("head", 0, fa), candidate("run", 4, fb), share_base=False, score=rates)
+    decision = decide(
+        "auto", candidate("head", 0, fa), candidate("run", 4, fb), share_base=False, score=rates
+    )
     chosen = decision.tallies[decision.winner]
     assert chosen is not None
     assert chosen.lower_bound >= Tally(a, 500).lower_bound - 0.02

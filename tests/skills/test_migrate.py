@@ -49,7 +49,10 @@ def original(root: Path) -> Path:
 
 def test_an_original_folder_becomes_completed_skills_with_their_arrays(tmp_path: Path) -> None:
     lines = migrate_folder(original(tmp_path / "old"), tmp_path / "new")
-    assert lines == ["Collect Wood: expert 0, 50,000 frames, 4 arrays", "Make Pickaxe: expert 2, 7,000 frames, 4 arrays"]
+    assert lines == [
+        "Collect Wood: expert 0, 50,000 frames, 4 arrays",
+        "Make Pickaxe: expert 2, 7,000 frames, 4 arrays",
+    ]
     store = Store(tmp_path / "new")
     pickaxe = store.skill("Make Pickaxe")
     assert (pickaxe.status, pickaxe.expert, pickaxe.dependencies) == ("completed", 2, ("Collect Wood",))
@@ -97,7 +100,13 @@ def test_a_pickle_with_code_is_refused_and_its_code_does_not_run(tmp_path: Path,
 
 @pytest.mark.parametrize(
     "value",
-    [np.array([{"a": 1}, None], dtype=object), {"a": np.array([object()])}, np.array(["text"]), {"a": b"bytes"}, {1, 2}],
+    [
+        np.array([{"a": 1}, None], dtype=object),
+        {"a": np.array([object()])},
+        np.array(["text"]),
+        {"a": b"bytes"},
+        {1, 2},
+    ],
 )
 def test_what_is_not_plain_numbers_is_refused(tmp_path: Path, value: Any) -> None:
     path = tmp_path / "x.pkl"
@@ -109,7 +118,10 @@ def test_what_is_not_plain_numbers_is_refused(tmp_path: Path, value: Any) -> Non
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_arrays_of_every_protocol_come_back_exactly(tmp_path: Path, protocol: int) -> None:
     path = tmp_path / "x.pkl"
-    value = {"a": np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)), "b": [np.float32(1.5), 3, "s", None]}
+    value = {
+        "a": np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
+        "b": [np.float32(1.5), 3, "s", None],
+    }
     path.write_bytes(pickle.dumps(value, protocol))
     back = read_arrays(path)
     assert (back["a"] == value["a"]).all()
@@ -140,7 +152,8 @@ def test_a_path_or_a_name_that_leaves_the_folder_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "amount"), [(3, 3), ("lambda n: n", 1), ("lambda n: 2*n + 1", 3), ("lambda k: 5", 5), ("lambda n: n*3-1", 2)]
+    ("text", "amount"),
+    [(3, 3), ("lambda n: n", 1), ("lambda n: 2*n + 1", 3), ("lambda k: 5", 5), ("lambda n: n*3-1", 2)],
 )
 def test_amounts_are_read_as_linear_texts(text: Any, amount: int) -> None:
     assert amount_of(text) == amount

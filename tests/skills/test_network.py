@@ -77,7 +77,9 @@ def test_advantages_are_discounted_sums_of_errors_within_a_segment() -> None:
         for t in range(steps):
             total, weight = 0.0, 1.0
             for k in range(t, steps):  # the definition: a sum forwards that stops where the segment does
-                error = rewards[k, lane] + gamma * following[k, lane] * (1 - terminal[k, lane]) - values[k, lane]
+                error = (
+                    rewards[k, lane] + gamma * following[k, lane] * (1 - terminal[k, lane]) - values[k, lane]
+                )
                 total += weight * error
                 weight *= gamma * lam
                 if ends[k, lane]:

@@ -73,8 +73,12 @@ def graphs(draw: st.DrawFn) -> list[Skill]:
     count = draw(st.integers(1, 7))
     made = []
     for number in range(count):
-        uses = draw(st.dictionaries(st.integers(0, max(number - 1, 0)), st.integers(1, 3), max_size=min(number, 2)))
-        holds = draw(st.dictionaries(st.integers(0, max(number - 1, 0)), st.integers(1, 2), max_size=min(number, 2)))
+        uses = draw(
+            st.dictionaries(st.integers(0, max(number - 1, 0)), st.integers(1, 3), max_size=min(number, 2))
+        )
+        holds = draw(
+            st.dictionaries(st.integers(0, max(number - 1, 0)), st.integers(1, 2), max_size=min(number, 2))
+        )
         uses = {f"i{n}": a for n, a in uses.items() if n < number}
         extra = {f"i{n}": uses.get(f"i{n}", 0) + a for n, a in holds.items() if n < number}
         made.append(skill(f"S{number}", f"i{number}", draw(st.integers(1, 3)), uses, holds={**uses, **extra}))
@@ -86,11 +90,7 @@ def graphs(draw: st.DrawFn) -> list[Skill]:
 def test_a_plan_for_any_reachable_graph_can_be_carried_out_step_by_step(made: list[Skill]) -> None:
     by_name = {s.name: s for s in made}
     for target in made:
-        try:
-            plan = plan_for(target.name, made)
-        except ConfigError as error:
-            assert "more than" in str(error) or "too tangled" in str(error)
-            continue
+        plan = plan_for(target.name, made)
         hands = replay(plan, by_name, None)
         assert hands[target.done.feature] >= target.gain[target.done.feature]
         assert plan[-1].skill == target.name or target.name in {step.skill for step in plan}
@@ -99,9 +99,16 @@ def test_a_plan_for_any_reachable_graph_can_be_carried_out_step_by_step(made: li
 
 def test_capacity_splits_what_hands_cannot_hold_at_once() -> None:
     features = Features("w", ("ore", "bar", "key"), {"ore": 2, "bar": 9}, frozenset({"ore", "bar"}))
-    made = [skill("Dig", "ore"), skill("Smelt", "bar", uses={"ore": 2}), skill("Forge", "key", uses={"bar": 3})]
+    made = [
+        skill("Dig", "ore"),
+        skill("Smelt", "bar", uses={"ore": 2}),
+        skill("Forge", "key", uses={"bar": 3}),
+    ]
     plan = plan_for("Forge", made, features)
-    assert Counter({s: sum(p.count for p in plan if p.skill == s) for s in ("Dig", "Smelt")}) == {"Dig": 6, "Smelt": 3}
+    assert Counter({s: sum(p.count for p in plan if p.skill == s) for s in ("Dig", "Smelt")}) == {
+        "Dig": 6,
+        "Smelt": 3,
+    }
     replay(plan, {s.name: s for s in made}, features)
     with pytest.raises(ConfigError, match="only 2 can be held"):
         plan_for("Big", [made[0], skill("Big", "key", uses={"ore": 3})], features)
@@ -136,7 +143,11 @@ def test_another_provider_is_taken_when_the_first_cannot_be_reached() -> None:
 
 def test_dependencies_are_all_skills_of_the_plan_in_its_order() -> None:
     by_name = {s.name: s for s in SKILLS}
-    assert dependencies(by_name["Collect Stone"], SKILLS) == ["Collect Wood", "Place Table", "Make Wood Pickaxe"]
+    assert dependencies(by_name["Collect Stone"], SKILLS) == [
+        "Collect Wood",
+        "Place Table",
+        "Make Wood Pickaxe",
+    ]
     assert dependencies(by_name["Drink Water"], SKILLS) == []
 
 

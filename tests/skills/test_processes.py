@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.skills.crafting import FEATURES
 from shoal.skills.launchers import TmuxLauncher, start_time, training_environment
 from shoal.skills.proposers import knowledge_base
 from shoal.skills.scheduler import SkillScheduler
 from shoal.skills.spec import load_skills
-from shoal.skills.crafting import FEATURES
 from shoal.skills.store import Store
 from shoal.skills.trainer import TrainingConfig
 
@@ -43,7 +43,10 @@ def config_of(quick, **change) -> dict:
 def start(base: Path, config: dict) -> subprocess.Popen[str]:
     env = {**os.environ, **training_environment(2)}
     return subprocess.Popen(
-        [sys.executable, "-c", SCHEDULE, str(base), json.dumps(config)], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCHEDULE, str(base), json.dumps(config)],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -107,7 +110,9 @@ def test_a_training_survives_its_scheduler_and_is_adopted(tmp_path: Path, quick)
     assert start_time(handle["pid"]) != handle["began"]
 
 
-def test_a_killed_training_resumes_from_its_checkpoint_and_gives_the_same_expert(tmp_path: Path, quick) -> None:
+def test_a_killed_training_resumes_from_its_checkpoint_and_gives_the_same_expert(
+    tmp_path: Path, quick
+) -> None:
     config = config_of(quick, total_timesteps=30_000, **LONG)
     for name in ("whole", "killed"):
         add_wood(tmp_path / name, config)
@@ -150,7 +155,9 @@ def test_a_launch_recorded_but_never_made_is_made_again(tmp_path: Path, quick) -
     s = SkillScheduler(tmp_path, config=quick)
     s.add_skill("Collect Wood", SKILLS["Collect Wood"])
     s.store.assign_expert("Collect Wood")
-    s.store.begin_attempt("Collect Wood", tmp_path / "training_runs" / "skill_0_Collect_Wood")  # and then we died
+    s.store.begin_attempt(
+        "Collect Wood", tmp_path / "training_runs" / "skill_0_Collect_Wood"
+    )  # and then we died
     assert s.run()
     assert [attempt.outcome for attempt in s.store.attempts()] == ["lost", "merged"]
 

@@ -31,7 +31,9 @@ def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) ->
     store.add_skill(spec, [], 10**9)
     with store.transaction() as db:
         db.execute("update skill set expert=? where name=?", (expert, name))
-    store.add_version(NewVersion(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True))
+    store.add_version(
+        NewVersion(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
+    )
     store.update_skill(name, status="completed")
     store.close()
 
@@ -70,7 +72,9 @@ def test_the_reference_conflict_keeps_150_million_frames(tmp_path: Path, net: Ca
     assert (kept["actor/weight"] == net("wood", 2).params()["actor/weight"]).all()
 
 
-def test_in_the_other_order_the_loser_is_kept_as_a_version(tmp_path: Path, net: Callable[..., Network]) -> None:
+def test_in_the_other_order_the_loser_is_kept_as_a_version(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
     add_expert(tmp_path, "Collect Wood", 0, net("base"), 50 * MILLION)
     a = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
     b = prepare(tmp_path, "Skill B", 2, {"Collect Wood": 0}, "iron")
@@ -89,7 +93,9 @@ def test_in_the_other_order_the_loser_is_kept_as_a_version(tmp_path: Path, net: 
     assert (loser["actor/weight"] == net("wood", 1).params()["actor/weight"]).all()
 
 
-def test_four_sparse_experts_become_four_networks_not_fifty_one(tmp_path: Path, net: Callable[..., Network]) -> None:
+def test_four_sparse_experts_become_four_networks_not_fifty_one(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
     names = {"Zero": 0, "Five": 5, "Ten": 10}
     for name, expert in names.items():
         add_expert(tmp_path, name, expert, net("expert", expert), expert + 1)
@@ -108,7 +114,9 @@ def test_four_sparse_experts_become_four_networks_not_fifty_one(tmp_path: Path, 
     assert remapping["initial_frame_counts"] == {"0": 1, "5": 6, "10": 11, "50": 0}
 
 
-def test_an_expert_that_only_made_start_states_gets_no_frames(tmp_path: Path, net: Callable[..., Network]) -> None:
+def test_an_expert_that_only_made_start_states_gets_no_frames(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
     add_expert(tmp_path, "Collect Wood", 0, net("base"), 50)
     folder = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
     finish_training(folder, {0: net("base").params(), 1: net("own").params()}, {0: 0, 1: 70})
@@ -118,7 +126,9 @@ def test_an_expert_that_only_made_start_states_gets_no_frames(tmp_path: Path, ne
     assert [row.frames for row in Store(tmp_path).versions(0)] == [50]
 
 
-def test_total_timesteps_credits_every_expert_as_the_reference_did(tmp_path: Path, net: Callable[..., Network]) -> None:
+def test_total_timesteps_credits_every_expert_as_the_reference_did(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
     add_expert(tmp_path, "Collect Wood", 0, net("base"), 50)
     folder = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
     finish_training(folder, {0: net("wood").params(), 1: net("own").params()}, {0: 1, 1: 1})
@@ -139,7 +149,11 @@ def test_the_folders_of_the_reference_are_there_and_the_run_folder_is_gone(
     assert not folder.exists()
     policy = tmp_path / "skills" / "0_Collect_Wood" / "expert_0_policy"
     metadata = json.loads((policy / "metadata.json").read_text())
-    assert (metadata["skill_name"], metadata["global_expert_idx"], metadata["total_frames"]) == ("Collect Wood", 0, 1234)
+    assert (metadata["skill_name"], metadata["global_expert_idx"], metadata["total_frames"]) == (
+        "Collect Wood",
+        0,
+        1234,
+    )
     arrays, _ = decode((policy / "params.safetensors").read_bytes(), "x")
     assert (Network.from_params(arrays).flat == net("own").flat).all()
     latest = json.loads((tmp_path / "checkpoints" / "global_latest.json").read_text())

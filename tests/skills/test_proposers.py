@@ -31,7 +31,11 @@ class Server:
             def do_POST(self) -> None:
                 outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 text = outer.replies.pop(0)
-                body = text if text.startswith("RAW") else json.dumps({"choices": [{"message": {"content": text}}]})
+                body = (
+                    text
+                    if text.startswith("RAW")
+                    else json.dumps({"choices": [{"message": {"content": text}}]})
+                )
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(body.encode())
@@ -78,7 +82,9 @@ def test_a_refused_skill_goes_back_to_the_model_with_the_reason(server: Server) 
 
 def test_a_model_that_never_gives_a_usable_skill_is_an_error(server: Server) -> None:
     server.replies = [json.dumps({**WOOD, "code": "__import__('os').system('x')"})] * 3
-    with pytest.raises(EngineError, match="no usable skill in 3 replies; the last problem: .*unknown field `code`"):
+    with pytest.raises(
+        EngineError, match="no usable skill in 3 replies; the last problem: .*unknown field `code`"
+    ):
         LanguageModel("m", server.url, FEATURES).next_skill([], [], {})
 
 

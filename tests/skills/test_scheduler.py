@@ -12,7 +12,9 @@ from shoal.skills.scheduler import SkillScheduler
 from shoal.skills.spec import Skill, parse_skill
 
 
-def skill(name: str, gain: str, uses: dict[str, int] | None = None, holds: dict[str, int] | None = None) -> Skill:
+def skill(
+    name: str, gain: str, uses: dict[str, int] | None = None, holds: dict[str, int] | None = None
+) -> Skill:
     return parse_skill(
         {
             "name": name,
@@ -142,7 +144,9 @@ def test_a_later_retry_of_the_dependency_opens_the_subtree_again(tmp_path: Path,
     assert again.run()
 
 
-def test_skills_that_wait_for_each_other_are_blocked_and_the_circle_is_shown(tmp_path: Path, scripted) -> None:
+def test_skills_that_wait_for_each_other_are_blocked_and_the_circle_is_shown(
+    tmp_path: Path, scripted
+) -> None:
     s = scheduler(tmp_path, scripted())
     s.add_skill(WOOD.name, WOOD, dependencies=["Drink Water"])
     s.add_skill(WATER.name, WATER, dependencies=["Collect Wood"])
@@ -200,8 +204,8 @@ def test_a_completed_skill_can_be_continued_within_its_budget(tmp_path: Path, sc
     assert head.frames == 2000  # 1000 before, 1000 more
     assert head.parent == 1
     assert s.store.skill("Collect Wood").budget_used == 2000
+    s.add_skill(WATER.name, WATER)
     with pytest.raises(ValueError, match="only a completed skill"):
-        s.add_skill(WATER.name, WATER)
         s.enqueue_continuation("Drink Water", 5)
 
 
@@ -304,7 +308,13 @@ def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripte
     s.add_skill(WOOD.name, WOOD)
     assert s.run()
     assert told == sorted(set(told))
-    assert [event["kind"] for event in s.store.events()] == ["added", "running", "merging", "completed", "merge"]
+    assert [event["kind"] for event in s.store.events()] == [
+        "added",
+        "running",
+        "merging",
+        "completed",
+        "merge",
+    ]
 
 
 def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:

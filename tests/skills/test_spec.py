@@ -72,7 +72,9 @@ def test_two_skills_of_one_name_are_refused() -> None:
         ({"horizn": 3}, "Did you mean 'horizon'"),
     ],
 )
-def test_a_skill_that_makes_no_sense_is_refused_with_the_reason(change: dict[str, object], message: str) -> None:
+def test_a_skill_that_makes_no_sense_is_refused_with_the_reason(
+    change: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_skill(parse_skill({**WOOD, **change}), FEATURES)
 

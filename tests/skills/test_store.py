@@ -26,7 +26,9 @@ def version(store: Store, expert: int, data: bytes, frames: int = 10, accepted: 
 def test_a_commit_brings_version_head_state_and_event_together(tmp_path: Path) -> None:
     store = Store(tmp_path)
     attempt = trained(store)
-    assert store.commit_training(attempt, [version(store, 0, b"one")], {0: None}, result={"success": 0.9}, frames=10)
+    assert store.commit_training(
+        attempt, [version(store, 0, b"one")], {0: None}, result={"success": 0.9}, frames=10
+    )
     store.close()
     again = Store(tmp_path)
     head = again.head(0)
@@ -62,10 +64,15 @@ def test_a_head_that_moved_refuses_the_commit_and_writes_nothing(tmp_path: Path)
 def test_an_error_in_a_transaction_takes_all_of_it_back(tmp_path: Path) -> None:
     store = Store(tmp_path)
     trained(store)
-    with pytest.raises(RuntimeError, match="now"), store.transaction():
-        store.update_skill("Collect Wood", status="failed")
-        store.event("something")
-        raise RuntimeError("now")
+
+    def half_way() -> None:
+        with store.transaction():
+            store.update_skill("Collect Wood", status="failed")
+            store.event("something")
+            raise RuntimeError("now")
+
+    with pytest.raises(RuntimeError, match="now"):
+        half_way()
     assert store.skill("Collect Wood").status == "running"
     assert "something" not in [event["kind"] for event in store.events()]
 

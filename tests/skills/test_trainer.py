@@ -56,7 +56,9 @@ def test_a_training_resumed_anywhere_ends_with_the_same_bytes(quick: TrainingCon
 
 def test_the_identity_of_an_easy_skill_is_learned_in_seconds() -> None:
     # From states with wood in hand and grass ahead, placing a table is one action of eleven.
-    config = TrainingConfig(num_envs=64, layer_size=32, bank_worlds=256, evaluation_episodes=256, total_timesteps=6e4)
+    config = TrainingConfig(
+        num_envs=64, layer_size=32, bank_worlds=256, evaluation_episodes=256, total_timesteps=6e4
+    )
     plan = (Step("Collect Wood", 2), Step("Place Table", 1))
     trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, config))
     trainer.prepare()
@@ -131,7 +133,11 @@ def test_counters_are_judged_from_the_start_of_a_step_and_tools_absolutely() -> 
     at = np.zeros(3, np.int64)
     assert list(course.satisfied(at, values, start)) == [True, False, False]  # +2, +1, +0
     values[1, FEATURES.index("table")] = 1
-    assert list(course.skip(np.array([1, 1, 1]), values)) == [1, 2, 1]  # a table that stands is not placed again
+    assert list(course.skip(np.array([1, 1, 1]), values)) == [
+        1,
+        2,
+        1,
+    ]  # a table that stands is not placed again
     values[1, FEATURES.index("wood_pickaxe")] = 1
     assert list(course.skip(np.array([1, 1, 1]), values)) == [1, 3, 1]
     assert list(course.skip(np.array([0, 0, 0]), values)) == [0, 0, 0]  # counters are never skipped

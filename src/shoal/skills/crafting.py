@@ -71,7 +71,8 @@ class CraftingWorld:
         row, column = np.mgrid[:SIZE, :SIZE]
 
         def distance(centre: NDArray) -> NDArray:
-            return np.abs(row - centre[:, :1, None]) + np.abs(column - centre[:, 1:, None])
+            steps: NDArray = np.abs(row - centre[:, :1, None]) + np.abs(column - centre[:, 1:, None])
+            return steps
 
         quarry = rng.integers(3, SIZE - 3, (count, 2))
         pond = (quarry + rng.integers(6, SIZE - 6, (count, 2))) % SIZE

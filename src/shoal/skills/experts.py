@@ -88,10 +88,11 @@ def average(one: Mapping[str, NDArray], other: Mapping[str, NDArray]) -> Arrays:
 
 def encode(arrays: Mapping[str, NDArray], note: Mapping[str, Any] | None = None) -> bytes:
     """A safetensors file; equal arrays and notes give equal bytes."""
-    return _safetensors().save(
+    data: bytes = _safetensors().save(
         {key: np.ascontiguousarray(array) for key, array in arrays.items()},
         metadata={_NOTE: json.dumps(dict(note or {}), sort_keys=True)},
     )
+    return data
 
 
 def decode(data: bytes, name: str) -> tuple[Arrays, dict[str, Any]]:

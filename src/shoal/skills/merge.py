@@ -37,7 +37,7 @@ class Tally:
         z, n, rate = 1.96, self.episodes, self.wins / self.episodes
         centre = rate + z * z / (2 * n)
         spread = z * (rate * (1 - rate) / n + z * z / (4 * n * n)) ** 0.5
-        return max(0.0, (centre - spread) / (1 + z * z / n))
+        return max(0.0, float((centre - spread) / (1 + z * z / n)))
 
 
 @dataclass(frozen=True)

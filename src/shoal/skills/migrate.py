@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import io
 import json
+import operator
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,21 @@ from shoal.skills.views import export_state, export_views
 MAX_PICKLE = 4 << 30
 MAX_DEPTH = 32
 _DTYPES = frozenset(
-    ["float16", "float32", "float64", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"]
+    [
+        "float16",
+        "float32",
+        "float64",
+        "bfloat16",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+    ]
 )
 
 
@@ -146,14 +161,20 @@ def amount_of(value: Any) -> int:
         raise ConfigError(f"an amount must be 'lambda n: a*n + b', got {str(value)[:80]!r}") from error
 
 
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
 def _linear(node: ast.expr, variable: str) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) <= 1000:
         return node.value
     if isinstance(node, ast.Name) and node.id == variable:
         return 1
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
-        left, right = _linear(node.left, variable), _linear(node.right, variable)
-        return left + right if isinstance(node.op, ast.Add) else left - right if isinstance(node.op, ast.Sub) else left * right  # fmt: skip
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](_linear(node.left, variable), _linear(node.right, variable))
     raise ValueError("only numbers, n, +, - and *")
 
 

@@ -190,7 +190,8 @@ class Adam:
 def sample(logprobs: Floats, uniforms: Floats) -> Ints:
     """One action per row by inverting the cumulative distribution at `uniforms` in [0, 1)."""
     cumulative = np.cumsum(np.exp(logprobs), axis=1)
-    return np.minimum((cumulative < uniforms[:, None]).sum(1), logprobs.shape[1] - 1)
+    chosen: Ints = np.minimum((cumulative < uniforms[:, None]).sum(1), logprobs.shape[1] - 1)
+    return chosen
 
 
 def gae(
@@ -219,7 +220,8 @@ def gae(
 
 def _log_softmax(logits: Floats) -> Floats:
     shifted = logits - logits.max(1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    out: Floats = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return out
 
 
 def _views(flat: Floats, shape: Shape) -> list[Floats]:

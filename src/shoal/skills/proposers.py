@@ -147,7 +147,9 @@ class LanguageModel:
     def _situation(self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]) -> str:
         lines = ["Skills so far:"] if known else ["There are no skills yet."]
         for skill in known:
-            state = "learned" if skill.name in completed else f"failed: {failed[skill.name]}" if skill.name in failed else "in training"  # fmt: skip
+            state = "learned" if skill.name in completed else "in training"
+            if skill.name in failed:
+                state = f"failed: {failed[skill.name]}"
             lines.append(
                 f"- {skill.name} ({state}): requires {dict(skill.requirements)}, uses up {dict(skill.consumption)}, "
                 f"gains {dict(skill.gain)}"

@@ -327,7 +327,7 @@ class Trainer:
         return out
 
     def _forward(self, observations: Floats, expert: Ints) -> tuple[Floats, Floats]:
-        first = expert[0]
+        first = int(expert[0])
         if (expert == first).all():
             return self.nets[first].forward(observations)
         logprobs = np.empty((len(observations), self.world.n_actions), np.float32)

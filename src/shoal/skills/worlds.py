@@ -46,15 +46,39 @@ class Bank:
 class World(Protocol):
     """A batch of `lanes` worlds."""
 
-    features: Features
     lanes: int
-    n_actions: int
-    obs_size: int
-    action_names: Sequence[str]
-    fresh_is_cheap: bool  # whether making new worlds costs little against stepping them
-    moves: Sequence[int]  # actions that only walk and turn
-    wait: int  # the action that does nothing
-    feature_columns: Mapping[str, int]  # where a feature stands in an observation, of those that do
+
+    @property
+    def features(self) -> Features:
+        """What the world counts."""
+
+    @property
+    def n_actions(self) -> int:
+        """Actions are 0 up to this."""
+
+    @property
+    def obs_size(self) -> int:
+        """Numbers in an observation."""
+
+    @property
+    def action_names(self) -> Sequence[str]:
+        """A word for each action."""
+
+    @property
+    def fresh_is_cheap(self) -> bool:
+        """Whether making new worlds costs little against stepping them."""
+
+    @property
+    def moves(self) -> Sequence[int]:
+        """Actions that only walk and turn."""
+
+    @property
+    def wait(self) -> int:
+        """The action that does nothing."""
+
+    @property
+    def feature_columns(self) -> Mapping[str, int]:
+        """Where a feature stands in an observation, of those that do."""
 
     def fresh(self, count: int, rng: np.random.Generator) -> Bank:
         """`count` new worlds."""
