@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -50,6 +50,9 @@ bench-text-envs: setup  ## Countdown, MetaMathQA and WebShop beside other librar
 	.venv-bench-text-envs/bin/python benchmarks/text_envs.py
 bench-split: setup ## splitting beside per-window processing, results to benchmarks/results/split.json
 	$(BIN)/python benchmarks/split.py
+
+bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over, speeds
+	$(BIN)/python benchmarks/skills.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-bench-* build src/*.egg-info

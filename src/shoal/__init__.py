@@ -25,6 +25,10 @@ _HOME: dict[str, str] = {
     "TrajectorySplitter": "shoal.splitting.splitters",
     "StepwiseTrajectorySplitter": "shoal.splitting.splitters",
     "LastNTrajectorySplitter": "shoal.splitting.splitters",
+    "SkillScheduler": "shoal.skills.scheduler",
+    "build_remapping": "shoal.skills.experts",
+    "prepare_training_run": "shoal.skills.runs",
+    "process_completed_training": "shoal.skills.processing",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
     "model": ("shoal.cli.model", "fetch a small language model"),
     "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),
+    "skills": ("shoal.cli.skills", "train a graph of skills in parallel"),
 }
 """name: (module with a `main(argv)`, one line of help)"""
 
