@@ -71,6 +71,10 @@ class SeededEpisodes(gym.Wrapper):
                 break
         return observation, info
 
+    def restart_episode(self, indices: Sequence[int]) -> tuple[Any, dict[str, Any]] | None:
+        """Break off this episode and start the next one if this env is among `indices`."""
+        return self.reset() if self.index in indices else None
+
     def _with_mask(self, info: dict[str, Any]) -> dict[str, Any]:
         if self._mask is None:
             return info

@@ -77,22 +77,22 @@ class EnvSlice:
         self.masked = masked
         self.obs_rows = ObservationRows(self.envs[0].observation_space)
         self.action_rows = ActionRows(self.envs[0].action_space)
-        self._now = np.zeros((len(self.envs), self.obs_rows.size), self.obs_rows.dtype)
+        self.now = np.zeros((len(self.envs), self.obs_rows.size), self.obs_rows.dtype)
         self._mask = np.ones((len(self.envs), self.action_rows.n_parameters if masked else 0), np.uint8)
 
     def reset(self) -> Array:
         """Start an episode in every env; returns the rows of first observations."""
         for i in range(len(self.envs)):
             self._start(i)
-        return self._now
+        return self.now
 
     def resume(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> Array:
         """Play the episodes again that were under way (see `SeededEpisodes.resume_episode`)."""
         for i, env in enumerate(self.envs):
             observation, info = env.get_wrapper_attr("resume_episode")(episodes, actions)
-            self.obs_rows.encode_one(observation, self._now[i])
+            self.obs_rows.encode_one(observation, self.now[i])
             self._note_mask(i, info)
-        return self._now
+        return self.now
 
     def restart(self, indices: Sequence[int]) -> None:
         """Break off the episodes of the envs with these global indices and start new ones."""
@@ -110,7 +110,7 @@ class EnvSlice:
         encode_one = self.obs_rows.encode_one
         rewards: list[Any] = []
         finals: list[Array] = []
-        obs[0] = self._now
+        obs[0] = self.now
         mask = self._mask
         t = i = 0
         try:
@@ -132,7 +132,7 @@ class EnvSlice:
                             encode_one(observation, final)
                             finals.append(final)
                         self._start(i)
-                        row[i] = self._now[i]
+                        row[i] = self.now[i]
                         continue
                     if plain:
                         row[i] = observation
@@ -149,7 +149,7 @@ class EnvSlice:
             raise EnvError(
                 f"env {self.first_index + i} failed at step {t} of the rollout, action {action}: {error!r}"
             ) from error
-        self._now[:] = obs[t + 1]
+        self.now[:] = obs[t + 1]
         if until_done:
             _cut(rollout, t + 1)
         rollout.rewards[:] = np.asarray(rewards, np.float64).reshape(t + 1, n_envs)
@@ -164,7 +164,7 @@ class EnvSlice:
 
     def _start(self, i: int) -> None:
         observation, info = self.envs[i].reset()
-        self.obs_rows.encode_one(observation, self._now[i])
+        self.obs_rows.encode_one(observation, self.now[i])
         self._note_mask(i, info)
 
     def _note_mask(self, i: int, info: dict[str, Any]) -> None:
@@ -192,25 +192,33 @@ class VectorSteps:
         self.action_rows = ActionRows(envs.single_action_space)
         mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         self.mode = AutoresetMode(mode) if not isinstance(mode, AutoresetMode) else mode
-        self._now = np.zeros((envs.num_envs, self.obs_rows.size), self.obs_rows.dtype)
+        self.now = np.zeros((envs.num_envs, self.obs_rows.size), self.obs_rows.dtype)
         self._mask = np.ones((envs.num_envs, self.action_rows.n_parameters if masked else 0), np.uint8)
         self._resetting = np.zeros(envs.num_envs, bool)  # NEXT_STEP: the coming step is a reset
 
     def reset(self) -> Array:
         """Start an episode in every env; returns the rows of first observations."""
         observations, infos = self.envs.reset(seed=self.seed)
-        self.obs_rows.encode(observations, self._now)
+        self.obs_rows.encode(observations, self.now)
         self._note_masks(infos)
         self._resetting[:] = False
-        return self._now
+        return self.now
 
     def resume(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> Array:
         """Play the episodes again that were under way, after a `reset()`."""
         for i, (observation, info) in enumerate(self.envs.call("resume_episode", episodes, actions)):
-            self.obs_rows.encode_one(observation, self._now[i])
+            self.obs_rows.encode_one(observation, self.now[i])
             if self.masked:
                 self._mask[i] = _mask_of(info, self._mask.shape[1], i)
-        return self._now
+        return self.now
+
+    def restart(self, indices: Sequence[int]) -> None:
+        """Break off the episodes of these envs and start new ones."""
+        for i, answer in zip(indices, _those(self.envs.call("restart_episode", indices)), strict=True):
+            observation, info = answer
+            self.obs_rows.encode_one(observation, self.now[i])
+            if self.masked:
+                self._mask[i] = _mask_of(info, self._mask.shape[1], i)
 
     def collect(self, policy: StepPolicy, noise: Array) -> StepRollout:
         """`len(noise)` steps of every env."""
@@ -218,7 +226,7 @@ class VectorSteps:
         rollout = StepRollout.empty(n_steps, n_envs, self.obs_rows, self.action_rows, self.masked)
         finals: list[Array] = []
         valid = np.ones((n_steps, n_envs), bool)
-        rollout.obs[0] = self._now
+        rollout.obs[0] = self.now
         for t in range(n_steps):
             if self.masked:
                 _check_masks(self.action_rows, self._mask, t, 0)
@@ -238,7 +246,7 @@ class VectorSteps:
                 infos = self._restart_done(done, row, infos)
             self._resetting = done if self.mode == AutoresetMode.NEXT_STEP else self._resetting
             self._note_masks(infos)
-        self._now[:] = rollout.obs[n_steps]
+        self.now[:] = rollout.obs[n_steps]
         if finals:
             rollout.final_obs = np.stack(finals)
         rollout.valid = valid if self.mode == AutoresetMode.NEXT_STEP else None
@@ -285,6 +293,10 @@ class VectorSteps:
                     )
                 else:
                     self._mask[i] = 1  # the action is ignored
+
+
+def _those(answers: Sequence[Any]) -> list[Any]:
+    return [answer for answer in answers if answer is not None]
 
 
 def _entry(batch: Any, i: int) -> Any:

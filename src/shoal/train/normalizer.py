@@ -38,7 +38,7 @@ class ObservationNormalizer:
 
     def __init__(self, size: int) -> None:
         self.moments = RunningMoments(size)
-        self._refresh()
+        self.refresh()
 
     def __call__(self, rows: Array) -> Array:
         """Normalised float32 rows; the statistics do not move."""
@@ -50,9 +50,10 @@ class ObservationNormalizer:
     def update(self, rows: Array) -> None:
         """Take the raw observations of a finished rollout in."""
         self.moments.add(rows.reshape(-1, rows.shape[-1]))
-        self._refresh()
+        self.refresh()
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Take over what `moments` says."""
         self.mean = self.moments.mean.astype(np.float32)
         self.scale = (1.0 / np.sqrt(self.moments.variance + 1e-8)).astype(np.float32)
 

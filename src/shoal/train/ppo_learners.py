@@ -56,6 +56,12 @@ class Learner(Protocol):
     def update(self, batch: UpdateBatch, rates: UpdateRates) -> UpdateStats:
         """All epochs over one rollout."""
 
+    def snapshot(self) -> Any:
+        """A cheap copy of everything an update changes, for `restore`."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Undo the update since `snapshot`."""
+
     def state(self) -> tuple[Arrays, Arrays]:
         """(weights, optimizer moments) by name, copied."""
 
@@ -168,6 +174,14 @@ class TorchLearner:
             policy.loss.detach(), critic.detach(), entropy.detach(), policy.approx_kl, policy.clip_fraction
         ]  # fmt: skip
 
+    def snapshot(self) -> Any:
+        """A copy of everything an update changes."""
+        return self.state()
+
+    def restore(self, snapshot: Any) -> None:
+        """Undo the update since `snapshot`."""
+        self.load_state(*snapshot)
+
     def state(self) -> tuple[Arrays, Arrays]:
         """(weights, optimizer moments) by name."""
         weights = {name: _copied(value) for name, value in self.network.state_dict().items()}
@@ -228,6 +242,16 @@ class CompiledLearner:
         weights = {name: torch.from_numpy(value) for name, value in self._named(self.compiled.weights).items()}
         self._network.load_state_dict(weights)
         return self._network
+
+    def snapshot(self) -> Any:
+        """A copy of everything an update changes."""
+        net = self.compiled
+        return net.weights.copy(), net.first.copy(), net.second.copy(), net.count
+
+    def restore(self, snapshot: Any) -> None:
+        """Undo the update since `snapshot`."""
+        net = self.compiled
+        net.weights[:], net.first[:], net.second[:], net.count = snapshot
 
     def state(self) -> tuple[Arrays, Arrays]:
         """(weights, optimizer moments) by name, as `TorchLearner` has them."""
