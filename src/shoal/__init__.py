@@ -15,6 +15,8 @@ _HOME: dict[str, str] = {
     "Trajectory": "shoal.core.data",
     "Turn": "shoal.core.data",
     "ShoalError": "shoal.core.errors",
+    "MultiProcessEnvironmentContainer": "shoal.vector.container",
+    "make_vec": "shoal.vector.make",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

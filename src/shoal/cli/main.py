@@ -12,7 +12,11 @@ import sys
 from shoal import __version__
 from shoal.core.errors import ShoalError, unknown_name
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("shoal.cli.train", "train a language-model agent (the demo if nothing is said)"),
+    "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
+    "model": ("shoal.cli.model", "fetch a small language model"),
+}
 """name: (module with a `main(argv)`, one line of help)"""
 
 

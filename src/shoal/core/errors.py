@@ -10,6 +10,7 @@ ShoalError
 ├── EnvError (also RuntimeError)         an environment was misused or broke its contract
 ├── EngineError (also RuntimeError)      an engine could not answer
 ├── DivergedError (also ArithmeticError) training produced NaN or infinity
+├── SearchLimitError (also RuntimeError) a search was cut off before it was decided
 └── DataError (also ValueError)          a file or record that is broken, altered or unsafe
 """
 
@@ -60,6 +61,10 @@ class EngineError(ShoalError, RuntimeError):
 
 class DivergedError(ShoalError, ArithmeticError):
     """A loss or gradient became NaN or infinite; the weights from before that update are kept."""
+
+
+class SearchLimitError(ShoalError, RuntimeError):
+    """A search reached its limit undecided; a higher limit may decide it."""
 
 
 class DataError(ShoalError, ValueError):

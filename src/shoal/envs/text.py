@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
@@ -24,8 +24,7 @@ Action = int | str
 C = TypeVar("C")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one action did to the world."""
 
     reward: float
@@ -33,7 +32,10 @@ class Outcome:
     success: bool = False
     effective: bool = True  # the state changed
     valid: bool = True  # the env understood the action
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # further numbers for `info`
+    metrics: Mapping[str, float] = MappingProxyType({})  # further numbers for `info`
+
+
+_BEGINNING = Outcome(0.0, effective=False)
 
 
 class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
@@ -81,6 +83,10 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     def observe(self) -> str:
         """The observation of the present state as text."""
 
+    def _observation(self) -> Any:
+        """What `reset` and `step` return: the text, unless an env can also show itself as an array."""
+        return self.observe()
+
     def anchor(self) -> str:
         """A key equal for equal states of one group; the observation unless that hides something."""
         return self.observe()
@@ -98,11 +104,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             if self._seed is None:
                 self._rng = np.random.default_rng()
             seed = int(self._rng.integers(2**63))
-        super().reset(seed=seed)
+        super().reset(seed=int(seed))
         self._seed, self._steps, self._over, self._success = int(seed), 0, False, False
         self._rng = stream(self._seed, "env", type(self).__name__)
         self._start(self._rng)
-        return self.observe(), self._info(Outcome(0.0, effective=False))
+        return self._observation(), self._info(_BEGINNING)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step; raises `EnvError` when the episode is over (or was never started)."""
@@ -115,16 +121,17 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._success = self._success or outcome.success
         truncated = not outcome.terminated and self._steps >= self.config.max_steps  # type: ignore[attr-defined]
         self._over = outcome.terminated or truncated
-        return self.observe(), float(outcome.reward), outcome.terminated, truncated, self._info(outcome)
+        return self._observation(), float(outcome.reward), outcome.terminated, truncated, self._info(outcome)
 
     def render(self) -> Any:
         """The observation, for `render_mode="ansi"`."""
         return self.observe() if self.render_mode == "ansi" else None
 
     def _checked(self, action: Any) -> Action:
-        if isinstance(action, np.generic):
+        if type(action) is not int and isinstance(action, np.generic | np.ndarray) and action.size == 1:
             action = action.item()
-        if action == self.invalid_action or (self.action_space.contains(action)):
+        named = isinstance(action, int | str) and not isinstance(action, bool)
+        if named and (action == self.invalid_action or self.action_space.contains(action)):
             return action  # type: ignore[no-any-return]
         raise EnvError(f"{type(self).__name__}: action must be in {self.action_space}, got {action!r}")
 

@@ -141,8 +141,8 @@ class ActionRows:
         """The env's own actions for rows `[N, size]`."""
         space = self.space
         if isinstance(space, spaces.Discrete):
-            flat = actions[:, 0].tolist()
-            return [action + self._start for action in flat] if self._start else flat
+            # NumPy integers on purpose: Gymnasium checks them faster than Python's.
+            return list(actions[:, 0] + self._start if self._start else actions[:, 0])
         return list(self.to_batch(actions))
 
     def to_batch(self, actions: Array) -> Array:

@@ -1,0 +1,164 @@
+"""The settings of agent training, as the YAML names them. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shoal.core.errors import ConfigError
+from shoal.rollout.engine import Sampling
+from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
+from shoal.rollout.prompts import PromptConfig
+from shoal.train.group_advantages import Method
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The language model."""
+
+    name: Literal["tiny", "huggingface"] = "tiny"
+    model: str | None = None
+    """For huggingface: a folder, or a name that `shoal model get` knows."""
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    context: int = 256
+    """Longest prompt and response together, in tokens (tiny engine)."""
+    device: str = "cpu"
+    threads: int = 1
+    """Threads of the network's arithmetic, set by `shoal train`; with 1, log-probs are bit-equal (level L2)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights (huggingface)."""
+    train_last_layers: int | None = None
+    """Train only that many of the last layers and the final norm (huggingface); None trains all."""
+
+
+@dataclass(frozen=True)
+class RewardNormalization:
+    """How rewards become advantages."""
+
+    grouping: Literal["state", "inductive", "batch"] = "state"
+    """Compare within a start state, within a kind of env, or within the whole batch."""
+    method: Method = "mean_std"
+
+
+@dataclass(frozen=True)
+class AgentProxy:
+    """How the agent meets its envs."""
+
+    max_turn: int | None = None
+    """Turns after which an episode is truncated; what the env or its tag says if not given."""
+    max_tokens: int = 8
+    """Tokens of one response."""
+    temperature: float = 1.0
+    stop: tuple[str, ...] = ("</action>",)
+    """Texts after which a response ends."""
+    prompt: PromptConfig = PromptConfig()
+    format_penalty: float = 0.0
+    """Taken off per turn without a valid action; added after normalisation, never part of the spread."""
+    reward_normalization: RewardNormalization = RewardNormalization()
+    use_parallel_rollout: bool = False
+    parallel_n_jobs: int = -1
+
+    def sampling(self, *, greedy: bool = False) -> Sampling:
+        """How tokens are picked, in training or greedily."""
+        return Sampling(self.max_tokens, 0.0 if greedy else self.temperature, self.stop)
+
+
+@dataclass(frozen=True)
+class FilterGroups:
+    """Which groups are learned from."""
+
+    enable: bool = True
+    """Leave out groups whose members all got the same task reward: they say nothing."""
+    max_num_gen_batches: int = 1
+    """Batches of groups to play, at most, until `env_groups` with signal are there."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How trajectories change the weights."""
+
+    adv_estimator: Literal["grpo", "gigpo"] = "grpo"
+    gamma: float = 1.0
+    """Discount per turn; below 1, shorter solutions are worth more."""
+    step_advantage_weight: float = 1.0
+    """GiGPO: weight of the step-level advantage beside the episode's."""
+    learning_rate: float = 1e-3
+    epochs: int = 1
+    minibatch_size: int = 256
+    """Samples of one gradient step."""
+    micro_batch_tokens: int = 16384
+    """Tokens, padding included, that go through the network at once; changes memory, not results."""
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.28
+    entropy_coef: float = 0.02
+    max_grad_norm: float = 1.0
+    filter_groups: FilterGroups = FilterGroups()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1:
+            raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
+        for name in ("learning_rate", "epochs", "minibatch_size", "micro_batch_tokens", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Supervised steps on uniformly random valid actions: the format is learned, nothing of the task."""
+
+    steps: int = 0
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop."""
+
+    iterations: int = 100
+    eval_every: int = 10
+    """Iterations between held-out evaluations; there is always one at the end."""
+    save_every: int = 5
+    """Iterations between checkpoints; there is always one at the end."""
+    keep_checkpoints: int = 3
+    save_trajectories_every: int = 10
+    """Iterations between files in `trajectories/`."""
+    stop_at_success: float | None = None
+    """End early when a held-out evaluation reaches this success rate."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "eval_every", "save_every", "keep_checkpoints", "save_trajectories_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Everything about a run of agent training."""
+
+    seed: int = 0
+    run_dir: str | None = None
+    """The run folder; `runs/<config name>` (or the next free number) if not given."""
+    resume: bool = False
+    engine: EngineConfig = EngineConfig()
+    agent_proxy: AgentProxy = AgentProxy()
+    es_manager: EsManager = EsManager()
+    custom_envs: dict[str, EnvTag] = field(default_factory=dict)
+    use_parallel_envs: bool = True
+    vector: VectorConfig = VectorConfig()
+    algorithm: Algorithm = Algorithm()
+    warmup: Warmup = Warmup()
+    trainer: TrainerConfig = TrainerConfig()
+    next_step: str = ""
+    """A line that the command shows when the run is done."""
+
+    def comparable(self) -> dict[str, Any]:
+        """What must be equal for a run to be continued: all that can change its results."""
+        from shoal.core.configuration import to_mapping
+
+        values = to_mapping(self)
+        for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer"):
+            del values[key]
+        return values
