@@ -133,15 +133,16 @@ class PPO:
             raise ConfigError(
                 f"give total_timesteps or num_episodes, at least 1, got {total_timesteps} and {num_episodes}"
             )
-        started, first_step = time.monotonic(), self.log.n_steps
+        seconds, first_step = 0.0, self.log.n_steps
         while self.progress(total_timesteps, num_episodes) < 1.0:
             progress = self.progress(total_timesteps, num_episodes)
+            started = time.perf_counter()
             with self._threads():
                 rollout = self._collect(total_timesteps)
                 metrics = self.agent.improve(rollout, progress)
             ended = self.log.add(rollout)
             self._now = rollout.obs[-1]
-            seconds = time.monotonic() - started
+            seconds += time.perf_counter() - started
             yield {
                 "iteration": self.agent.iteration,
                 "steps": self.log.n_steps,
@@ -214,33 +215,33 @@ class PPO:
 
     @classmethod
     def load(
-        cls, path: Path | str, env: EnvSource | None = None, *, network: nn.Module | None = None,
+        cls, checkpoint: Path | str, env: EnvSource | None = None, *, network: nn.Module | None = None,
         backend: str = "auto", num_workers: int | None = None, start_method: str | None = None,
-        device: str = "cpu", path_: str = "auto", env_kwargs: Mapping[str, Any] | None = None,
+        device: str = "cpu", path: str = "auto", env_kwargs: Mapping[str, Any] | None = None,
     ) -> PPO:  # fmt: skip
         """Continue the run that `save` wrote, bit for bit.
 
         Args:
-            path: a checkpoint folder, or a folder of them (the newest is taken).
+            checkpoint: its folder, or a folder of them (the newest is taken).
             env: needed when the run's environment was given as a function; must be the same.
             network: needed when the run had its own; the weights are put into it.
             backend: where environments run; free to differ from before.
             num_workers: likewise.
             start_method: likewise.
             device: likewise.
-            path_: "compiled", "torch" or "auto"; only the same one continues bit for bit.
+            path: "compiled", "torch" or "auto"; only the same one continues bit for bit.
             env_kwargs: for an `env` given as a function.
 
         Raises:
             DataError: the checkpoint is broken.
             ConfigError: it belongs to another environment or network.
         """
-        saved = load_checkpoint(path)
+        saved = load_checkpoint(checkpoint)
         training, policy = saved.training, saved.policy
         ppo = cls(
             env if env is not None else policy["env"], n_envs=training["n_envs"], seed=training["seed"],
             config=read_config(training["config"]), network=network, backend=backend,
-            num_workers=num_workers, start_method=start_method, device=device, path=path_,
+            num_workers=num_workers, start_method=start_method, device=device, path=path,
             env_kwargs=env_kwargs if env_kwargs is not None else policy["env_kwargs"],
         )  # fmt: skip
         ppo.check_same(saved)
@@ -336,7 +337,7 @@ class PPO:
         makers = [partial(self.factory, i) for i in range(self.n_envs)]
         envs = make_vec(
             makers, self.n_envs, backend="process", num_workers=self.workers,
-            start_method=self.start_method, autoreset="same_step",
+            start_method=self.start_method, autoreset="same_step", check_nan=False,
         )  # fmt: skip
         return VectorSteps(envs, masked=masked)
 

@@ -166,7 +166,7 @@ class WorkerSteps:
         makers = [_ShareMaker(factory, k * self.share, self.share, n_steps, network.shape, facts.masked)
                   for k in range(n_shares)]  # fmt: skip
         self.envs = make_vec(
-            makers, n_shares, backend="process", num_workers=n_shares, start_method=start_method
+            makers, n_shares, backend="process", num_workers=n_shares, start_method=start_method, check_nan=False
         )
 
     def reset(self) -> Array:
