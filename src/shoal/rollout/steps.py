@@ -242,7 +242,7 @@ class VectorSteps:
             rollout.terminated[t], rollout.truncated[t] = terminated & valid[t], cut
             done = (terminated | truncated) & valid[t]
             if done.any():
-                self._note_finals(cut, row, infos, finals)
+                self._note_finals(cut, rollout.obs[t], row, infos, finals)
                 infos = self._restart_done(done, row, infos)
             self._resetting = done if self.mode == AutoresetMode.NEXT_STEP else self._resetting
             self._note_masks(infos)
@@ -256,10 +256,15 @@ class VectorSteps:
         """Close the vector env."""
         self.envs.close()
 
-    def _note_finals(self, cut: Array, row: Array, infos: dict[str, Any], finals: list[Array]) -> None:
+    def _note_finals(
+        self, cut: Array, before: Array, row: Array, infos: dict[str, Any], finals: list[Array]
+    ) -> None:
+        restarted = infos.get("worker_restarted", np.zeros(len(cut), bool))
         for i in np.flatnonzero(cut):
             final = row[i].copy()
-            if self.mode == AutoresetMode.SAME_STEP:
+            if restarted[i]:  # its worker died with the last observation: the one before is all there is
+                final = before[i].copy()
+            elif self.mode == AutoresetMode.SAME_STEP:
                 if "final_obs" not in infos:
                     raise EnvError(
                         f"env {i} was truncated, but the vector env gave no info['final_obs']: without the true "

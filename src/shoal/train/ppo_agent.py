@@ -53,6 +53,13 @@ class PPOAgent:
         """Write actions and log-probabilities for raw observations; the normaliser's statistics stay."""
         self.learner.act(self._seen(obs), masks, noise, actions, logprobs, deterministic)
 
+    def set_envs(self, n_envs: int) -> None:
+        """Learn from rollouts of another number of environments from now on."""
+        if n_envs != self.n_envs:
+            self.n_envs = n_envs
+            if self.reward_norm is not None:
+                self.reward_norm.sums = np.zeros(n_envs)
+
     def noise(self, n_steps: int) -> Array:
         """The chance of this iteration's rollout, `[T, N, A]`: uniform for choices, normal for points."""
         chance = stream(self.seed, "actions", self.iteration)
