@@ -43,6 +43,19 @@ PRESETS: dict[str, Preset] = {
         16, 1_000_000, "zoo",
         {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98, "ent_coef": 0.01},
     ),
+    "Pendulum-v1": Preset(
+        4, 100_000, "zoo",
+        {"n_steps": 1024, "batch_size": 64, "n_epochs": 10, "gamma": 0.9, "learning_rate": 1e-3},
+    ),
+    "MountainCarContinuous-v0": Preset(
+        8, 200_000, "own",
+        {"n_steps": 1000, "batch_size": 256, "n_epochs": 10, "gamma": 0.9999, "normalize_obs": True,
+         "normalize_reward": True},
+    ),
+    "LunarLanderContinuous-v3": Preset(
+        16, 1_000_000, "zoo",
+        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98, "ent_coef": 0.01},
+    ),
     "BipedalWalker-v3": Preset(
         32, 5_000_000, "zoo",
         {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "gamma": 0.999, "clip_range": 0.18,
