@@ -113,13 +113,13 @@ class EnvSlice:
         obs[0] = self.now
         mask = self._mask
         t = i = 0
-        try:
-            for t in range(n_steps):
-                if masked:
-                    self._check_mask(t)
-                    masks[t] = mask
-                policy.act(obs[t], mask, noise[t], actions[t], logprobs[t])
-                row = obs[t + 1]
+        for t in range(n_steps):
+            if masked:
+                self._check_mask(t)
+                masks[t] = mask
+            policy.act(obs[t], mask, noise[t], actions[t], logprobs[t])
+            row = obs[t + 1]
+            try:
                 for i, action in enumerate(to_env(actions[t])):
                     observation, reward, terminated, truncated, info = steps[i](action)
                     rewards.append(reward)
@@ -140,15 +140,15 @@ class EnvSlice:
                         encode_one(observation, row[i])
                     if masked:
                         self._note_mask(i, info)
-                if until_done and (terminated or truncated):
-                    break
-        except ShoalError:
-            raise
-        except Exception as error:
-            action = actions[t, i].tolist()
-            raise EnvError(
-                f"env {self.first_index + i} failed at step {t} of the rollout, action {action}: {error!r}"
-            ) from error
+            except ShoalError:
+                raise
+            except Exception as error:
+                raise EnvError(
+                    f"env {self.first_index + i} failed at step {t} of the rollout, action "
+                    f"{actions[t, i].tolist()}: {error!r}"
+                ) from error
+            if until_done and (terminated or truncated):
+                break
         self.now[:] = obs[t + 1]
         if until_done:
             _cut(rollout, t + 1)

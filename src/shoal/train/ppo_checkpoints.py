@@ -46,7 +46,7 @@ def save_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> Path:
 
     with write_folder(folder) as temporary:
         for name in ("weights", "optimizer", "statistics", "episodes"):
-            arrays = {key: np.ascontiguousarray(value) for key, value in getattr(checkpoint, name).items()}
+            arrays = {key: np.asarray(value, order="C") for key, value in getattr(checkpoint, name).items()}
             save_file(arrays, temporary / f"{name}.safetensors")
         write_json(temporary / "policy.json", {"format": FORMAT, **checkpoint.policy})
         write_json(temporary / "training.json", checkpoint.training)

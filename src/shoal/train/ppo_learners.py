@@ -84,6 +84,8 @@ class TorchLearner:
         self.network = network.to(self.device)
         self.actions = actions
         self._parameters = [p for p in network.parameters() if p.requires_grad]
+        if not self._parameters:
+            raise ConfigError("the network has no parameters that learn")
         fused = self.device.type in ("cpu", "cuda") and all(p.is_floating_point() for p in self._parameters)
         self.optimizer = torch.optim.Adam(self._parameters, lr=1e-3, eps=adam_eps, fused=fused)
 

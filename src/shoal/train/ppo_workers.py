@@ -7,6 +7,7 @@ start, wait, fail and end is the vector room's business alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,6 +91,10 @@ class ShareEnv(gym.Env):
     def current_rows(self) -> Array:
         """The observation rows at which the next rollout begins."""
         return self.slice.now.copy()
+
+    def process_id(self) -> int:
+        """Of the process that plays this share."""
+        return os.getpid()
 
     def close(self) -> None:
         """Close the environments."""
