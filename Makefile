@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
+# benchmarks
+.PHONY: bench-ppo
 .PHONY: help setup demo test test-slow check format clean
 
 help:             ## this list
@@ -36,6 +38,9 @@ check: setup      ## formatting, lint, types, import arrows
 format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes
+	$(BIN)/python benchmarks/ppo.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) build src/*.egg-info
