@@ -1,10 +1,10 @@
-"""PPO beside Stable-Baselines3 and a single-file PPO: environment steps a second, and time to 475 on CartPole.
+"""PPO beside Stable-Baselines3 and a single-file PPO: steps a second and time to solve CartPole.
 
     python benchmarks/ppo.py [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3]
 
-Same hyperparameters and torch threads (one) for all. Steps are counted after a first warm update; subjects take
-turns, a row is the median of its rounds. CPU seconds include worker processes. The compiled path is checked
-against torch autograd before any time is taken.
+Same hyperparameters and torch threads (one) for all. Steps are counted after a first warm update; subjects
+take turns, a row is the median of its rounds. CPU seconds include worker processes. The compiled path
+is checked against torch autograd before any time is taken.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ sys.path[:0] = [str(REPO / "src"), str(REPO / "benchmarks")]
 
 import gymnasium as gym  # noqa: E402
 import numpy as np  # noqa: E402
-import ppo_single_file  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
+import ppo_single_file  # noqa: E402
 from shoal.core.files import read_json, write_json  # noqa: E402
 from shoal.train.ppo import PPO  # noqa: E402
 from shoal.train.presets import PRESETS  # noqa: E402
@@ -43,8 +43,8 @@ ENVS = {"cartpole": "CartPole-v1", "lunarlander": "LunarLander-v3"}
 COUNTS = (1, 4, 8, 16)
 # The defaults of single-file PPO scripts; 4 minibatches whatever the number of environments.
 THROUGHPUT = {
-    "n_steps": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "gae_lambda": 0.95, "clip_range": 0.2,
-    "clip_range_vf": 0.2, "ent_coef": 0.01,
+    "n_steps": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "gae_lambda": 0.95, "clip_range":
+    0.2, "clip_range_vf": 0.2, "ent_coef": 0.01,
 }  # fmt: skip
 SHOAL = ("shoal", "shoal, 2 workers", "shoal, torch path")
 SB3, SINGLE, LIMIT = "Stable-Baselines3", "single-file PPO", "limit: stepping only"
@@ -73,6 +73,7 @@ class Watch:
         self.end = (0, 0.0, 0.0)
 
     def stop(self, steps: int) -> bool:
+        """Whether enough was seen."""
         if self.begin is None:
             if steps >= self.warm:
                 self.begin = (steps, *meter())
@@ -102,7 +103,7 @@ def run_shoal(subject: str, env: str, n_envs: int, settings: dict[str, Any], wat
 
 
 def run_sb3(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
-    from stable_baselines3 import PPO as Theirs
+    import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
@@ -111,7 +112,7 @@ def run_sb3(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> No
             # Looked at once per rollout, like the others.
             return self.num_timesteps % (128 * n_envs) != 0 or not watch.stop(self.num_timesteps)
 
-    model = Theirs(
+    model = stable_baselines3.PPO(
         "MlpPolicy", make_vec_env(env, n_envs), batch_size=n_envs * 32, device="cpu", seed=0, **settings
     )
     model.learn(10**9, callback=Stop())
@@ -166,13 +167,14 @@ def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -
                 cpu = sum(rate[2] for rate in found)
                 rows.append(row(f"{env}, {n_envs} envs", subject, value, unit, cpu, len(found)))
             if found:
-                print(f"{env:16} n={n_envs:<3} {subject:20} {statistics.median(r[0] for r in found):>10,.0f} steps/s "
-                      f"{statistics.median(r[1] for r in found):>10,.0f} steps/CPU-s", flush=True)  # fmt: skip
+                wall, cpu = (statistics.median(rate[place] for rate in found) for place in (0, 1))
+                numbers = f"{wall:>10,.0f} steps/s {cpu:>10,.0f} steps/CPU-s"
+                print(f"{env:16} n={n_envs:<3} {subject:20} {numbers}", flush=True)
     return rows
 
 
 def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
-    """Time until the mean of 100 episodes reaches 475, with the published settings for CartPole, all alike."""
+    """Time until the mean of 100 episodes reaches 475, with the same published settings for all."""
     preset = PRESETS["CartPole-v1"]
     settings, total = dict(preset.settings), preset.total_timesteps
     base = {key: settings[key] for key in ("n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda")}
@@ -180,7 +182,8 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
     def shoal(subject: str, seed: int) -> int:
         with PPO(
             "CartPole-v1", n_envs=8, seed=seed, backend="process" if "workers" in subject else "serial",
-            num_workers=2 if "workers" in subject else None, path="torch" if "torch" in subject else "compiled",
+            num_workers=2 if "workers" in subject else None,
+            path="torch" if "torch" in subject else "compiled",
             **settings,
         ) as ppo:  # fmt: skip
             for found in ppo.updates(total):
@@ -189,7 +192,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
         return -1
 
     def sb3(_: str, seed: int) -> int:
-        from stable_baselines3 import PPO as Theirs
+        import stable_baselines3
         from stable_baselines3.common.callbacks import BaseCallback
         from stable_baselines3.common.env_util import make_vec_env
 
@@ -203,7 +206,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
                 return self.solved < 0
 
         stop = Stop()
-        model = Theirs(
+        model = stable_baselines3.PPO(
             "MlpPolicy", make_vec_env("CartPole-v1", 8, seed=seed), device="cpu", seed=seed, ent_coef=0.0,
             learning_rate=lambda left: left * 1e-3, clip_range=lambda left: left * 0.2, **base,
         )  # fmt: skip
@@ -214,7 +217,14 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
         def enough(steps: int, returns: deque) -> bool:
             return len(returns) == 100 and float(np.mean(returns)) >= 475
 
-        given = {**base, "learning_rate": 1e-3, "clip_range": 0.2, "clip_range_vf": 0.0, "ent_coef": 0.0, "linear": True}
+        given = {
+            **base,
+            "learning_rate": 1e-3,
+            "clip_range": 0.2,
+            "clip_range_vf": 0.0,
+            "ent_coef": 0.0,
+            "linear": True,
+        }
         steps = ppo_single_file.train("CartPole-v1", 8, total, given, seed, enough)
         return steps if steps < total else -1
 
@@ -231,7 +241,10 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
             steps = play(subject, seed)
             after = meter()
             found.append((steps, after[0] - wall, after[1] - cpu))
-            print(f"solve CartPole  {subject:20} seed {seed}: {steps:>7} steps, {found[-1][1]:.2f} s", flush=True)
+            print(
+                f"solve CartPole  {subject:20} seed {seed}: {steps:>7} steps, {found[-1][1]:.2f} s",
+                flush=True,
+            )
         solved = all(steps > 0 for steps, _, _ in found)
         cpu_seconds = sum(f[2] for f in found)
         for place, unit in ((1, "s"), (0, "env steps")):
@@ -244,7 +257,9 @@ def check_paths() -> None:
     """The compiled update is autograd's, on recorded experience, before anybody is timed."""
     after = {}
     for path in ("compiled", "torch"):
-        with PPO("CartPole-v1", n_envs=4, seed=0, path=path, backend="serial", batch_size=128, **THROUGHPUT) as ppo:
+        with PPO(
+            "CartPole-v1", n_envs=4, seed=0, path=path, backend="serial", batch_size=128, **THROUGHPUT
+        ) as ppo:
             rows = list(ppo.updates(512))
             after[path] = ppo.agent.state()[0]
             assert abs(rows[0]["first_kl"]) < 1e-7, rows[0]
@@ -276,11 +291,16 @@ def save(rows: list[dict[str, Any]]) -> None:
 def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=[*ENVS, "solve"], default=[*ENVS, "solve"])
     parser.add_argument("--counts", nargs="+", type=int, default=list(COUNTS))
     parser.add_argument("--seconds", type=float, default=2.0)

@@ -1,7 +1,7 @@
 """A PPO in the single-file style: torch modules and Categorical, a Python loop over steps, no tricks.
 
-Written for the benchmark from what such scripts do: sampling through `torch.distributions`, GAE as a Python loop
-over torch rows, NumPy index shuffling, a `.item()` per minibatch, default Adam.
+Written for the benchmark from what such scripts do: sampling through `torch.distributions`, GAE as a Python
+loop over torch rows, NumPy index shuffling, a `.item()` per minibatch, default Adam.
 """
 
 from __future__ import annotations
@@ -31,19 +31,27 @@ class Network(nn.Module):
 
     def __init__(self, inputs: int, n_actions: int) -> None:
         super().__init__()
-        self.critic = nn.Sequential(linear(inputs, 64), nn.Tanh(), linear(64, 64), nn.Tanh(), linear(64, 1, 1.0))
+        self.critic = nn.Sequential(
+            linear(inputs, 64), nn.Tanh(), linear(64, 64), nn.Tanh(), linear(64, 1, 1.0)
+        )
         self.actor = nn.Sequential(
             linear(inputs, 64), nn.Tanh(), linear(64, 64), nn.Tanh(), linear(64, n_actions, 0.01)
         )
 
     def judge(self, obs: torch.Tensor, action: torch.Tensor | None = None) -> Any:
+        """(action, logprob, entropy, value)."""
         spread = Categorical(logits=self.actor(obs))
         action = spread.sample() if action is None else action
         return action, spread.log_prob(action), spread.entropy(), self.critic(obs).flatten()
 
 
 def train(
-    env_id: str, n_envs: int, total: int, settings: dict[str, Any], seed: int, stop: Callable[[int, deque], bool]
+    env_id: str,
+    n_envs: int,
+    total: int,
+    settings: dict[str, Any],
+    seed: int,
+    stop: Callable[[int, deque], bool],
 ) -> int:
     """Train until `stop(steps, last 100 returns)` or `total` steps; returns the steps taken."""
     torch.manual_seed(seed)
@@ -105,7 +113,9 @@ def train(
                 with torch.no_grad():
                     clipped.append(((ratio - 1.0).abs() > clip).float().mean().item())
                 advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-                policy = torch.max(-advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip, 1 + clip)).mean()
+                policy = torch.max(
+                    -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip, 1 + clip)
+                ).mean()
                 error = (value - target) ** 2
                 if settings["clip_range_vf"]:
                     bound = settings["clip_range_vf"]

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tests.train.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
 
 from shoal.core.errors import ConfigError, EnvError
 from shoal.rollout.episodes import SeededEpisodes
 from shoal.rollout.spaces import ActionRows, ObservationRows
 from shoal.rollout.steps import EnvSlice, VectorSteps
-from tests.train.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
 
 
 class NoisePolicy:
@@ -65,7 +65,16 @@ def vector_of(kind: str, mode: AutoresetMode, n_envs: int = 3) -> VectorSteps:
 
 def assert_same(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
-        for name in ("obs", "actions", "logprobs", "rewards", "terminated", "truncated", "final_obs", "masks"):
+        for name in (
+            "obs",
+            "actions",
+            "logprobs",
+            "rewards",
+            "terminated",
+            "truncated",
+            "final_obs",
+            "masks",
+        ):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
 
@@ -99,7 +108,9 @@ def test_no_row_of_a_reset_pretends_to_be_experience(terminates):
     for i in range(2):
         assert rollout.obs[:23, i, 0].tolist() == expected.tolist()
         assert rollout.obs[:23, i, 1].tolist() == (np.arange(23) // 5).tolist()
-    assert (rollout.terminated if terminates else rollout.truncated)[:, 0].tolist() == (expected == 4).tolist()
+    assert (rollout.terminated if terminates else rollout.truncated)[:, 0].tolist() == (
+        expected == 4
+    ).tolist()
     assert rollout.final_obs[:, 0].tolist() == ([] if terminates else [5.0] * 8)  # not the reset's 0
 
 
@@ -162,7 +173,9 @@ def test_an_all_false_action_mask_is_an_error_that_names_env_and_step():
 
 def test_an_env_that_raises_is_named_with_its_action():
     envs = EnvSlice([SeededEpisodes(CountingEnv(50), 0, 0), SeededEpisodes(BrokenEnv("error"), 0, 1)])
-    with pytest.raises(EnvError, match=r"env 1 failed at step 11 of the rollout, action \[.\]: .*plug was pulled"):
+    with pytest.raises(
+        EnvError, match=r"env 1 failed at step 11 of the rollout, action \[.\]: .*plug was pulled"
+    ):
         collect(envs, 20)
 
 
@@ -191,16 +204,27 @@ def test_a_vector_env_without_final_observations_is_refused():
 
 def test_observations_become_rows():
     space = spaces.Dict(
-        {"a": spaces.Discrete(3, start=1), "b": spaces.Dict({"c": spaces.MultiDiscrete([2, 3], start=[0, 5])}),
+        {"a": spaces.Discrete(3, start=1),
+         "b": spaces.Dict({"c": spaces.MultiDiscrete([2, 3], start=[0, 5])}),
          "d": spaces.Box(-1, 1, (2, 2)), "e": spaces.MultiBinary(2)}
     )  # fmt: skip
     rows = ObservationRows(space)
-    one = {"a": 2, "b": {"c": np.array([1, 7])}, "d": np.array([[0.1, 0.2], [0.3, 0.4]]), "e": np.array([0, 1])}
+    one = {
+        "a": 2,
+        "b": {"c": np.array([1, 7])},
+        "d": np.array([[0.1, 0.2], [0.3, 0.4]]),
+        "e": np.array([0, 1]),
+    }
     row = np.zeros(rows.size, np.float32)
     rows.encode_one(one, row)
     expected = [0, 1, 0, 0, 1, 0, 0, 1, 0.1, 0.2, 0.3, 0.4, 0, 1]
     np.testing.assert_allclose(row, expected, atol=1e-7)
-    batch = {"a": np.array([2, 2]), "b": {"c": np.array([[1, 7]] * 2)}, "d": np.stack([one["d"]] * 2), "e": np.array([[0, 1]] * 2)}
+    batch = {
+        "a": np.array([2, 2]),
+        "b": {"c": np.array([[1, 7]] * 2)},
+        "d": np.stack([one["d"]] * 2),
+        "e": np.array([[0, 1]] * 2),
+    }
     both = np.zeros((2, rows.size), np.float32)
     rows.encode(batch, both)
     np.testing.assert_allclose(both, [expected, expected], atol=1e-7)
@@ -223,13 +247,17 @@ def test_rows_become_actions_of_the_space(space, rows, expected):
     np.testing.assert_array_equal(actions.to_batch(np.array(rows, actions.dtype)), expected)
 
 
-@pytest.mark.parametrize("space", [spaces.Text(5), spaces.Sequence(spaces.Discrete(2)), spaces.Dict({"a": spaces.Text(3)})])
+@pytest.mark.parametrize(
+    "space", [spaces.Text(5), spaces.Sequence(spaces.Discrete(2)), spaces.Dict({"a": spaces.Text(3)})]
+)
 def test_observation_spaces_that_are_not_supported_say_so(space):
     with pytest.raises(ConfigError, match="PPO reads Box, Discrete"):
         ObservationRows(space)
 
 
-@pytest.mark.parametrize("space", [spaces.Text(5), spaces.Box(0, 255, (2,), np.uint8), spaces.Tuple((spaces.Discrete(2),))])
+@pytest.mark.parametrize(
+    "space", [spaces.Text(5), spaces.Box(0, 255, (2,), np.uint8), spaces.Tuple((spaces.Discrete(2),))]
+)
 def test_action_spaces_that_are_not_supported_say_so(space):
     with pytest.raises(ConfigError, match="PPO acts in Discrete"):
         ActionRows(space)

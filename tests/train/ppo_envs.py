@@ -54,8 +54,8 @@ class TargetEnv(gym.Env):
 
 
 class CountingEnv(gym.Env):
-    """Shows how many actions this episode really took, and its episode's number: a step that ignores its action
-    would show. Ends by termination or truncation after `length` steps."""
+    """Shows how many actions this episode really took, and its episode's number: a step that ignores its
+    action would show. Ends by termination or truncation after `length` steps."""
 
     action_space = spaces.Discrete(2)
     observation_space = spaces.Box(-1e9, 1e9, (2,), np.float32)

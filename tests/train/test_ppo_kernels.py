@@ -24,7 +24,9 @@ SPACES = {
 }
 
 
-def learners(space: spaces.Space, inputs: int, hidden: tuple[int, ...], activation: str = "tanh", seed: int = 0):
+def learners(
+    space: spaces.Space, inputs: int, hidden: tuple[int, ...], activation: str = "tanh", seed: int = 0
+):
     """A compiled and a torch learner with equal, not too small weights."""
     actions = ActionRows(space)
     network = MLPActorCritic(inputs, actions, hidden=hidden, activation=activation, seed=seed)
@@ -69,7 +71,9 @@ def test_compiled_actions_logprobs_and_values_are_those_of_torch(kind, hidden, a
         for deterministic in (False, True):
             ours, theirs = (play(x, actions, obs, noise, masks, deterministic) for x in (fast, slow))
             if actions.is_discrete:
-                assert (ours[0] == theirs[0]).mean() > 0.99  # noise within 1e-6 of an edge may fall either way
+                assert (
+                    ours[0] == theirs[0]
+                ).mean() > 0.99  # noise within 1e-6 of an edge may fall either way
                 same = (ours[0] == theirs[0]).all(axis=1)
                 np.testing.assert_allclose(ours[1][same], theirs[1][same], atol=3e-6)
             else:
@@ -93,7 +97,7 @@ def test_compiled_update_is_autograd_clipping_and_adam(
     values = slow.values(obs)
     batch = UpdateBatch(
         obs=obs, actions=chosen,
-        logprobs=logprobs + rng.standard_normal(rows).astype(np.float32) * 0.2,  # so that some ratios are clipped
+        logprobs=logprobs + rng.standard_normal(rows).astype(np.float32) * 0.2,  # some clip
         advantages=rng.standard_normal(rows).astype(np.float32),
         returns=values + rng.standard_normal(rows).astype(np.float32),
         values=values + rng.standard_normal(rows).astype(np.float32) * 0.3,
@@ -114,7 +118,7 @@ def test_compiled_update_is_autograd_clipping_and_adam(
 
 
 def test_one_compiled_gradient_equals_autograd_to_float32_precision():
-    """One step from zero moments: exp_avg is 0.1 times the gradient, so the gradients are compared directly."""
+    """One step from zero moments: exp_avg is 0.1 times the gradient."""
     for kind in ("discrete", "box"):
         fast, slow, actions = learners(SPACES[kind], 8, (64, 64))
         rng = np.random.default_rng(3)

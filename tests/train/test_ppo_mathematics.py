@@ -1,4 +1,4 @@
-"""GAE, losses, distributions, schedules and statistics: hand-computed numbers, definitions, Stable-Baselines3."""
+"""GAE, losses, distributions, schedules and statistics: by hand, by definition, beside Stable-Baselines3."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_endless_reward_of_one_is_worth_what_the_series_says():
 @given(st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1))
 @settings(max_examples=30, deadline=None)
 def test_gae_is_the_sum_of_its_definition(seed, gamma, lam):
-    """A_t = sum over k of (gamma lambda)^k delta_{t+k}, up to the end of the episode, for each env on its own."""
+    """A_t = sum over k of (gamma lambda)^k delta_{t+k}, up to the end of the episode, per env."""
     rng = np.random.default_rng(seed)
     n_steps, n_envs = 9, 3
     rewards, values, ahead = (rng.standard_normal((n_steps, n_envs)) for _ in range(3))
@@ -129,14 +129,16 @@ def test_value_loss_by_hand():
 
 
 def test_losses_are_those_of_stable_baselines3_written_out():
-    """SB3's PPO.train, as formulas over recorded numbers: it has no factor 1/2 in the value loss either, and it
-    clips the value without taking the larger loss."""
+    """SB3's PPO.train, as formulas over recorded numbers: it has no factor 1/2 in the value loss either,
+    and it clips the value without taking the larger loss."""
     rng = np.random.default_rng(1)
     new, old, adv = (torch.from_numpy(rng.standard_normal(64)) for _ in range(3))
     ratio = torch.exp(new - old)
     theirs = -torch.min(adv * ratio, adv * torch.clamp(ratio, 0.8, 1.2)).mean()
     assert float(clipped_policy_loss(new, old, adv, 0.2).loss) == pytest.approx(float(theirs), abs=1e-12)
-    assert float(value_loss(new, adv, old)) == pytest.approx(float(torch.nn.functional.mse_loss(adv, new)), abs=1e-12)
+    assert float(value_loss(new, adv, old)) == pytest.approx(
+        float(torch.nn.functional.mse_loss(adv, new)), abs=1e-12
+    )
 
 
 def test_advantages_are_normalised_as_cleanrl_and_sb3_do_and_one_alone_is_left():
@@ -150,7 +152,9 @@ def test_advantages_are_normalised_as_cleanrl_and_sb3_do_and_one_alone_is_left()
 def test_distributions_are_those_of_torch(seed):
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.standard_normal((7, 5)) * 3)
-    actions = torch.stack([torch.from_numpy(rng.integers(0, 2, 7)), torch.from_numpy(rng.integers(0, 3, 7))], 1)
+    actions = torch.stack(
+        [torch.from_numpy(rng.integers(0, 2, 7)), torch.from_numpy(rng.integers(0, 3, 7))], 1
+    )
     ours = distributions.judge_choices(logits, actions, (2, 3))
     theirs = [torch.distributions.Categorical(logits=part) for part in logits.split((2, 3), dim=1)]
     assert torch.allclose(ours.logprob, sum(d.log_prob(actions[:, g]) for g, d in enumerate(theirs)))
@@ -170,7 +174,9 @@ def test_masked_choices_are_a_categorical_over_the_allowed_ones():
     judged = distributions.judge_choices(logits, torch.tensor([[2]]), (4,), masks)
     assert torch.allclose(judged.logprob, allowed.log_prob(torch.tensor([1])))
     assert torch.allclose(judged.entropy, allowed.entropy())
-    one = distributions.judge_choices(logits, torch.tensor([[1]]), (4,), torch.tensor([[False, True, False, False]]))
+    one = distributions.judge_choices(
+        logits, torch.tensor([[1]]), (4,), torch.tensor([[False, True, False, False]])
+    )
     assert one.entropy.item() == 0.0
     assert one.logprob.item() == 0.0
 

@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
         Call, prog="shoal train-ppo", description=DESCRIPTION, args=argv, default=Call(options, settings),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
     )  # fmt: skip
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     run_options = replace(call.run, run_dir=str(_run_dir(call.run)))
     out = sys.stderr if call.json_events else sys.stdout
     run = PPORun(run_options, call.ppo, _print_event if call.json_events else None)
@@ -129,12 +131,18 @@ def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: A
 def _watch_live(rows: Iterator[dict[str, float]], run: PPORun, console: Any) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("starting", total=1.0)
         for row in rows:
             done = run.ppo.progress(run.options.total_timesteps, run.options.num_episodes)
-            text = f"{int(row['steps']):,} steps  reward {_number(row['reward_mean'])}  {row['steps_per_second']:,.0f}/s"
+            text = f"{int(row['steps']):,} steps  reward {_number(row['reward_mean'])}"
+            text += f"  {row['steps_per_second']:,.0f}/s"
             bar.update(task, completed=done, description=text)
             if "eval_return_mean" in row:
                 bar.console.print(f"{int(row['steps']):>10,} steps: evaluation {row['eval_return_mean']:.1f}")
@@ -150,8 +158,8 @@ def _block(row: dict[str, float], run: PPORun) -> str:
         f"  Reward: {_number(row['reward'])}  |  Length: {_number(row['length'], 0)}  |  "
         f"Mean(100): {_number(row['reward_mean'])}",
         f"  n_completed_episodes: {int(row['n_completed_episodes'])}  |  n_envs: {int(row['n_envs'])}",
-        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.4f}  entropy {row['entropy']:.3f}  "
-        f"KL {row['approx_kl']:.4f}  clipped {row['clip_fraction']:.3f}  "
+        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.4f}  "
+        f"entropy {row['entropy']:.3f}  KL {row['approx_kl']:.4f}  clipped {row['clip_fraction']:.3f}  "
         f"explained variance {_number(row['explained_variance'])}",
     ]
     if "eval_return_mean" in row:
@@ -168,11 +176,10 @@ def _say_results(run: PPORun, out: Any) -> None:
     lines = [
         "",
         f"evaluation {metrics['eval_return_mean']:.2f} +- {metrics['eval_return_std']:.2f} over "
-        f"{run.options.eval_episodes} episodes, after {metrics['steps']:,} steps in {run.summary['seconds']:.1f} s",
+        f"{run.options.eval_episodes} episodes, after {metrics['steps']:,} steps in "
+        f"{run.summary['seconds']:.1f} s",
         f"curves      {run.path / 'curves.png'}",
         f"checkpoint  {run.checkpoints}",
         f"go on with  shoal train-ppo --resume-from {run.path} --total-timesteps {2 * metrics['steps']}",
     ]
     print("\n".join(lines), file=out)
-
-

@@ -44,7 +44,9 @@ class SeededEpisodes(gym.Wrapper):
         if self._mask is None:
             self.step = env.step  # type: ignore[method-assign]  # one Python call less per step
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Start the next episode; a `seed` given by the caller is used instead of the derived one."""
         chosen = derive_seed(self.seed, self.stream, self.index, self.episode) if seed is None else seed
         self.episode += 1
@@ -56,7 +58,9 @@ class SeededEpisodes(gym.Wrapper):
         observation, reward, terminated, truncated, info = self.env.step(action)
         return observation, reward, terminated, truncated, self._with_mask(info)
 
-    def resume_episode(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> tuple[Any, dict[str, Any]]:
+    def resume_episode(
+        self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]
+    ) -> tuple[Any, dict[str, Any]]:
         """Play the episode again that was under way, and return its last observation and info.
 
         Args:

@@ -31,14 +31,16 @@ class Leaf:
     @property
     def is_image(self) -> bool:
         """Whether this part is a uint8 picture."""
-        return isinstance(self.space, spaces.Box) and self.space.dtype == np.uint8 and len(self.space.shape) == 3
+        return (
+            isinstance(self.space, spaces.Box) and self.space.dtype == np.uint8 and len(self.space.shape) == 3
+        )
 
 
 class ObservationRows:
     """Turns observations of a space into rows `[D]` of `dtype`.
 
-    Box is flattened, Discrete and MultiDiscrete are one-hot, MultiBinary is 0/1, Dict is its parts one after the
-    other. Anything else is a `ConfigError`.
+    Box is flattened, Discrete and MultiDiscrete are one-hot, MultiBinary is 0/1, Dict is its parts one
+    after the other. Anything else is a `ConfigError`.
     """
 
     def __init__(self, space: gym.Space) -> None:
@@ -89,8 +91,8 @@ def _leaves(space: gym.Space, path: tuple[str, ...], start: int) -> list[Leaf]:
     else:
         place = f" at {'/'.join(path)!r}" if path else ""
         raise ConfigError(
-            f"PPO reads Box, Discrete, MultiDiscrete, MultiBinary and Dict observations, got {space}{place}; wrap "
-            "the environment, for example with gymnasium.wrappers.TransformObservation"
+            f"PPO reads Box, Discrete, MultiDiscrete, MultiBinary and Dict observations, got {space}{place}; "
+            "wrap the environment, for example with gymnasium.wrappers.TransformObservation"
         )
     return [Leaf(path, space, start, start + size)]
 
@@ -112,8 +114,9 @@ def _encode_leaf(space: gym.Space, values: Array, rows: Array) -> None:
 class ActionRows:
     """What a policy's numbers mean to an action space.
 
-    `groups` are the sizes of the choices to make (Discrete one group, MultiDiscrete several, MultiBinary pairs),
-    or empty for Box, where an action is a point of `size` floats, clipped to the bounds on its way to the env.
+    `groups` are the sizes of the choices to make (Discrete one group, MultiDiscrete several, MultiBinary
+    pairs), or empty for Box, where an action is a point of `size` floats, clipped to the bounds on its way
+    to the env.
     """
 
     def __init__(self, space: gym.Space) -> None:
@@ -129,8 +132,8 @@ class ActionRows:
             self.groups = (2,) * int(np.prod(space.shape))
         elif not (isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)):
             raise ConfigError(
-                f"PPO acts in Discrete, MultiDiscrete, MultiBinary and float Box spaces, got {space}; wrap the "
-                "environment, for example with gymnasium.wrappers.TransformAction"
+                f"PPO acts in Discrete, MultiDiscrete, MultiBinary and float Box spaces, got {space}; "
+                "wrap the environment, for example with gymnasium.wrappers.TransformAction"
             )
         self.is_discrete = bool(self.groups)
         self.size = len(self.groups) if self.groups else int(np.prod(space.shape or (1,)))
@@ -150,10 +153,10 @@ class ActionRows:
         space, n = self.space, len(actions)
         if isinstance(space, spaces.Box):
             points = np.clip(actions.reshape(n, *space.shape), space.low, space.high)
-            return points.astype(space.dtype, copy=False)
+            return np.asarray(points, space.dtype)
         if isinstance(space, spaces.Discrete):
-            return actions[:, 0] + self._start
-        return (actions + self._start).reshape(n, *space.shape).astype(space.dtype, copy=False)
+            return np.asarray(actions[:, 0] + self._start)
+        return np.asarray((actions + self._start).reshape(n, *(space.shape or ())), space.dtype)
 
     def forbidden(self, masks: Array) -> Iterator[tuple[int, int]]:
         """(row, group) of each choice that `masks[N, sum(groups)]` leaves without any option."""

@@ -1,7 +1,7 @@
-"""Collect experience of array policies: `n_steps` of every env, in order, with nothing invented at episode ends.
+"""Collect experience of array policies: `n_steps` of every env, in order, nothing invented at ends.
 
-Two collectors give the same rows: `EnvSlice` steps its own environments in a plain loop (in-process, or inside a
-worker that holds the policy too), `VectorSteps` steps any Gymnasium vector env in any autoreset mode.
+Two collectors give the same rows: `EnvSlice` steps its own environments in a plain loop (here, or inside
+a worker that holds the policy too), `VectorSteps` steps any Gymnasium vector env in any autoreset mode.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ class StepRollout:
     rewards: Array  # [T, N] float64
     terminated: Array  # [T, N] bool  the MDP ended
     truncated: Array  # [T, N] bool  we stopped watching; False where terminated
-    final_obs: Array  # [K, D] the true last observation of each truncated episode, in the order of t, then env
+    final_obs: Array  # [K, D] the true last observations of truncated episodes, in the order of t, then env
     masks: Array  # [T, N, sum(groups)] uint8, or empty [0, 0, 0] when every action is always allowed
     valid: Array | None = None  # [T, N] bool; False where a vector env spent the step on a reset
 
     @property
     def done(self) -> Array:
         """Whether the step ended its episode, either way."""
-        return self.terminated | self.truncated
+        return np.asarray(self.terminated | self.truncated)
 
     @staticmethod
-    def empty(n_steps: int, n_envs: int, obs: ObservationRows, actions: ActionRows, masked: bool) -> StepRollout:
+    def empty(
+        n_steps: int, n_envs: int, obs: ObservationRows, actions: ActionRows, masked: bool
+    ) -> StepRollout:
         """Room for a rollout."""
         masks = (n_steps, n_envs, actions.n_parameters) if masked else (0, 0, 0)
         return StepRollout(
@@ -198,7 +200,7 @@ class VectorSteps:
 
     def reset(self) -> Array:
         """Start an episode in every env; returns the rows of first observations."""
-        observations, infos = self.envs.reset(seed=self.seed)
+        observations, infos = self.envs.reset(seed=self.seed)  # type: ignore[arg-type]
         self.obs_rows.encode(observations, self.now)
         self._note_masks(infos)
         self._resetting[:] = False
@@ -206,7 +208,7 @@ class VectorSteps:
 
     def resume(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> Array:
         """Play the episodes again that were under way, after a `reset()`."""
-        for i, (observation, info) in enumerate(self.envs.call("resume_episode", episodes, actions)):
+        for i, (observation, info) in enumerate(self._call("resume_episode", episodes, actions)):
             self.obs_rows.encode_one(observation, self.now[i])
             if self.masked:
                 self._mask[i] = _mask_of(info, self._mask.shape[1], i)
@@ -214,7 +216,7 @@ class VectorSteps:
 
     def restart(self, indices: Sequence[int]) -> None:
         """Break off the episodes of these envs and start new ones."""
-        for i, answer in zip(indices, _those(self.envs.call("restart_episode", indices)), strict=True):
+        for i, answer in zip(indices, _those(self._call("restart_episode", indices)), strict=True):
             observation, info = answer
             self.obs_rows.encode_one(observation, self.now[i])
             if self.masked:
@@ -256,6 +258,9 @@ class VectorSteps:
         """Close the vector env."""
         self.envs.close()
 
+    def _call(self, name: str, *arguments: Any) -> Sequence[Any]:
+        return self.envs.call(name, *arguments)  # type: ignore[attr-defined,no-any-return]
+
     def _note_finals(
         self, cut: Array, before: Array, row: Array, infos: dict[str, Any], finals: list[Array]
     ) -> None:
@@ -267,8 +272,8 @@ class VectorSteps:
             elif self.mode == AutoresetMode.SAME_STEP:
                 if "final_obs" not in infos:
                     raise EnvError(
-                        f"env {i} was truncated, but the vector env gave no info['final_obs']: without the true "
-                        "last observation its value cannot be bootstrapped; use shoal.vector.make_vec"
+                        f"env {i} was truncated, but the vector env gave no info['final_obs']: without "
+                        "the true last observation there is no value to bootstrap; use shoal.vector.make_vec"
                     )
                 self.obs_rows.encode_one(_entry(infos["final_obs"], int(i)), final)
             finals.append(final)
@@ -311,10 +316,14 @@ def _entry(batch: Any, i: int) -> Any:
 
 def _mask_of(info: dict[str, Any], size: int, index: int) -> Array:
     if "action_mask" not in info:
-        raise EnvError(f"env {index} gave info['action_mask'] before, but not this time; give it at every step")
+        raise EnvError(
+            f"env {index} gave info['action_mask'] before, but not this time; give it at every step"
+        )
     mask = np.asarray(info["action_mask"]).reshape(-1)
     if mask.size != size:
-        raise EnvError(f"env {index}: info['action_mask'] must have {size} entries, one per action, got {mask.size}")
+        raise EnvError(
+            f"env {index}: info['action_mask'] must have {size} entries, one per action, got {mask.size}"
+        )
     return mask.astype(bool)
 
 
@@ -323,7 +332,9 @@ def _check_masks(actions: ActionRows, masks: Array, t: int, first_index: int) ->
         return
     for env, group in actions.forbidden(masks):
         part = f", part {group} of the action" if len(actions.groups) > 1 else ""
-        raise EnvError(f"env {first_index + env}, step {t} of the rollout{part}: the action mask allows no action")
+        raise EnvError(
+            f"env {first_index + env}, step {t} of the rollout{part}: the action mask allows no action"
+        )
 
 
 def _cut(rollout: StepRollout, n_steps: int) -> None:

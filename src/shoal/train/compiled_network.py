@@ -101,7 +101,13 @@ class CompiledNetwork:
         self._make_room(256)
 
     def act(
-        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array, deterministic: bool = False
+        self,
+        obs: Array,
+        masks: Array,
+        noise: Array,
+        actions: Array,
+        logprobs: Array,
+        deterministic: bool = False,
     ) -> None:
         """Write actions `[N, A]` and log-probabilities `[N]` for observations `[N, D]`."""
         self._make_room(len(obs))
@@ -109,8 +115,8 @@ class CompiledNetwork:
         if shape.groups:
             masks = masks if masks.size else NO_MASKS
             kernels.act_choices(
-                self.weights, self.actor, self._activation, self._groups, obs, masks, noise, actions, logprobs,
-                self._hidden, self._out, deterministic,
+                self.weights, self.actor, self._activation, self._groups, obs, masks, noise, actions,
+                logprobs, self._hidden, self._out, deterministic,
             )  # fmt: skip
         else:
             log_std = self.weights[self.std_at : self.std_at + shape.outputs]
@@ -155,9 +161,9 @@ class CompiledNetwork:
             batch.logprobs, batch.advantages, batch.returns, batch.values, settings, self._gradient,
             self._hidden, self._delta, self._below, self._transposed,
         )  # fmt: skip
-        numbers = [float(value) for value in result]
-        self.count += int(numbers[units.UPDATES])
-        return UpdateStats(*numbers[:6], int(numbers[units.UPDATES]), numbers[units.FIRST_KL])
+        policy, critic, entropy, kl, clipped, norm, taken, first_kl = (float(value) for value in result)
+        self.count += int(taken)
+        return UpdateStats(policy, critic, entropy, kl, clipped, norm, int(taken), first_kl)
 
     def gae(
         self, rewards: Array, values: Array, next_values: Array, terminated: Array, done: Array,

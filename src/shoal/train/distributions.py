@@ -1,7 +1,7 @@
 """Action distributions in torch, without classes: log-probability and entropy of choices and of points.
 
-Choices are one categorical per group of logits, with optional masks; points are a diagonal Gaussian. Chance comes
-in from outside as noise, so the same noise gives the same actions on every path.
+Choices are one categorical per group of logits, with optional masks; points are a diagonal Gaussian. Chance
+comes in from outside as noise, so the same noise gives the same actions on every path.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Array = np.ndarray
 
 _LOG_ROOT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -34,13 +37,17 @@ def judge_choices(
 
     The entropy is over the allowed choices only.
     """
-    logprob, entropy = logits.new_zeros(len(logits)), logits.new_zeros(len(logits))
     logits = masked_logits(logits, masks)
-    for g, part in enumerate(logits.split(groups, dim=1)):
+    judged: Judged | None = None
+    for g, part in enumerate(logits.split(groups, dim=1) if len(groups) > 1 else (logits,)):
         logs = torch.log_softmax(part, dim=1)
-        logprob = logprob + logs.gather(1, actions[:, g : g + 1]).squeeze(1)
-        entropy = entropy - (logs.exp() * logs).sum(dim=1)
-    return Judged(logprob, entropy)
+        logprob = logs.gather(1, actions[:, g : g + 1]).squeeze(1)
+        entropy = -(logs.exp() * logs).sum(dim=1)
+        judged = (
+            Judged(logprob, entropy) if judged is None else Judged(judged[0] + logprob, judged[1] + entropy)
+        )
+    assert judged is not None
+    return judged
 
 
 def judge_points(mean: Tensor, log_std: Tensor, actions: Tensor) -> Judged:
@@ -51,23 +58,39 @@ def judge_points(mean: Tensor, log_std: Tensor, actions: Tensor) -> Judged:
     return Judged(logprob, entropy)
 
 
-def sample_choices(
-    logits: Tensor, noise: Tensor, groups: tuple[int, ...], masks: Tensor | None, deterministic: bool = False
-) -> Tensor:
-    """Choices `[B, len(groups)]` by inverse transform of uniform noise, or the likeliest ones."""
-    picks = []
-    for g, part in enumerate(masked_logits(logits, masks).split(groups, dim=1)):
+def choose(
+    logits: Array, noise: Array, groups: tuple[int, ...], masks: Array, deterministic: bool = False
+) -> tuple[Array, Array]:
+    """Choices `[B, len(groups)]` (by inverse transform of noise, or the likeliest) and log-probabilities.
+
+    The noise is uniform; `masks` may be empty. In NumPy, far faster than torch for few rows.
+    """
+    rows = np.arange(len(logits))
+    picks, logprob, start = (
+        np.empty((len(logits), len(groups)), np.int64),
+        np.zeros(len(logits), np.float32),
+        0,
+    )
+    for g, size in enumerate(groups):
+        part = logits[:, start : start + size]
+        if masks.size:
+            part = np.where(masks[:, start : start + size] != 0, part, np.float32(-np.inf))
+        weight = np.exp(part - part.max(axis=1, keepdims=True))
+        reached = weight.cumsum(axis=1)
         if deterministic:
-            picks.append(part.argmax(dim=1))
-            continue
-        weight = torch.exp(part - part.amax(dim=1, keepdim=True))
-        reached = weight.cumsum(dim=1)
-        goal = noise[:, g : g + 1] * reached[:, -1:]
-        last = weight.shape[1] - 1 - (weight.flip(1) > 0).to(torch.int64).argmax(dim=1)
-        picks.append(torch.minimum((reached <= goal).sum(dim=1), last))
-    return torch.stack(picks, dim=1)
+            pick = part.argmax(axis=1)
+        else:
+            pick = (reached <= noise[:, g : g + 1] * reached[:, -1:]).sum(axis=1)
+            if pick.max() == size or masks.size:  # rounding at the very end: the last one that is possible
+                pick = np.minimum(pick, size - 1 - (weight[:, ::-1] > 0).argmax(axis=1))
+        picks[:, g] = pick
+        logprob += np.log(weight[rows, pick] / reached[:, -1])
+        start += size
+    return picks, logprob
 
 
-def sample_points(mean: Tensor, log_std: Tensor, noise: Tensor, deterministic: bool = False) -> Tensor:
-    """Points `[B, A]`: the mean plus deviation times standard normal noise, or the mean."""
-    return mean if deterministic else mean + torch.exp(log_std) * noise
+def draw(mean: Array, log_std: Array, noise: Array, deterministic: bool = False) -> tuple[Array, Array]:
+    """Points `[B, A]`, mean plus deviation times standard normal noise, or the mean, and log-densities."""
+    z = np.zeros_like(noise) if deterministic else noise
+    logprob = (np.float32(-0.5) * z * z - log_std - np.float32(_LOG_ROOT_2PI)).sum(axis=1)
+    return mean + np.exp(log_std) * z, logprob

@@ -46,8 +46,8 @@ def gae(
 def next_values_of(values: Array, truncated: Array, final_values: Array) -> Array:
     """The true successors' values `[T, N]` from values `[T + 1, N]` of a rollout's observations.
 
-    `final_values[K]` replace the values of the reset observations where an episode was truncated, in the order
-    of t, then env.
+    `final_values[K]` replace the values of the reset observations where an episode was truncated, in the
+    order of t, then env.
     """
     ahead = values[1:].copy()
     ahead[truncated] = final_values
@@ -55,6 +55,6 @@ def next_values_of(values: Array, truncated: Array, final_values: Array) -> Arra
 
 
 def explained_variance(values: Array, returns: Array) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant one; NaN if all are equal."""
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant one; NaN if undefined."""
     variance = float(np.var(returns))
     return float("nan") if variance == 0 else float(1.0 - np.var(returns - values) / variance)

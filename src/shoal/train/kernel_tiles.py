@@ -1,13 +1,13 @@
 """Vector instructions for the compiled network: the few inner loops that a plain loop leaves slow.
 
-Each is written as LLVM vectors of 16 floats, which LLVM maps on whatever the CPU has (AVX-512, AVX2, NEON), with
-fused multiply-adds in a fixed order: a row's result never depends on the rows computed beside it.
+Each is written as LLVM vectors of 16 floats, which LLVM maps on whatever the CPU has (AVX-512, AVX2, NEON),
+with fused multiply-adds in a fixed order: a row's result never depends on the rows computed beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from llvmlite import ir
 from numba import types
@@ -22,9 +22,7 @@ def _splat(builder: Any, scalar: Any) -> Any:
     """One float in all lanes."""
     undefined = ir.Constant(_VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, scalar, _INDEX(0))
-    return builder.shuffle_vector(
-        first, undefined, ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES)
-    )
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES))
 
 
 def _constant(value: float) -> Any:
@@ -116,7 +114,7 @@ def _make_tile(rows: int, vectors: int) -> Callable[..., Any]:
 
         return signature, generate
 
-    return tile
+    return cast(Callable[..., Any], tile)
 
 
 tile_4x4 = _make_tile(4, 4)

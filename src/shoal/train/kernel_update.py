@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def points_loss(
 
 
 @_compiled
-def _policy_term(log_ratio: float, advantage: float, clip: float, scale: float, stats: Array) -> float:
+def _policy_term(log_ratio: Any, advantage: Any, clip: Any, scale: Any, stats: Array) -> Any:
     """Add one sample of the clipped surrogate (arXiv:1707.06347 eq. 7); returns d loss / d logprob."""
     ratio = math.exp(log_ratio)
     bounded = min(max(ratio, _F(1) - clip), _F(1) + clip)
@@ -132,10 +133,8 @@ def value_loss(
 
 
 @_compiled
-def adam(
-    weights: Array, first: Array, second: Array, gradient: Array, count: int, settings: Array
-) -> float:
-    """One step of Adam (arXiv:1412.6980) on the gradient clipped to a global norm; returns the norm before."""
+def adam(weights: Array, first: Array, second: Array, gradient: Array, count: int, settings: Array) -> float:
+    """One step of Adam (arXiv:1412.6980) on the clipped gradient; returns its global norm before."""
     norm = math.sqrt(dot(gradient.size, gradient, 0, gradient, 0))
     factor = _F(1)
     if settings[MAX_NORM] > _F(0):

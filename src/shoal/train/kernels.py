@@ -62,12 +62,14 @@ def forward(
     weights: Array, at: int, dims: Array, activation: int, m: int, x: Array, x_at: int,
     hidden: Array, out: Array,
 ) -> None:  # fmt: skip
-    """Outputs `out[m, outputs]` of `m` rows of `x`; `hidden` keeps each layer's activations for `backward`."""
+    """Outputs `out[m, outputs]` of `m` rows of `x`; `hidden` keeps the activations for `backward`."""
     layers = dims.size - 2
     source, source_at, width, to = x, x_at, dims[0], 0
     for layer in range(layers):
         units = dims[layer + 1]
-        gemm(m, width, units, source, source_at, width, 1, weights, at, hidden, to, weights, at + width * units)
+        gemm(
+            m, width, units, source, source_at, width, 1, weights, at, hidden, to, weights, at + width * units
+        )
         if activation == TANH:
             for i in range(to, to + m * units, 16):
                 tanh_16(hidden, i)

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 class ExportedPolicy(nn.Module):
     """Raw observation rows to action parameters, normalisation included."""
 
+    mean: Tensor
+    scale: Tensor
+
     def __init__(self, network: Any, mean: Tensor | None, scale: Tensor | None) -> None:
         super().__init__()
         self.network = network

@@ -1,7 +1,7 @@
-"""Actor-critic networks in torch: perceptrons for rows of numbers, convolutions for images, anyone's own module.
+"""Actor-critic networks in torch: perceptrons for rows of numbers, convolutions for images, or your own.
 
-All take rows `[B, D]` as `ObservationRows` makes them and answer `(parameters, value)`: logits of all choices, or
-means of a Gaussian whose log deviation is the parameter `log_std`.
+All take rows `[B, D]` as `ObservationRows` makes them and answer `(parameters, value)`: logits of all
+choices, or means of a Gaussian whose log deviation is the parameter `log_std`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
 class ActorCritic(nn.Module):
-    """What a learner needs: `policy(rows)`, `value(rows)`, both at once by calling it, and maybe `log_std`."""
+    """What a learner needs: `policy(rows)`, `value(rows)`, both at once when called, and maybe `log_std`."""
 
     log_std: nn.Parameter | None
 
@@ -79,8 +79,8 @@ class CNNActorCritic(ActorCritic):
     """Convolutions for the images of an observation, its numbers beside them, two linear heads on top."""
 
     def __init__(
-        self, rows: ObservationRows, actions: ActionRows, *, features: int = 512, hidden: Sequence[int] = (64,),
-        log_std_init: float = 0.0, seed: int = 0,
+        self, rows: ObservationRows, actions: ActionRows, *, features: int = 512,
+        hidden: Sequence[int] = (64,), log_std_init: float = 0.0, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self._images = [leaf for leaf in rows.leaves if leaf.is_image]
@@ -108,7 +108,7 @@ class CNNActorCritic(ActorCritic):
             for tower, leaf in zip(self.towers, self._images, strict=True)
         ]
         if self._numbers:
-            parts.append(self.numbers(torch.cat([rows[:, l.start : l.stop] for l in self._numbers], dim=1)))
+            parts.append(self.numbers(torch.cat([rows[:, x.start : x.stop] for x in self._numbers], dim=1)))
         return torch.cat(parts, dim=1)
 
     def policy(self, rows: Tensor) -> Tensor:
@@ -128,12 +128,14 @@ class CNNActorCritic(ActorCritic):
 class OwnNetwork(ActorCritic):
     """A user's module: called with observations in the space's shape, answers `(parameters, values)`.
 
-    Box observations come as float tensors `[B, *shape]` (uint8 images divided by 255), Discrete as one-hot, Dict
-    as a dict of these. `parameters` are logits `[B, total choices]` or means `[B, action size]`. A parameter
-    `log_std` of the module is used for continuous actions; without one it is added here.
+    Box observations come as float tensors `[B, *shape]` (uint8 images divided by 255), Discrete as one-hot,
+    Dict as a dict of these. `parameters` are logits `[B, total choices]` or means `[B, action size]`. A
+    parameter `log_std` of the module is used for continuous actions; without one it is added here.
     """
 
-    def __init__(self, module: nn.Module, rows: ObservationRows, actions: ActionRows, log_std_init: float) -> None:
+    def __init__(
+        self, module: nn.Module, rows: ObservationRows, actions: ActionRows, log_std_init: float
+    ) -> None:
         super().__init__()
         self.module = module
         self._rows = rows
@@ -145,12 +147,14 @@ class OwnNetwork(ActorCritic):
         """The module's answer, checked."""
         answer = self.module(self._shaped(rows))
         if not (isinstance(answer, tuple | list) and len(answer) == 2):
-            raise TypeError(f"the network must return (action parameters, values), got {type(answer).__name__}")
+            raise TypeError(
+                f"the network must return (action parameters, values), got {type(answer).__name__}"
+            )
         parameters, values = answer
         if parameters.shape != (len(rows), self._outputs):
             raise ValueError(
-                f"the network must return action parameters of shape [batch, {self._outputs}] for this action "
-                f"space, got {list(parameters.shape)} for a batch of {len(rows)}"
+                f"the network must return action parameters of shape [batch, {self._outputs}] for this "
+                f"action space, got {list(parameters.shape)} for a batch of {len(rows)}"
             )
         return parameters, values.reshape(len(rows))
 
@@ -179,7 +183,7 @@ class OwnNetwork(ActorCritic):
 
 
 def initialize(module: nn.Module, seed: int, name: str, *, last_gain: float) -> None:
-    """Orthogonal weights (gain sqrt 2, `last_gain` in the last layer) and zero biases, from the run's seed."""
+    """Orthogonal weights (gain sqrt 2, `last_gain` at the end) and zero biases, from the run's seed."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
     with torch.no_grad():
@@ -219,8 +223,8 @@ def _picture(rows: Tensor, leaf: Leaf) -> Tensor:
 
 
 def build_network(
-    rows: ObservationRows, actions: ActionRows, *, hidden: Sequence[int], activation: str, log_std_init: float,
-    seed: int, network: nn.Module | None = None,
+    rows: ObservationRows, actions: ActionRows, *, hidden: Sequence[int], activation: str,
+    log_std_init: float, seed: int, network: nn.Module | None = None,
 ) -> ActorCritic:  # fmt: skip
     """The network for these spaces: the user's own, a CNN when there are images, else a perceptron."""
     if isinstance(network, ActorCritic):

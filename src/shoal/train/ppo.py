@@ -36,7 +36,7 @@ from shoal.train.ppo_envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo_episodes import EpisodeLog
 from shoal.train.ppo_evaluation import Evaluation, evaluate
 from shoal.train.ppo_learners import CompiledLearner, make_learner
-from shoal.train.ppo_workers import WorkerSteps
+from shoal.train.ppo_workers import StartMethod, WorkerSteps
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -44,7 +44,7 @@ Callback = Callable[[Metrics], bool | None]
 Collector = EnvSlice | VectorSteps | WorkerSteps
 
 REPLAY_LIMIT = 10_000
-"""An episode longer than this is broken off (and bootstrapped) at a checkpoint instead of played again on resume."""
+"""Longer episodes are broken off (and bootstrapped) at a checkpoint: resuming would take too long."""
 MAX_RECOVERIES = 3
 BACKENDS = ("auto", "serial", "process")
 
@@ -72,7 +72,7 @@ class PPO:
     def __init__(
         self, env: EnvSource, *, n_envs: int = 8, seed: int = 0, config: PPOConfig | None = None,
         network: nn.Module | None = None, backend: str = "auto", num_workers: int | None = None,
-        start_method: str | None = None, device: str = "cpu", path: str = "auto",
+        start_method: StartMethod | None = None, device: str = "cpu", path: str = "auto",
         env_kwargs: Mapping[str, Any] | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         _check_call(n_envs, backend, num_workers, start_method, settings)
@@ -106,7 +106,7 @@ class PPO:
 
     @property
     def path(self) -> str:
-        """"compiled" or "torch"."""
+        """Which learner it is: `compiled` or `torch`."""
         return "compiled" if isinstance(self.agent.learner, CompiledLearner) else "torch"
 
     def learn(
@@ -216,7 +216,7 @@ class PPO:
     @classmethod
     def load(
         cls, checkpoint: Path | str, env: EnvSource | None = None, *, network: nn.Module | None = None,
-        backend: str = "auto", num_workers: int | None = None, start_method: str | None = None,
+        backend: str = "auto", num_workers: int | None = None, start_method: StartMethod | None = None,
         device: str = "cpu", path: str = "auto", env_kwargs: Mapping[str, Any] | None = None,
     ) -> PPO:  # fmt: skip
         """Continue the run that `save` wrote, bit for bit.
@@ -310,9 +310,10 @@ class PPO:
                 strangers = [i for i in range(self.n_envs) if not np.array_equal(now[i], self._now[i])]
                 if strangers:
                     logger.warning(
-                        "env %s did not come back to its state when its episode was played again: the environment "
-                        "is not a function of its seed and actions. A new episode begins there.", strangers,
-                    )  # fmt: skip
+                        "env %s did not come back to its state when its episode was played again: the "
+                        "environment is not a function of its seed and actions. A new episode begins there.",
+                        strangers,
+                    )
                     collector.restart(strangers)
                     self.log.restarted(strangers)
         self._resume = False
@@ -413,7 +414,8 @@ def choose_device(device: str) -> str:
 def read_config(values: Mapping[str, Any]) -> PPOConfig:
     """The config in a checkpoint; unknown settings are an error."""
     _check_settings(values)
-    return PPOConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    return PPOConfig(**plain)
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -435,10 +437,14 @@ def _check_call(
         raise ConfigError(f"num_workers must not be negative, got {num_workers}")
     have = multiprocessing.get_all_start_methods()
     if start_method is not None and start_method not in have:
-        raise ConfigError(f"this system has no start method {start_method!r}.{did_you_mean(start_method, have)}")
+        raise ConfigError(
+            f"this system has no start method {start_method!r}.{did_you_mean(start_method, have)}"
+        )
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Environment arguments as JSON can hold them; others as their text, for the record only."""
     simple = (str, int, float, bool, type(None))
-    return {key: cast(Any, value if isinstance(value, simple) else repr(value)) for key, value in kwargs.items()}
+    return {
+        key: cast(Any, value if isinstance(value, simple) else repr(value)) for key, value in kwargs.items()
+    }

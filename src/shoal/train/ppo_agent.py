@@ -48,7 +48,13 @@ class PPOAgent:
         self.reward_norm = RewardNormalizer(n_envs, config.gamma) if config.normalize_reward else None
 
     def act(
-        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array, deterministic: bool = False
+        self,
+        obs: Array,
+        masks: Array,
+        noise: Array,
+        actions: Array,
+        logprobs: Array,
+        deterministic: bool = False,
     ) -> None:
         """Write actions and log-probabilities for raw observations; the normaliser's statistics stay."""
         self.learner.act(self._seen(obs), masks, noise, actions, logprobs, deterministic)
@@ -101,8 +107,8 @@ class PPOAgent:
             learner.restore(before)
             bad = [name for name, value in stats._asdict().items() if not math.isfinite(value)]
             raise DivergedError(
-                f"iteration {self.iteration}: {', '.join(bad)} became NaN or infinite; the update was undone. "
-                "Lower the learning rate, or normalise observations and rewards"
+                f"iteration {self.iteration}: {', '.join(bad)} became NaN or infinite; the update was "
+                "undone. Lower the learning rate, or normalise observations and rewards"
             )
         if self.obs_norm is not None:
             self.obs_norm.update(rollout.obs[:-1])
@@ -133,7 +139,8 @@ class PPOAgent:
         orders = np.stack([shuffle.permutation(kept) for _ in range(self.config.n_epochs)])
         return UpdateBatch(
             obs=flat(obs), actions=flat(rollout.actions), logprobs=flat(rollout.logprobs),
-            advantages=flat(advantages), returns=flat(returns), values=flat(values), masks=masks, orders=orders,
+            advantages=flat(advantages), returns=flat(returns), values=flat(values), masks=masks,
+            orders=orders,
         )  # fmt: skip
 
     def _rates(self, progress: float) -> UpdateRates:

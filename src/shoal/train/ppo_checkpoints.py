@@ -1,7 +1,8 @@
 """PPO checkpoints: folders committed at once, verified on reading, and never a pickle.
 
 `weights.safetensors` (named as torch names them), `optimizer.safetensors`, `statistics.safetensors`,
-`episodes.safetensors`, `policy.json` (what `load_policy` needs) and `training.json` (what a resumed run needs).
+`episodes.safetensors`, `policy.json` (what `load_policy` needs) and `training.json` (what a resumed run
+needs).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     """Read a checkpoint folder, or the newest one in a folder of them.
 
     Raises:
-        DataError: it is missing, truncated or altered; names the file, and the newest intact checkpoint beside.
+        DataError: it is missing, truncated or altered; names the file, and the newest intact checkpoint
+        beside.
     """
     folder = find_checkpoint(path)
     try:
@@ -67,11 +69,16 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
             raise DataError(
                 f"{folder} has checkpoint format {policy.get('format')!r}, this shoal reads {FORMAT}"
             )
-        arrays = [_read(folder / f"{name}.safetensors") for name in ("weights", "optimizer", "statistics", "episodes")]
+        arrays = [
+            _read(folder / f"{name}.safetensors")
+            for name in ("weights", "optimizer", "statistics", "episodes")
+        ]
         return Checkpoint(policy, read_json(folder / "training.json"), *arrays)
     except DataError as error:
         other = _intact_beside(folder)
-        hint = f"; an intact one is {other}: resume from that" if other else "; there is no intact one beside it"
+        hint = (
+            f"; an intact one is {other}: resume from that" if other else "; there is no intact one beside it"
+        )
         raise DataError(f"{error}{hint}") from error
 
 
@@ -138,7 +145,10 @@ def describe_space(space: spaces.Space) -> dict[str, Any]:
     if isinstance(space, spaces.MultiDiscrete):
         return {"kind": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
     if isinstance(space, spaces.MultiBinary):
-        return {"kind": "MultiBinary", "n": list(space.shape) if len(space.shape) != 1 else int(space.shape[0])}
+        return {
+            "kind": "MultiBinary",
+            "n": list(space.shape) if len(space.shape) != 1 else int(space.shape[0]),
+        }
     raise DataError(f"cannot describe the space {space}")
 
 

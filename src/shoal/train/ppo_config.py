@@ -13,7 +13,7 @@ Activation = Literal["tanh", "relu"]
 
 @dataclass(frozen=True, slots=True)
 class PPOConfig:
-    """How PPO learns. The defaults are those of the paper's Atari-free settings, as most libraries use them."""
+    """How PPO learns; the defaults are those that most libraries share."""
 
     n_steps: int = 128
     """Steps of each env in one rollout."""
@@ -28,7 +28,7 @@ class PPOConfig:
     clip_range: float = 0.2
     clip_schedule: Decay = "constant"
     clip_range_vf: float = 0.0
-    """Clip the change of the value as well, by this much; 0 is off. It depends on the scale of the returns."""
+    """Clip the change of the value too, by this much; 0 is off. It depends on the scale of returns."""
     ent_coef: float = 0.0
     ent_schedule: Decay = "constant"
     vf_coef: float = 0.5

@@ -10,7 +10,8 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("reward per episode", (("reward", "finished in the rollout"), ("reward_mean", "mean of the last 100"),
                             ("eval_return_mean", "evaluation, greedy"))),
     ("episode length", (("length_mean", "mean of the last 100"),)),
-    ("entropy, explained variance", (("entropy", "entropy (nats)"), ("explained_variance", "explained variance"))),
+    ("entropy, explained variance",
+     (("entropy", "entropy (nats)"), ("explained_variance", "explained variance"))),
     ("size of the updates", (("approx_kl", "KL"), ("clip_fraction", "clipped fraction"))),
 )  # fmt: skip
 
@@ -27,7 +28,7 @@ def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> 
         for key, label in lines:
             points = [(row["steps"], row[key]) for row in rows if row.get(key) is not None]
             if points:
-                style = {"alpha": 0.35, "linewidth": 0.8} if key == "reward" else {}
+                style: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8} if key == "reward" else {}
                 style |= {"marker": "o", "markersize": 4} if key.startswith("eval") else {}
                 axis.plot(*zip(*points, strict=True), label=label, **style)
         axis.set_title(name, fontsize=10)

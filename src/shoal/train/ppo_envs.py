@@ -58,10 +58,13 @@ def make_env(source: EnvSource, **kwargs: Any) -> gym.Env:
         ConfigError: `module:Class` that cannot be imported, or something that is no environment.
         MissingExtraError: the environment needs a package that is not installed.
     """
-    if isinstance(source, str):
-        source = _find(source)
+    found = _find(source) if isinstance(source, str) else source
     try:
-        env = gym.make(_lean(source), **kwargs) if isinstance(source, gym.envs.registration.EnvSpec) else source(**kwargs)
+        env = (
+            gym.make(_lean(found), **kwargs)
+            if isinstance(found, gym.envs.registration.EnvSpec)
+            else found(**kwargs)
+        )
     except DependencyNotInstalled as error:
         raise MissingExtraError(f"environment {_name(source)!r} needs a package: {error}") from error
     if not isinstance(env, gym.Env):
@@ -69,7 +72,7 @@ def make_env(source: EnvSource, **kwargs: Any) -> gym.Env:
     return env
 
 
-def _find(name: str) -> EnvSource:
+def _find(name: str) -> Callable[..., gym.Env] | gym.envs.registration.EnvSpec:
     module, _, attribute = name.partition(":")
     if attribute and not attribute.rpartition("-v")[2].isdigit():
         try:

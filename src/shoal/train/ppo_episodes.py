@@ -105,7 +105,11 @@ class EpisodeLog:
             "n_steps": self.n_steps,
             "recent": [[e.env, e.reward, e.length, e.step] for e in self.recent],
         }
-        arrays = {"started": self.started.copy(), "returns": self.returns.copy(), "lengths": self.lengths.copy()}
+        arrays = {
+            "started": self.started.copy(),
+            "returns": self.returns.copy(),
+            "lengths": self.lengths.copy(),
+        }
         arrays |= {
             f"actions.{i}": self.actions_since_reset(i) for i in range(self.n_envs) if self._actions[i]
         }
@@ -115,12 +119,14 @@ class EpisodeLog:
         """What `state` gave."""
         self.n_episodes, self.n_steps = int(values["n_episodes"]), int(values["n_steps"])
         self.recent = deque(
-            (Episode(int(env), float(reward), int(length), int(step)) for env, reward, length, step in values["recent"]),
+            (Episode(int(e), float(reward), int(n), int(step)) for e, reward, n, step in values["recent"]),
             maxlen=100,
         )  # fmt: skip
         self.started, self.returns = arrays["started"].copy(), arrays["returns"].copy()
         self.lengths = arrays["lengths"].copy()
-        self._actions = [[arrays[f"actions.{i}"]] if f"actions.{i}" in arrays else [] for i in range(self.n_envs)]
+        self._actions = [
+            [arrays[f"actions.{i}"]] if f"actions.{i}" in arrays else [] for i in range(self.n_envs)
+        ]
 
 
 def _count(valid: Array | None, start: int, stop: int, i: int) -> int:

@@ -56,7 +56,8 @@ def evaluate(
     """
     rows, actions = ObservationRows(env.observation_space), ActionRows(env.action_space)
     obs = np.zeros((1, rows.size), rows.dtype)
-    chosen, logprob = np.zeros((1, actions.size), actions.dtype), np.zeros(1, np.float32)
+    shape = (1, actions.size)
+    chosen, logprob = np.zeros(shape, actions.dtype), np.zeros(1, np.float32)
     returns, lengths = [], []
     for episode in range(episodes):
         env.episode = episode
@@ -68,17 +69,24 @@ def evaluate(
                 frames.append(env.render())
             rows.encode_one(observation, obs[0])
             mask = np.asarray(info["action_mask"]).reshape(1, -1) if "action_mask" in info else None
-            masks = mask.astype(np.uint8) if mask is not None and actions.is_discrete else np.zeros((1, 0), np.uint8)
-            draw = chance.random if actions.is_discrete else chance.standard_normal
-            act(obs, masks, draw(chosen.shape, dtype=np.float32), chosen, logprob, deterministic)
+            masks = (
+                mask.astype(np.uint8)
+                if mask is not None and actions.is_discrete
+                else np.zeros((1, 0), np.uint8)
+            )
+            if actions.is_discrete:
+                noise = chance.random(shape, dtype=np.float32)
+            else:
+                noise = chance.standard_normal(shape, dtype=np.float32)
+            act(obs, masks, noise, chosen, logprob, deterministic)
             observation, reward, terminated, truncated, info = env.step(actions.to_env(chosen)[0])
             total, length = total + float(reward), length + 1
             if terminated or truncated:
                 break
             if length >= max_steps:
                 raise EnvError(
-                    f"evaluation episode {episode} did not end in {max_steps} steps; give the environment a time "
-                    "limit (gymnasium.wrappers.TimeLimit)"
+                    f"evaluation episode {episode} did not end in {max_steps} steps; give the "
+                    "environment a time limit (gymnasium.wrappers.TimeLimit)"
                 )
         returns.append(total)
         lengths.append(length)

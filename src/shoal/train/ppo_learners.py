@@ -37,10 +37,19 @@ Arrays = dict[str, Array]
 class Learner(Protocol):
     """What the PPO loop asks of the mathematics."""
 
-    network: ActorCritic
+    @property
+    def network(self) -> ActorCritic:
+        """The torch module with the current weights."""
+        ...
 
     def act(
-        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array, deterministic: bool = False
+        self,
+        obs: Array,
+        masks: Array,
+        noise: Array,
+        actions: Array,
+        logprobs: Array,
+        deterministic: bool = False,
     ) -> None:
         """Write actions and their log-probabilities for normalised observations."""
 
@@ -79,7 +88,9 @@ class TorchLearner:
         adam_eps: of the optimizer.
     """
 
-    def __init__(self, network: ActorCritic, actions: ActionRows, device: str = "cpu", adam_eps: float = 1e-5) -> None:
+    def __init__(
+        self, network: ActorCritic, actions: ActionRows, device: str = "cpu", adam_eps: float = 1e-5
+    ) -> None:
         self.device = torch.device(device)
         self.network = network.to(self.device)
         self.actions = actions
@@ -90,24 +101,23 @@ class TorchLearner:
         self.optimizer = torch.optim.Adam(self._parameters, lr=1e-3, eps=adam_eps, fused=fused)
 
     def act(
-        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array, deterministic: bool = False
+        self,
+        obs: Array,
+        masks: Array,
+        noise: Array,
+        actions: Array,
+        logprobs: Array,
+        deterministic: bool = False,
     ) -> None:
         """Write actions and their log-probabilities."""
         with torch.inference_mode():
-            parameters = self.network.policy(self._rows(obs))
-            chance = torch.from_numpy(noise).to(self.device)
+            parameters = self.network.policy(self._rows(obs)).cpu().numpy()
             if self.actions.is_discrete:
-                mask = self._masks(masks)
-                chosen = distributions.sample_choices(
-                    parameters, chance, self.actions.groups, mask, deterministic
-                )
-                judged = distributions.judge_choices(parameters, chosen, self.actions.groups, mask)
+                chosen = distributions.choose(parameters, noise, self.actions.groups, masks, deterministic)
             else:
-                log_std = self._log_std()
-                chosen = distributions.sample_points(parameters, log_std, chance, deterministic)
-                judged = distributions.judge_points(parameters, log_std, chosen)
-            actions[:] = chosen.cpu().numpy()
-            logprobs[:] = judged.logprob.cpu().numpy()
+                log_std = self._log_std().cpu().numpy()
+                chosen = distributions.draw(parameters, log_std, noise, deterministic)
+        actions[:], logprobs[:] = chosen
 
     def values(self, obs: Array) -> Array:
         """The critic's values."""
@@ -134,30 +144,34 @@ class TorchLearner:
         orders = torch.from_numpy(batch.orders).to(self.device)
         for group in self.optimizer.param_groups:
             group["lr"], group["eps"] = rates.learning_rate, rates.adam_eps
-        sums = torch.zeros(6, device=self.device)
-        first_kl, count, stop = None, 0, False
+        told: list[list[Tensor]] = []
+        first_kl, stop = None, False
+        limit = rates.max_grad_norm if rates.max_grad_norm > 0 else float("inf")
         for order in orders:
+            shuffled = {name: value[order] for name, value in data.items()}
+            shuffled_obs, shuffled_masks = obs[order], masks[order] if masks is not None else None
             for start in range(0, len(order), rates.batch_size):
-                rows = order[start : start + rates.batch_size]
-                taken = {name: value[rows] for name, value in data.items()}
-                loss, numbers = self._loss(
-                    obs[rows].float(), masks[rows] if masks is not None else None, taken, rates
-                )
+                rows = slice(start, start + rates.batch_size)
+                taken = {name: value[rows] for name, value in shuffled.items()}
+                mask = shuffled_masks[rows] if shuffled_masks is not None else None
+                loss, numbers = self._loss(shuffled_obs[rows].float(), mask, taken, rates)
                 first_kl = numbers[3] if first_kl is None else first_kl
                 if rates.target_kl > 0 and float(numbers[3]) > 1.5 * rates.target_kl:
                     stop = True
                     break
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
-                limit = rates.max_grad_norm if rates.max_grad_norm > 0 else float("inf")
-                norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+                gradient = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
                 self.optimizer.step()
-                sums += torch.stack([*numbers, norm.detach()])
-                count += 1
+                told.append([*numbers, gradient])
             if stop:
                 break
-        means = (sums / max(count, 1)).tolist()
-        return UpdateStats(*means, count, float(first_kl) if first_kl is not None else 0.0)
+        means = torch.tensor([0.0] * 6) if not told else torch.stack(
+            [torch.stack(column).mean() for column in zip(*told, strict=True)]
+        )  # fmt: skip
+        policy, critic, entropy, kl, clipped, norm = means.tolist()
+        first = float(first_kl) if first_kl is not None else 0.0
+        return UpdateStats(policy, critic, entropy, kl, clipped, norm, len(told), first)
 
     def _loss(
         self, obs: Tensor, masks: Tensor | None, taken: dict[str, Tensor], rates: UpdateRates
@@ -199,7 +213,9 @@ class TorchLearner:
 
     def load_state(self, weights: Arrays, optimizer: Arrays) -> None:
         """What `state` gave."""
-        self.network.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
+        self.network.load_state_dict(
+            {name: torch.from_numpy(value.copy()) for name, value in weights.items()}
+        )
         self.optimizer.state.clear()
         step = int(optimizer["step"])
         for name, parameter in self.network.named_parameters():
@@ -241,7 +257,9 @@ class CompiledLearner:
     @property
     def network(self) -> MLPActorCritic:
         """The torch module with the current weights."""
-        weights = {name: torch.from_numpy(value) for name, value in self._named(self.compiled.weights).items()}
+        weights = {
+            name: torch.from_numpy(value) for name, value in self._named(self.compiled.weights).items()
+        }
         self._network.load_state_dict(weights)
         return self._network
 
@@ -259,7 +277,10 @@ class CompiledLearner:
         """(weights, optimizer moments) by name, as `TorchLearner` has them."""
         moments = {f"exp_avg.{name}": value for name, value in self._named(self.compiled.first).items()}
         moments |= {f"exp_avg_sq.{name}": value for name, value in self._named(self.compiled.second).items()}
-        return self._named(self.compiled.weights), {**moments, "step": np.array(self.compiled.count, np.int64)}
+        return self._named(self.compiled.weights), {
+            **moments,
+            "step": np.array(self.compiled.count, np.int64),
+        }
 
     def load_state(self, weights: Arrays, optimizer: Arrays) -> None:
         """What `state` gave."""
@@ -318,7 +339,9 @@ def fits_kernels(network: ActorCritic, device: str) -> str | None:
     return None
 
 
-def make_learner(network: ActorCritic, actions: ActionRows, *, path: str, device: str, adam_eps: float) -> Learner:
+def make_learner(
+    network: ActorCritic, actions: ActionRows, *, path: str, device: str, adam_eps: float
+) -> Learner:
     """The learner for `path`: "compiled", "torch" or "auto" (compiled where it fits)."""
     if path not in ("auto", "compiled", "torch"):
         raise ConfigError(f"path must be 'auto', 'compiled' or 'torch', got {path!r}")

@@ -90,14 +90,17 @@ class Policy:
             self.rows, self.actions, hidden=described["hidden"], activation=described["activation"],
             log_std_init=0.0, seed=0, network=self._network,
         )  # fmt: skip
-        module.load_state_dict({name: torch.from_numpy(value) for name, value in self._checkpoint.weights.items()})
+        module.load_state_dict(
+            {name: torch.from_numpy(value) for name, value in self._checkpoint.weights.items()}
+        )
         return module.eval()
 
     def export_onnx(self, path: Path | str) -> Path:
         """Write the actor as ONNX: input `observation [batch, D]` raw rows, output `action_parameters`.
 
         Normalisation is part of the graph. Rows are what `ObservationRows` makes: for a flat Box, the
-        observation itself. For choices take the largest parameter of each group; for points they are the action.
+        observation itself. For choices take the largest parameter of each group; for points they are the
+        action.
         """
         try:
             import onnx  # noqa: F401

@@ -1,4 +1,4 @@
-"""A PPO run with its folder: metrics, evaluations, checkpoints, curves, summary, and going on after a kill."""
+"""A PPO run with its folder: metrics, evaluations, checkpoints, curves, summary, and resuming."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from shoal.train.ppo_checkpoints import find_checkpoint, load_checkpoint, prune_
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_curves import write_ppo_curves
 from shoal.train.ppo_evaluation import write_video
+from shoal.train.ppo_workers import StartMethod
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class RunOptions:
     """Worker processes for them; 0 for none, empty for the backend's choice."""
     backend: str = "auto"
     """"serial" in this process, "process" in workers, "auto" measures the environment and chooses."""
-    parallel_start_method: str | None = None
+    parallel_start_method: StartMethod | None = None
     """How workers start: spawn, forkserver or fork."""
     total_timesteps: int | None = None
     """Stop after this many env steps of all envs together."""
@@ -160,15 +161,17 @@ class PPORun:
         ppo = PPO.load(options.resume_from, options.env, path=options.path, env_kwargs={}, **places)
         if (ppo.seed, ppo.n_envs) != (options.seed, options.n_envs):
             raise ConfigError(
-                f"the checkpoint was made with --seed {ppo.seed} --n-envs {ppo.n_envs}, got --seed {options.seed} "
-                f"--n-envs {options.n_envs}; leave them out to continue"
+                f"the checkpoint was made with --seed {ppo.seed} --n-envs {ppo.n_envs}, got "
+                f"--seed {options.seed} --n-envs {options.n_envs}; leave them out to continue"
             )
         if ppo.config != self.config:
             changed = [
                 f.name for f in dataclasses.fields(PPOConfig)
                 if getattr(ppo.config, f.name) != getattr(self.config, f.name)
             ]  # fmt: skip
-            logger.warning("continuing with changed %s: no longer the same run bit for bit", ", ".join(changed))
+            logger.warning(
+                "continuing with changed %s: no longer the same run bit for bit", ", ".join(changed)
+            )
             ppo.config = ppo.agent.config = self.config
         return ppo
 
@@ -182,7 +185,9 @@ class PPORun:
         return dict(self._last_eval)
 
     def _save(self) -> Path:
-        folder = self.ppo.save(self.checkpoints, options=dataclasses.asdict(self.options), best=_finite(self._best))
+        folder = self.ppo.save(
+            self.checkpoints, options=dataclasses.asdict(self.options), best=_finite(self._best)
+        )
         prune_checkpoints(self.checkpoints, self.options.keep_checkpoints)
         self.folder.event("checkpoint", step=self.ppo.log.n_steps, path=str(folder))
         return folder
@@ -212,7 +217,9 @@ class PPORun:
     def _finish(self, row: Metrics, status: str) -> None:
         rows = self.folder.read_metrics()
         if rows:
-            write_ppo_curves(rows, self.path / "curves.png", f"PPO on {self.options.env}, seed {self.options.seed}")
+            write_ppo_curves(
+                rows, self.path / "curves.png", f"PPO on {self.options.env}, seed {self.options.seed}"
+            )
         wanted = ("steps", "episodes", "iteration", "steps_per_second", "reward_mean", "length_mean")
         metrics: dict[str, Any] = {key: row[key] for key in wanted if key in row}
         metrics |= self._last_eval
@@ -233,7 +240,11 @@ def saved_options(path: str) -> tuple[RunOptions, PPOConfig]:
     saved = load_checkpoint(folder)
     known = {f.name for f in dataclasses.fields(RunOptions)}
     options = {key: value for key, value in saved.training.get("options", {}).items() if key in known}
-    options |= {"env": saved.policy["env"], "seed": saved.training["seed"], "n_envs": saved.training["n_envs"]}
+    options |= {
+        "env": saved.policy["env"],
+        "seed": saved.training["seed"],
+        "n_envs": saved.training["n_envs"],
+    }
     return RunOptions(**{**options, "resume_from": str(folder)}), read_config(saved.training["config"])
 
 
@@ -243,7 +254,7 @@ def safe_name(env: str) -> str:
 
 
 def _passed(every: int, before: int, now: int) -> bool:
-    """Whether a multiple of `every` lies in (before, now]; it depends on steps only, so a resumed run agrees."""
+    """Whether a multiple of `every` lies in (before, now]; it depends on steps only."""
     return every > 0 and now // every > before // every
 
 
@@ -275,7 +286,9 @@ class _Wandb:
         try:
             import wandb
         except ImportError as error:
-            raise MissingExtraError("logging to Weights & Biases needs a package: pip install wandb") from error
+            raise MissingExtraError(
+                "logging to Weights & Biases needs a package: pip install wandb"
+            ) from error
         self._run = wandb.init(project=project, config=dataclasses.asdict(options))
 
     def write(self, row: Metrics) -> None:

@@ -22,7 +22,13 @@ from shoal.rollout.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.policy_networks import build_network
 from shoal.train.ppo import choose_device, read_config
 from shoal.train.ppo_agent import PPOAgent
-from shoal.train.ppo_checkpoints import Checkpoint, checkpoint_folder, describe_space, load_checkpoint, save_checkpoint
+from shoal.train.ppo_checkpoints import (
+    Checkpoint,
+    checkpoint_folder,
+    describe_space,
+    load_checkpoint,
+    save_checkpoint,
+)
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_episodes import EpisodeLog
 from shoal.train.ppo_learners import make_learner
@@ -64,7 +70,12 @@ class PPOTrainer:
             settings["learning_rate"] = learning_rate
         base = config or PPOConfig()
         self.config = read_config({**dataclasses.asdict(base), **settings})
-        self.device, self.seed, self.path, self.total_episodes = choose_device(device), seed, path, num_episodes
+        self.device, self.seed, self.path, self.total_episodes = (
+            choose_device(device),
+            seed,
+            path,
+            num_episodes,
+        )
         self._own_network = network
         self._agent: PPOAgent | None = None
         self._spaces: tuple[gym.Space, gym.Space] | None = None
@@ -79,7 +90,8 @@ class PPOTrainer:
         """The policy and its statistics."""
         if self._agent is None:
             raise ConfigError(
-                "the trainer knows no spaces yet: train an episode first, or give observation_space and action_space"
+                "the trainer knows no spaces yet: train an episode first, or give "
+                "observation_space and action_space"
             )
         return self._agent
 
@@ -117,7 +129,7 @@ class PPOTrainer:
         if not isinstance(known, VectorSteps):
             self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
             seeds = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
-            _, infos = vec_env.reset(seed=seeds)
+            _, infos = vec_env.reset(seed=seeds)  # type: ignore[arg-type]
             known = VectorSteps(vec_env, masked="action_mask" in infos, seed=seeds)
             known.reset()
             self._collectors[id(vec_env)] = known
@@ -140,14 +152,18 @@ class PPOTrainer:
         agent = self.agent
         row = np.zeros((1, agent.obs_rows.size), agent.obs_rows.dtype)
         agent.obs_rows.encode_one(observation, row[0])
-        actions = np.zeros((1, agent.action_rows.size), agent.action_rows.dtype)
+        shape = (1, agent.action_rows.size)
+        actions = np.zeros(shape, agent.action_rows.dtype)
         logprob = np.zeros(1, np.float32)
         chance = stream(self.seed, "select", agent.iteration, draw)
-        noise = chance.random if agent.action_rows.is_discrete else chance.standard_normal
+        if agent.action_rows.is_discrete:
+            noise = chance.random(shape, dtype=np.float32)
+        else:
+            noise = chance.standard_normal(shape, dtype=np.float32)
         masks = np.zeros((1, 0), np.uint8) if mask is None else np.asarray(mask, np.uint8).reshape(1, -1)
         if masks.size and any(agent.action_rows.forbidden(masks)):
             raise ValueError("the action mask allows no action")
-        agent.act(row, masks, noise(actions.shape, dtype=np.float32), actions, logprob, deterministic)
+        agent.act(row, masks, noise, actions, logprob, deterministic)
         seen = row if agent.obs_norm is None else agent.obs_norm(row)
         value = float(agent.learner.values(seen)[0])
         return Selected(agent.action_rows.to_env(actions)[0], float(logprob[0]), value)
@@ -164,7 +180,8 @@ class PPOTrainer:
         values, _ = self.log.state()
         own = getattr(agent.learner.network, "module", None)
         policy = {
-            "env": "", "env_kwargs": {}, "observation_space": describe_space(obs), "action_space": describe_space(act),
+            "env": "", "env_kwargs": {}, "observation_space": describe_space(obs),
+            "action_space": describe_space(act),
             "network": type(own if own is not None else agent.learner.network).__name__,
             "hidden": list(self.config.hidden), "activation": self.config.activation,
             "normalize_obs": agent.obs_norm is not None,
@@ -177,7 +194,7 @@ class PPOTrainer:
         return save_checkpoint(checkpoint_folder(root, self.log.n_steps), checkpoint)
 
     def load(self, path: Path | str) -> None:
-        """Take over weights, optimizer, statistics and counters of a checkpoint of the same spaces and network."""
+        """Take over weights, optimizer, statistics and counters from a checkpoint."""
         from shoal.train.ppo_checkpoints import read_space
 
         saved = load_checkpoint(path)
@@ -185,7 +202,9 @@ class PPOTrainer:
         if self._agent is None:
             self._meet(obs, act, int(saved.training["n_envs"]))
         elif self._spaces != (obs, act):
-            raise ConfigError(f"the checkpoint is for spaces {obs} and {act}, this trainer has {self._spaces}")
+            raise ConfigError(
+                f"the checkpoint is for spaces {obs} and {act}, this trainer has {self._spaces}"
+            )
         mine = self.agent.state()[0]
         shapes = {name: value.shape for name, value in saved.weights.items()}
         if shapes != {name: value.shape for name, value in mine.items()}:
@@ -205,14 +224,18 @@ class PPOTrainer:
     def _meet(self, obs: gym.Space, act: gym.Space, n_envs: int) -> None:
         if self._agent is not None:
             if self._spaces != (obs, act):
-                raise ConfigError(f"the environment has spaces {obs} and {act}, this trainer learns {self._spaces}")
+                raise ConfigError(
+                    f"the environment has spaces {obs} and {act}, this trainer learns {self._spaces}"
+                )
             return
         obs_rows, action_rows, config = ObservationRows(obs), ActionRows(act), self.config
         network = build_network(
             obs_rows, action_rows, hidden=config.hidden, activation=config.activation,
             log_std_init=config.log_std_init, seed=self.seed, network=self._own_network,
         )  # fmt: skip
-        learner = make_learner(network, action_rows, path=self.path, device=self.device, adam_eps=config.adam_eps)
+        learner = make_learner(
+            network, action_rows, path=self.path, device=self.device, adam_eps=config.adam_eps
+        )
         self._agent = PPOAgent(learner, obs_rows, action_rows, config, n_envs, self.seed)
         self._spaces = (obs, act)
 

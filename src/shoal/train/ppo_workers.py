@@ -1,15 +1,15 @@
 """Workers that hold the small policy themselves: one exchange per rollout instead of one per step.
 
 A worker is a Gymnasium env whose step is a whole rollout of its share of the environments: its action is the
-policy's weights and the noise, its observation is the experience. So any vector env can run it, and how processes
-start, wait, fail and end is the vector room's business alone.
+policy's weights and the noise, its observation is the experience. So any vector env can run it, and how
+processes start, wait, fail and end is the vector room's business alone.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -19,9 +19,10 @@ from shoal.rollout.spaces import ActionRows, ObservationRows
 from shoal.rollout.steps import EnvSlice, StepPolicy, StepRollout
 from shoal.train.compiled_network import CompiledNetwork, NetworkShape
 from shoal.train.normalizer import ObservationNormalizer
-from shoal.train.ppo_envs import EnvFacts, EnvFactory
+from shoal.train.ppo_envs import EnvFactory, EnvFacts
 
 Array = np.ndarray
+StartMethod = Literal["forkserver", "spawn", "fork"]
 
 
 class SharePolicy:
@@ -60,7 +61,9 @@ class ShareEnv(gym.Env):
         self.observation_space = experience_space(n_steps, n_envs, obs, acts, masked)
         self.action_space = order_space(n_steps, n_envs, acts, self.policy.network.weights.size, obs.size)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Start all episodes; the seeds are derived, so `seed` is not used."""
         self.slice.reset()
         return self._nothing(), {}
@@ -158,7 +161,7 @@ class WorkerSteps:
 
     def __init__(
         self, factory: EnvFactory, facts: EnvFacts, *, n_envs: int, n_steps: int, num_workers: int,
-        network: CompiledNetwork, start_method: str | None = None,
+        network: CompiledNetwork, start_method: StartMethod | None = None,
     ) -> None:  # fmt: skip
         from shoal.vector import make_vec
 
@@ -171,7 +174,12 @@ class WorkerSteps:
         makers = [_ShareMaker(factory, k * self.share, self.share, n_steps, network.shape, facts.masked)
                   for k in range(n_shares)]  # fmt: skip
         self.envs = make_vec(
-            makers, n_shares, backend="process", num_workers=n_shares, start_method=start_method, check_nan=False
+            makers,
+            n_shares,
+            backend="process",
+            num_workers=n_shares,
+            start_method=start_method,
+            check_nan=False,
         )
 
     def reset(self) -> Array:
@@ -197,11 +205,14 @@ class WorkerSteps:
         norm = getattr(policy, "obs_norm", None)
         active = norm is not None and norm.moments.count > 0
         size = self.obs_rows.size
+        mean, scale = np.zeros(size, np.float32), np.ones(size, np.float32)
+        if norm is not None and active:
+            mean, scale = norm.mean, norm.scale
         orders = {
             "weights": np.tile(self.network.weights, (n_shares, 1)),
             "noise": np.stack(np.split(padded, n_shares, axis=1)),
-            "mean": np.tile(norm.mean if active else np.zeros(size, np.float32), (n_shares, 1)),
-            "scale": np.tile(norm.scale if active else np.ones(size, np.float32), (n_shares, 1)),
+            "mean": np.tile(mean, (n_shares, 1)),
+            "scale": np.tile(scale, (n_shares, 1)),
             "normalize": np.full((n_shares, 1), active, np.uint8),
         }
         experience = self.envs.step(orders)[0]
@@ -234,7 +245,11 @@ class WorkerSteps:
                     places.append((t, k * self.share + i))
                     rows.append(experience["final_obs"][k][row])
         order = sorted(range(len(rows)), key=places.__getitem__)
-        return np.stack([rows[j] for j in order]) if rows else np.zeros((0, self.obs_rows.size), self.obs_rows.dtype)
+        return (
+            np.stack([rows[j] for j in order])
+            if rows
+            else np.zeros((0, self.obs_rows.size), self.obs_rows.dtype)
+        )
 
 
 class _ShareMaker:

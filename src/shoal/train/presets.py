@@ -1,7 +1,7 @@
 """Settings that are known to solve an environment, each with where they come from.
 
-"zoo" is the published table of RL Baselines3 Zoo (hyperparams/ppo.yml), without state-dependent exploration and
-with fewer environments where noted; "own" was found by the search described in docs/ppo.md.
+"zoo" is the published table of RL Baselines3 Zoo (hyperparams/ppo.yml), without state-dependent exploration
+and with fewer environments where noted; "own" was found by the search described in docs/ppo.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "LunarLander-v3": Preset(
         16, 1_000_000, "zoo",
-        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98, "ent_coef": 0.01},
+        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98,
+         "ent_coef": 0.01},
     ),
     "Pendulum-v1": Preset(
         4, 100_000, "zoo",
@@ -54,7 +55,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "LunarLanderContinuous-v3": Preset(
         16, 1_000_000, "zoo",
-        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98, "ent_coef": 0.01},
+        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98,
+         "ent_coef": 0.01},
     ),
     "BipedalWalker-v3": Preset(
         32, 5_000_000, "zoo",
