@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo
+# benchmarks
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -53,6 +54,8 @@ bench-split: setup ## splitting beside per-window processing, results to benchma
 
 bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over, speeds
 	$(BIN)/python benchmarks/skills.py
+bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes
+	$(BIN)/python benchmarks/ppo.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-bench-* build src/*.egg-info

@@ -15,6 +15,7 @@ from shoal.core.errors import ShoalError, unknown_name
 COMMANDS: dict[str, tuple[str, str]] = {
     "envs": ("shoal.cli.envs", "list, look at, play, check and serve environments"),
     "train": ("shoal.cli.train", "train a language-model agent (the demo if nothing is said)"),
+    "train-ppo": ("shoal.cli.train_ppo", "train a policy by PPO on parallel environments"),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
     "model": ("shoal.cli.model", "fetch a small language model"),
     "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),
