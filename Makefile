@@ -6,7 +6,6 @@ STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
 .PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo
-# benchmarks
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18

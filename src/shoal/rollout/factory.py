@@ -19,7 +19,7 @@ from shoal.envs.catalogue import env_class
 from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
 from shoal.vector import make_vec
-from shoal.vector.make import Backend
+from shoal.vector.make import BackendName
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class EsManager:
 class VectorConfig:
     """Where envs are stepped; it changes the speed and never the results."""
 
-    backend: Backend = "auto"
+    backend: BackendName = "auto"
     num_workers: int | None = None
     step_timeout: float | None = None
     """Seconds after which an env that does not answer is given up."""
