@@ -18,6 +18,9 @@ BUILT_IN = {
     "frozen_lake": "shoal.envs.frozen_lake:FrozenLakeEnv",
     "bandit": "shoal.envs.bandit:BanditEnv",
     "sokoban": "shoal.envs.sokoban.env:SokobanEnv",
+    "countdown": "shoal.envs.countdown:CountdownEnv",
+    "metamathqa": "shoal.envs.metamathqa:MetaMathQAEnv",
+    "webshop": "shoal.envs.webshop.env:WebShopEnv",
 }
 """shoal's own envs; each is also `shoal/Name-v0` for `gymnasium.make`."""
 
