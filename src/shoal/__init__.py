@@ -17,6 +17,14 @@ _HOME: dict[str, str] = {
     "ShoalError": "shoal.core.errors",
     "MultiProcessEnvironmentContainer": "shoal.vector.container",
     "make_vec": "shoal.vector.make",
+    "EnvironmentManager": "shoal.rollout.managers",
+    "SokobanEnvironmentManager": "shoal.rollout.managers",
+    "WebShopEnvironmentManager": "shoal.rollout.managers",
+    "CountdownEnvironmentManager": "shoal.rollout.managers",
+    "MetaMathQAEnvironmentManager": "shoal.rollout.managers",
+    "FrozenLakeEnvironmentManager": "shoal.rollout.managers",
+    "BanditEnvironmentManager": "shoal.rollout.managers",
+    "make_manager": "shoal.rollout.managers",
 }
 
 __all__ = sorted([*_HOME, "__version__"])
