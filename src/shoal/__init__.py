@@ -29,6 +29,14 @@ _HOME: dict[str, str] = {
     "build_remapping": "shoal.skills.experts",
     "prepare_training_run": "shoal.skills.runs",
     "process_completed_training": "shoal.skills.processing",
+    "EnvironmentManager": "shoal.rollout.managers",
+    "SokobanEnvironmentManager": "shoal.rollout.managers",
+    "WebShopEnvironmentManager": "shoal.rollout.managers",
+    "CountdownEnvironmentManager": "shoal.rollout.managers",
+    "MetaMathQAEnvironmentManager": "shoal.rollout.managers",
+    "FrozenLakeEnvironmentManager": "shoal.rollout.managers",
+    "BanditEnvironmentManager": "shoal.rollout.managers",
+    "make_manager": "shoal.rollout.managers",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

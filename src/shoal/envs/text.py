@@ -118,6 +118,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         """The words that the projection accepts in the present state."""
         return self.projection.words()
 
+    @property
+    def action_words(self) -> dict[str, Action]:
+        """The env's words and what they stand for; empty where actions are free text."""
+        return dict(self.projection.lookup)
+
     # --- what gymnasium sees
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
