@@ -324,3 +324,41 @@ def test_a_ring_keeps_the_last_observations_in_place() -> None:
     envs.step([7, 7, 7])  # now the oldest is written over
     assert kept[0][:, 3].tolist() == [2, 2, 2] or ring[envs.ring_position][:, 3].tolist() == [7, 7, 7]
     envs.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_observations_that_the_caller_keeps_never_change(backend: Any) -> None:
+    space = spaces.Box(0, 255, (64, 64, 8), np.uint8)
+    fns = [functools.partial(Scripted, space, spaces.Discrete(2), 3, 0)] * 4
+    theirs = SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    ours = make_vec(fns, backend=backend)
+    kept = [(ours.reset(seed=0)[0], theirs.reset(seed=0)[0])]
+    rows = []  # views of arrays that are themselves dropped
+    for t in range(20):
+        mine, want = ours.step([1] * 4)[0], theirs.step([1] * 4)[0]
+        assert same(mine, want)
+        if t % 3:
+            rows.append((mine[2, 5:], want[2, 5:].copy()))
+        if t in (4, 5, 6, 7, 8, 9):
+            kept.append((mine, want))
+        del mine
+    assert all(same(mine, want) for mine, want in kept)
+    assert all(same(mine, want) for mine, want in rows)
+    ours.close()
+    theirs.close()
+
+
+def test_the_plan_moves_work_only_where_that_pays() -> None:
+    from shoal.vector.plan import StepCost, choose
+
+    assert choose(StepCost(1e-6, 1e-6), 4, cpus=2).backend == "serial"
+    assert choose(StepCost(1e-3, 1e-3), 8, cpus=1).backend == "serial"
+    assert choose(StepCost(1e-3, 1e-3), 1, cpus=8).backend == "serial"
+    assert choose(StepCost(1e-6, 1e-6, nbytes=20_000), 32, cpus=2).backend == "serial"
+    spread = choose(StepCost(1e-3, 1e-3), 12, cpus=4)
+    assert (spread.workers, spread.caller_share, spread.threads) == (3, 3, False)
+    light = choose(StepCost(6e-6, 6e-6), 32, cpus=2)
+    assert light.workers == 1
+    assert 12 <= light.caller_share < 16  # the caller also deals the work out and collects it
+    waiting = choose(StepCost(5e-3, 1e-4), 32, cpus=2)
+    assert (waiting.workers, waiting.caller_share, waiting.threads) == (2, 0, True)

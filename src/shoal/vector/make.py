@@ -14,6 +14,7 @@ from shoal.vector.launch import START_METHODS, StartMethod
 from shoal.vector.plan import Plan, choose, even_cuts, probe, shares_of
 from shoal.vector.pool import Description, OnFailure, VectorPool
 from shoal.vector.process import ProcessBackend
+from shoal.vector.results import RECYCLE_FROM, Handouts
 from shoal.vector.share import EnvFn, Share
 from shoal.vector.slots import Slots
 from shoal.vector.sources import Source, env_fns_of
@@ -23,6 +24,7 @@ from shoal.vector.waiting import MAX_SPIN
 from shoal.vector.worker import Attach
 
 BackendName = Literal["auto", "serial", "process", "thread", "ray"]
+HANDOUT_PLACES = 5
 BACKENDS = ("auto", "serial", "process", "thread", "ray")
 AUTORESET = {
     "same_step": AutoresetMode.SAME_STEP,
@@ -119,7 +121,10 @@ def make_vec(
             text_bytes=text_bytes,
             **common,
         )
-    return VectorPool(**parts, copy_observations=copies)
+    pool = VectorPool(**parts, copy_observations=copies)
+    if plan.backend == "serial" and copies and pool.slots.ring == HANDOUT_PLACES:
+        pool.handouts = Handouts(pool.slots)
+    return pool
 
 
 def _plan(
@@ -204,7 +209,10 @@ def open_serial(
     """All environments in the caller's own thread: the reference that the others equal."""
     envs = [fn() for fn in env_fns]
     description = description_of(envs)
-    slots = _private_slots(description, _ring(ring, on_failure))
+    depth = _ring(ring, on_failure)
+    if ring is None and on_failure == "raise" and autoreset is not AutoresetMode.DISABLED:
+        depth = _handout_places(description)
+    slots = _private_slots(description, depth)
     share = Share(env_fns, 0, slots, autoreset, check_nan=check_nan, envs=envs)
     return _parts([InlineLane(share)], slots, description, autoreset, on_failure, max_restarts, None)
 
@@ -255,6 +263,13 @@ def _private_slots(description: Description, ring: int) -> Slots:
     return Slots(
         len(description.observation_spaces), observations, Layout.shared(description.action_spaces), ring=ring
     )
+
+
+def _handout_places(description: Description) -> int:
+    """Places for large observations of one array; other observations are cheap to copy."""
+    layout = Layout.shared(description.observation_spaces)
+    large = layout.is_leaf and layout.leaves[0].nbytes * len(description.observation_spaces) >= RECYCLE_FROM
+    return HANDOUT_PLACES if layout.fixed and large else 1
 
 
 def _ring(ring: int | None, on_failure: str) -> int:

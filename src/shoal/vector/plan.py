@@ -8,13 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shoal.core.executors import available_cpus
 from shoal.vector.share import EnvFn
 
 PROBE_SECONDS = 0.05
 PROBE_STEPS = 300
-WORTH_MOVING = 20e-6
-"""Seconds of work in one vector step below which handing it to a worker costs more than it saves."""
+HANDOVER = 15e-6
+"""Seconds of the caller's time that one vector step with workers costs it."""
+WRITE, READ = 0.4e-9, 0.1e-9
+"""Seconds per byte to write memory that another core has just read, and to read what it has just written."""
+WORTH_IT = 0.9
+"""Workers are used when a vector step with them takes less than this part of the time without."""
 WAITS = 0.5
 """A step that computes for less than this part of its time is waiting for something."""
 
@@ -25,6 +31,7 @@ class StepCost:
 
     wall: float
     cpu: float
+    nbytes: int = 0  # of an observation
 
     @property
     def waits(self) -> bool:
@@ -55,7 +62,7 @@ def probe(fn: EnvFn) -> StepCost:
             action = actions.sample()
             wall, cpu = time.perf_counter(), time.thread_time()
             obs, _, terminated, truncated, _ = env.step(action)
-            copy.copy(obs)
+            copy.copy(obs)  # what a vector env does with it at least
             best.append((time.perf_counter() - wall, time.thread_time() - cpu))
             if terminated or truncated:
                 env.reset()
@@ -63,7 +70,8 @@ def probe(fn: EnvFn) -> StepCost:
         env.close()
     best.sort()
     middle = best[: max(1, len(best) * 3 // 4)]  # without the outliers of a busy machine
-    return StepCost(sum(w for w, _ in middle) / len(middle), sum(c for _, c in middle) / len(middle))
+    wall, cpu = (sum(times) / len(middle) for times in zip(*middle, strict=True))
+    return StepCost(wall, cpu, _nbytes(obs))
 
 
 def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
@@ -81,10 +89,34 @@ def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
         return Plan("serial")
     if cost.waits:
         return Plan("process", workers=min(cpus, n_envs), threads=True)
-    if cpus == 1 or cost.wall * n_envs < WORTH_MOVING:
-        return Plan("serial")
     parts = min(cpus, n_envs)
-    return Plan("process", workers=parts - 1, caller_share=n_envs // parts)
+    if parts == 1:
+        return Plan("serial")
+    alone = n_envs * cost.wall
+    caller_share = min(range(1, n_envs // parts + 1), key=lambda share: _together(cost, n_envs, parts, share))
+    if _together(cost, n_envs, parts, caller_share) > WORTH_IT * alone:
+        return Plan("serial")
+    return Plan("process", workers=parts - 1, caller_share=caller_share)
+
+
+def _together(cost: StepCost, n_envs: int, parts: int, caller_share: int) -> float:
+    """Seconds of one vector step when the caller steps `caller_share` envs and workers the others."""
+    moved = n_envs - caller_share
+    worker = -(-moved // (parts - 1)) * (cost.wall + cost.nbytes * WRITE)
+    caller = caller_share * cost.wall + HANDOVER
+    return max(worker, caller) + moved * cost.nbytes * READ
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(_nbytes, value))
+    return 8
 
 
 def shares_of(env_fns: Sequence[EnvFn], plan: Plan) -> tuple[list[list[tuple[int, Sequence[EnvFn]]]], int]:

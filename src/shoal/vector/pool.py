@@ -27,7 +27,7 @@ from shoal.vector.flight import Flight
 from shoal.vector.infos import batch_infos
 from shoal.vector.lanes import Backend, Lane
 from shoal.vector.recovery import Recovery, raise_first
-from shoal.vector.results import Ready, Record, Results, StepResult, by_env, merged
+from shoal.vector.results import Handouts, Ready, Record, Results, StepResult, by_env, merged
 from shoal.vector.share import Extras
 from shoal.vector.slots import Slots
 
@@ -96,6 +96,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.seeds: list[int | None] = [None] * self.num_envs
         self.results = Results(slots)
         self.backend = backend
+        self.handouts: Handouts | None = None
         self.recovery = Recovery(
             weakref.proxy(self), on_failure, max_restarts, backend.revive if backend else None
         )
@@ -141,7 +142,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """The first observations and infos of the episodes begun by `reset_async`."""
         self._expect("reset")
         records = self._collect(timeout, "reset")
-        return self.results.batch(self._ring, self.copy), batch_infos(self.num_envs, merged(records))
+        return self._batch(), batch_infos(self.num_envs, merged(records))
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
@@ -167,7 +168,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         records = self._collect(timeout, "step")
         slots = self.slots
         return (
-            self.results.batch(self._ring, self.copy),
+            self._batch(),
             slots.rewards.copy(),
             slots.terminated.copy(),
             slots.truncated.copy(),
@@ -180,7 +181,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         records = self._collect(None, "step")
         slots = self.slots
         flags = slots.terminated.copy(), slots.truncated.copy()
-        return self.results.batch(self._ring, self.copy), slots.rewards.copy(), *flags, records
+        return self._batch(), slots.rewards.copy(), *flags, records
 
     # --- some of the environments
     def reset_each(
@@ -191,7 +192,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._begin_reset(None, self._spread(list(seeds)), options)
         self._state = "reset"
         infos = by_env(self._collect(None, "reset"))
-        return self.results.batch(self._ring, self.copy), [infos.get(i, {}) for i in range(self.num_envs)]
+        return self._batch(), [infos.get(i, {}) for i in range(self.num_envs)]
 
     def reset_some(
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
@@ -464,7 +465,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _turn_ring(self, chosen: Sequence[int] | None) -> None:
         """Go to the next place of the ring; environments that do not step are carried over."""
-        self._ring = (self._ring + 1) % self.slots.ring
+        if self.handouts is not None:
+            self._ring = self.handouts.next_place()
+        else:
+            self._ring = (self._ring + 1) % self.slots.ring
         if self.slots.ring > 1:
             stepping = np.zeros(self.num_envs, dtype=np.bool_)
             stepping[... if chosen is None else list(chosen)] = True
@@ -541,6 +545,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             bool(slots.truncated[i]),
             infos.get(i, {}),
         )
+
+    def _batch(self) -> Any:
+        if self.handouts is not None:
+            return self.handouts.give(self._ring)
+        return self.results.batch(self._ring, self.copy)
 
     def _observation(self, i: int) -> Any:
         return self.slots.observations.rebuild(self.results.values(i, self._lane_of[i].ring))

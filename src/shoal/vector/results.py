@@ -46,6 +46,31 @@ class Ready(NamedTuple):
     late: list[int]
 
 
+class Handouts:
+    """Large observations handed to the caller where they were written, as long as places last.
+
+    A place is written again only when the caller holds neither what it was given nor any view of it; when
+    all are held, place 0 is used and copied. So what was given never changes.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._owners = slots.handouts(0)
+        shape = slots.obs[0].shape[1:]
+        self._given = [owner.reshape(shape) for owner in self._owners]
+
+    def next_place(self) -> int:
+        """A place that nobody holds; 0 when all others are held."""
+        for place in range(1, len(self._given)):
+            # the list's own reference, and getrefcount's; the owner has its view's besides
+            if sys.getrefcount(self._given[place]) == 2 and sys.getrefcount(self._owners[place]) == 3:
+                return place
+        return 0
+
+    def give(self, place: int) -> np.ndarray[Any, Any]:
+        """The observations at a place, as the caller's own."""
+        return self._given[place].copy() if place == 0 else self._given[place]
+
+
 class Results:
     """The observations of a pool: fixed-size leaves in the slots, the others as Python values here."""
 

@@ -74,6 +74,20 @@ class Slots:
         self.act = [plan.array(memory, place) for place in act]
         self.obs = [plan.array(memory, place) for place in obs]
         self.final = [plan.array(memory, place) for place in final]
+        self._memory, self._obs_places = memory, obs
+
+
+    def handouts(self, leaf: int) -> list[np.ndarray[Any, Any]]:
+        """For a fixed leaf one flat array per place of the ring, each an owner that views of it refer to."""
+        place = self._obs_places[leaf]
+        assert place is not None
+        offset, kind, shape = place
+        size = int(np.prod(shape[1:], dtype=np.int64))
+        step = size * kind.itemsize
+        return [
+            np.frombuffer(self._memory[offset + r * step : offset + (r + 1) * step], kind)
+            for r in range(self.ring)
+        ]
 
 
 class _Plan:
