@@ -12,7 +12,6 @@ import datetime
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -57,6 +56,15 @@ def floor(processor, root, ids, kind):
             image.resize(
                 fitted_size(*image.size, 28, edges["shortest_edge"], edges["longest_edge"]), 3
             ).load()
+
+
+def floor_float32(processor, root, ids, kind, size):
+    """The floor, and writing as many fresh bytes as float32 pixels take."""
+    import numpy as np
+
+    kept = np.empty(size, np.uint8)
+    floor(processor, root, ids, kind)
+    kept.fill(1)
 
 
 def subjects(processor, root, ids, kind):
@@ -120,6 +128,8 @@ def measure_cases(processor, work, rows):
             batch = todo[name]()
             assert_equal(batch, wanted)
             pixels[name] = batch.summary()["pixel_bytes"]
+        size = pixels["shoal float32"]
+        todo["floor with float32 memory"] = lambda: floor_float32(processor, root, ids, kind, size)  # noqa: B023
         del batch, wanted
         seconds = {}
         times = {name: [] for name in todo}
@@ -138,6 +148,9 @@ def measure_cases(processor, work, rows):
                     row(case, name, seconds["reference"] / seconds[name], "x faster than the reference")
                 )
                 rows.append(row(case, name, seconds[name] / seconds["floor"], "x the floor"))
+                if name == "shoal float32":
+                    ideal = seconds["floor with float32 memory"]
+                    rows.append(row(case, name, seconds[name] / ideal, "x the floor with float32 memory"))
                 rows.append(row(case, name, pixels["reference"] / pixels[name], "x less pixel memory"))
 
 
@@ -179,28 +192,33 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
 
 
 def measure_peaks(processor_folder, work, rows):
-    """Peak memory of a process that does one split and keeps the batch, less the same process without it."""
+    """How far memory rises above the ready process while one subject works and its result is kept."""
     for case, (kind, steps, size) in CASES.items():
         root, _ = recordings(work, steps, size)
-        peaks = {}
-        for name in ("nothing", "reference", "shoal u8", "shoal float32"):
+        for name in ("reference", "shoal u8", "shoal float32"):
             command = [sys.executable, __file__, "--peak", str(processor_folder), str(root), kind, name]
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            peaks[name] = int(out.splitlines()[-1]) / 1024
-        for name in ("reference", "shoal u8", "shoal float32"):
-            rows.append(row(case, name, peaks[name], "MiB peak of the process"))
-            rows.append(row(case, name, peaks[name] - peaks["nothing"], "MiB peak above start"))
+            before, highest = (int(number) / 1024 for number in out.split())
+            rows.append(row(case, name, highest, "MiB peak of the process"))
+            rows.append(row(case, name, highest - before, "MiB peak above start"))
 
 
 def peak(processor_folder, root, kind, name):
     from shoal.splitting import load_processor
 
     processor, root = load_processor(processor_folder), Path(root)
-    ids = sorted(path.name for path in root.iterdir())
-    todo = subjects(processor, root, ids, kind)
-    kept = todo[name]() if name != "nothing" else None
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    todo = subjects(processor, root, sorted(path.name for path in root.iterdir()), kind)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of getting ready
+    before = memory("VmRSS")
+    kept = todo[name]()
+    print(before, memory("VmHWM"))
     del kept
+
+
+def memory(name):
+    """A line of /proc/self/status in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def row(case, subject, value, unit, cpu=None, runs=1):

@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shoal.core.errors import DataError
 from shoal.core.executors import SerialExecutor, map_ordered
 from shoal.core.sharing import Shared
-from shoal.splitting.assembly import Job, Kind, Plan, SplitTrajectory, split_recording
+from shoal.splitting.assembly import split_recording
 from shoal.splitting.batch import Batch, Padding, Shape, Skipped
 from shoal.splitting.fixes import Compat, Fixes
 from shoal.splitting.image_files import MAX_IMAGE_PIXELS
 from shoal.splitting.images import ImageReader, Pixels
+from shoal.splitting.jobs import make_jobs, without_first_turns
 from shoal.splitting.layout import Truncation
 from shoal.splitting.pixels import Store, TrajectoryPixels
+from shoal.splitting.plans import Job, Kind, Plan, SplitTrajectory
 from shoal.splitting.readers import FolderReader
-from shoal.splitting.recordings import Reader, finite_reward
+from shoal.splitting.recordings import Reader
 from shoal.splitting.samples import RewardPlacement, Sample
 from shoal.splitting.templates import MODEL_TEXT, ChatTemplate
-from shoal.splitting.windows import Limits, count_turns
+from shoal.splitting.windows import Limits
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -256,7 +257,9 @@ class TrajectorySplitter:
         store = self.plan.images.store
         # Elsewhere pixels are packed 8-bit and expanded here: an eighth of the bytes to move.
         packed: Store = store if local or store in ("path",) or self.plan.images.by_table is None else "u8"
-        jobs = self._jobs([str(item) for item in dataset_ids], rewards, scores, paths, packed)
+        jobs = make_jobs([str(item) for item in dataset_ids], rewards, scores, paths, packed)
+        if self.traj_filter:
+            jobs = without_first_turns(self.plan.reader, jobs)
         workers = getattr(executor, "workers", None) or getattr(executor, "_max_workers", None) or 1
         share = getattr(executor, "share", Shared)
         plan = share(self.plan)
@@ -275,59 +278,6 @@ class TrajectorySplitter:
                 yield Skipped(job.dataset_id, str(outcome))
             if progress is not None:
                 progress(done, len(jobs))
-
-    def _jobs(
-        self,
-        ids: list[str],
-        rewards: Any,
-        scores: Any,
-        paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
-        store: Store,
-    ) -> list[Job | _Refused]:
-        if not ids:
-            raise ValueError("dataset_ids is empty; give at least one trajectory")
-        reward_of = _rows("reward_tensor", rewards, len(ids))
-        scores_of = _rows("process_reward_tensor", scores, len(ids))
-        path_of = _paths(paths, ids)
-        jobs: list[Job | _Refused] = []
-        for index, name in enumerate(ids):
-            where = f"trajectory {name!r}"
-            try:
-                jobs.append(
-                    Job(
-                        index=index,
-                        dataset_id=name,
-                        path=path_of[index],
-                        reward=None if reward_of is None else finite_reward(reward_of[index], where),
-                        scores=() if scores_of is None else _checked_scores(scores_of[index], where),
-                        store=store,
-                    )
-                )
-            except DataError as error:
-                jobs.append(_Refused(name, error))
-        return self._filtered(jobs) if self.traj_filter else jobs
-
-    def _filtered(self, jobs: list[Job | _Refused]) -> list[Job | _Refused]:
-        """Jobs of failed trajectories told from which turn on to train."""
-        lengths, rewards = {}, {}
-        for job in jobs:
-            if isinstance(job, Job):
-                try:
-                    recording = self.plan.reader.read(job.dataset_id, job.path)
-                except DataError:
-                    continue  # splitting it will say the same, where it is handled
-                lengths[job.index] = count_turns(recording.messages)
-                rewards[job.index] = job.reward if job.reward is not None else recording.reward
-        if any(reward is None for reward in rewards.values()):
-            raise ValueError("traj_filter needs rewards: pass reward_tensor")
-        good = [lengths[index] for index, reward in rewards.items() if reward is not None and reward > 0]
-        if not good:
-            return jobs
-        first = int(sum(good) / len(good))
-        return [
-            replace(job, first_turn=first) if isinstance(job, Job) and rewards.get(job.index) == 0 else job
-            for job in jobs
-        ]
 
     def _batch(
         self, samples: Sequence[Sample], pixels: Mapping[int, Pixels], skipped: Sequence[Skipped]
@@ -397,55 +347,12 @@ class LastNTrajectorySplitter(TrajectorySplitter):
     kind: ClassVar[Kind] = "last-n"
 
 
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """A trajectory that cannot be started because of what the caller gave with it."""
-
-    dataset_id: str
-    error: DataError
-
-
 def _work(item: tuple[Shared[Plan], Job]) -> SplitTrajectory | DataError:
     plan, job = item
     try:
         return split_recording(plan.get(), job)
     except DataError as error:
         return error
-
-
-def _rows(name: str, values: Any, count: int) -> list[Any] | None:
-    """`values` as a list with one item per trajectory."""
-    if values is None:
-        return None
-    rows = values.tolist() if hasattr(values, "tolist") else list(values)
-    if not isinstance(rows, list) or len(rows) != count:
-        got = len(rows) if isinstance(rows, list) else 1
-        raise ValueError(f"{name} must have one entry per trajectory: {count} dataset_ids, got {got}")
-    return [
-        row[0] if name == "reward_tensor" and isinstance(row, list) and len(row) == 1 else row for row in rows
-    ]
-
-
-def _checked_scores(row: Any, where: str) -> tuple[float, ...]:
-    scores = tuple(finite_reward(value, f"{where}: process_reward_tensor") for value in row)
-    wrong = [score for score in scores if score != -1 and not 0 <= score <= 1]
-    if wrong:
-        raise DataError(f"{where}: process rewards must be in [0, 1], or -1 for none; got {wrong[0]}")
-    return scores
-
-
-def _paths(
-    paths: Mapping[str, Path | str] | Sequence[Path | str] | None, ids: list[str]
-) -> list[Path | None]:
-    if paths is None:
-        return [None] * len(ids)
-    if isinstance(paths, Mapping):
-        return [Path(paths[name]) if name in paths else None for name in ids]
-    if isinstance(paths, str | Path) or len(paths) != len(ids):
-        raise ValueError(
-            f"dataset_paths must map ids to folders or have one entry for each of {len(ids)} ids"
-        )
-    return [Path(path) for path in paths]
 
 
 def _positive(**values: int) -> None:
