@@ -31,7 +31,7 @@ class Drift:
     """The first place where the two differ."""
 
     piece: str  # which part of the chat it lies in
-    seen: str  # what the model saw from there on
+    seen: str  # what the model saw there, from a few characters before
     written: str  # what the template writes there
 
     def __str__(self) -> str:
@@ -53,7 +53,8 @@ def find_drift(tokenizer: object, chat: Sequence[Message], prompt_ids: Sequence[
         (i for i, (a, b) in enumerate(zip(seen, written, strict=False)) if a != b),
         min(len(seen), len(written)),
     )
-    return Drift(_piece(seen, chat, at), seen[at : at + 40], written[at : at + 40])
+    shown = slice(max(0, at - 10), at + 30)
+    return Drift(_piece(seen, chat, at), seen[shown], written[shown])
 
 
 def _piece(text: str, chat: Sequence[Message], at: int) -> str:
