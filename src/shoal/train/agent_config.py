@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.engine import Sampling
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
-from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.settings import RolloutSettings
 from shoal.train.group_advantages import Method
 from shoal.train.token_losses import Aggregation, KLEstimator
 
@@ -58,26 +57,12 @@ class RewardNormalization:
 
 
 @dataclass(frozen=True)
-class AgentProxy:
-    """How the agent meets its envs."""
+class AgentProxy(RolloutSettings):
+    """How the agent meets its envs, and what its rewards become."""
 
-    max_turn: int | None = None
-    """Turns after which an episode is truncated; what the env or its tag says if not given."""
-    max_tokens: int = 8
-    """Tokens of one response."""
-    temperature: float = 1.0
-    stop: tuple[str, ...] = ("</action>",)
-    """Texts after which a response ends."""
-    prompt: PromptConfig = PromptConfig()
     format_penalty: float = 0.0
     """Taken off per turn without a valid action; added after normalisation, never part of the spread."""
     reward_normalization: RewardNormalization = RewardNormalization()
-    use_parallel_rollout: bool = False
-    parallel_n_jobs: int = -1
-
-    def sampling(self, *, greedy: bool = False) -> Sampling:
-        """How tokens are picked, in training or greedily."""
-        return Sampling(self.max_tokens, 0.0 if greedy else self.temperature, self.stop)
 
 
 @dataclass(frozen=True)
@@ -232,4 +217,6 @@ class AgentConfig:
         values = to_mapping(self)
         for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer"):
             del values[key]
+        for key in ("use_parallel_rollout", "parallel_n_jobs", "parallel"):
+            del values["agent_proxy"][key]
         return values
