@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = "torch transformers ray jax PIL matplotlib hydra joblib peft numba stable_baselines3 safetensors pandas"
-ROOMS = ["shoal", "shoal.core", "shoal.envs", "shoal.vector", "shoal.splitting", "shoal.skills", "shoal.rollout", "shoal.cli.main"]
+HEAVY = (
+    "torch transformers ray jax PIL matplotlib hydra joblib peft numba stable_baselines3 safetensors pandas"
+)
+ROOMS = [
+    "shoal",
+    "shoal.core",
+    "shoal.envs",
+    "shoal.vector",
+    "shoal.splitting",
+    "shoal.skills",
+    "shoal.rollout",
+    "shoal.cli.main",
+]
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -18,7 +29,9 @@ def test_light_rooms_stay_light(room):
         importlib.import_module({room!r})
         print(*[name for name in {HEAVY!r}.split() if name in sys.modules])
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == ""
 
 

@@ -27,7 +27,13 @@ class Outer:
 
 
 def test_nested_values_become_dataclasses_and_back():
-    values = {"inner": {"size": 4}, "maybe": {"kind": "b"}, "many": {"x": {"size": 1}}, "names": ["p"], "rate": 1}
+    values = {
+        "inner": {"size": 4},
+        "maybe": {"kind": "b"},
+        "many": {"x": {"size": 1}},
+        "names": ["p"],
+        "rate": 1,
+    }
     built = from_mapping(Outer, values)
     assert built == Outer(Inner(4), Inner(kind="b"), {"x": Inner(1)}, ("p",), 1.0)
     assert from_mapping(Outer, to_mapping(built)) == built

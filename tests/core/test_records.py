@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.data import Trajectory, Turn, decode_trajectory, encode_trajectory, read_trajectories, write_trajectories
+from shoal.core.data import (
+    Trajectory,
+    Turn,
+    decode_trajectory,
+    encode_trajectory,
+    read_trajectories,
+    write_trajectories,
+)
 from shoal.core.errors import DataError, UnknownNameError
 from shoal.core.registry import Registry, check_name
 from shoal.core.run_folder import RunFolder
@@ -14,11 +21,28 @@ TEXT = st.text(max_size=20)
 TOKENS = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 TURNS = st.builds(
-    Turn, TEXT, TOKENS, TOKENS, st.lists(FLOATS, max_size=3).map(tuple), TEXT, st.none() | TEXT, st.booleans(), FLOATS, TEXT
+    Turn,
+    TEXT,
+    TOKENS,
+    TOKENS,
+    st.lists(FLOATS, max_size=3).map(tuple),
+    TEXT,
+    st.none() | TEXT,
+    st.booleans(),
+    FLOATS,
+    TEXT,
 )
 TRAJECTORIES = st.builds(
-    Trajectory, TEXT, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**63 - 1),
-    st.lists(TURNS, max_size=3).map(tuple), st.booleans(), st.booleans(), st.booleans(),
+    Trajectory,
+    TEXT,
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 2**63 - 1),
+    st.lists(TURNS, max_size=3).map(tuple),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 
 

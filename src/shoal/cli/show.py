@@ -31,14 +31,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, help="a run folder, such as runs/demo")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--episode", type=int, metavar="N", help="the N-th episode of the file (from 0)")
-    which.add_argument("--best", action="store_true", help="the episode with the highest reward (shortest of them)")
-    which.add_argument("--worst", action="store_true", help="the episode with the lowest reward (longest of them)")
+    which.add_argument(
+        "--best", action="store_true", help="the episode with the highest reward (shortest of them)"
+    )
+    which.add_argument(
+        "--worst", action="store_true", help="the episode with the lowest reward (longest of them)"
+    )
     parser.add_argument("--file", help="which of trajectories/*.jsonl (default: the newest held-out one)")
     parser.add_argument("--prompt", action="store_true", help="also show how many tokens each prompt had")
     parser.add_argument("--max-turns", type=int, default=30, metavar="N", help="turns to show (default 30)")
     options = parser.parse_args(argv)
     if not options.run.is_dir():
-        raise DataError(f"{options.run} is not a run folder; runs are in runs/ unless run_dir= said otherwise")
+        raise DataError(
+            f"{options.run} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
+        )
     console = Console(highlight=False)
     console.print(summary_table(options.run))
     file = _pick_file(options.run / "trajectories", options.file)
@@ -48,7 +54,9 @@ def main(argv: list[str]) -> int:
     if not trajectories:
         raise DataError(f"{file} holds no episodes")
     number = pick_episode(trajectories, options.episode, best=options.best, worst=options.worst)
-    print_episode(console, trajectories[number], f"episode {number} of {len(trajectories)} in {file.name}", options)
+    print_episode(
+        console, trajectories[number], f"episode {number} of {len(trajectories)} in {file.name}", options
+    )
     return 0
 
 
@@ -71,10 +79,13 @@ def _pick_file(folder: Path, wanted: str | None) -> Path | None:
     if wanted is not None:
         named = [file for file in files if wanted in (file.name, file.stem)]
         if not named:
-            raise DataError(f"no {wanted!r} in {folder}; there are: {', '.join(f.name for f in files) or 'none'}")
+            raise DataError(
+                f"no {wanted!r} in {folder}; there are: {', '.join(f.name for f in files) or 'none'}"
+            )
         return named[0]
     held_out = [file for file in files if file.name.startswith("heldout")]
-    return (held_out or files or [None])[-1]
+    candidates = held_out or files
+    return candidates[-1] if candidates else None
 
 
 def pick_episode(trajectories: Sequence[Trajectory], number: int | None, *, best: bool, worst: bool) -> int:
@@ -115,4 +126,6 @@ def _print_turn(console: Console, number: int, turn: Turn, *, with_prompt: bool)
     for match in _TAG.finditer(response.plain):
         response.stylize("bold green" if turn.action_is_valid else "bold red", *match.span())
     verdict = turn.action if turn.action_is_valid else "no valid action"
-    console.print(Text("  → ").append_text(response).append(f"   {verdict}, reward {turn.reward:g}", style="dim"))
+    console.print(
+        Text("  → ").append_text(response).append(f"   {verdict}, reward {turn.reward:g}", style="dim")
+    )

@@ -35,10 +35,14 @@ def main(argv: list[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config-name", default="demo", help=f"one of {', '.join(config_names())}, or your own")
+    parser.add_argument(
+        "--config-name", default="demo", help=f"one of {', '.join(config_names())}, or your own"
+    )
     parser.add_argument("--config-dir", type=Path, help="folder with your own YAML configs")
     parser.add_argument("--cfg", action="store_true", help="print the composed config as YAML and stop")
-    parser.add_argument("--json-events", action="store_true", help="one JSON line per durable moment on stdout")
+    parser.add_argument(
+        "--json-events", action="store_true", help="one JSON line per durable moment on stdout"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     options = parser.parse_intermixed_args(argv)
     if options.config_dir is not None and not options.config_dir.is_dir():
@@ -51,7 +55,9 @@ def main(argv: list[str]) -> int:
 
         print(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))), end="")
         return 0
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     config = replace(config, run_dir=str(_run_dir(config.run_dir, options.config_name, config.resume)))
 
     import torch
@@ -69,8 +75,11 @@ def main(argv: list[str]) -> int:
         try:
             _watch(trainer.train(), config.trainer.iterations, out)
         except KeyboardInterrupt:
-            print(f"\ninterrupted; go on with: shoal train --config-name {options.config_name} "
-                  f"run_dir={config.run_dir} resume=true", file=out)
+            print(
+                f"\ninterrupted; go on with: shoal train --config-name {options.config_name} "
+                f"run_dir={config.run_dir} resume=true",
+                file=out,
+            )
             return 130
     _say_results(Path(config.run_dir or ""), config.next_step, out)
     return 0

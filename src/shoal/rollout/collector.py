@@ -22,11 +22,11 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 class EnvPool(Protocol):
     """Envs that can be reset and stepped a few at a time; `shoal.vector` provides them."""
 
-    def reset_some(self, indices: Sequence[int], seeds: Sequence[int]) -> list[Reset]:
+    def reset_some(self, indices: Sequence[int], seeds: Sequence[int], /) -> Sequence[Reset]:
         """Reset these envs, each from its seed."""
         ...
 
-    def step_some(self, indices: Sequence[int], actions: Sequence[Any]) -> list[Step]:
+    def step_some(self, indices: Sequence[int], actions: Sequence[Any], /) -> Sequence[Step]:
         """Step these envs; the others are left alone."""
         ...
 
@@ -75,7 +75,9 @@ class TrajectoryCollector:
             first_group: the number of the first group, for further batches of groups in one iteration.
         """
         episodes = [
-            Episode(self._place(iteration, first_group + group, member), self.roles[tag], self.prompter, sampling)
+            Episode(
+                self._place(iteration, first_group + group, member), self.roles[tag], self.prompter, sampling
+            )
             for group, tag in enumerate(self.tags)
             for member in range(self.group_size)
         ]

@@ -8,11 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import OmegaConf
 
 from shoal import envs
@@ -23,13 +21,16 @@ from shoal.core.run_folder import Event, RunFolder
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
-from shoal.train.agent_advantages import turn_advantages
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_metrics import rollout_metrics
+from shoal.train.critic import Critic, split_optimizer
 from shoal.train.group_advantages import has_signal
 from shoal.train.policy import TrainableEngine, make_engine
-from shoal.train.samples import make_samples
+from shoal.train.preparation import prepare_samples
+from shoal.train.reference import Reference
+from shoal.train.schedules import decayed
+from shoal.train.tensorboard import TensorBoard
 from shoal.train.update import trained_parameters, update
 from shoal.train.warmup import warm_up
 
@@ -53,13 +54,21 @@ class AgentTrainer:
         self.config = config
         self.train_envs, self.val_envs = make_environments(config)
         self.engine: TrainableEngine = make_engine(config.engine, self._action_words(), config.seed)
-        self.optimizer = torch.optim.AdamW(
-            trained_parameters(self.engine.model), lr=config.algorithm.learning_rate, weight_decay=0.0
+        algorithm = config.algorithm
+        self.critic = Critic(self.engine) if algorithm.needs_critic else None
+        self.optimizer = split_optimizer(
+            trained_parameters(self.engine.model),
+            self.critic,
+            algorithm.learning_rate,
+            algorithm.critic.learning_rate,
+            algorithm.weight_decay,
         )
         self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event)
         self.progress = Progress(0, 0.0, 0, 0)
         self._collector = self._make_collector(self.train_envs, config.seed)
         self._val_collector = self._make_collector(self.val_envs, derive_seed(config.seed, "held-out"))
+        self._reference = Reference(self.folder.path / "reference") if algorithm.kl.coef else None
+        self._board = TensorBoard(self.folder.path / "tensorboard", config.trainer.tensorboard)
         self._warned = False
 
     def __enter__(self) -> AgentTrainer:
@@ -70,15 +79,16 @@ class AgentTrainer:
 
     def close(self) -> None:
         """End the env workers; may be called twice."""
+        self._board.close()
         self.train_envs.pool.close()
         self.val_envs.pool.close()
 
     def describe(self) -> str:
         """One line: what is trained, on what."""
         size = sum(parameter.numel() for parameter in self.engine.model.parameters())
-        groups = self.config.es_manager.train
+        groups, algorithm = self.config.es_manager.train, self.config.algorithm.adv_estimator
         return (
-            f"{self.config.engine.name} engine with {size / 1e6:.2f}M parameters, {self.config.algorithm.adv_estimator}, "
+            f"{self.config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
             f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}"
         )
 
@@ -98,7 +108,9 @@ class AgentTrainer:
                 row |= self._validate()
                 best = max(best, row["heldout_success"])
                 last = last or row["heldout_success"] >= (settings.stop_at_success or np.inf)
-                self.progress = Progress(self.progress.iteration, best, self.progress.episodes, self.progress.tokens)
+                self.progress = Progress(
+                    self.progress.iteration, best, self.progress.episodes, self.progress.tokens
+                )
             self._report(row)
             if last or self.progress.iteration % settings.save_every == 0:
                 self._save()
@@ -127,7 +139,9 @@ class AgentTrainer:
         row["seconds_update"] = round(time.perf_counter() - clock - rollout_seconds, 4)
         row["tokens_per_second"] = round(tokens / rollout_seconds, 1)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
-            write_trajectories(self.folder.path / "trajectories" / f"train-{iteration + 1:06d}.jsonl", trajectories)
+            write_trajectories(
+                self.folder.path / "trajectories" / f"train-{iteration + 1:06d}.jsonl", trajectories
+            )
         return row
 
     def evaluate(self, *, greedy: bool = True) -> list[Trajectory]:
@@ -162,16 +176,29 @@ class AgentTrainer:
         row["groups_trained"] = float(len({t.group for t in learned}))
         if not learned:
             return row
-        advantages = turn_advantages(learned, config.algorithm, config.agent_proxy)
-        samples = [
-            sample
-            for trajectory, values in zip(learned, advantages, strict=True)
-            for sample in make_samples(trajectory, values)
-        ]
-        temperature = config.agent_proxy.temperature
-        return row | update(
-            self.engine, self.optimizer, samples, config.algorithm, temperature, config.seed, iteration
+        self._set_rates(iteration)
+        reference = self._reference.engine if self._reference else None
+        samples = prepare_samples(
+            learned, self.engine, self.critic, reference, config.algorithm, config.agent_proxy
         )
+        return row | update(
+            self.engine,
+            self.critic,
+            self.optimizer,
+            samples,
+            config.algorithm,
+            config.agent_proxy.temperature,
+            config.seed,
+            iteration,
+        )
+
+    def _set_rates(self, iteration: int) -> None:
+        """Learning rates by the schedule, from the number of the iteration alone."""
+        algorithm = self.config.algorithm
+        progress = iteration / self.config.trainer.iterations
+        rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+            group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
 
     def _shaping_only(self, trajectories: list[Trajectory], with_signal: set[int]) -> float:
         """Share of groups whose members differ by format penalty alone; warns once when it is most of them."""
@@ -179,7 +206,9 @@ class AgentTrainer:
             return 0.0
         invalid = [sum(not turn.action_is_valid for turn in t.turns) for t in trajectories]
         groups = [t.group for t in trajectories]
-        shaped = {g for g, kept in zip(groups, has_signal(invalid, groups), strict=True) if kept} - with_signal
+        shaped = {
+            g for g, kept in zip(groups, has_signal(invalid, groups), strict=True) if kept
+        } - with_signal
         share = len(shaped) / len(set(groups))
         if share > 0.5 and not self._warned:
             self._warned = True
@@ -201,6 +230,10 @@ class AgentTrainer:
         losses = list(self._warm_up())
         if losses:
             row["warmup_loss"] = losses[-1]
+        if self.critic is not None:
+            self.critic.model.load_state_dict(self.engine.model.state_dict())
+        if self._reference is not None:
+            self._reference.keep(self.engine)
         row |= self._validate()
         self._report(row)
         self._save()
@@ -208,7 +241,11 @@ class AgentTrainer:
 
     def _resume(self) -> Iterator[dict[str, Any]]:
         path = newest_checkpoint(self.folder.path / "checkpoints")
-        self.progress = load_checkpoint(path, self.engine, self.optimizer, self.config.comparable())
+        self.progress = load_checkpoint(
+            path, self.engine, self.critic, self.optimizer, self.config.comparable()
+        )
+        if self._reference is not None:
+            self._reference.load(self.config.engine.device)
         self.folder.keep_metrics(lambda row: row["iteration"] <= self.progress.iteration)
         yield from self.folder.read_metrics()
 
@@ -218,7 +255,8 @@ class AgentTrainer:
             return
         kinds = {tag: config.custom_envs[tag] for tag in self.train_envs.roles}
         makers = {
-            tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config)) for tag, kind in kinds.items()
+            tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config))
+            for tag, kind in kinds.items()
         }
         yield from warm_up(
             self.engine,
@@ -239,11 +277,13 @@ class AgentTrainer:
 
     def _report(self, row: dict[str, Any]) -> None:
         self.folder.append_metrics(row)
+        self._board.add(row, row["iteration"])
 
     def _save(self) -> None:
         path = save_checkpoint(
             self.folder.path / "checkpoints",
             self.engine,
+            self.critic,
             self.optimizer,
             self.progress,
             self.config.comparable(),

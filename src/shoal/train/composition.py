@@ -49,7 +49,9 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
         else:
             with initialize_config_dir(str(folder.resolve()), version_base=None):
                 composed = compose(
-                    name, overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"], return_hydra_config=True
+                    name,
+                    overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"],
+                    return_hydra_config=True,
                 )
                 OmegaConf.set_struct(composed, False)
                 composed.pop("hydra")

@@ -17,10 +17,18 @@ from shoal.train.agent_config import EngineConfig
 class TrainableEngine(Protocol):
     """An engine in this process that shares its network with the trainer."""
 
-    tokenizer: ChatTokenizer
-    model: nn.Module
     weights_version: int
     pad_id: int
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Between text and this engine's tokens."""
+        ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The network, shared with the engine."""
+        ...
 
     @property
     def level(self) -> Level:
@@ -56,7 +64,9 @@ def make_engine(config: EngineConfig, words: Sequence[str], seed: int) -> Traina
     from shoal.rollout.engines.model_store import resolve_model
 
     if config.model is None:
-        raise ConfigError("engine.model must be a model folder or a name that `shoal model get` knows, got none")
+        raise ConfigError(
+            "engine.model must be a model folder or a name that `shoal model get` knows, got none"
+        )
     engine = HuggingFaceEngine.load(resolve_model(config.model), device=config.device, dtype=config.dtype)
     if config.train_last_layers is not None:
         engine.freeze_all_but_last(config.train_last_layers)

@@ -34,13 +34,15 @@ def warm_up(
     seed: int,
 ) -> Iterator[float]:
     """Train `engine` on random play of the envs; yields the loss of each step (nats a token)."""
-    plays = [_random_play(engine, maker(), roles[tag], prompter, seed) for tag, maker in sorted(makers.items())]
+    plays = [
+        _random_play(engine, maker(), roles[tag], prompter, seed) for tag, maker in sorted(makers.items())
+    ]
     parameters = trained_parameters(engine.model)
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
     device = str(parameters[0].device)
     for step in range(config.steps):
         samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
-        n_tokens = sum(sample.n_trained for sample in samples)
+        n_tokens = sum(len(sample.places) for sample in samples)
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for micro in micro_batches(samples, micro_batch_tokens, engine.pad_id, device):
@@ -70,7 +72,7 @@ def _random_play(
             episode.end_turn()
             turns += 1
         trajectory = episode.trajectory()
-        samples = make_samples(trajectory, [0.0] * len(trajectory.turns))
+        samples = make_samples(trajectory)
         for i in rng.permutation(len(samples)):
             yield samples[i]
 
@@ -85,5 +87,3 @@ def _random_answer(
         )
     text = f"<action>{words[int(rng.integers(len(words)))]}</action>"
     return engine.tokenizer.encode(text.removeprefix(prompter.config.prefill))
-
-

@@ -2,6 +2,7 @@
 
 from shoal.vector.container import MultiProcessEnvironmentContainer
 from shoal.vector.make import make_vec
-from shoal.vector.pool import StepResult, VectorPool, groups
+from shoal.vector.pool import VectorPool, groups
+from shoal.vector.results import Ready, StepResult
 
-__all__ = ["MultiProcessEnvironmentContainer", "StepResult", "VectorPool", "groups", "make_vec"]
+__all__ = ["MultiProcessEnvironmentContainer", "Ready", "StepResult", "VectorPool", "groups", "make_vec"]

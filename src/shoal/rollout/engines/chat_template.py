@@ -58,7 +58,23 @@ class TemplateTokenizer:
         if self._between is None:
             self._between = self._continuation()
         ids = self._join(_MARK.split(self._between), ["", "", message["content"]])
-        return ids[1:] if response_ids and response_ids[-1] in self.end_ids and ids[0] in self.end_ids else ids
+        return (
+            ids[1:] if response_ids and response_ids[-1] in self.end_ids and ids[0] in self.end_ids else ids
+        )
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The chat as the template writes it, contents and all, up to where the assistant begins."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **self._settings
+            )
+        )
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Tokens as text, control tokens included."""
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def _join(self, pieces: Sequence[str], contents: Sequence[str]) -> tuple[int, ...]:
         """Tokens of rendered text (even pieces) and of the contents that the marks number (odd pieces)."""
@@ -87,7 +103,9 @@ class TemplateTokenizer:
         before, after = self._render(("user",)), self._render(("user", "assistant", "user"))
         written = "\ue0001\ue001"
         if not after.startswith(before + written):
-            same = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+            same = next(
+                (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before)
+            )
             raise EngineError(
                 "the chat template is not append-only, a later turn rewrites the ones before: after "
                 f"{before[max(0, same - 20) : same]!r} it has {after[same : same + 30]!r} instead of "

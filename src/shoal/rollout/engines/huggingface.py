@@ -114,7 +114,11 @@ class HuggingFaceEngine:
             if len(keep) < len(live):
                 chosen = torch.tensor(keep, device=mask.device)
                 cache.batch_select_indices(chosen)
-                mask, live, picks = mask[chosen], [live[place] for place in keep], [picks[place] for place in keep]
+                mask, live, picks = (
+                    mask[chosen],
+                    [live[place] for place in keep],
+                    [picks[place] for place in keep],
+                )
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
             out = self._forward(torch.tensor(picks, device=mask.device)[:, None], mask, cache)
             cache, scores = out.past_key_values, out.logits[:, -1]
@@ -156,6 +160,18 @@ class HuggingFaceEngine:
             input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False, logits_to_keep=columns
         )
         return out.logits[before[:, columns]]  # type: ignore[no-any-return]
+
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
+        mask = (torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]).long()
+        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+        out = decoder(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False)
+        return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
+
+    @property
+    def hidden_width(self) -> int:
+        """Size of a hidden state."""
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
     # --- files
     def save(self, folder: Path) -> None:

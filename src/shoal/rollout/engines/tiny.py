@@ -123,7 +123,7 @@ class TinyEngine:
         scale = torch.ones(ROWS, 1, device=self.device)
         scale[:n, 0] = torch.from_numpy(1 / np.where(temperature == 0, 1, temperature)).float()
         noise = np.zeros((n, max_tokens, self.tokenizer.size))
-        for row in np.flatnonzero(temperature):
+        for row in np.flatnonzero(temperature).tolist():
             noise[row] = Noise(requests[row].key).rows(max_tokens, self.tokenizer.size)
         stops = [tuple(map(self.tokenizer.encode, request.sampling.stop)) for request in requests]
         written: list[list[int]] = [[] for _ in requests]
@@ -157,8 +157,17 @@ class TinyEngine:
             lengths: `[B]` true lengths.
             where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
         """
+        return self.model.head(self.hidden_at(ids, lengths, where))  # type: ignore[no-any-return]
+
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
         hidden = self.model.hidden(ids, torch.zeros(len(ids), dtype=torch.int64, device=ids.device))
-        return self.model.head(hidden[:, :-1][where[:, 1:]])  # type: ignore[no-any-return]
+        return hidden[:, :-1][where[:, 1:]]
+
+    @property
+    def hidden_width(self) -> int:
+        """Size of a hidden state."""
+        return self.model.shape.width
 
     # --- files
     def save(self, folder: Path) -> None:
@@ -207,7 +216,9 @@ class _Prefix:
         padded = self.cache[0].shape[3]
         caches = []
         for layer in self.cache:
-            grown = layer.new_zeros((*layer.shape[:1], len(rows), layer.shape[2], padded + room, layer.shape[4]))
+            grown = layer.new_zeros(
+                (*layer.shape[:1], len(rows), layer.shape[2], padded + room, layer.shape[4])
+            )
             grown[:, :, :, :padded] = layer.index_select(1, index)
             caches.append(grown)
         return _Prefix(caches, self.hidden[index], self.start[index], padded)

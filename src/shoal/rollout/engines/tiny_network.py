@@ -55,7 +55,8 @@ class Block(nn.Module):
         scores = query @ key.transpose(-1, -2) * (width // self.heads) ** -0.5
         attended = (scores + mask).softmax(-1) @ value
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm_feed(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm_feed(x))))
+        return out
 
 
 class TinyNetwork(nn.Module):
@@ -65,11 +66,12 @@ class TinyNetwork(nn.Module):
         super().__init__()
         self.shape = shape
         self.vocabulary = vocabulary
-        self.embedding = nn.Embedding(vocabulary, shape.width)
-        self.position = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, vocabulary, bias=False)
+        with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws from global state
+            self.embedding = nn.Embedding(vocabulary, shape.width)
+            self.position = nn.Embedding(shape.context, shape.width)
+            self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+            self.norm = nn.RMSNorm(shape.width)
+            self.head = nn.Linear(shape.width, vocabulary, bias=False)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -100,4 +102,5 @@ class TinyNetwork(nn.Module):
         x = self.embedding(ids) + self.position((places[None] - start[:, None]).clamp(min=0))
         for index, block in enumerate(self.blocks):
             x = block(x, mask, None if cache is None else cache[index], at)
-        return self.norm(x)  # type: ignore[no-any-return]
+        normalised: Tensor = self.norm(x)
+        return normalised
