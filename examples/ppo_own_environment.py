@@ -1,6 +1,6 @@
 """Your own environment is learned in seconds, and the policy then runs on NumPy alone.
 
-    python examples/ppo_own_environment.py
+python examples/ppo_own_environment.py
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class Thermostat(gym.Env):
         return np.array([(self.degrees - 21.0) / 5.0, self.outside], np.float32), {"action_mask": mask}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        """A new day."""
         super().reset(seed=seed)
         self.t, self.degrees = 0, float(self.np_random.uniform(15, 27))
         self.outside = float(self.np_random.uniform(-1, 1))
         return self._look()
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Heat (1) or wait (0)."""
         self.t += 1
         self.degrees += 0.8 * float(action) - 0.3 + 0.2 * self.outside
         observation, info = self._look()
