@@ -131,3 +131,18 @@ class DictEnv(gym.Env):
         assert self.action_space.contains(action)
         self.t += 1
         return self._look(), float(np.sum(action)), self.t >= 9, False, {}
+
+
+class NaNLaterEnv(CountingEnv):
+    """Counts, and shows NaN at the 100th step of its life."""
+
+    def __init__(self) -> None:
+        super().__init__(7)
+        self.life = 0
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        self.life += 1
+        if self.life == 100:
+            observation = np.array([np.nan, 0], np.float32)
+        return observation, *rest

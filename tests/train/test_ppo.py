@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.train.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
 from torch import nn
 
-from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, UnknownNameError
+from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, ShoalError, UnknownNameError
 from shoal.train import ppo as ppo_module
 from shoal.train.ppo import PPO, workers_pay
 from shoal.train.ppo_checkpoints import list_checkpoints
@@ -425,6 +425,7 @@ def test_an_unknown_env_gets_a_suggestion():
         ({"n_steps": 0}, "n_steps must be at least 1, got 0"),
         ({"device": "tpu"}, "device must be cpu, cuda, mps or auto, got 'tpu'"),
         ({"path": "magic"}, "path must be 'auto', 'compiled' or 'torch', got 'magic'"),
+        ({"backend": "process", "num_workers": 0}, "needs at least one worker"),
         ({"num_workers": -1}, "num_workers must not be negative, got -1"),
         ({"hidden": ()}, "hidden must name at least one layer"),
     ],
@@ -536,6 +537,42 @@ def test_trainer_learns_from_vector_envs_of_every_autoreset_mode(mode):
         assert abs(metrics["first_kl"]) < 1e-7
     assert metrics["reward_mean"] > 13
     assert {e.length for e in trainer.log.recent} == {16}
+
+
+def test_trainer_learns_from_parallel_env():
+    ParallelEnv = pytest.importorskip("shoal.vector.parallel_env").ParallelEnv
+
+    def play(make):
+        trainer = PPOTrainer(seed=0, **FAST)
+        with make([IdentityEnv] * 4) as envs:
+            for _ in range(4):
+                metrics = trainer.train_episode_vectorized(envs)
+        assert metrics["n_completed_episodes"] == 8  # 32 steps, episodes of 16, 4 envs
+        return trainer.agent.state()[0]
+
+    class Sync(SyncVectorEnv):
+        def __init__(self, fns):
+            super().__init__(fns, autoreset_mode=AutoresetMode.SAME_STEP)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.close()
+
+    assert_equal(play(lambda fns: ParallelEnv(fns, num_workers=2)), play(Sync))
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_an_env_that_raises_in_a_worker_stops_the_run_with_its_name(path):
+    ppo = PPO(
+        BrokenEnv, n_envs=2, env_kwargs={"what": "error"}, path=path, backend="process", num_workers=2, n_steps=8,
+        batch_size=16,
+    )  # fmt: skip
+    with ppo, pytest.raises(ShoalError, match=r"the plug was pulled|env 0") as raised:
+        ppo.learn(64)
+    causes = [raised.value, raised.value.__cause__]
+    assert any("plug was pulled" in str(cause) for cause in causes)
 
 
 def test_trainer_state_is_saved_and_loaded(tmp_path):

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from shoal.train.compiled_network import kernels_cached
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_run import PPORun, RunOptions, safe_name, saved_options
 from shoal.train.presets import preset_for
@@ -109,6 +110,8 @@ def _greet(run: PPORun, out: Any) -> None:
     print(f"   Start method: {options.parallel_start_method or 'default'}", file=out)
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
     print(f"   {options.env}, {how}, run folder {run.path}", file=out)
+    if ppo.path == "compiled" and not kernels_cached():
+        print("   compiling the kernels, once on this machine: about ten seconds", file=out, flush=True)
     if options.resume_from:
         print(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", file=out)
 

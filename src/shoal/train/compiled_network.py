@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +70,14 @@ class NetworkShape:
 def kernels_available() -> bool:
     """Whether numba is installed."""
     return importlib.util.find_spec("numba") is not None
+
+
+def kernels_cached() -> bool:
+    """Whether compiled kernels of this version lie in numba's cache, so that the first use is quick."""
+    from shoal.train import kernel_update
+
+    folder = Path(kernel_update.update.stats.cache_path)
+    return any(folder.glob("kernel_update.update-*.nbi"))
 
 
 @dataclass

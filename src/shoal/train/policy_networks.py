@@ -198,10 +198,8 @@ def _tower(leaf: Leaf, features: int) -> nn.Sequential:
     """The convolutions of Mnih et al. (2015); small ones for images under 36 pixels."""
     shape = leaf.space.shape or ()
     channels, height, width = (shape[2], *shape[:2]) if _channels_last(shape) else shape
-    if min(height, width) >= 36:
-        plan = [(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)]
-    else:
-        plan = [(32, 3, 1, 1), (64, 3, 2, 1)]
+    nature, small = [(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)], [(32, 3, 1, 1), (64, 3, 2, 1)]
+    plan = nature if min(height, width) >= 36 else small
     layers: list[nn.Module] = []
     for units, size, stride, padding in plan:
         layers += [nn.utils.skip_init(nn.Conv2d, channels, units, size, stride, padding), nn.ReLU()]

@@ -435,6 +435,8 @@ def _check_call(
         raise ConfigError(f"no backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
     if num_workers is not None and num_workers < 0:
         raise ConfigError(f"num_workers must not be negative, got {num_workers}")
+    if backend == "process" and num_workers == 0:
+        raise ConfigError("backend='process' needs at least one worker, got num_workers=0")
     have = multiprocessing.get_all_start_methods()
     if start_method is not None and start_method not in have:
         raise ConfigError(

@@ -102,7 +102,11 @@ class PPOAgent:
         batch = self._batch(rollout, obs[:-1], advantages, returns, values)
         before = learner.snapshot()
         rates = self._rates(progress)
-        stats = learner.update(batch, rates)
+        try:
+            stats = learner.update(batch, rates)
+        except BaseException:  # Ctrl-C too: half an update must not be saved
+            learner.restore(before)
+            raise
         if not all(map(math.isfinite, stats)):
             learner.restore(before)
             bad = [name for name, value in stats._asdict().items() if not math.isfinite(value)]

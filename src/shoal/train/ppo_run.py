@@ -14,7 +14,13 @@ from shoal.core.errors import ConfigError, DivergedError, EnvError, MissingExtra
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.train.ppo import PPO, Metrics, read_config
-from shoal.train.ppo_checkpoints import find_checkpoint, load_checkpoint, prune_checkpoints
+from shoal.train.ppo_checkpoints import (
+    checkpoint_folder,
+    find_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_curves import write_ppo_curves
 from shoal.train.ppo_evaluation import write_video
@@ -94,7 +100,7 @@ class PPORun:
         self.path = Path(options.run_dir or f"runs/ppo-{safe_name(options.env)}")
         self.checkpoints = Path(options.checkpoint_dir or self.path / "checkpoints")
         self.folder = RunFolder(self.path, "train-ppo", options.seed, self.on_event)
-        self._best = -math.inf
+        self._best = self._best_so_far()
         self._last_eval: Metrics = {}
         self._writers = _writers(options, self.path)
 
@@ -134,9 +140,12 @@ class PPORun:
             if status == "interrupted":
                 self._save()
                 self._finish(row, status)
+        if not row:
+            row = {"steps": float(ppo.log.n_steps), "episodes": ppo.log.n_episodes}
         self._save()
-        row |= self._evaluate()
-        self._report(row, force=True)
+        if "eval_return_mean" not in row:
+            row |= self._evaluate()
+            self._report(row)
         if options.record_video:
             self._record()
         self._finish(row, status)
@@ -175,12 +184,19 @@ class PPORun:
             ppo.config = ppo.agent.config = self.config
         return ppo
 
+    def _best_so_far(self) -> float:
+        if self.options.resume_from is None:
+            return -math.inf
+        best = load_checkpoint(self.options.resume_from).training.get("best")
+        return -math.inf if best is None else float(best)
+
     def _evaluate(self) -> Metrics:
         result = self.ppo.evaluate(self.options.eval_episodes)
         self._last_eval = {"eval_return_mean": result.mean, "eval_return_std": result.std}
         if result.mean > self._best:
             self._best = result.mean
-            self.ppo.save(self.path / "best", eval_return_mean=result.mean)
+            folder = checkpoint_folder(self.path / "best", self.ppo.log.n_steps)
+            save_checkpoint(folder, self.ppo.checkpoint(eval_return_mean=result.mean))
             prune_checkpoints(self.path / "best", 1)
         return dict(self._last_eval)
 
@@ -199,8 +215,8 @@ class PPORun:
         logger.error("training stopped; the last good weights are in %s", folder)
         self._finish({}, "failed")
 
-    def _report(self, row: Metrics, *, force: bool = False) -> None:
-        if force or "eval_return_mean" in row or self.ppo.agent.iteration % self.options.log_every == 0:
+    def _report(self, row: Metrics) -> None:
+        if "eval_return_mean" in row or self.ppo.agent.iteration % self.options.log_every == 0:
             self.folder.append_metrics(row)
             for writer in self._writers:
                 writer.write(row)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -43,6 +43,12 @@ class Selected(NamedTuple):
     action: Any
     logprob: float
     value: float
+
+
+class HasVectorEnv(Protocol):
+    """Something around a vector env, such as `shoal.vector.ParallelEnv`."""
+
+    envs: VectorEnv
 
 
 class PPOTrainer:
@@ -120,11 +126,14 @@ class PPOTrainer:
         noise = self.agent.noise(min(limit or LONGEST_EPISODE, LONGEST_EPISODE))
         return self._learn(id(env), known.collect(self.agent, noise, until_done=True))
 
-    def train_episode_vectorized(self, vec_env: VectorEnv) -> dict[str, float]:
+    def train_episode_vectorized(self, vec_env: VectorEnv | HasVectorEnv) -> dict[str, float]:
         """Collect `n_steps` of every environment, then update; returns the metrics.
 
-        Works with every autoreset mode. `n_completed_episodes` says how many episodes ended meanwhile.
+        Works with `make_vec`, `ParallelEnv` and every autoreset mode. `n_completed_episodes` says
+        how many episodes ended meanwhile.
         """
+        if not isinstance(vec_env, VectorEnv):  # a ParallelEnv is a vector env with another face
+            vec_env = vec_env.envs
         known = self._collectors.get(id(vec_env))
         if not isinstance(known, VectorSteps):
             self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
