@@ -259,11 +259,7 @@ class Trainer:
         lanes = len(mask)
         source = fresh if fresh is not None and self.target == 0 else self.bank
         rows = rng.integers(0, len(source), lanes)
-        whole = (
-            mask & (np.arange(lanes) % 2 == 0)
-            if self.deps_learn and self.target
-            else mask & False
-        )
+        whole = mask & (np.arange(lanes) % 2 == 0) if self.deps_learn and self.target else mask & False
         self.world.load(source, rows, mask & ~whole)
         self.at[mask] = self.target
         if whole.any():
