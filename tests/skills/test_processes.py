@@ -151,6 +151,23 @@ def _weights(base: Path, sha: str) -> str:
     return "".join(arrays[key].tobytes().hex()[:64] for key in sorted(arrays))
 
 
+def test_experts_that_go_on_learning_are_merged_with_an_evaluation(tmp_path: Path, quick) -> None:
+    config = replace(quick, train_deps="on", bank_worlds=256, total_timesteps=6000)
+    s = SkillScheduler(tmp_path, 2, config=config, analyse=False, merge="auto")
+    for name in ("Collect Wood", "Place Table"):
+        s.add_skill(name, SKILLS[name])
+    assert s.run()
+    versions = s.store.versions(0)
+    assert [row.kind for row in versions[:2]] == ["run", "run"]
+    first, second = versions[:2]
+    assert second.parent == first.id
+    assert second.frames == first.frames + second.acted
+    assert 0 < second.acted < s.store.skill("Place Table").result["frames"]  # only where it acted itself
+    assert second.episodes is not None
+    assert second.episodes >= 256
+    assert s.store.head(1) is not None
+
+
 def test_a_launch_recorded_but_never_made_is_made_again(tmp_path: Path, quick) -> None:
     s = SkillScheduler(tmp_path, config=quick)
     s.add_skill("Collect Wood", SKILLS["Collect Wood"])

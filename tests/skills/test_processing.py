@@ -222,3 +222,25 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -
         loaded = run.load_checkpoint()
         assert loaded is not None
         assert loaded[1] == {"update": 2}
+
+
+def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
+    from shoal.skills.crafting import FEATURES
+
+    folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
+    start = np.zeros((100, len(FEATURES.names)), np.float32)
+    start[:50, FEATURES.index("iron")] = 1  # as if wood could only be had with iron, which nobody gains
+    end = start.copy()
+    end[:50, FEATURES.index("wood")] += 1
+    success = (np.arange(100) < 50).astype(np.float32)
+    finish_training(
+        folder,
+        {0: net("own").params()},
+        {0: 10},
+        episodes={"start": start, "before": start, "end": end, "success": success},
+    )
+    process_completed_training(folder, "Collect Wood", 0, tmp_path, analyse=True)
+    assert Store(tmp_path).skill("Collect Wood").spec.requirements == {}
+    assert "corrected" not in [event["kind"] for event in Store(tmp_path).events()]

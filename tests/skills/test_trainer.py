@@ -78,7 +78,7 @@ def wood_expert() -> Network:
 
 def test_frames_are_counted_only_where_an_expert_acted_and_learned(quick: TrainingConfig) -> None:
     plan = (Step("Collect Wood", 2), Step("Place Table", 1))
-    config = replace(quick, train_deps=True, bank_worlds=256)
+    config = replace(quick, train_deps="on", bank_worlds=256)
     shared = Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, config)
     trainer = Trainer(shared)
     trainer.prepare()
@@ -87,7 +87,7 @@ def test_frames_are_counted_only_where_an_expert_acted_and_learned(quick: Traini
     trained = trainer.acted
     assert sum(trained) == 2048
     assert min(trained) > 0  # half of the lanes start from nothing, so both experts act
-    frozen = Trainer(replace(shared, config=replace(config, train_deps=False)))
+    frozen = Trainer(replace(shared, config=replace(config, train_deps="off")))
     frozen.prepare()
     before = frozen.nets[0].flat.copy()
     outcome = frozen.train(lambda row: None, lambda t: None)

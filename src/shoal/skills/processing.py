@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,20 +11,21 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeding import stream
 from shoal.skills import experts as expert_files
 from shoal.skills.analysis import correct_spec
 from shoal.skills.chain import Course, fresh_worlds, walk
 from shoal.skills.merge import Candidate, Decision, Score, Tally, decide
 from shoal.skills.network import Network
-from shoal.skills.plan import Step
+from shoal.skills.plan import Step, plan_for
 from shoal.skills.runs import Outcome, Run, read_outcome, training_plan
-from shoal.skills.spec import Skill
+from shoal.skills.spec import Features, Skill
 from shoal.skills.store import HeadMovedError, NewVersion, Store
 from shoal.skills.views import export_views
 from shoal.skills.worlds import batch_lanes, make_world, world_features
 
+logger = logging.getLogger(__name__)
 SCORE_EPISODES = 256
 MOST_CONTEXTS = 3
 MakeScore = Callable[[int], Score]
@@ -204,7 +207,10 @@ def make_score(store: Store, run: Run, index: int) -> Score:
     contexts: list[list[Step]] = []
     names = [owner, run.spec["skill"], *(row.name for row in rows if row.status == "completed")]
     for name in dict.fromkeys(names):
-        plan = training_plan(name, skills, features)
+        try:
+            plan = training_plan(name, skills, features)
+        except ConfigError:
+            continue  # a spec that was changed since; what cannot be planned cannot be played
         used = [at for at, step in enumerate(plan) if step.skill == owner]
         if used and all(expert_of.get(step.skill) in heads for step in plan[: used[-1] + 1]):
             contexts.append(plan[: used[-1] + 1])
@@ -235,13 +241,33 @@ def _corrected(store: Store, run: Run, outcome: Outcome) -> Skill | None:
         return None
     skill = store.skill(run.spec["skill"]).spec
     count = int(run.spec["plan"][-1]["count"])
+    features = world_features(run.spec["world"])
     corrected, findings = correct_spec(
-        skill, world_features(run.spec["world"]), outcome.episodes["start"], outcome.episodes["before"],
+        skill, features, outcome.episodes["start"], outcome.episodes["before"],
         outcome.episodes["end"], outcome.episodes["success"] > 0, count,
     )  # fmt: skip
-    if findings:
-        store.event("corrected", skill.name, findings=findings)
-    return corrected if corrected != skill else None
+    if corrected == skill:
+        return None
+    others = [row.spec for row in store.skills() if row.name != skill.name]
+    if _lost_ways([*others, skill], [*others, corrected], features):
+        logger.warning("the correction of %r would leave skills out of reach: %s", skill.name, findings)
+        return None
+    store.event("corrected", skill.name, findings=findings)
+    return corrected
+
+
+def _lost_ways(before: Sequence[Skill], after: Sequence[Skill], features: Features) -> bool:
+    """Whether some skill that had a plan would have none after a correction."""
+
+    def reachable(skills: Sequence[Skill]) -> set[str]:
+        found = set()
+        for skill in skills:
+            with contextlib.suppress(ConfigError):
+                plan_for(skill.name, skills, features)
+                found.add(skill.name)
+        return found
+
+    return not reachable(before) <= reachable(after)
 
 
 def load_experts(store: Store, names: Sequence[str]) -> list[Network]:

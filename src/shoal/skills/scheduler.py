@@ -401,10 +401,11 @@ class SkillScheduler:
         row = self.store.skill(attempt.skill)
         folder = self.base_dir / attempt.run_folder
         if row.cancel:
-            self.store.end_attempt(number, "cancelled")
-            self.store.update_skill(
-                row.name, status="skipped", reason="cancelled", cancel=0, ended=time.time()
-            )
+            with self.store.transaction():
+                self.store.end_attempt(number, "cancelled")
+                self.store.update_skill(
+                    row.name, status="skipped", reason="cancelled", cancel=0, ended=time.time()
+                )
             return
         try:
             read_outcome(folder, number)
@@ -465,13 +466,18 @@ class SkillScheduler:
                     )
 
     def _failed(self, attempt: AttemptRow, row: SkillRow, reason: str) -> None:
-        self.store.end_attempt(attempt.id, "failed", reason)
-        if row.retries < self.max_retries:
+        """Open the skill for another launch, or give it up: one transaction with the end of this launch."""
+        again = row.retries < self.max_retries
+        with self.store.transaction():
+            self.store.end_attempt(attempt.id, "failed", reason)
+            if again:
+                self.store.update_skill(row.name, status="waiting", reason=reason, retries=row.retries + 1)
+            else:
+                self.store.update_skill(row.name, status="failed", reason=reason, ended=time.time())
+        if again:
             logger.warning("training %r failed (%s); launch again", row.name, reason)
-            self.store.update_skill(row.name, status="waiting", reason=reason, retries=row.retries + 1)
             return
         logger.error("training %r failed: %s", row.name, reason)
-        self.store.update_skill(row.name, status="failed", reason=reason, ended=time.time())
         self._call(self._on_failed, row.name)
 
     def _apply_requests(self) -> None:
@@ -539,8 +545,9 @@ class SkillScheduler:
             self._watched[attempt.id] = {}
             self._events.put(("ended", attempt.id, "gone"))
             return
-        self.store.end_attempt(attempt.id, "lost", "the scheduler died while launching it")
-        self.store.update_skill(row.name, status="waiting", reason=None)
+        with self.store.transaction():
+            self.store.end_attempt(attempt.id, "lost", "the scheduler died while launching it")
+            self.store.update_skill(row.name, status="waiting", reason=None)
 
     def _remember(self) -> None:
         """Keep what later commands need to know; a folder belongs to one world."""

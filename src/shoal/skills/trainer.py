@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,8 +63,8 @@ class TrainingConfig:
     """training success from which on every evaluation is made; below it, down to `min_success`, every fifth"""
     checkpoint_every: int = 8
     """updates between checkpoints"""
-    train_deps: bool = False
-    """let the experts of earlier plan steps go on learning (half of the worlds then start from nothing)"""
+    train_deps: Literal["off", "on"] = "off"
+    """let the experts of earlier plan steps go on learning; half of the worlds then start from nothing"""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Trainer:
         self.course = Course(task.plan, task.skills, self.world.features, task.route)
         self.target = len(task.plan) - 1
         self.own = task.route[self.target]
+        self.deps_learn = config.train_deps == "on"
         self.masks = self._masks()
         self.adams = [Adam(net.flat.size) for net in self.nets]
         self.update = self.frames = self.best_at = 0
@@ -235,7 +236,7 @@ class Trainer:
         config = self.task.config
         rng = self._stream("update", self.update)
         fresh = fresh_worlds(self.world, config.num_envs, self.task.seed, self.task.skill, "fresh", self.update) if (
-            self.world.fresh_is_cheap and (self.target == 0 or config.train_deps)
+            self.world.fresh_is_cheap and (self.target == 0 or self.deps_learn)
         ) else None  # fmt: skip
         rollout = self._collect(rng, fresh)
         self._learn(rollout, rng)
@@ -258,11 +259,7 @@ class Trainer:
         lanes = len(mask)
         source = fresh if fresh is not None and self.target == 0 else self.bank
         rows = rng.integers(0, len(source), lanes)
-        whole = (
-            mask & (np.arange(lanes) % 2 == 0)
-            if self.task.config.train_deps and self.target
-            else mask & False
-        )
+        whole = mask & (np.arange(lanes) % 2 == 0) if self.deps_learn and self.target else mask & False
         self.world.load(source, rows, mask & ~whole)
         self.at[mask] = self.target
         if whole.any():
@@ -359,7 +356,7 @@ class Trainer:
         owner = rollout.experts.reshape(-1)
         for index in range(len(self.nets)):
             mine = np.flatnonzero(owner == index)
-            if not len(mine) or (index != self.own and not config.train_deps):
+            if not len(mine) or (index != self.own and not self.deps_learn):
                 continue
             self.acted[index] += len(mine)
             for _ in range(config.update_epochs):
