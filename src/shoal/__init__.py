@@ -17,6 +17,8 @@ _HOME: dict[str, str] = {
     "ShoalError": "shoal.core.errors",
     "MultiProcessEnvironmentContainer": "shoal.vector.container",
     "make_vec": "shoal.vector.make",
+    "ParallelEnv": "shoal.vector.parallel_env",
+    "groups": "shoal.vector.pool",
 }
 
 __all__ = sorted([*_HOME, "__version__"])
