@@ -147,8 +147,7 @@ def subjects(case: str, n: int) -> dict[str, Callable[[], GymnasiumStyle]]:
             found["sb3 dummy"] = lambda: SB3Style(DummyVecEnv([fn] * n), n)
             found["sb3 subproc"] = lambda: SB3Style(SubprocVecEnv([fn] * n, "fork"), n)
     try:
-        import pufferlib.emulation
-        import pufferlib.vector
+        import pufferlib.vector  # noqa: F401
     except ImportError:
         found["pufferlib"] = _missing("pufferlib-core")
     else:
@@ -159,8 +158,8 @@ def subjects(case: str, n: int) -> dict[str, Callable[[], GymnasiumStyle]]:
     if case == "cartpole":
         try:
             import envpool
-        except ImportError:
-            found["envpool (C++)"] = _missing("envpool")
+        except (ImportError, OSError) as error:  # its wheels may lack data files that the import wants
+            found["envpool (C++)"] = _missing(f"envpool ({str(error).split(';')[0]})")
         else:
             found["envpool (C++)"] = lambda: EnvPoolStyle(
                 envpool.make("CartPole-v1", env_type="gymnasium", num_envs=n, num_threads=os.cpu_count()), n
@@ -180,7 +179,7 @@ def _puffer(fn: Callable[[], Any], n: int, workers: int) -> Any:
 
 def _missing(package: str) -> Callable[[], GymnasiumStyle]:
     def make() -> GymnasiumStyle:
-        raise ImportError(f"{package} is not installed")
+        raise ImportError(f"not installed: {package}")
 
     return make
 

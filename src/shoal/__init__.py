@@ -41,6 +41,8 @@ _HOME: dict[str, str] = {
     "FrozenLakeEnvironmentManager": "shoal.rollout.managers",
     "BanditEnvironmentManager": "shoal.rollout.managers",
     "make_manager": "shoal.rollout.managers",
+    "ParallelEnv": "shoal.vector.parallel_env",
+    "groups": "shoal.vector.pool",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

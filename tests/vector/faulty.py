@@ -110,6 +110,15 @@ class Faulty(CountEnv):
         return obs, reward, terminated, truncated, info
 
 
-EXCEPTIONS = ["sys.exit", "raise", "unpicklable", "shape", "dtype", "nan observation", "nan reward", "none reward"]
+EXCEPTIONS = [
+    "sys.exit",
+    "raise",
+    "unpicklable",
+    "shape",
+    "dtype",
+    "nan observation",
+    "nan reward",
+    "none reward",
+]
 DEATHS = ["kill", "exit", "segv"]
 HANGS = ["hang", "stubborn hang"]

@@ -158,7 +158,15 @@ def build(fns: Any, layout: dict[str, Any], monkeypatch: Any, **options: Any) ->
     seed=st.integers(0, 2**31 - 10),
 )
 def test_equal_to_gymnasiums_serial_vector_env(
-    monkeypatch: Any, space: Any, actions: Any, n: int, length: int, talk: int, mode: Any, layout: Any, seed: int
+    monkeypatch: Any,
+    space: Any,
+    actions: Any,
+    n: int,
+    length: int,
+    talk: int,
+    mode: Any,
+    layout: Any,
+    seed: int,
 ) -> None:
     fns = [functools.partial(Scripted, space, actions, length, talk)] * n
     theirs = SyncVectorEnv(fns, autoreset_mode=mode)

@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 def vec(fault: str, n: int = 4, **options: Any) -> Any:
     """`n` environments, one per worker; number 1 is faulty."""
-    fns = [functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(n)]
+    fns = [
+        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(n)
+    ]
     options.setdefault("num_workers", n)
     return make_vec(fns, backend="process", **options)
 
@@ -95,7 +97,9 @@ def test_a_hung_env_is_killed_and_named_with_the_place_where_it_hung(fault: str)
 
 @pytest.mark.parametrize("fault", [*DEATHS, *HANGS, *EXCEPTIONS])
 def test_restart_replaces_only_the_envs_of_the_failed_worker(fault: str) -> None:
-    fns = [functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(6)]
+    fns = [
+        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(6)
+    ]
     timeout = 0.5 if fault in HANGS else None
     envs = make_vec(fns, backend="process", num_workers=3, on_failure="restart", step_timeout=timeout)
     envs.reset(seed=0)
@@ -362,7 +366,7 @@ def test_an_interrupt_leaves_the_pool_usable() -> None:
             envs.step([5, 1])
     finally:
         signal.signal(signal.SIGALRM, handler)
-    obs, rewards, *_ = envs.step([3, 3])
+    obs, *_ = envs.step([3, 3])
     assert obs[:, 3].tolist() == [3, 3]
     envs.close()
 

@@ -26,7 +26,9 @@ def _ray() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
-@pytest.mark.parametrize("space", [spaces.Box(-1, 1, (2,)), spaces.Text(9), spaces.Dict(a=spaces.Discrete(3))])
+@pytest.mark.parametrize(
+    "space", [spaces.Box(-1, 1, (2,)), spaces.Text(9), spaces.Dict(a=spaces.Discrete(3))]
+)
 def test_ray_gives_what_the_caller_itself_gives(space: Any, mode: str) -> None:
     fns = [functools.partial(Scripted, space, spaces.Discrete(4), 4, 4)] * 5
     near = make_vec(fns, backend="serial", autoreset=mode)
@@ -36,7 +38,8 @@ def test_ray_gives_what_the_caller_itself_gives(space: Any, mode: str) -> None:
         actions = np.array([t % 4] * 5)
         assert same(far.step(actions), near.step(actions))
     assert same(
-        [tuple(x) for x in far.reset_some([3, 1], [7, 8])], [tuple(x) for x in near.reset_some([3, 1], [7, 8])]
+        [tuple(x) for x in far.reset_some([3, 1], [7, 8])],
+        [tuple(x) for x in near.reset_some([3, 1], [7, 8])],
     )
     chosen = [np.int64(1), np.int64(2)]
     assert same(
@@ -49,7 +52,9 @@ def test_ray_gives_what_the_caller_itself_gives(space: Any, mode: str) -> None:
 
 @pytest.mark.parametrize("fault", ["exit", "raise", "hang"])
 def test_a_failed_actor_is_replaced_and_shows_it(fault: str) -> None:
-    fns = [functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(3)]
+    fns = [
+        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(3)
+    ]
     timeout = 1.0 if fault == "hang" else None
     envs = make_vec(fns, backend="ray", num_workers=3, on_failure="restart", step_timeout=timeout)
     envs.reset(seed=0)

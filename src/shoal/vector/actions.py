@@ -60,9 +60,8 @@ def read(
             columns.append(list(rows) if len(rows) == len(members) else [rows[j] for j in members])
         else:
             columns.append([None] * len(members))
-    if layout.is_leaf:
-        actions = columns[0]
-    else:
+    actions = columns[0]
+    if not layout.is_leaf:
         actions = [layout.rebuild(values) for values in zip(*columns, strict=True)]
     if whole is not None:
         actions = [whole.get(first + j, action) for j, action in zip(members, actions, strict=True)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.core.errors import EnvError
-from shoal.vector.make import BackendName, make_vec
+from shoal.vector.make import Backend, make_vec
 from shoal.vector.pool import OnFailure, groups
 
 
@@ -35,7 +35,7 @@ class MultiProcessEnvironmentContainer:
         seed: int = 0,
         env_kwargs: dict[str, Any] | None = None,
         *,
-        backend: BackendName = "process",
+        backend: Backend = "process",
         on_failure: OnFailure = "restart",
         **options: Any,
     ) -> None:

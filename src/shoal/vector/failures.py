@@ -131,7 +131,9 @@ def _typed(base: type[WorkerError], original: BaseException | None, message: str
     kind = type(original)
     if isinstance(original, Exception) and not isinstance(original, base):
         try:
-            both: Any = type(f"{base.__name__}[{kind.__name__}]", (base, kind), {"__str__": lambda _: message})
+            both: Any = type(
+                f"{base.__name__}[{kind.__name__}]", (base, kind), {"__str__": lambda _: message}
+            )
             error: WorkerError = both.__new__(both, message)
             error.args = (message,)
             return error

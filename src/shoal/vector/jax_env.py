@@ -52,7 +52,8 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._jax, self._seed, self._resets = jax, seed, 0
-        reset, step = getattr(env, "reset_env", env.reset), getattr(env, "step_env", env.step)
+        reset = env.reset_env if hasattr(env, "reset_env") else env.reset
+        step = env.step_env if hasattr(env, "step_env") else env.step
 
         def reset_one(key: Any, params: Any) -> Any:
             return reset(key, params)

@@ -23,7 +23,7 @@ from shoal.vector.threads import ThreadBackend
 from shoal.vector.waiting import MAX_SPIN
 from shoal.vector.worker import Attach
 
-BackendName = Literal["auto", "serial", "process", "thread", "ray"]
+Backend = Literal["auto", "serial", "process", "thread", "ray"]
 HANDOUT_PLACES = 5
 BACKENDS = ("auto", "serial", "process", "thread", "ray")
 AUTORESET = {
@@ -37,7 +37,7 @@ def make_vec(
     env: Source | Sequence[Source],
     num_envs: int | None = None,
     *,
-    backend: BackendName = "auto",
+    backend: Backend = "auto",
     num_workers: int | None = None,
     start_method: StartMethod | None = None,
     env_kwargs: dict[str, Any] | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,5 +136,4 @@ def shares_of(env_fns: Sequence[EnvFn], plan: Plan) -> tuple[list[list[tuple[int
 
 def even_cuts(n: int, parts: int) -> list[tuple[int, int]]:
     """`n` things in contiguous parts whose sizes differ by at most one."""
-    edges: list[Any] = [n * k // parts for k in range(parts + 1)]
-    return [(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
+    return list(itertools.pairwise(n * k // parts for k in range(parts + 1)))

@@ -325,9 +325,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._ready("apply")
         chosen = list(range(self.num_envs)) if indices is None else self._indices(indices, indices, "indices")
         pending: list[Pending] = []
-        for lane, members in self.by_lane(sorted(chosen)):
-            lane.start("apply", function, args, members)
-            pending.append((lane, members))
+        for lane, part in self.by_lane(sorted(chosen)):
+            lane.start("apply", function, args, part)
+            pending.append((lane, part))
         results: dict[int, Any] = {}
         failures: list[Failure] = []
         for (lane, members), reply in zip(pending, self._gather(pending, None, "apply"), strict=True):
@@ -346,7 +346,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """The seed of every environment's generator."""
         return self.get_attr("np_random_seed")
 
-    @property  # type: ignore[override]
+    @property  # type: ignore[misc]
     def np_random(self) -> Any:
         """Every environment's generator (from other processes: copies)."""
         return self.get_attr("np_random")

@@ -108,11 +108,12 @@ class RayLane:
     def check(self) -> None:
         """Notice an actor that is overdue."""
         limit = self.backend.step_timeout
-        if self.lost is None and limit is not None and not self.finished():
-            # one share is stepped in a row, so it may take as long as all of its envs together
-            if time.monotonic() - self._begun > limit * self.count:
-                self.lost = timed_out(self.first, self._job[0], None, None, limit * self.count)
-                self.backend.kill(self.first)
+        if self.lost is not None or limit is None or self.finished():
+            return
+        # one share is stepped in a row, so it may take as long as all of its envs together
+        if time.monotonic() - self._begun > limit * self.count:
+            self.lost = timed_out(self.first, self._job[0], None, None, limit * self.count)
+            self.backend.kill(self.first)
 
     def finish(self, timeout: float | None = None) -> Extras | None:
         """The reply; a dead actor gives the failure of its first env."""
@@ -144,7 +145,11 @@ class RayLane:
             for target, row in zip(slots.obs, rows, strict=True):
                 if row is not None:
                     target[ring, ids] = row[members]
-            slots.rewards[part], slots.terminated[part], slots.truncated[part] = rewards, terminated, truncated
+            slots.rewards[part], slots.terminated[part], slots.truncated[part] = (
+                rewards,
+                terminated,
+                truncated,
+            )
             if final[0] is not None:
                 slots.final[0][part] = final[0]
         return extras

@@ -76,7 +76,6 @@ class Slots:
         self.final = [plan.array(memory, place) for place in final]
         self._memory, self._obs_places = memory, obs
 
-
     def handouts(self, leaf: int) -> list[np.ndarray[Any, Any]]:
         """For a fixed leaf one flat array per place of the ring, each an owner that views of it refer to."""
         place = self._obs_places[leaf]

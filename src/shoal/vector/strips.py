@@ -61,5 +61,5 @@ def strips_of(slots: Slots, first: int, count: int) -> dict[int, Strip]:
         if rows is not None:
             flat = np.ascontiguousarray(rows[first : first + count]).reshape(-1)
             assert np.shares_memory(flat, rows)
-            strips[leaf] = Strip(memoryview(flat), count)
+            strips[leaf] = Strip(flat.data, count)
     return strips
