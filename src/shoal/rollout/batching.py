@@ -121,7 +121,8 @@ class Latencies:
         before = np.searchsorted(self._sorted, ages, side="right")
         within = np.searchsorted(self._sorted, ages[:, None] + horizons, side="right")
         longer = (known - before)[:, None]
-        return np.where(longer > 0, (within - before[:, None]) / np.maximum(longer, 1), 0.0).sum(0)
+        share = np.where(longer > 0, (within - before[:, None]) / np.maximum(longer, 1), 0.0)
+        return np.asarray(share.sum(0))
 
 
 class Batcher(Generic[T]):

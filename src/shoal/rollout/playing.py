@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -149,7 +150,7 @@ def play_share(share: Share, connect: Connect) -> Played:
         return _Stage(share, link).run()
     finally:
         close = getattr(link, "close", None)
-        if close is not None and link is not connect:
+        if close is not None and id(link) != id(connect):
             close()
 
 
@@ -286,7 +287,7 @@ class _Stage:
         while not episode.over:
             completion = self._ask(episode.request())
             for action in episode.respond(completion):
-                step = _in_env(seat, f"step({action!r})", lambda action=action: _checked(env.step(action)))
+                step = _in_env(seat, f"step({action!r})", partial(_step, env, action))
                 if seat.abandoned:
                     return
                 episode.observe(*step)
@@ -327,8 +328,8 @@ def _pair(result: Any) -> tuple[str, Mapping[str, Any]]:
     return observation, info
 
 
-def _checked(result: Any) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-    observation, reward, terminated, truncated, info = result
+def _step(env: Any, action: int | str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+    observation, reward, terminated, truncated, info = env.step(action)
     number = float(reward)
     if not math.isfinite(number):
         raise ValueError(f"the reward must be a finite number, got {reward!r}")

@@ -106,7 +106,8 @@ class Mailbox:
             for number, data in inbox:
                 self._submit(number, data)
             for key, report in reports:
-                self._inference.left(Key(*key, 0), report)
+                seed, iteration, group, member = key
+                self._inference.left(Key(seed, iteration, group, member, 0), report)
 
     def _busy(self) -> bool:
         """Whether answers are being made: then look again soon to bring them."""

@@ -254,7 +254,8 @@ def _answer(task: bytes | bytearray) -> bytes:
         fn, args, kwargs = cloudpickle.loads(task)
         value = fn(*args, **kwargs)
         recycle = bool(getattr(value, "hung", 0))
-        return cloudpickle.dumps((True, value, "", recycle), protocol=5)
+        whole: bytes = cloudpickle.dumps((True, value, "", recycle), protocol=5)
+        return whole
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))
         try:

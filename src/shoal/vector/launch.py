@@ -329,7 +329,7 @@ def pickled(env_fns: Sequence[EnvFn]) -> bytes:
 
 
 @contextlib.contextmanager
-def by_value(env_fns: Sequence[EnvFn]) -> Iterator[None]:
+def by_value(env_fns: Sequence[Any]) -> Iterator[None]:
     """Have cloudpickle send what these need and a fresh interpreter could not import."""
     names = {name for fn in env_fns for name in _modules_of(fn)}
     modules = [sys.modules[name] for name in names if name in sys.modules and not _importable(name)]
