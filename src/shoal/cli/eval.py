@@ -89,7 +89,9 @@ def _play(options: EvalOptions) -> list[Any]:
         kinds = run.custom_envs
     else:
         tags = EnvMix((options.env,))
-        kinds = {options.env: EnvTag(options.env, env_config={k: _value(v) for k, v in options.env_config.items()})}
+        kinds = {
+            options.env: EnvTag(options.env, env_config={k: _value(v) for k, v in options.env_config.items()})
+        }
     if not tags.tags:
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
     shares = sum(tags.n_groups) if tags.n_groups else len(tags.tags)
@@ -104,7 +106,9 @@ def _play(options: EvalOptions) -> list[Any]:
         played: list[Any] = []
         while len(played) < options.episodes:
             played += collector.collect(0, sampling, first_group=len(played))
-            print(f"\r{min(len(played), options.episodes)}/{options.episodes} episodes", end="", file=sys.stderr)
+            print(
+                f"\r{min(len(played), options.episodes)}/{options.episodes} episodes", end="", file=sys.stderr
+            )
         print(file=sys.stderr)
         return played[: options.episodes]
     finally:
@@ -128,7 +132,9 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         return load_engine(checkpoint / "engine", device=run.engine.device), run
     if folder.exists() and not (folder / "config.json").is_file():
-        raise DataError(f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)")
+        raise DataError(
+            f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
+        )
     settings = EngineConfig(name="huggingface", model=options.model, threads=2)
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=64))
     return make_engine(settings, (), options.seed), run

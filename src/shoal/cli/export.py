@@ -27,7 +27,9 @@ def main(argv: list[str]) -> int:
     source = verify_folder(checkpoint_of(options.run, options.checkpoint)) / "engine"
     kind = read_json(source / "engine.json")["engine"]
     if options.to == "hf" and kind != "huggingface":
-        raise ConfigError(f"{options.run} trained the {kind} engine, which transformers does not know: use --to shoal")
+        raise ConfigError(
+            f"{options.run} trained the {kind} engine, which transformers does not know: use --to shoal"
+        )
     if options.out.exists():
         raise ConfigError(f"{options.out} exists already: choose a new folder")
     with write_folder(options.out) as folder:

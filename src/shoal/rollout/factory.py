@@ -21,7 +21,7 @@ from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig
 from shoal.vector import make_vec
-from shoal.vector.make import BackendName
+from shoal.vector.make import Backend
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class EsManager:
 class VectorConfig:
     """Where envs are stepped; it changes the speed and never the results."""
 
-    backend: BackendName = "auto"
+    backend: Backend = "auto"
     num_workers: int | None = None
     step_timeout: float | None = None
     """Seconds after which an env that does not answer is given up."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import cloudpickle
@@ -413,7 +414,7 @@ def spread(items: list[Any], n_parts: int) -> list[list[Any]]:
     n_parts = max(1, min(n_parts, len(items)))
     size, rest = divmod(len(items), n_parts)
     cuts = [k * size + min(k, rest) for k in range(n_parts + 1)]
-    return [items[lo:hi] for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    return [items[lo:hi] for lo, hi in pairwise(cuts)]
 
 
 def worthwhile_workers(report: RolloutReport, most: int) -> int:

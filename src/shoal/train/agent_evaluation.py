@@ -74,5 +74,7 @@ def checkpoint_of(run: Path, which: str) -> Path:
         return found[-1]
     named = [path for path in found if path.name.removeprefix("step-").lstrip("0") == which.lstrip("0")]
     if not named:
-        raise DataError(f"{run} has no checkpoint {which!r}; there are: {', '.join(path.name for path in found)}")
+        raise DataError(
+            f"{run} has no checkpoint {which!r}; there are: {', '.join(path.name for path in found)}"
+        )
     return named[0]
