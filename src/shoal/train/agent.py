@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,13 @@ from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments, make_roles
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
+from shoal.train.agent_checkpoints import (
+    Progress,
+    keep_best,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_metrics import rollout_metrics
 from shoal.train.critic import Critic, split_optimizer
@@ -102,24 +109,27 @@ class AgentTrainer:
         else:
             yield self._start()
         settings = self.config.trainer
-        best = self.progress.best_success
-        while self.progress.iteration < settings.iterations:
+        enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
+        while self.progress.iteration < settings.iterations and self._success_now() < enough:
             row = self.train_iteration()
             last = self.progress.iteration >= settings.iterations
+            improved = False
             if last or self.progress.iteration % settings.eval_every == 0:
                 row |= self._validate()
-                best = max(best, row["heldout_success"])
-                last = last or row["heldout_success"] >= (settings.stop_at_success or np.inf)
-                self.progress = Progress(
-                    self.progress.iteration, best, self.progress.episodes, self.progress.tokens
-                )
+                improved = row["heldout_success"] > self.progress.best_success
+                if improved:
+                    self.progress = replace(self.progress, best_success=row["heldout_success"])
+                last = last or row["heldout_success"] >= enough
             self._report(row)
-            if last or self.progress.iteration % settings.save_every == 0:
-                self._save()
+            if last or improved or self.progress.iteration % settings.save_every == 0:
+                self._save(best=improved)
             yield row
-            if last:
-                break
         self._finish()
+
+    def _success_now(self) -> float:
+        """Held-out success at this iteration, if it was measured."""
+        rows = self.folder.read_metrics()
+        return float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
 
     def train_iteration(self) -> dict[str, Any]:
         """One round of rollouts and one update; returns its metrics."""
@@ -284,7 +294,7 @@ class AgentTrainer:
         self.folder.append_metrics(row)
         self._board.add(row, row["iteration"])
 
-    def _save(self) -> None:
+    def _save(self, *, best: bool = False) -> None:
         path = save_checkpoint(
             self.folder.path / "checkpoints",
             self.engine,
@@ -294,6 +304,8 @@ class AgentTrainer:
             self.config.comparable(),
             self.config.trainer.keep_checkpoints,
         )
+        if best:
+            keep_best(path)
         self.folder.event("checkpoint", step=self.progress.iteration, path=str(path))
 
     def _finish(self) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 from shoal.core.errors import DataError
-from shoal.core.files import read_json, verify_folder, write_folder
+from shoal.core.files import MANIFEST, read_json, verify_folder, write_folder
 from shoal.train.policy import TrainableEngine
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -62,6 +62,12 @@ def save_checkpoint(
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+def keep_best(checkpoint: Path) -> None:
+    """Commit a copy of `checkpoint` as `best` beside it, in the place of the best before."""
+    with write_folder(checkpoint.parent / "best") as folder:
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
