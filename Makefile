@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-text-envs
+.PHONY: help setup demo test test-slow check format clean bench-text-envs bench-vector
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -43,6 +43,15 @@ bench-text-envs: setup  ## Countdown, MetaMathQA and WebShop beside other librar
 		$$(.venv-bench-text-envs/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	.venv-bench-text-envs/bin/pip install --quiet --disable-pip-version-check -r requirements/bench-text-envs.txt
 	.venv-bench-text-envs/bin/python benchmarks/text_envs.py
+
+bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3 and PufferLib, about ten minutes
+	test -d .venv-bench-vector || $(PYTHON) -m venv .venv-bench-vector
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$(.venv-bench-vector/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	.venv-bench-vector/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
+	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/vector.py
+	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/faults.py
+	$(BIN)/python benchmarks/vector_tables.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-bench-* build src/*.egg-info
