@@ -36,7 +36,7 @@ def speed() -> str:
         limits = [value for name, value in values.items() if name.startswith("limit")]
         limit = values.get("limit (all)", limits[0])
         rivals = [v for name, v in values.items() if v and not name.startswith(("shoal", "limit", "envpool"))]
-        cells = [f"{values[name]:,.0f}" if values.get(name) else "–" for name in SPEED_COLUMNS]
+        cells = [f"{values[name]:,.0f}" if values.get(name) else "-" for name in SPEED_COLUMNS]
         shares = f"{values['shoal'] / max(rivals):.2f} | {values['shoal'] / limit:.2f}"
         lines.append(f"| {case} | {limit:,.0f} | {' | '.join(cells)} | {shares} |")
     return "\n".join(lines)
@@ -49,16 +49,16 @@ def faults() -> str:
         cases.setdefault(row["case"], {})[row["subject"]] = _cell(row)
     lines = ["| fault | " + " | ".join(FAULT_COLUMNS) + " |", "|---" * (len(FAULT_COLUMNS) + 1) + "|"]
     for case, cells in cases.items():
-        lines.append(f"| {case} | " + " | ".join(cells.get(name, "–") for name in FAULT_COLUMNS) + " |")
+        lines.append(f"| {case} | " + " | ".join(cells.get(name, "-") for name in FAULT_COLUMNS) + " |")
     return "\n".join(lines)
 
 
 def _cell(row: dict[str, Any]) -> str:
     text = row.get("outcome", "did not start")
-    kind, _, rest = text.partition(":")
+    kind = text.partition(":")[0]
     if kind.endswith(("Error", "]")) or kind == "EOFError":
         text = f"`{kind}`" + (", names the env" if row.get("names_env") else ", does not name the env")
-    if "seconds" in row and kind != text:
+    if "seconds" in row:
         text += f" ({row['seconds']:.2f} s)"
     if "close_seconds" in row and row["close_seconds"] is None:
         text += "; close() hangs"
