@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -55,6 +55,15 @@ bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over,
 	$(BIN)/python benchmarks/skills.py
 bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes
 	$(BIN)/python benchmarks/ppo.py
+
+bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3 and PufferLib, about ten minutes
+	test -d .venv-bench-vector || $(PYTHON) -m venv .venv-bench-vector
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$(.venv-bench-vector/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	.venv-bench-vector/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
+	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/vector.py
+	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/faults.py
+	$(BIN)/python benchmarks/vector_tables.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-bench-* build src/*.egg-info

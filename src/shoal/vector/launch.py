@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -65,6 +66,8 @@ class Zygote:
             raise
         finally:
             theirs.close()
+        # Finalizers run newest first at exit, so the pools, which need this process to end theirs, go before.
+        weakref.finalize(self, _end_zygote, self.link, self.process, self.owner)
         self.link.settimeout(60.0)
         if self.link.recv(64) != b"ready":
             raise WorkerDiedError(
@@ -100,6 +103,16 @@ class Zygote:
             except OSError as error:
                 raise WorkerDiedError(f"the process that starts workers is gone ({error})") from error
             return self._answers.pop(number)
+
+
+def _end_zygote(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() == owner:
+        link.close()
+        try:
+            process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class WorkerProcess:
