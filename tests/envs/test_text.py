@@ -70,6 +70,12 @@ def _play_elsewhere(job):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_another_seed_is_another_episode(name):
+    env = shoal.envs.make(name)
+    assert len({env.reset(seed=seed)[0] for seed in range(20)}) > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_global_random_state_is_left_alone(name):
     ours, numpys = random.getstate(), np.random.get_state()
     play(name)
