@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,6 @@ import msgspec
 from shoal.core.errors import DataError
 
 Status = Literal["ok", "env_error", "engine_error", "timeout"]
-JSONScalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +23,11 @@ class Turn:
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # of `response_ids`, under the weights that sampled them
     response: str
-    action: str | int | None  # what the projection made of the response; None when nothing usable came
+    action: str | None  # the env's word(s) for what the response said; None when nothing usable came
     action_is_valid: bool
     reward: float
     anchor: str  # equal for equal env states within a group (GiGPO)
-    metrics: dict[str, float] = field(default_factory=dict)  # what the env reported as numbers
-    image: str | None = None  # file or data URL of an image in the observation
+    image: str | None = None  # what the agent saw beside the text: a data URL or the path of a file
 
 
 @dataclass(frozen=True, slots=True)

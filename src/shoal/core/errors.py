@@ -9,6 +9,8 @@ ShoalError
 │   └── WorkerTimeoutError (also TimeoutError)  it did not answer in time
 ├── EnvError (also RuntimeError)         an environment was misused or broke its contract
 ├── EngineError (also RuntimeError)      an engine could not answer
+├── DivergedError (also ArithmeticError) training produced NaN or infinity
+├── SearchLimitError (also RuntimeError) a search was cut off before it was decided
 └── DataError (also ValueError)          a file or record that is broken, altered or unsafe
 """
 
@@ -55,6 +57,14 @@ class EnvError(ShoalError, RuntimeError):
 
 class EngineError(ShoalError, RuntimeError):
     """An engine could not answer a request."""
+
+
+class DivergedError(ShoalError, ArithmeticError):
+    """A loss or gradient became NaN or infinite; the weights from before that update are kept."""
+
+
+class SearchLimitError(ShoalError, RuntimeError):
+    """A search reached its limit undecided; a higher limit may decide it."""
 
 
 class DataError(ShoalError, ValueError):

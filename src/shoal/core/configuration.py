@@ -1,0 +1,66 @@
+"""Frozen dataclasses from YAML-like mappings, checked once: unknown keys and wrong types are errors with a path."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.core.errors import ConfigError, did_you_mean
+
+C = TypeVar("C")
+
+
+def from_mapping(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
+    """A config dataclass from a nested mapping.
+
+    Raises:
+        ConfigError: an unknown key (with the closest known one), a value of the wrong type, or a value that the
+            dataclass itself refuses; the message starts with the path of the key.
+    """
+    hints = typing.get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    built: dict[str, Any] = {}
+    for key, value in values.items():
+        where = f"{path}{key}"
+        if key not in known:
+            raise ConfigError(f"unknown key {where!r}.{did_you_mean(str(key), known)}")
+        built[key] = _convert(hints[key], value, where)
+    try:
+        return kind(**built)
+    except TypeError as error:  # a field without default is missing
+        raise ConfigError(f"{path or kind.__name__}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}{error}" if path else str(error)) from error
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The nested plain values of a config dataclass, as YAML or JSON can hold them."""
+    return msgspec.to_builtins(config)  # type: ignore[no-any-return]
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        dataclass_option = [option for option in arguments if dataclasses.is_dataclass(option)]
+        if isinstance(value, Mapping) and dataclass_option:
+            return from_mapping(dataclass_option[0], value, f"{path}.")  # type: ignore[arg-type]
+    elif dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be a mapping of settings, got {value!r}")
+        return from_mapping(hint, value, f"{path}.")  # type: ignore[arg-type]
+    elif origin is dict and len(arguments) == 2 and dataclasses.is_dataclass(arguments[1]):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be a mapping of names to settings, got {value!r}")
+        return {
+            str(name): from_mapping(arguments[1], item, f"{path}.{name}.")  # type: ignore[arg-type]
+            for name, item in value.items()
+        }
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {str(error).removesuffix(' - at `$`')}, got {value!r}") from error

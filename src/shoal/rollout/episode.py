@@ -1,0 +1,175 @@
+"""One episode as a machine without I/O: it says what to ask the engine and the env, and is told the answers.
+
+Every schedule (lockstep, asynchronous, in workers) drives the same machine, so all give the same trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.core.data import Status, Trajectory, Turn
+from shoal.core.errors import EngineError
+from shoal.envs.actions import Projection
+from shoal.rollout.engine import Completion, Key, Message, Request, Sampling
+from shoal.rollout.images import picture_url
+from shoal.rollout.prompts import PastTurn, Prompter, Scene
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an agent knows of one kind of env before it acts."""
+
+    tag: str
+    instructions: str
+    projection: Projection
+    max_turns: int
+    prompt: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `PromptConfig` that this kind of env has of its own."""
+
+    def word(self, action: int | str) -> str:
+        """The env's word for an action."""
+        return next((word for word, known in self.projection.lookup.items() if known == action), str(action))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which episode of a run this is; all its randomness follows from it."""
+
+    seed: int  # of the run, or of its evaluation
+    iteration: int
+    group: int
+    member: int
+    env_seed: int
+
+
+class Episode:
+    """From reset to the end; `begin`, then `request`/`respond`/`observe` in turn until `over`."""
+
+    def __init__(self, place: Place, role: Role, prompter: Prompter, sampling: Sampling) -> None:
+        self.place = place
+        self.role = role
+        self.over = False
+        self._prompter = prompter.variant(role.prompt)
+        self._sampling = sampling
+        self._turns: list[Turn] = []
+        self._past: list[PastTurn] = []
+        self._before: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._chat: list[Message] = []
+        self._images: tuple[str, ...] = ()
+        self._version = 0
+        self._success = self._terminated = self._truncated = False
+
+    def begin(self, observation: Any, info: Mapping[str, Any]) -> None:
+        """The env was reset."""
+        self._see(observation, info)
+
+    def request(self) -> Request:
+        """What to ask the engine now."""
+        role, prompter, shown = self.role, self._prompter, self._image is not None
+        scene = Scene(role.instructions, self._text, self._words, self._past, role.max_turns, int(shown))
+        self._prompt = prompter.prompt(scene, self._before)
+        if prompter.config.mode == "append":
+            self._check_append(prompter.message(scene))
+        if self._image is not None and prompter.shows_images:
+            grows = prompter.config.mode == "append"
+            self._images = (*self._images, self._image) if grows else (self._image,)
+        elif self._image is not None and not self._text:
+            raise EngineError(
+                f"{role.tag} shows pictures only, and this engine takes none: use an engine for images, or an "
+                f"env that observes text"
+            )
+        place = self.place
+        key = Key(place.seed, place.iteration, place.group, place.member, len(self._turns))
+        return Request(self._prompt, key, self._sampling, self._images)
+
+    def respond(self, completion: Completion) -> list[int | str]:
+        """The engine answered; returns the env actions of this turn, to be stepped one by one until the end."""
+        self._completion = completion
+        config = self._prompter.config
+        self._response = config.prefill + self._prompter.tokenizer.decode(completion.token_ids)
+        self._projected = self.role.projection(self._response)
+        self._reward, self._valid, self._shown = 0.0, self._projected.valid, self._text
+        self._anchor_before, self._image_before = self._anchor, self._image
+        self._version = completion.weights_version
+        return list(self._projected.actions)
+
+    def observe(
+        self, observation: Any, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]
+    ) -> None:
+        """The env took one of the actions of this turn."""
+        self._reward += reward
+        self._valid = self._valid and bool(info.get("action_is_valid", True))
+        self._success = bool(info.get("success", False))
+        self._terminated, self._truncated = terminated, truncated
+        self._see(observation, info)
+
+    def end_turn(self) -> None:
+        """The actions of this turn are done: record it, and see whether the episode is over."""
+        completion, actions = self._completion, self._projected.actions
+        words = ", ".join(self.role.word(action) for action in actions) if self._projected.valid else "(none)"
+        self._turns.append(
+            Turn(
+                observation=self._shown,
+                prompt_ids=self._prompt,
+                response_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                response=self._response,
+                action=words if self._projected.valid else None,
+                action_is_valid=self._valid,
+                reward=self._reward,
+                anchor=self._anchor_before,
+                image=self._image_before,
+            )
+        )
+        self._chat.append({"role": "assistant", "content": self._response})
+        self._past.append(PastTurn(self._shown, self._response, words, self._reward))
+        self._before = (self._prompt, completion.token_ids)
+        if not (self._terminated or self._truncated) and len(self._turns) >= self.role.max_turns:
+            self._truncated = True
+        self.over = self._terminated or self._truncated
+
+    def trajectory(self, status: Status = "ok", error: str | None = None) -> Trajectory:
+        """The record so far; a `status` other than "ok" says why it ends here."""
+        place = self.place
+        return Trajectory(
+            env=self.role.tag,
+            iteration=place.iteration,
+            group=place.group,
+            member=place.member,
+            env_seed=place.env_seed,
+            turns=tuple(self._turns),
+            success=self._success and status == "ok",
+            terminated=self._terminated,
+            truncated=self._truncated,
+            status=status,
+            error=error,
+            weights_version=self._version,
+        )
+
+    def _check_append(self, text: str) -> None:
+        """The prompt must begin with every token of the turn before, and with nothing else."""
+        self._chat.append({"role": "user", "content": text})
+        if self._before is None:
+            return
+        known = self._before[0] + self._before[1]
+        if self._prompt[: len(known)] != known:
+            pairs = zip(known, self._prompt, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(known), len(self._prompt)))
+            part = "prompt" if at < len(self._before[0]) else "response"
+            decode = self._prompter.tokenizer.decode
+            raise EngineError(
+                f"the prompt of turn {len(self._turns)} does not extend the one before: at token {at}, in its "
+                f"{part}, it has {decode(self._prompt[at : at + 8])!r} instead of {decode(known[at : at + 8])!r}"
+            )
+        self._prompter.check_drift(self._chat, self._prompt)
+
+    def _see(self, observation: Any, info: Mapping[str, Any]) -> None:
+        if isinstance(observation, str):
+            self._text, picture = observation, info.get("image")
+        else:
+            self._text, picture = str(info.get("text", "")), observation
+        self._image = None if picture is None else picture_url(picture)
+        self._words = list(info.get("available_actions", ()))
+        self._anchor = str(info.get("anchor", self._text or self._image))

@@ -1,0 +1,228 @@
+"""Which envs a run plays: the `es_manager` and `custom_envs` parts of the YAML, checked and made.
+
+`tags` name entries of `custom_envs`; `n_groups` says how many of `env_groups` each tag gets, as counts or as
+proportions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from shoal import envs
+from shoal.core.configuration import from_mapping
+from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
+from shoal.envs import TextEnv
+from shoal.envs.actions import Projection
+from shoal.envs.catalogue import env_class
+from shoal.rollout.collector import EnvPool, role_of
+from shoal.rollout.episode import Role
+from shoal.rollout.prompts import PromptConfig
+from shoal.vector import make_vec
+from shoal.vector.make import Backend
+
+
+@dataclass(frozen=True)
+class EnvTag:
+    """One kind of env under a name of its own."""
+
+    env_type: str
+    """A registered name (`shoal envs list`) or "module:Class"."""
+    max_actions_per_traj: int | None = None
+    """Turns after which an episode is truncated; the env's own `max_steps` if not given."""
+    env_config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the env."""
+    max_actions_per_turn: int = 1
+    """How many actions one response may hold."""
+    action_sep: str = "||"
+    """What parts them."""
+    prompt: dict[str, Any] = field(default_factory=dict)
+    """Templates of this kind of env, where they differ from `agent_proxy.prompt`."""
+
+    def __post_init__(self) -> None:
+        if self.max_actions_per_turn < 1 or not self.action_sep:
+            raise ConfigError(
+                f"max_actions_per_turn must be at least 1 and action_sep not empty, got "
+                f"{self.max_actions_per_turn} and {self.action_sep!r}"
+            )
+        if "mode" in self.prompt:
+            raise ConfigError("prompt.mode is one for all envs: set agent_proxy.prompt.mode")
+        from_mapping(PromptConfig, self.prompt, "prompt.")
+
+
+@dataclass(frozen=True)
+class EnvMix:
+    """How groups are spread over kinds."""
+
+    tags: tuple[str, ...] = ()
+    n_groups: tuple[int, ...] = ()
+    """As many as tags, summing to `env_groups` or to a divisor of it; empty for equal shares."""
+
+
+@dataclass(frozen=True)
+class EnvGroups:
+    """Groups of episodes that are played at once."""
+
+    env_groups: int = 8
+    group_size: int = 16
+    env_configs: EnvMix = EnvMix()
+
+    def __post_init__(self) -> None:
+        if self.env_groups < 1 or self.group_size < 1:
+            raise ConfigError(
+                f"env_groups and group_size must be at least 1, got {self.env_groups} and {self.group_size}"
+            )
+        self.group_tags()
+
+    def group_tags(self) -> tuple[str, ...]:
+        """The tag of each group."""
+        tags, shares = self.env_configs.tags, self.env_configs.n_groups or (1,) * len(self.env_configs.tags)
+        if not tags:
+            return ()
+        if len(shares) != len(tags) or min(shares) < 1:
+            raise ConfigError(
+                f"env_configs.n_groups must give a positive number for each of the tags {list(tags)}, "
+                f"got {list(shares)}"
+            )
+        if self.env_groups % sum(shares):
+            raise ConfigError(
+                f"env_configs.n_groups {list(shares)} must sum to env_groups={self.env_groups} or to a divisor "
+                f"of it, got a sum of {sum(shares)}"
+            )
+        unit = self.env_groups // sum(shares)
+        return tuple(tag for tag, share in zip(tags, shares, strict=True) for _ in range(share * unit))
+
+
+@dataclass(frozen=True)
+class EsManager:
+    """Training and validation envs."""
+
+    train: EnvGroups = EnvGroups()
+    val: EnvGroups = EnvGroups(env_groups=64, group_size=1)
+
+
+@dataclass(frozen=True)
+class VectorConfig:
+    """Where envs are stepped; it changes the speed and never the results."""
+
+    backend: Backend = "auto"
+    num_workers: int | None = None
+    step_timeout: float | None = None
+    """Seconds after which an env that does not answer is given up."""
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """What `make_environments` reads; a whole training config has these fields too."""
+
+    es_manager: EsManager = EsManager()
+    custom_envs: dict[str, EnvTag] = field(default_factory=dict)
+    use_parallel_envs: bool = True
+    vector: VectorConfig = VectorConfig()
+
+
+@dataclass(frozen=True)
+class EnvironmentSet:
+    """A pool of envs, what kind each group is, and what an agent is told of each kind."""
+
+    pool: EnvPool
+    tags: tuple[str, ...]
+    group_size: int
+    roles: dict[str, Role]
+
+
+class NoEnvs:
+    """The pool of a rollout whose workers make envs of their own."""
+
+    def reset_some(self, indices: Sequence[int], seeds: Sequence[int], /) -> Any:
+        """There is nothing to reset."""
+        raise EnvError("these envs live in rollout workers (use_parallel_rollout): there is no pool to step")
+
+    step_some = reset_some
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def make_environments(config: Any, *, with_pools: bool = True) -> tuple[EnvironmentSet, EnvironmentSet]:
+    """Training and validation envs of a config (an object or mapping with the keys of `EnvironmentConfig`)."""
+    checked = validate_environment_config(config)
+    manager = checked.es_manager
+    return (
+        make_set(checked, manager.train, with_pool=with_pools),
+        make_set(checked, manager.val, with_pool=with_pools),
+    )
+
+
+def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = True) -> EnvironmentSet:
+    """The envs of one side; close its pool when done. Without a pool when workers make envs of their own."""
+    tags = groups.group_tags()
+    if not with_pool:
+        return EnvironmentSet(NoEnvs(), tags, groups.group_size, make_roles(config.custom_envs, tags))
+    kinds = [config.custom_envs[tag] for tag in tags for _ in range(groups.group_size)]
+    pool = make_vec(
+        [partial(envs.make, kind.env_type, **kind.env_config) for kind in kinds],
+        backend=config.vector.backend if config.use_parallel_envs else "serial",
+        num_workers=config.vector.num_workers,
+        step_timeout=config.vector.step_timeout,
+        autoreset="disabled",
+        on_failure="restart",  # a failed env costs its episode
+        max_restarts=1000,
+    )
+    return EnvironmentSet(pool, tags, groups.group_size, make_roles(config.custom_envs, tags))
+
+
+def make_roles(
+    custom_envs: Mapping[str, EnvTag], tags: Sequence[str], max_turn: int | None = None
+) -> dict[str, Role]:
+    """What an agent is told of each tag; turns are limited by the least of `max_turn`, tag and env."""
+    roles = {}
+    for tag in dict.fromkeys(tags):
+        kind = custom_envs[tag]
+        env = _make(tag, kind)
+        limits = (max_turn, kind.max_actions_per_traj, env.config.max_steps)
+        role = role_of(tag, env, min(limit for limit in limits if limit is not None))
+        roles[tag] = replace(role, projection=several(role.projection, kind), prompt=kind.prompt)
+    return roles
+
+
+def several(projection: Projection, kind: EnvTag) -> Projection:
+    """The projection of a kind of env with as many actions per response as it may hold."""
+    if kind.max_actions_per_turn == 1:
+        return projection
+    return replace(projection, separator=kind.action_sep, max_actions=kind.max_actions_per_turn)
+
+
+def validate_environment_config(config: Any) -> EnvironmentConfig:
+    """The checked config; a `ConfigError` says which key is wrong, what was expected and what came.
+
+    Every kind of env that is used is made once, so that a wrong setting shows now and not in a worker.
+    """
+    if isinstance(config, Mapping):
+        known = {"es_manager", "custom_envs", "use_parallel_envs", "vector"}
+        config = from_mapping(EnvironmentConfig, {key: config[key] for key in config if key in known})
+    checked = EnvironmentConfig(
+        config.es_manager, config.custom_envs, config.use_parallel_envs, config.vector
+    )
+    for side in ("train", "val"):
+        tags = getattr(checked.es_manager, side).group_tags()
+        if not tags:
+            raise ConfigError(f"es_manager.{side}.env_configs.tags must name at least one of custom_envs")
+        for tag in dict.fromkeys(tags):
+            if tag not in checked.custom_envs:
+                raise ConfigError(
+                    f"es_manager.{side}.env_configs.tags names {tag!r}, which is not in custom_envs."
+                    f"{did_you_mean(tag, checked.custom_envs)}"
+                )
+            _make(tag, checked.custom_envs[tag])
+    return checked
+
+
+def _make(tag: str, kind: EnvTag) -> TextEnv[Any]:
+    try:
+        env_class(kind.env_type)
+        return envs.make(kind.env_type, **kind.env_config)
+    except (ShoalError, ImportError, AttributeError) as error:
+        raise ConfigError(f"custom_envs.{tag}: {error}") from error

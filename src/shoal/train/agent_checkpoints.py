@@ -1,0 +1,135 @@
+"""Checkpoints of agent training: weights, optimizer and place in the run, committed as one folder.
+
+Randomness is counter-based, so no generator state is stored: the iteration says it all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
+
+from shoal.core.errors import DataError
+from shoal.core.files import read_json, verify_folder, write_folder
+from shoal.train.policy import TrainableEngine
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands."""
+
+    iteration: int  # iterations done
+    best_success: float
+    episodes: int
+    tokens: int
+
+
+def save_checkpoint(
+    folder: Path,
+    engine: TrainableEngine,
+    critic: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    config: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Commit `folder/step-<iteration>` and drop all but the newest `keep`."""
+    target = folder / f"step-{progress.iteration:06d}"
+    with write_folder(target) as temporary:
+        (temporary / "engine").mkdir()
+        engine.save(temporary / "engine")
+        save_file(_optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
+        if critic is not None:
+            save_model(critic, str(temporary / "critic.safetensors"))
+        state = {
+            "iteration": progress.iteration,
+            "best_success": progress.best_success,
+            "episodes": progress.episodes,
+            "tokens": progress.tokens,
+            "weights_version": engine.weights_version,
+            "config": config,
+        }
+        (temporary / "state.json").write_text(json.dumps(state, indent=2))
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Committed checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest checkpoint whose files are whole; a `DataError` names what is wrong with the newest.
+
+    Raises:
+        DataError: there is none, or the newest was altered (an older whole one is named as the way out).
+    """
+    found = list_checkpoints(folder)
+    if not found:
+        raise DataError(f"no checkpoint in {folder}: start without resume")
+    try:
+        return verify_folder(found[-1])
+    except DataError as error:
+        hint = f"; remove {found[-1]} to go on from {found[-2].name}" if len(found) > 1 else ""
+        raise DataError(f"{error}{hint}") from error
+
+
+def load_checkpoint(
+    path: Path,
+    engine: TrainableEngine,
+    critic: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+) -> Progress:
+    """Put a checkpoint's weights and optimizer state in place and say where the run stands.
+
+    Raises:
+        DataError: the checkpoint is of a run with other settings; the first differing key is named.
+    """
+    state = read_json(path / "state.json")
+    difference = _first_difference(state["config"], json.loads(json.dumps(config)))
+    if difference:
+        raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
+    engine.load_weights(load_file(path / "engine" / "model.safetensors"), state["weights_version"])
+    if critic is not None:
+        load_model(critic, path / "critic.safetensors")
+    _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
+    return Progress(state["iteration"], state["best_success"], state["episodes"], state["tokens"])
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    described = optimizer.state_dict()
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
+
+
+def _first_difference(old: Any, new: Any, path: str = "") -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            found = _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return ""
+    return "" if old == new else f"{path} was {old!r} and is {new!r}"

@@ -1,0 +1,83 @@
+"""Agent configs by name: YAML composed by Hydra over the defaults of the dataclasses, overridden `key=value`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from shoal.core.configuration import from_mapping, to_mapping
+from shoal.core.errors import ConfigError, did_you_mean, unknown_name
+from shoal.train.agent_config import AgentConfig
+
+
+def config_names() -> list[str]:
+    """The configs that come with shoal."""
+    folder = resources.files("shoal.configs")
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None = None) -> AgentConfig:
+    """The config `name` with `overrides` in Hydra's grammar (`a.b=1`, `+a.c=2`, `~a.d`).
+
+    Args:
+        name: one of `config_names()`, or of a YAML file in `folder`.
+        overrides: applied last.
+        folder: a folder of the user's YAML; its files may name shoal's in their defaults list.
+
+    Raises:
+        UnknownNameError: no such config.
+        ConfigError: an override or a value that does not fit.
+    """
+    own = [path.stem for path in folder.glob("*.yaml")] if folder else []
+    if name not in config_names() and name not in own:
+        raise unknown_name("config", name, [*config_names(), *own])
+    GlobalHydra.instance().clear()
+    ConfigStore.instance().store(name="defaults", node=to_mapping(AgentConfig()))
+    try:
+        if folder is None:
+            with initialize_config_module("shoal.configs", version_base=None):
+                composed = compose(name, overrides=list(overrides))
+        else:
+            with initialize_config_dir(str(folder.resolve()), version_base=None):
+                composed = compose(
+                    name,
+                    overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"],
+                    return_hydra_config=True,
+                )
+                OmegaConf.set_struct(composed, False)
+                composed.pop("hydra")
+        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
+    except MissingConfigException as error:
+        raise ConfigError(f"config {name!r} needs one that is not there: {error}") from error
+    except (ConfigCompositionException, OmegaConfBaseException, HydraException) as error:
+        raise ConfigError(_explain(error)) from error
+    values["custom_envs"] = {tag: kind for tag, kind in values["custom_envs"].items() if kind is not None}
+    return from_mapping(AgentConfig, values)
+
+
+def _explain(error: Exception) -> str:
+    """Hydra's first line, and the key that was probably meant."""
+    first = str(error).strip().split("\n")[0]
+    key = first.split("'")[1] if "Could not override" in first and "'" in first else ""
+    if not key:
+        return first
+    return f"no setting {key!r}.{_nearest(key)}"
+
+
+def _nearest(key: str) -> str:
+    node: Any = to_mapping(AgentConfig())
+    *parents, _ = parts = key.split(".")
+    for depth, parent in enumerate(parents):
+        if not isinstance(node, dict) or parent not in node:
+            return did_you_mean(parts[depth], node if isinstance(node, dict) else [])
+        node = node[parent]
+    return did_you_mean(parts[-1], node if isinstance(node, dict) else [])

@@ -1,0 +1,85 @@
+"""Engines whose weights can be trained here, and how a config names one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from shoal.core.errors import ConfigError
+from shoal.core.files import read_json
+from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
+from shoal.train.agent_config import EngineConfig
+
+
+class TrainableEngine(Protocol):
+    """An engine in this process that shares its network with the trainer."""
+
+    weights_version: int
+    pad_id: int
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Between text and this engine's tokens."""
+        ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The network, shared with the engine."""
+        ...
+
+    @property
+    def level(self) -> Level:
+        """See `shoal.rollout.engine.Level`."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order."""
+        ...
+
+    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order."""
+        ...
+
+    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take over weights by name."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_engine` needs into an existing folder."""
+        ...
+
+
+def make_engine(config: EngineConfig, words: Sequence[str], seed: int) -> TrainableEngine:
+    """The engine of a config, with fresh or pretrained weights."""
+    if config.name == "tiny":
+        from shoal.rollout.engines.tiny import TinyEngine
+        from shoal.rollout.engines.tiny_network import TinyShape
+
+        shape = TinyShape(config.width, config.layers, config.heads, config.context)
+        return TinyEngine(words, shape, seed=seed, device=config.device)
+    from shoal.rollout.engines.huggingface import HuggingFaceEngine
+    from shoal.rollout.engines.model_store import resolve_model
+
+    if config.model is None:
+        raise ConfigError(
+            "engine.model must be a model folder or a name that `shoal model get` knows, got none"
+        )
+    engine = HuggingFaceEngine.load(resolve_model(config.model), device=config.device, dtype=config.dtype)
+    if config.train_last_layers is not None:
+        engine.freeze_all_but_last(config.train_last_layers)
+    return engine
+
+
+def load_engine(folder: Path, *, device: str = "cpu") -> TrainableEngine:
+    """The engine in the `engine` folder of a checkpoint."""
+    described: dict[str, Any] = read_json(folder / "engine.json")
+    if described.get("engine") == "tiny":
+        from shoal.rollout.engines.tiny import TinyEngine
+
+        return TinyEngine.load(folder, device=device)
+    from shoal.rollout.engines.huggingface import HuggingFaceEngine
+
+    return HuggingFaceEngine.load(folder, device=device, dtype=described.get("dtype", "float32"))

@@ -1,0 +1,89 @@
+"""Supervised warm-up of a fresh model: uniformly random valid actions, so it learns the format and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from shoal.core.errors import ConfigError
+from shoal.core.seeding import derive_seed, stream
+from shoal.envs import TextEnv
+from shoal.rollout.engine import Completion, Sampling
+from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.prompts import Prompter
+from shoal.train.agent_config import Warmup
+from shoal.train.policy import TrainableEngine
+from shoal.train.samples import Sample, make_samples, micro_batches
+from shoal.train.update import trained_parameters
+
+MAX_EPISODE_TURNS = 32
+"""Random play is cut here: later states of an env with few endings add nothing to the format."""
+
+
+def warm_up(
+    engine: TrainableEngine,
+    makers: Mapping[str, Callable[[], TextEnv[Any]]],
+    roles: Mapping[str, Role],
+    prompter: Prompter,
+    config: Warmup,
+    micro_batch_tokens: int,
+    seed: int,
+) -> Iterator[float]:
+    """Train `engine` on random play of the envs; yields the loss of each step (nats a token)."""
+    plays = [
+        _random_play(engine, maker(), roles[tag], prompter, seed) for tag, maker in sorted(makers.items())
+    ]
+    parameters = trained_parameters(engine.model)
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
+    device = str(parameters[0].device)
+    for step in range(config.steps):
+        samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
+        n_tokens = sum(len(sample.places) for sample in samples)
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for micro in micro_batches(samples, micro_batch_tokens, engine.pad_id, device):
+            scores = engine.logits_at(micro.ids, micro.lengths, micro.where).float()
+            loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        optimizer.step()
+        yield total
+
+
+def _random_play(
+    engine: TrainableEngine, env: TextEnv[Any], role: Role, prompter: Prompter, seed: int
+) -> Iterator[Sample]:
+    """Endless samples from episodes in which every valid action is equally likely."""
+    for number in range(2**63):
+        rng = stream(seed, "warmup", role.tag, number)
+        place = Place(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
+        episode = Episode(place, role, prompter, Sampling())
+        episode.begin(*env.reset(seed=place.env_seed))
+        turns = 0
+        while not episode.over and turns < MAX_EPISODE_TURNS:
+            episode.request()
+            answer = _random_answer(engine, env, role, prompter, rng)
+            for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
+                episode.observe(*env.step(action))
+            episode.end_turn()
+            turns += 1
+        trajectory = episode.trajectory()
+        samples = make_samples(trajectory)
+        for i in rng.permutation(len(samples)):
+            yield samples[i]
+
+
+def _random_answer(
+    engine: TrainableEngine, env: TextEnv[Any], role: Role, prompter: Prompter, rng: np.random.Generator
+) -> tuple[int, ...]:
+    words = env.available_actions()
+    if not words or not role.projection.lookup:
+        raise ConfigError(
+            f"warmup needs an env with named actions, and {role.tag!r} takes free text: set warmup.steps=0"
+        )
+    text = f"<action>{words[int(rng.integers(len(words)))]}</action>"
+    return engine.tokenizer.encode(text.removeprefix(prompter.config.prefill))

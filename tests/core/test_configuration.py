@@ -1,0 +1,57 @@
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from shoal.core.configuration import from_mapping, to_mapping
+from shoal.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = 3
+    kind: Literal["a", "b"] = "a"
+
+    def __post_init__(self):
+        if self.size < 0:
+            raise ConfigError(f"size must not be negative, got {self.size}")
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner = Inner()
+    maybe: Inner | None = None
+    many: dict[str, Inner] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    rate: float = 0.5
+
+
+def test_nested_values_become_dataclasses_and_back():
+    values = {
+        "inner": {"size": 4},
+        "maybe": {"kind": "b"},
+        "many": {"x": {"size": 1}},
+        "names": ["p"],
+        "rate": 1,
+    }
+    built = from_mapping(Outer, values)
+    assert built == Outer(Inner(4), Inner(kind="b"), {"x": Inner(1)}, ("p",), 1.0)
+    assert from_mapping(Outer, to_mapping(built)) == built
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"iner": {}}, "unknown key 'iner'. Did you mean 'inner'"),
+        ({"inner": {"sise": 1}}, "unknown key 'inner.sise'. Did you mean 'size'"),
+        ({"many": {"x": {"sise": 1}}}, r"unknown key 'many.x.sise'"),
+        ({"inner": {"size": "big"}}, "inner.size: Expected `int`, got `str`, got 'big'"),
+        ({"inner": {"kind": "c"}}, "inner.kind: Invalid enum value 'c'"),
+        ({"inner": {"size": -1}}, "inner.size must not be negative, got -1"),
+        ({"inner": 3}, "inner must be a mapping of settings, got 3"),
+        ({"rate": "fast"}, "rate: Expected `float`"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_path(values, message):
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(Outer, values)

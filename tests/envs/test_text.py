@@ -1,0 +1,145 @@
+"""Promises that all text environments share, tried on every registered one."""
+
+import hashlib
+import os
+import pickle
+import random
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import shoal.envs
+from shoal.core.errors import ConfigError, EnvError, UnknownNameError
+from shoal.envs.catalogue import BUILT_IN, env_class
+
+NAMES = sorted(BUILT_IN)
+
+
+def play(name: str, seed: int = 0, episodes: int = 3) -> str:
+    """Every byte that some episodes of random available actions show, as a digest."""
+    env = shoal.envs.make(name)
+    choose = random.Random(seed)
+    digest = hashlib.sha256()
+    for episode in range(episodes):
+        observation, info = env.reset(seed=seed + episode)
+        over = False
+        while not over:
+            words = info["available_actions"]
+            word = choose.choice(words) if words else "7"
+            action = env.projection(f"<action>{word}</action>").actions[0]
+            observation, reward, terminated, truncated, info = env.step(action)
+            over = terminated or truncated
+            digest.update(repr((observation, reward, terminated, truncated, info)).encode())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gymnasium_finds_nothing_wrong(name):
+    check_env(shoal.envs.make(name), skip_render_check=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seed_gives_the_same_bytes_under_any_hash_seed(name):
+    here = play(name)
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_text"
+    code += f"; print(test_text.play({name!r}))"
+    for hash_seed in ("0", "1", "random"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert run.stdout.strip() == here, run.stderr
+
+
+def test_the_same_seed_gives_the_same_bytes_in_threads_and_processes():
+    jobs = [(name, seed) for name in NAMES for seed in (0, 50)]
+    expected = [play(*job) for job in jobs]
+    assert len(set(expected)) == len(jobs)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(play, *zip(*jobs * 2, strict=True))) == expected * 2
+    with ProcessPoolExecutor(2, mp_context=get_context("forkserver")) as processes:
+        assert list(processes.map(_play_elsewhere, jobs)) == expected
+
+
+def _play_elsewhere(job):
+    return play(*job)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_global_random_state_is_left_alone(name):
+    ours, numpys = random.getstate(), np.random.get_state()
+    play(name)
+    shoal.envs.make(name).reset()
+    assert random.getstate() == ours
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpys, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_after_the_end_or_before_the_start_raises(name):
+    env = shoal.envs.make(name)
+    with pytest.raises(EnvError, match="never started"):
+        env.step(env.invalid_action)
+    env.reset(seed=1)
+    over = False
+    while not over:
+        _, _, terminated, truncated, info = env.step(env.invalid_action)
+        over = terminated or truncated
+        assert not info["action_is_valid"]
+    assert terminated != truncated
+    assert info["step"] == env.config.max_steps
+    with pytest.raises(EnvError, match="over"):
+        env.step(env.invalid_action)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_info_always_has_the_same_keys_and_reproduces_the_episode(name):
+    env = shoal.envs.make(name)
+    observation, info = env.reset()
+    wanted = {"success", "won", "action_is_valid", "action_is_effective", "step", "seed", "available_actions"}
+    assert wanted <= info.keys()
+    again, _ = shoal.envs.make(name).reset(seed=info["seed"])
+    assert again == observation
+    _, later = env.reset()
+    assert later["seed"] != info["seed"]
+    step = env.step(env.invalid_action)[4]
+    assert wanted <= step.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_env_survives_pickling_in_the_middle_of_an_episode(name):
+    env = shoal.envs.make(name)
+    env.reset(seed=5)
+    twin = pickle.loads(pickle.dumps(env))
+    for one in (env, twin):
+        one.step(one.invalid_action)
+    assert twin.observe() == env.observe()
+    assert twin.anchor() == env.anchor()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_actions_outside_the_space_are_refused(name):
+    env = shoal.envs.make(name)
+    env.reset(seed=0)
+    for action in (99, -1, 1.5, None, True, [1], np.array([1, 2])):
+        with pytest.raises(EnvError, match="action must be"):
+            env.step(action)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_are_checked_by_name(name):
+    with pytest.raises(ConfigError, match="Did you mean 'max_steps'"):
+        shoal.envs.make(name, max_step=3)
+    with pytest.raises(ConfigError, match="render_mode"):
+        shoal.envs.make(name, render_mode="smell")
+    config = env_class(name).Config()
+    with pytest.raises(ConfigError, match="not both"):
+        env_class(name)(config, max_steps=3)
+
+
+def test_an_unknown_env_is_told_the_closest_name():
+    with pytest.raises(UnknownNameError, match="Did you mean 'sokoban'"):
+        shoal.envs.make("sokobn")

@@ -1,0 +1,140 @@
+import pytest
+
+from shoal import envs
+from shoal.core.errors import ConfigError
+from shoal.core.seeding import derive_seed
+from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.engine import Key, Request, Sampling
+from shoal.rollout.engines.scripted import RandomEngine, ScriptedEngine
+from shoal.rollout.factory import EnvGroups, make_environments, make_set, validate_environment_config
+from shoal.rollout.prompts import PromptConfig
+
+WORDS = ["Left", "Down", "Right", "Up"]
+PROMPT = PromptConfig(history=0, first="{observation}", later="{observation}")
+SAMPLING = Sampling(8)
+
+
+def config(**vector):
+    kinds = {
+        "Lake": {"env_type": "frozen_lake", "max_actions_per_traj": 7, "env_config": {"size": 3}},
+        "Fixed": {
+            "env_type": "frozen_lake",
+            "env_config": {"desc": "4x4", "is_slippery": False, "max_steps": 9},
+        },
+    }
+    side = {"env_groups": 4, "group_size": 3, "env_configs": {"tags": ["Lake", "Fixed"], "n_groups": [3, 1]}}
+    return {"custom_envs": kinds, "es_manager": {"train": side, "val": side}, "vector": vector}
+
+
+def collector(engine, prompt=PROMPT, seed=5, **vector):
+    train, _ = make_environments(config(backend="serial") | ({"vector": vector} if vector else {}))
+    return TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, engine, prompt, seed)
+
+
+def play_by_hand(engine, seed, iteration, group, member):
+    """One episode as a plain loop over one env, from the definition of what an episode is."""
+    tag = ["Lake", "Lake", "Lake", "Fixed"][group]
+    kind = config()["custom_envs"][tag]
+    env = envs.make(kind["env_type"], **kind["env_config"])
+    limit = kind.get("max_actions_per_traj", 9)
+    observation, _ = env.reset(seed=derive_seed(seed, "env", iteration, group))
+    turns, success, over = [], False, False
+    while not over and len(turns) < limit:
+        prompt = engine.tokenizer.start([{"role": "user", "content": observation}])
+        request = Request(prompt, Key(seed, iteration, group, member, len(turns)), SAMPLING)
+        completion = engine.generate([request])[0]
+        text = engine.tokenizer.decode(completion.token_ids)
+        action = env.projection(text).actions[0]
+        after, reward, terminated, truncated, info = env.step(action)
+        turns.append((observation, text, reward))
+        observation, over, success = after, terminated or truncated, info["success"]
+    return turns, success
+
+
+@pytest.mark.parametrize("vector", [{"backend": "serial"}, {"backend": "process", "num_workers": 2}])
+def test_every_trajectory_is_that_of_a_plain_loop_over_one_env(vector):
+    engine = RandomEngine(WORDS)
+    playing = collector(engine, **vector)
+    trajectories = playing.collect(2, SAMPLING)
+    playing.envs.close()
+    assert len(trajectories) == 12
+    for index, trajectory in enumerate(trajectories):
+        group, member = divmod(index, 3)
+        turns, success = play_by_hand(engine, 5, 2, group, member)
+        assert [(t.observation, t.response, t.reward) for t in trajectory.turns] == turns
+        assert (trajectory.group, trajectory.member, trajectory.success) == (group, member, success)
+        assert trajectory.terminated or trajectory.truncated
+        assert trajectory.status == "ok"
+
+
+def test_a_group_starts_from_one_state_and_groups_from_different_ones():
+    first = [t.turns[0].observation for t in collector(RandomEngine(WORDS)).collect(0, SAMPLING)]
+    assert len(set(first[0:3])) == len(set(first[3:6])) == len(set(first[6:9])) == 1
+    assert len({first[0], first[3], first[6]}) > 1
+
+
+def test_further_batches_of_an_iteration_are_other_groups():
+    playing = collector(RandomEngine(WORDS))
+    one, two = playing.collect(0, SAMPLING), playing.collect(0, SAMPLING, first_group=4)
+    assert {t.group for t in one} == {0, 1, 2, 3}
+    assert {t.group for t in two} == {4, 5, 6, 7}
+    assert {t.env_seed for t in one}.isdisjoint(t.env_seed for t in two)
+
+
+def test_responses_without_an_action_cost_turns_and_are_recorded_as_such():
+    trajectories = collector(ScriptedEngine(lambda prompt, key: "I go up")).collect(0, Sampling(20))
+    for trajectory in trajectories:
+        assert trajectory.truncated
+        assert len(trajectory.turns) == (9 if trajectory.env == "Fixed" else 7)
+        assert all(turn.action is None and not turn.action_is_valid for turn in trajectory.turns)
+
+
+def test_the_known_way_over_the_known_lake_succeeds():
+    way = ["Down", "Down", "Right", "Right", "Down", "Right"]
+    engine = ScriptedEngine(lambda prompt, key: f"<action>{way[key.turn % 6]}</action>", WORDS)
+    fixed = [t for t in collector(engine).collect(0, SAMPLING) if t.env == "Fixed"]
+    assert all(t.success and t.reward == 1.0 and len(t.turns) == 6 and t.terminated for t in fixed)
+
+
+def test_in_append_mode_each_prompt_extends_the_tokens_before_it():
+    prompt = PromptConfig(mode="append", first="{observation}", later="{observation}")
+    for trajectory in collector(RandomEngine(WORDS), prompt).collect(0, SAMPLING):
+        for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+            known = before.prompt_ids + before.response_ids
+            assert after.prompt_ids[: len(known)] == known
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"custom_envs": {}}, "names 'Lake', which is not in custom_envs"),
+        (
+            {"custom_envs": {"Lake": {"env_type": "frozn_lake"}}},
+            "custom_envs.Lake: no env named 'frozn_lake'",
+        ),
+        (
+            {"custom_envs": {"Lake": {"env_type": "frozen_lake", "env_config": {"sise": 3}}}},
+            "FrozenLakeConfig has no setting 'sise'. Did you mean 'size'",
+        ),
+        ({"es_manager": {"train": {"env_groups": 0}}}, "must be at least 1, got 0"),
+        (
+            {"es_manager": {"train": {"env_groups": 4, "env_configs": {"tags": ["Lake"], "n_groups": [3]}}}},
+            "must sum to env_groups=4 or to a divisor",
+        ),
+        ({"es_manager": {"train": {"env_configs": {}}}}, "must name at least one of custom_envs"),
+    ],
+)
+def test_a_config_that_cannot_run_says_which_key_is_wrong(change, message):
+    with pytest.raises(ConfigError, match=message):
+        validate_environment_config(config() | change)
+
+
+def test_groups_are_spread_by_counts_or_proportions():
+    mix = config()["es_manager"]["train"]["env_configs"]
+    checked = validate_environment_config(config())
+    assert checked.es_manager.train.group_tags() == ("Lake", "Lake", "Lake", "Fixed")
+    doubled = EnvGroups(8, 2, type(checked.es_manager.train.env_configs)(tuple(mix["tags"]), (3, 1)))
+    assert doubled.group_tags() == ("Lake",) * 6 + ("Fixed",) * 2
+    made = make_set(checked, doubled)
+    assert (len(made.tags), made.group_size) == (8, 2)
+    made.pool.close()

@@ -1,0 +1,169 @@
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from safetensors.numpy import load_file
+
+from shoal.core.data import read_trajectories
+from shoal.core.errors import ConfigError, DataError
+from shoal.train.agent import AgentTrainer
+from shoal.train.agent_checkpoints import list_checkpoints
+from shoal.train.composition import compose_config, config_names
+
+CLOCKS = ("seconds_rollout", "seconds_update", "tokens_per_second")
+SMALL = [
+    "warmup.steps=20",
+    "trainer.iterations=4",
+    "trainer.eval_every=2",
+    "trainer.save_every=1",
+    "es_manager.val.env_groups=3",
+]
+
+
+def train(folder, *overrides, name="demo"):
+    config = compose_config(name, [*SMALL, f"run_dir={folder}", *overrides])
+    with AgentTrainer(config) as trainer:
+        list(trainer.train())
+    return results(folder)
+
+
+def results(folder):
+    """What must be equal between runs that promise to be: metrics without clocks, and the final weights."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        for clock in CLOCKS:
+            row.pop(clock, None)
+    newest = list_checkpoints(folder / "checkpoints")[-1]
+    weights = {k: v.tobytes() for k, v in load_file(newest / "engine" / "model.safetensors").items()}
+    return rows, weights
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("calm") / "run", "use_parallel_envs=false")
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        ["use_parallel_envs=false"],
+        *(["vector.backend=process", f"vector.num_workers={n}"] for n in (1, 2, 4)),
+    ],
+)
+def test_the_same_seed_gives_the_same_metrics_and_weights_with_any_workers(calm, tmp_path, vector):
+    assert train(tmp_path / "run", *vector) == calm
+
+
+def test_another_seed_gives_another_run(calm, tmp_path):
+    assert train(tmp_path / "run", "seed=1", "use_parallel_envs=false")[1] != calm[1]
+
+
+@pytest.mark.parametrize("killed_at", [0, 2, 3])
+def test_a_killed_run_resumes_to_the_same_end(calm, tmp_path, killed_at):
+    command = [sys.executable, "-m", "shoal", "train", "--json-events", *SMALL, f"run_dir={tmp_path / 'run'}",
+               "use_parallel_envs=false"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for line in process.stdout:
+        event = json.loads(line)
+        if event["event"] == "checkpoint" and event["step"] == killed_at:
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert train(tmp_path / "run", "resume=true", "use_parallel_envs=false") == calm
+
+
+def test_a_run_leaves_what_its_folder_promises(tmp_path):
+    train(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["command"] == "train"
+    assert summary["status"] == "completed"
+    assert 0 <= summary["metrics"]["heldout_success"] <= 1
+    assert {"config.yaml", "metrics.jsonl", "curves.png", "tensorboard"} <= set(os.listdir(tmp_path / "run"))
+    assert any((tmp_path / "run" / "tensorboard").iterdir())
+    played = list(read_trajectories(tmp_path / "run" / "trajectories" / "heldout-000004.jsonl"))
+    assert [t.group for t in played] == [0, 1, 2]
+
+
+def test_a_run_folder_is_never_overwritten(tmp_path):
+    train(tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds a run already: pass resume=true"):
+        train(tmp_path / "run")
+
+
+def test_a_run_is_not_continued_with_other_settings(tmp_path):
+    train(tmp_path / "run")
+    with pytest.raises(DataError, match=r"algorithm\.learning_rate was 0\.002 and is 0\.1"):
+        train(tmp_path / "run", "resume=true", "algorithm.learning_rate=0.1")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path, name):
+    train(tmp_path / "run")
+    newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    target = next(newest.rglob(name))
+    target.write_bytes(target.read_bytes()[:-1] + b"?")
+    with pytest.raises(DataError, match=rf"{name} was altered or truncated.*to go on from step-000003"):
+        train(tmp_path / "run", "resume=true")
+
+
+def test_groups_that_differ_by_the_format_penalty_alone_are_reported(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "shoal.train.agent"):
+        rows, _ = train(
+            tmp_path / "run", "agent_proxy.format_penalty=0.1", "warmup.steps=5", "trainer.iterations=1"
+        )
+    assert rows[-1]["groups_shaping_only"] > 0.5
+    assert rows[-1]["groups_trained"] < 8
+    assert "differ by the format penalty alone" in caplog.text
+
+
+def test_dynamic_sampling_plays_until_enough_groups_have_signal(tmp_path):
+    rows, _ = train(tmp_path / "run", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.iterations=1")
+    assert rows[-1]["generated_batches"] > 1
+    assert rows[-1]["episodes"] == rows[-1]["generated_batches"] * 128
+
+
+def test_the_bandit_is_learned(tmp_path):
+    settings = [
+        "warmup.steps=120",
+        "trainer.iterations=15",
+        "trainer.eval_every=15",
+        "es_manager.val.env_groups=32",
+    ]
+    rows, _ = train(tmp_path / "run", *settings, name="demo-bandit")
+    assert rows[0]["heldout_success"] < 0.8
+    assert rows[-1]["heldout_success"] >= 0.95
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_shipped_config_composes(name):
+    config = compose_config(name)
+    assert config.custom_envs
+    assert config.es_manager.train.group_tags()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.gama=1", "no setting 'algorithm.gama'. Did you mean 'gamma'"),
+        ("algoritm.gamma=1", "no setting 'algoritm.gamma'. Did you mean 'algorithm'"),
+        ("algorithm.gamma=2", r"algorithm.*gamma must be in \(0, 1\], got 2"),
+        ("algorithm.adv_estimator=ppo2", "algorithm.adv_estimator: Invalid enum value 'ppo2'"),
+        ("trainer.iterations=0", "iterations must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_override_is_explained(override, message):
+    with pytest.raises(ConfigError, match=message):
+        compose_config("demo", [override])
+
+
+def test_a_users_config_builds_on_ours(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [demo, _self_]\ntrainer:\n  iterations: 7\n")
+    config = compose_config("mine", ["seed=4"], tmp_path)
+    assert (config.trainer.iterations, config.seed) == (7, 4)
+    assert config.custom_envs["FrozenLakeEnv"].env_config["desc"] == "4x4"
