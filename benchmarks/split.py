@@ -8,6 +8,7 @@ Pillow. All tensors are asserted equal before time is taken. `--peak` runs subje
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -159,7 +160,6 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
     from per_window_reference import reference_split  # noqa: F401  same import cost as in the other cases
 
     from shoal.core.executors import SerialExecutor
-    from shoal.core.ray_executor import RayExecutor
     from shoal.splitting.synthetic import write_gui_recordings
 
     root = work / "many"
@@ -177,13 +177,21 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
     except ImportError:
         rows.append(row(case, "Ray, warm", None, "not installed"))
     else:
-        makers["Ray, warm"] = lambda: RayExecutor(workers)
+        makers["Ray, warm"] = None
     serial = None
     for name, make in makers.items():
-        with make() as executor:
+        with contextlib.nullcontext() if make is None else make() as executor:
+
+            def split(executor=executor):
+                return (
+                    one.split_parallel(ids, num_cpus=workers)
+                    if executor is None
+                    else one.split(ids, executor=executor)
+                )
+
             for _ in range(2):  # start workers, load the processor and the compiled loops in each
-                assert_equal(one.split(ids, executor=executor), wanted)
-            wall, cpu, runs = timed(lambda: one.split(ids, executor=executor), 5)
+                assert_equal(split(), wanted)
+            wall, cpu, runs = timed(split, 5)
         serial = serial or wall
         rows.append(row(case, name, wall, "s", cpu, runs))
         rows.append(row(case, name, serial / wall, "x faster than serial"))

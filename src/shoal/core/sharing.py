@@ -65,6 +65,23 @@ class Shared(Generic[T]):
         return _FromFile(path)
 
 
+def shared_by_ray(value: T) -> Shared[T]:
+    """`value` through Ray's object store, so that workers on other machines reach it too."""
+    import ray
+
+    return Shared(value, put=lambda item: _FromRay(ray.put(item)))
+
+
+class _FromRay:
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+
+    def __call__(self) -> Any:
+        import ray
+
+        return ray.get(self.reference)
+
+
 class _Reference:
     """What a worker gets in place of a `Shared`."""
 

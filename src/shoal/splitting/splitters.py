@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shoal.core.errors import DataError
-from shoal.core.executors import SerialExecutor, map_ordered
-from shoal.core.sharing import Shared
+from shoal.core.errors import DataError, missing_extra
+from shoal.core.executors import RayExecutor, SerialExecutor, map_ordered
+from shoal.core.sharing import Shared, shared_by_ray
 from shoal.splitting.assembly import split_recording
 from shoal.splitting.batch import Batch, Padding, Shape, Skipped
 from shoal.splitting.fixes import Compat, Fixes
@@ -165,22 +166,11 @@ class TrajectorySplitter:
             dataset_paths: where a trajectory is, instead of `root_dir`: by id, or one for each id.
             progress: called with (trajectories done, trajectories in all).
         """
-        samples: list[Sample] = []
-        pixels: dict[int, Pixels] = {}
-        skipped: list[Skipped] = []
-        for result in self._results(
-            dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress
-        ):
-            if isinstance(result, Skipped):
-                skipped.append(result)
-            elif result.samples:
-                samples += result.samples
-                pixels[result.index] = result.pixels
-        if not samples and skipped:
-            raise DataError(
-                f"all {len(skipped)} trajectories were skipped; the first because {skipped[0].reason}"
+        return self._collected(
+            self._results(
+                dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress
             )
-        return self._batch(samples, pixels, skipped)
+        )
 
     def split_parallel(
         self,
@@ -193,16 +183,20 @@ class TrajectorySplitter:
         progress: Progress | None = None,
     ) -> Batch:
         """`split` on Ray with `num_cpus` tasks at a time; Ray is started if it is not, and stays."""
-        from shoal.core.ray_executor import RayExecutor
-
-        with RayExecutor(num_cpus) as executor:
-            return self.split(
-                dataset_ids,
-                reward_tensor,
-                executor=executor,
-                process_reward_tensor=process_reward_tensor,
-                dataset_paths=dataset_paths,
-                progress=progress,
+        _positive(num_cpus=num_cpus)
+        ahead = _start_ray(num_cpus)
+        with RayExecutor({"max_retries": 3}) as executor:  # splitting twice does no harm
+            return self._collected(
+                self._results(
+                    dataset_ids,
+                    reward_tensor,
+                    executor,
+                    process_reward_tensor,
+                    dataset_paths,
+                    progress,
+                    share=shared_by_ray,
+                    in_flight=ahead,
+                )
             )
 
     def stream(
@@ -243,6 +237,22 @@ class TrajectorySplitter:
             logger.warning("%d trajectories at the end of the stream were skipped", len(skipped))
 
     # --- how
+    def _collected(self, results: Iterable[SplitTrajectory | Skipped]) -> Batch:
+        samples: list[Sample] = []
+        pixels: dict[int, Pixels] = {}
+        skipped: list[Skipped] = []
+        for result in results:
+            if isinstance(result, Skipped):
+                skipped.append(result)
+            elif result.samples:
+                samples += result.samples
+                pixels[result.index] = result.pixels
+        if not samples and skipped:
+            raise DataError(
+                f"all {len(skipped)} trajectories were skipped; the first because {skipped[0].reason}"
+            )
+        return self._batch(samples, pixels, skipped)
+
     def _results(
         self,
         dataset_ids: Iterable[str],
@@ -251,6 +261,9 @@ class TrajectorySplitter:
         scores: Any,
         paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
         progress: Progress | None,
+        *,
+        share: Callable[[Plan], Shared[Plan]] = Shared,
+        in_flight: int | None = None,
     ) -> Iterator[SplitTrajectory | Skipped]:
         executor = executor if executor is not None else SerialExecutor()
         local = isinstance(executor, SerialExecutor | ThreadPoolExecutor)
@@ -260,11 +273,11 @@ class TrajectorySplitter:
         jobs = make_jobs([str(item) for item in dataset_ids], rewards, scores, paths, packed)
         if self.traj_filter:
             jobs = without_first_turns(self.plan.reader, jobs)
-        workers = getattr(executor, "workers", None) or getattr(executor, "_max_workers", None) or 1
-        share = getattr(executor, "share", Shared)
+        if isinstance(executor, SerialExecutor):
+            in_flight = 1
         plan = share(self.plan)
         todo = ((plan, job) for job in jobs if isinstance(job, Job))
-        outcomes = map_ordered(executor, _work, todo, in_flight=1 if workers == 1 else 2 * workers)
+        outcomes = map_ordered(executor, _work, todo, in_flight=in_flight)
         for done, job in enumerate(jobs, 1):
             outcome = next(outcomes) if isinstance(job, Job) else job.error
             if isinstance(outcome, SplitTrajectory):
@@ -345,6 +358,21 @@ class LastNTrajectorySplitter(TrajectorySplitter):
     """One sample per trajectory: its last `window_size` turns."""
 
     kind: ClassVar[Kind] = "last-n"
+
+
+def _start_ray(num_cpus: int) -> int:
+    """Start a local Ray if none is running; returns how many tasks may be submitted ahead."""
+    try:
+        import ray
+    except ImportError as error:
+        raise missing_extra("split_parallel", "parallel") from error
+    if not ray.is_initialized():
+        logger.info("starting a local Ray without dashboard; ray.shutdown() ends it")
+        # A cluster that RAY_ADDRESS names has its own CPUs, and refuses to be told their number.
+        own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_cpus, "include_dashboard": False}
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
+    # Where Ray has more CPUs than asked for, what is submitted is what runs.
+    return num_cpus if ray.cluster_resources().get("CPU", 0) > num_cpus else 2 * num_cpus
 
 
 def _work(item: tuple[Shared[Plan], Job]) -> SplitTrajectory | DataError:
