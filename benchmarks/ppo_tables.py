@@ -58,7 +58,10 @@ def solve(values: dict[Any, Any]) -> None:
           "seeds 1, 2, 3.\n")  # fmt: skip
     print("| | seconds | env steps | |")
     print("|---|---|---|---|")
-    base = values[case, BASELINE, "s"]
+    base = values.get((case, BASELINE, "s"))
+    if base is None:
+        print("not measured\n")
+        return
     for subject in SUBJECTS[:5]:
         seconds, steps = (values.get((case, subject, unit)) for unit in ("s", "env steps"))
         if seconds is None:

@@ -267,3 +267,13 @@ def test_seeded_episodes_leave_other_wrappers_their_time_limit():
     env = SeededEpisodes(gym.make("CartPole-v1", max_episode_steps=3), 0, 0)
     env.reset()
     assert [env.step(0)[3] for _ in range(3)] == [False, False, True]
+
+
+def test_no_two_envs_or_episodes_start_alike_and_each_can_be_started_again():
+    def starts(seed: int) -> list[float]:
+        envs = [SeededEpisodes(TargetEnv(), seed, index) for index in range(4)]
+        return [float(env.reset()[0][0]) for _ in range(3) for env in envs]
+
+    assert len(set(starts(0))) == 12
+    assert starts(0) == starts(0)
+    assert not set(starts(0)) & set(starts(1))

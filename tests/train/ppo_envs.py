@@ -84,6 +84,8 @@ class BrokenEnv(CountingEnv):
 
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, info = super().step(action)
+        if self.t == 90 and self.what == "late error":
+            raise RuntimeError("the plug was pulled")
         if self.t == 12:
             if self.what == "error":
                 raise RuntimeError("the plug was pulled")

@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.core.errors import ConfigError, WorkerError, did_you_mean
+from shoal.core.errors import (
+    ConfigError,
+    EnvError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    did_you_mean,
+)
 from shoal.core.executors import available_cpus
 from shoal.rollout.spaces import ActionRows, ObservationRows
 from shoal.rollout.steps import EnvSlice, StepRollout, VectorSteps
@@ -290,6 +297,9 @@ class PPO:
             try:
                 return self._collector.collect(self.agent, noise)
             except WorkerError as error:
+                if not isinstance(error, WorkerDiedError | WorkerTimeoutError):  # it would raise again
+                    cause = error.__cause__
+                    raise EnvError(str(cause if isinstance(cause, EnvError) else error)) from error
                 if attempt == MAX_RECOVERIES:
                     raise
                 warnings.warn(

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.error import DependencyNotInstalled, Error
 
-from shoal.core.errors import ConfigError, MissingExtraError, unknown_name
+from shoal.core.errors import ConfigError, EnvError, MissingExtraError, unknown_name
 from shoal.core.seeding import derive_seed, stream
 from shoal.rollout.episodes import SeededEpisodes
 from shoal.rollout.spaces import ActionRows, ObservationRows
@@ -121,6 +121,7 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
 
     Raises:
         ConfigError: a space that PPO cannot use.
+        EnvError: a random action made it raise.
     """
     env = factory(0)
     try:
@@ -133,7 +134,12 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
         for _ in range(0 if masked else n_steps):
             action = env.action_space.sample()
             started = time.perf_counter()
-            _, _, terminated, truncated, _ = env.step(action)
+            try:
+                _, _, terminated, truncated, _ = env.step(action)
+            except Exception as error:
+                raise EnvError(
+                    f"{factory.name} failed when it was tried with action {action!r}: {error!r}"
+                ) from error
             times.append(time.perf_counter() - started)
             if terminated or truncated:
                 env.reset()

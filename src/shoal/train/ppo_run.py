@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, DivergedError, EnvError, MissingExtraError, missing_extra
+from shoal.core.errors import (
+    ConfigError,
+    DivergedError,
+    EnvError,
+    MissingExtraError,
+    WorkerError,
+    missing_extra,
+)
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.train.ppo import PPO, Metrics, read_config
@@ -107,7 +114,8 @@ class PPORun:
     def rows(self) -> Iterator[Metrics]:
         """Train; yields the metrics of every update, with evaluations where there were any.
 
-        On NaN an emergency checkpoint of the last good weights is saved before the error goes on.
+        On NaN or a failed environment an emergency checkpoint of the last good weights is saved, then the error
+        goes on.
         """
         ppo, options = self.ppo, self.options
         self._write_settings()
@@ -130,7 +138,7 @@ class PPORun:
                 yield row
                 if self._reached(row):
                     break
-        except (EnvError, DivergedError) as error:
+        except (EnvError, DivergedError, WorkerError) as error:
             self._emergency(error)
             raise
         except (KeyboardInterrupt, GeneratorExit):
