@@ -37,7 +37,7 @@ def write_some(slots: Slots, ids: Sequence[int], actions: Sequence[Any]) -> Loos
             loose.setdefault(WHOLE, {})[i] = action
         elif _fits(action, leaves[0].shape, leaves[0].dtype):
             slots.act[0][i] = action
-        else:  # the env itself says what it thinks of it
+        else:
             loose.setdefault(WHOLE, {})[i] = action
     return loose
 
@@ -60,9 +60,8 @@ def read(
             columns.append(list(rows) if len(rows) == len(members) else [rows[j] for j in members])
         else:
             columns.append([None] * len(members))
-    if layout.is_leaf:
-        actions = columns[0]
-    else:
+    actions = columns[0]
+    if not layout.is_leaf:
         actions = [layout.rebuild(values) for values in zip(*columns, strict=True)]
     if whole is not None:
         actions = [whole.get(first + j, action) for j, action in zip(members, actions, strict=True)]
@@ -80,10 +79,7 @@ def _same_integers(column: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
 
 
 def _fits(action: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    if isinstance(action, str | bytes) or action is None:
+    # What is not already of the space's own type (an int, say) reaches the env as it is.
+    if not isinstance(action, np.ndarray if shape else np.generic):
         return False
-    try:
-        array = np.asarray(action)
-    except (TypeError, ValueError):
-        return False
-    return array.shape == shape and (array.dtype == dtype or _same_integers(array, dtype))
+    return bool(action.dtype == dtype and action.shape == shape)

@@ -54,7 +54,9 @@ class AsyncVectorEnv(VectorPool):
             raise ValueError(f"context must be one of {START_METHODS} or None, got {context!r}")
         if max_concurrency is not None:
             if not isinstance(max_concurrency, int | np.integer):
-                raise ValueError(f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}.")
+                raise ValueError(
+                    f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}."
+                )
             if max_concurrency < 1:
                 raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
         mode = autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
@@ -71,7 +73,6 @@ class AsyncVectorEnv(VectorPool):
         super().__init__(**parts, copy_observations=copy)
         if isinstance(observation_mode, tuple):
             self.single_observation_space = observation_mode[1]
-
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close as Gymnasium does: with a warning, and after `timeout` by force, when a call is pending."""

@@ -27,7 +27,7 @@ from shoal.vector.flight import Flight
 from shoal.vector.infos import batch_infos
 from shoal.vector.lanes import Backend, Lane
 from shoal.vector.recovery import Recovery, raise_first
-from shoal.vector.results import Ready, Record, Results, StepResult, by_env, merged
+from shoal.vector.results import Handouts, Ready, Record, Results, StepResult, by_env, merged
 from shoal.vector.share import Extras
 from shoal.vector.slots import Slots
 
@@ -92,10 +92,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.copy = copy_observations
         self.active = np.ones(self.num_envs, dtype=np.bool_)
         """False for environments that were masked out after a failure."""
+        self.all_active = True
         self.seeds: list[int | None] = [None] * self.num_envs
         self.results = Results(slots)
         self.backend = backend
-        self.recovery = Recovery(weakref.proxy(self), on_failure, max_restarts, backend.revive if backend else None)
+        self.handouts: Handouts | None = None
+        self.recovery = Recovery(
+            weakref.proxy(self), on_failure, max_restarts, backend.revive if backend else None
+        )
         self.flight = Flight(weakref.proxy(self))
         self._ring = 0
         self._state: str | None = None
@@ -138,7 +142,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """The first observations and infos of the episodes begun by `reset_async`."""
         self._expect("reset")
         records = self._collect(timeout, "reset")
-        return self.results.batch(self._ring, self.copy), batch_infos(self.num_envs, merged(records))
+        return self._batch(), batch_infos(self.num_envs, merged(records))
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
@@ -154,7 +158,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _step_all(self, loose: Loose) -> None:
         chosen: list[int] | None = None
-        if self.recovery.owed or not self.active.all():
+        if self.recovery.owed or not self.all_active:
             chosen = self._able()
         self._begin_step(chosen, loose)
 
@@ -164,7 +168,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         records = self._collect(timeout, "step")
         slots = self.slots
         return (
-            self.results.batch(self._ring, self.copy),
+            self._batch(),
             slots.rewards.copy(),
             slots.terminated.copy(),
             slots.truncated.copy(),
@@ -177,7 +181,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         records = self._collect(None, "step")
         slots = self.slots
         flags = slots.terminated.copy(), slots.truncated.copy()
-        return self.results.batch(self._ring, self.copy), slots.rewards.copy(), *flags, records
+        return self._batch(), slots.rewards.copy(), *flags, records
 
     # --- some of the environments
     def reset_each(
@@ -188,7 +192,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._begin_reset(None, self._spread(list(seeds)), options)
         self._state = "reset"
         infos = by_env(self._collect(None, "reset"))
-        return self.results.batch(self._ring, self.copy), [infos.get(i, {}) for i in range(self.num_envs)]
+        return self._batch(), [infos.get(i, {}) for i in range(self.num_envs)]
 
     def reset_some(
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
@@ -217,6 +221,29 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._begin_step(sorted(i for i in chosen if i not in paid), loose)
         infos = by_env(self._collect(None, "step"))
         return [self.result(i, infos) for i in chosen]
+
+    def observation_ring(self) -> Any:
+        """The observations of the last `ring` steps, batched `[ring, num_envs, ...]`: views, not copies.
+
+        `ring_position` is where the latest ones are; they go round, the next place after the last is the first.
+        """
+        if self.slots.observations.text or self.slots.observations.objects:
+            raise ValueError("a ring holds observations of fixed size only, not text or custom spaces")
+        return self.slots.observations.rebuild(self.slots.obs)
+
+    @property
+    def ring_position(self) -> int:
+        """The place of the latest observations in `observation_ring()`."""
+        return self._ring
+
+    def stats(self) -> dict[str, Any]:
+        """What is known of speed, memory and failures: restarts per env, and a row per worker."""
+        return {
+            "restarts": list(self.recovery.replaced),
+            "failures": list(self.recovery.blamed),
+            "active": int(self.active.sum()),
+            "workers": self.backend.stats() if self.backend is not None else [],
+        }
 
     def observations(self) -> Any:
         """The present observations of all environments."""
@@ -291,14 +318,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         replies = self._gather(pending, None, "set_attr")
         raise_first([f for reply in replies if reply for f in reply.failures])
 
-    def apply(self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None) -> list[Any]:
+    def apply(
+        self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None
+    ) -> list[Any]:
         """`function(env, *args)` for each environment, or some of them, where they live."""
         self._ready("apply")
         chosen = list(range(self.num_envs)) if indices is None else self._indices(indices, indices, "indices")
         pending: list[Pending] = []
-        for lane, members in self.by_lane(sorted(chosen)):
-            lane.start("apply", function, args, members)
-            pending.append((lane, members))
+        for lane, part in self.by_lane(sorted(chosen)):
+            lane.start("apply", function, args, part)
+            pending.append((lane, part))
         results: dict[int, Any] = {}
         failures: list[Failure] = []
         for (lane, members), reply in zip(pending, self._gather(pending, None, "apply"), strict=True):
@@ -317,7 +346,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """The seed of every environment's generator."""
         return self.get_attr("np_random_seed")
 
-    @property  # type: ignore[override]
+    @property  # type: ignore[misc]
     def np_random(self) -> Any:
         """Every environment's generator (from other processes: copies)."""
         return self.get_attr("np_random")
@@ -436,7 +465,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _turn_ring(self, chosen: Sequence[int] | None) -> None:
         """Go to the next place of the ring; environments that do not step are carried over."""
-        self._ring = (self._ring + 1) % self.slots.ring
+        if self.handouts is not None:
+            self._ring = self.handouts.next_place()
+        else:
+            self._ring = (self._ring + 1) % self.slots.ring
         if self.slots.ring > 1:
             stepping = np.zeros(self.num_envs, dtype=np.bool_)
             stepping[... if chosen is None else list(chosen)] = True
@@ -513,6 +545,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             bool(slots.truncated[i]),
             infos.get(i, {}),
         )
+
+    def _batch(self) -> Any:
+        if self.handouts is not None:
+            return self.handouts.give(self._ring)
+        return self.results.batch(self._ring, self.copy)
 
     def _observation(self, i: int) -> Any:
         return self.slots.observations.rebuild(self.results.values(i, self._lane_of[i].ring))

@@ -98,6 +98,7 @@ class Recovery:
                 raise error
             if self.policy == "mask":
                 self.pool.active[i] = False
+                self.pool.all_active = False
             lane = self.pool.lane_of(i)
             if lane.lost is not None:
                 for other in self.pool.lanes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,10 @@ from shoal.vector.slots import Slots
 
 Record = tuple[int, Any, dict[str, Any] | None, dict[str, Any]]
 """(env, final observation, final info or None, info)."""
+
+
+RECYCLE_FROM = 65_536
+"""Bytes from which the memory of copies is used again."""
 
 
 class StepResult(NamedTuple):
@@ -41,11 +46,37 @@ class Ready(NamedTuple):
     late: list[int]
 
 
+class Handouts:
+    """Large observations handed to the caller where they were written, as long as places last.
+
+    A place is written again only when the caller holds neither what it was given nor any view of it; when
+    all are held, place 0 is used and copied. So what was given never changes.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._owners = slots.handouts(0)
+        shape = slots.obs[0].shape[1:]
+        self._given = [owner.reshape(shape) for owner in self._owners]
+
+    def next_place(self) -> int:
+        """A place that nobody holds; 0 when all others are held."""
+        for place in range(1, len(self._given)):
+            # the list's own reference, and getrefcount's; the owner has its view's besides
+            if sys.getrefcount(self._given[place]) == 2 and sys.getrefcount(self._owners[place]) == 3:
+                return place
+        return 0
+
+    def give(self, place: int) -> np.ndarray[Any, Any]:
+        """The observations at a place, as the caller's own."""
+        return self._given[place].copy() if place == 0 else self._given[place]
+
+
 class Results:
     """The observations of a pool: fixed-size leaves in the slots, the others as Python values here."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
+        self._spares: dict[int, list[np.ndarray[Any, Any]]] = {}
         self.beside: dict[int, list[Any]] = {
             i: [None] * slots.n_envs for i in (*slots.observations.text, *slots.observations.objects)
         }
@@ -64,10 +95,29 @@ class Results:
     def batch(self, ring: int, copy: bool) -> Any:
         """The observations of all environments at one place of the ring."""
         columns = [
-            tuple(self.beside[i]) if i in self.beside else (array[ring].copy() if copy else array[ring])
+            tuple(self.beside[i])
+            if i in self.beside
+            else (self._copy(i, array[ring]) if copy else array[ring])
             for i, array in enumerate(self.slots.obs)
         ]
         return self.slots.observations.rebuild(columns)
+
+    def _copy(self, leaf: int, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A copy; of large arrays into memory that an earlier copy had and nobody uses any more.
+
+        Fresh memory costs a page fault per 4 KiB, several times the copying itself.
+        """
+        if array.nbytes < RECYCLE_FROM:
+            return array.copy()
+        spares = self._spares.setdefault(leaf, [])
+        for spare in spares:
+            if sys.getrefcount(spare) == 3:  # the list, the loop and the call: no caller, and no view of it
+                np.copyto(spare, array)
+                return spare
+        fresh = array.copy()
+        if len(spares) < 4:
+            spares.append(fresh)
+        return fresh
 
     def rows(self, ids: Sequence[int], rings: Sequence[int]) -> Any:
         """The observations of some environments, each at its place of the ring."""

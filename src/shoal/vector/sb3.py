@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         """Stands for `stable_baselines3.common.vec_env.VecEnv` where types are checked without it."""
 
         num_envs: int
+        observation_space: Any
+        _seeds: list[int | None]
+        _options: list[dict[str, Any]]
 
         def __init__(self, num_envs: int, observation_space: Any, action_space: Any) -> None: ...
         def _get_indices(self, indices: Any) -> Iterable[int]: ...
