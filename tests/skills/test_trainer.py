@@ -11,7 +11,8 @@ from shoal.skills.network import Network, Shape
 from shoal.skills.plan import Step
 from shoal.skills.proposers import knowledge_base
 from shoal.skills.spec import load_skills
-from shoal.skills.trainer import Task, Trainer, TrainingConfig
+from shoal.skills.tasks import Task, TrainingConfig
+from shoal.skills.trainer import Trainer
 
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
 
