@@ -368,7 +368,7 @@ class SkillScheduler:
         for mark in ("DONE.json", "FAILED.json"):
             (folder / mark).unlink(missing_ok=True)
         attempt = self.store.begin_attempt(row.name, folder)
-        log = folder / f"training-{attempt}.log"
+        log = (folder / f"training-{attempt}.log").resolve()
         session = f"shoal_e{expert}_{row.slug}"
         handle = self.launcher.launch(
             training_command(folder, attempt), session, training_environment(self.max_parallel), log
