@@ -37,7 +37,8 @@ from shoal.skills.proposers import knowledge_base  # noqa: E402
 from shoal.skills.scheduler import SkillScheduler  # noqa: E402
 from shoal.skills.spec import load_skills  # noqa: E402
 from shoal.skills.store import Store  # noqa: E402
-from shoal.skills.trainer import Task, Trainer, TrainingConfig  # noqa: E402
+from shoal.skills.tasks import Task, TrainingConfig  # noqa: E402
+from shoal.skills.trainer import Trainer  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "skills.json"
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}

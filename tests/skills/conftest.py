@@ -14,7 +14,7 @@ from shoal.core.seeding import stream
 from shoal.skills.crafting import CraftingWorld
 from shoal.skills.network import Network, Shape
 from shoal.skills.runs import Run, fail_training, finish_training
-from shoal.skills.trainer import TrainingConfig
+from shoal.skills.tasks import TrainingConfig
 
 QUICK = TrainingConfig(
     total_timesteps=2048,

@@ -86,7 +86,7 @@ def merge(base: str, *numbers: str) -> None:
 
 def schedule(base: str, config: str) -> None:
     from shoal.skills.scheduler import SkillScheduler
-    from shoal.skills.trainer import TrainingConfig
+    from shoal.skills.tasks import TrainingConfig
 
     settings = TrainingConfig(**json.loads(config))
     scheduler = SkillScheduler(

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+from shoal.skills.launchers import training_environment
 
 
 def test_the_skills_room_stays_light_until_it_draws_or_trains_in_craftax() -> None:
@@ -10,5 +13,6 @@ def test_the_skills_room_stays_light_until_it_draws_or_trains_in_craftax() -> No
         "heavy = {'torch', 'jax', 'ray', 'matplotlib', 'PIL', 'transformers', 'shoal.train'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    env = {**os.environ, **training_environment(1)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -21,10 +21,11 @@ from shoal.skills.launchers import kill_group, training_environment
 from shoal.skills.network import Network
 from shoal.skills.plan import dependencies
 from shoal.skills.proposers import knowledge_base
+from shoal.skills.records import NewVersion
 from shoal.skills.runs import finish_training, prepare_training_run, read_outcome
 from shoal.skills.scheduler import SkillScheduler
 from shoal.skills.spec import load_skills, parse_skill
-from shoal.skills.store import NewVersion, Store
+from shoal.skills.store import Store
 
 CRASH = Path(__file__).with_name("crash.py")
 ENV = {**os.environ, **training_environment(2)}

@@ -20,14 +20,14 @@ from shoal.skills.proposers import knowledge_base
 from shoal.skills.scheduler import SkillScheduler
 from shoal.skills.spec import load_skills
 from shoal.skills.store import Store
-from shoal.skills.trainer import TrainingConfig
+from shoal.skills.tasks import TrainingConfig
 
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
 LONG = {"patience_frames": 1e9, "success_state_rate": 2.0, "evaluate_every": 16, "checkpoint_every": 4}
 SCHEDULE = """
 import json, sys
 from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.trainer import TrainingConfig
+from shoal.skills.tasks import TrainingConfig
 s = SkillScheduler(sys.argv[1], 2, 0.2, config=TrainingConfig(**json.loads(sys.argv[2])), analyse=False,
                    on_event=lambda e: print(json.dumps(e), flush=True))
 s.run()

@@ -12,9 +12,10 @@ from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import DataError
 from shoal.skills.experts import decode, encode
 from shoal.skills.network import Network
+from shoal.skills.records import NewVersion
 from shoal.skills.runs import Run, finish_training, read_outcome
 from shoal.skills.spec import parse_skill
-from shoal.skills.store import NewVersion, Store
+from shoal.skills.store import Store
 
 MILLION = 1_000_000
 

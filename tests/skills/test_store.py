@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
+from shoal.skills.records import NewVersion
 from shoal.skills.spec import parse_skill
-from shoal.skills.store import HeadMovedError, NewVersion, Store
+from shoal.skills.store import HeadMovedError, Store
 
 WOOD = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
 

@@ -17,7 +17,9 @@ import tyro
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.files import write_json
 from shoal.core.run_folder import RunFolder
-from shoal.skills.store import AttemptRow, SkillRow, Store
+from shoal.skills.locks import FolderLock
+from shoal.skills.records import AttemptRow, SkillRow
+from shoal.skills.store import Store
 
 GraphPath = Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])]
 DEFAULT = Path("runs/skills")
@@ -209,17 +211,7 @@ def cancel(argv: list[str]) -> int:
 
 def scheduler_runs(folder: Path) -> bool:
     """Whether a scheduler is running on the folder."""
-    import fcntl
-
-    path = folder / "scheduler.lock"
-    if not path.exists():
-        return False
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+    return FolderLock(folder / "scheduler.lock").is_taken()
 
 
 def _latest(store: Store, row: SkillRow) -> AttemptRow:

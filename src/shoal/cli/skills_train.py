@@ -28,7 +28,7 @@ from shoal.skills.plan import dependencies, plan_for
 from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, knowledge_base
 from shoal.skills.scheduler import SkillScheduler
 from shoal.skills.spec import load_skills
-from shoal.skills.trainer import TrainingConfig
+from shoal.skills.tasks import TrainingConfig
 from shoal.skills.worlds import default_config, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from shoal.core.errors import missing_extra
 from shoal.core.files import write_bytes
 from shoal.skills.evaluation import record_chain
-from shoal.skills.store import SkillRow, Store
+from shoal.skills.records import SkillRow
+from shoal.skills.store import Store
 from shoal.skills.worlds import Bank
 
 COLOURS = {

@@ -193,10 +193,14 @@ class RayLauncher:
 
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
         """Submit a task that runs the command on some node."""
-        remote = self._ray.remote(num_cpus=self._cpus, num_gpus=self._gpus, max_retries=0)(_run_command)
+        # Workers start elsewhere, and must find this very package too.
+        found = {"env_vars": {"PYTHONPATH": env.get("PYTHONPATH", "")}}
+        remote = self._ray.remote(num_cpus=self._cpus, num_gpus=self._gpus, max_retries=0, runtime_env=found)(
+            _run_command
+        )
         self._count += 1
         key = f"{session}-{self._count}"
-        self._tasks[key] = remote.remote(list(command), dict(env), str(log))
+        self._tasks[key] = remote.remote(list(command), dict(env), str(log.resolve()))
         return {"task": key, "driver": os.getpid()}
 
     def watch(self, handle: Handle, ended: Ended) -> bool:
@@ -209,7 +213,8 @@ class RayLauncher:
             try:
                 words = exit_words(int(self._ray.get(task)))
             except Exception as error:  # whatever Ray says, the training is over
-                words = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                lines = [line for line in str(error).splitlines() if line.strip()]
+                words = f"{type(error).__name__}: {lines[-1] if lines else ''}"
             ended(words)
 
         threading.Thread(target=wait, name=f"wait-{handle['task']}", daemon=True).start()

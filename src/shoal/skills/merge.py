@@ -100,6 +100,6 @@ def decide(
         return Decision(rates.index(max(rates)), candidates, list(tallies))
     bounds = [tally.lower_bound for tally in tallies]
     top = max(bounds)
-    tied = [i for i, bound in enumerate(bounds) if bound >= top - MARGIN and bound >= bounds[0] - MARGIN]
+    tied = [i for i, bound in enumerate(bounds) if bound >= top - MARGIN]  # none is clearly below the head
     winner = max(tied, key=lambda i: (candidates[i].frames, bounds[i], -i))
     return Decision(winner, candidates, list(tallies))

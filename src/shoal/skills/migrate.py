@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.registry import SAFE_NAME
 from shoal.skills import experts as expert_files
+from shoal.skills.records import NewVersion
 from shoal.skills.spec import Predicate, Skill, slug
-from shoal.skills.store import NewVersion, Store
+from shoal.skills.store import Store
 from shoal.skills.views import export_state, export_views
 
 MAX_PICKLE = 4 << 30

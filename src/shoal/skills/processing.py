@@ -19,9 +19,10 @@ from shoal.skills.chain import Course, fresh_worlds, walk
 from shoal.skills.merge import Candidate, Decision, Score, Tally, decide
 from shoal.skills.network import Network
 from shoal.skills.plan import Step, plan_for
+from shoal.skills.records import NewVersion
 from shoal.skills.runs import Outcome, Run, read_outcome, training_plan
 from shoal.skills.spec import Features, Skill
-from shoal.skills.store import HeadMovedError, NewVersion, Store
+from shoal.skills.store import HeadMovedError, Store
 from shoal.skills.views import export_views
 from shoal.skills.worlds import batch_lanes, make_world, world_features
 

@@ -26,7 +26,7 @@ from shoal.skills.network import Network
 from shoal.skills.plan import Step, plan_for
 from shoal.skills.spec import Features, Skill, check_skill, parse_skill, slug
 from shoal.skills.store import Store
-from shoal.skills.trainer import Task, TrainingConfig
+from shoal.skills.tasks import Task, TrainingConfig
 from shoal.skills.worlds import world_features
 
 KEEP_CHECKPOINTS = 2

@@ -10,7 +10,6 @@ The state is in the store; this process may die at any moment. Trainings go on, 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import queue
@@ -19,14 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from shoal.core.errors import ConfigError, DataError, ShoalError, WorkerError
+from shoal.core.errors import ConfigError, DataError, ShoalError
 from shoal.skills import memory
 from shoal.skills.launchers import Launcher, make_launcher, training_command, training_environment
+from shoal.skills.locks import FolderLock, processes_of
 from shoal.skills.merge import RULES
 from shoal.skills.plan import dependencies as plan_dependencies
 from shoal.skills.processing import process_completed_training
+from shoal.skills.records import AttemptRow, SkillRow
 from shoal.skills.runs import (
     Run,
     failure_reason,
@@ -36,8 +37,8 @@ from shoal.skills.runs import (
     skill_from_data,
 )
 from shoal.skills.spec import Skill
-from shoal.skills.store import AttemptRow, SkillRow, Store
-from shoal.skills.trainer import TrainingConfig
+from shoal.skills.store import Store
+from shoal.skills.tasks import TrainingConfig
 from shoal.skills.views import export_state, export_views
 from shoal.skills.worlds import world_features
 
@@ -107,7 +108,7 @@ class SkillScheduler:
         self._watched: dict[int, Mapping[str, Any]] = {}
         self._stopping: str | None = None
         self._holders = 0
-        self._lock_file: TextIO | None = None
+        self._lock = FolderLock(self.base_dir / "scheduler.lock")
         self._told = 0
 
     # What people call
@@ -202,7 +203,7 @@ class SkillScheduler:
         Raises:
             WorkerError: another scheduler is running on this folder.
         """
-        self._take_lock()
+        self._lock.take()
         try:
             self._remember()
             self._recover()
@@ -212,7 +213,7 @@ class SkillScheduler:
             export_state(self.store, self.max_parallel)
             self._tell()
         finally:
-            self._release_lock()
+            self._lock.release()
         return all(row.status == "completed" for row in self.store.skills())
 
     def close(self) -> None:
@@ -367,7 +368,7 @@ class SkillScheduler:
         for mark in ("DONE.json", "FAILED.json"):
             (folder / mark).unlink(missing_ok=True)
         attempt = self.store.begin_attempt(row.name, folder)
-        log = folder / f"training-{attempt}.log"
+        log = (folder / f"training-{attempt}.log").resolve()
         session = f"shoal_e{expert}_{row.slug}"
         handle = self.launcher.launch(
             training_command(folder, attempt), session, training_environment(self.max_parallel), log
@@ -533,7 +534,7 @@ class SkillScheduler:
 
         If it did start, it is still writing to the run folder; its processes are found by their command line.
         """
-        for pid in _processes_of(attempt.id, self.base_dir / attempt.run_folder):
+        for pid in processes_of(attempt.id, self.base_dir / attempt.run_folder):
             from shoal.skills.launchers import start_time
 
             handle = {"pid": pid, "began": start_time(pid)}
@@ -556,28 +557,6 @@ class SkillScheduler:
             raise ConfigError(f"{self.base_dir} holds skills of {known!r}, not of {self.world!r}")
         self.store.set_setting("world", self.world)
         self.store.set_setting("seed", self.seed)
-
-    def _take_lock(self) -> None:
-        """One scheduler a folder; the kernel drops the lock when we die."""
-        self._lock_file = (self.base_dir / "scheduler.lock").open("a+")
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock_file.seek(0)
-            owner = self._lock_file.read().strip() or "unknown"
-            self._lock_file.close()
-            self._lock_file = None
-            raise WorkerError(
-                f"another scheduler (process {owner}) is running on {self.base_dir}; stop it, or use another folder"
-            ) from None
-        self._lock_file.truncate(0)
-        self._lock_file.write(str(os.getpid()))
-        self._lock_file.flush()
-
-    def _release_lock(self) -> None:
-        if self._lock_file is not None:
-            self._lock_file.close()
-            self._lock_file = None
 
     def _with_experts(self) -> dict[str, dict[str, Any]]:
         """Skills whose expert has a version, as the reference describes completed skills."""
@@ -619,17 +598,3 @@ class _Notify:
 
     def __call__(self, how: str) -> None:
         self.events.put(("ended", self.attempt, how))
-
-
-def _processes_of(attempt: int, folder: Path) -> list[int]:
-    """Ids of processes that were started as this launch of this folder."""
-    found = []
-    wanted = [str(folder.resolve()), "--attempt", str(attempt)]
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            parts = entry.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if parts[-4:-1] == wanted and "shoal.skills.training" in parts:
-            found.append(int(entry.parent.name))
-    return found

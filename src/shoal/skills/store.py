@@ -15,17 +15,21 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from shoal.core.errors import DataError, ShoalError, did_you_mean
 from shoal.core.files import fsync_folder, write_bytes
-from shoal.skills.spec import Skill, parse_skill, slug
-
-Status = Literal["waiting", "blocked", "running", "merging", "completed", "failed", "skipped"]
-STATUSES: tuple[str, ...] = get_args(Status)
-OPEN = ("waiting", "blocked", "running", "merging")
+from shoal.skills.records import (
+    AttemptRow,
+    NewVersion,
+    SkillRow,
+    VersionRow,
+    read_attempt,
+    read_skill,
+    read_version,
+)
+from shoal.skills.spec import Skill, slug
 
 _SCHEMA = """
 create table if not exists skill (
@@ -54,83 +58,6 @@ create index if not exists version_expert on version(expert);
 
 class HeadMovedError(ShoalError):
     """Another merge changed an expert's head in the meantime; decide again against the new one."""
-
-
-@dataclass(frozen=True)
-class SkillRow:
-    """A skill as the store knows it."""
-
-    name: str
-    slug: str
-    spec: Skill
-    dependencies: tuple[str, ...]
-    status: str
-    reason: str | None
-    expert: int | None
-    retries: int  # used since it was last (re)opened
-    rounds: int  # continuations asked for
-    budget_total: int
-    budget_used: int
-    allotment: int | None  # env steps the next training may use; None: what is left of the budget
-    created: float
-    started: float | None
-    ended: float | None
-    result: dict[str, Any]
-    cancel: bool
-
-
-@dataclass(frozen=True)
-class AttemptRow:
-    """One launch of a training."""
-
-    id: int
-    skill: str
-    state: str  # "running" | "ended"
-    run_folder: str
-    launcher: str | None
-    handle: dict[str, Any] | None
-    log: str | None
-    started: float
-    ended: float | None
-    outcome: str | None  # "merged" | "failed" | "cancelled" | "lost"
-    reason: str | None
-    peak_memory: int | None
-    frames: int | None
-
-
-@dataclass(frozen=True)
-class VersionRow:
-    """One version of an expert."""
-
-    id: int
-    expert: int
-    sha256: str
-    parent: int | None
-    frames: int
-    acted: int
-    kind: str  # "run" | "average" | "import"
-    rule: str | None
-    wins: int | None
-    episodes: int | None
-    accepted: bool
-    attempt: int | None
-    created: float
-
-
-@dataclass(frozen=True)
-class NewVersion:
-    """A version to be committed, and whether it becomes the head."""
-
-    expert: int
-    sha256: str
-    parent: int | None
-    frames: int
-    acted: int
-    kind: str
-    accepted: bool
-    rule: str | None = None
-    wins: int | None = None
-    episodes: int | None = None
 
 
 class Store:
@@ -280,11 +207,11 @@ class Store:
         if not rows:
             known = [row["name"] for row in self._query("select name from skill")]
             raise ValueError(f"no skill named {name!r}.{did_you_mean(name, known)}")
-        return _skill(rows[0])
+        return read_skill(rows[0])
 
     def skills(self, *statuses: str) -> list[SkillRow]:
         """All skills, or those in one of `statuses`, in the order they were added."""
-        rows = [_skill(row) for row in self._query("select * from skill order by position")]
+        rows = [read_skill(row) for row in self._query("select * from skill order by position")]
         return [row for row in rows if not statuses or row.status in statuses]
 
     def update_skill(self, name: str, **columns: Any) -> None:
@@ -335,11 +262,11 @@ class Store:
 
     def attempt(self, number: int) -> AttemptRow:
         """An attempt by its number."""
-        return _attempt(self._query("select * from attempt where id=?", number)[0])
+        return read_attempt(self._query("select * from attempt where id=?", number)[0])
 
     def attempts(self, skill: str | None = None, state: str | None = None) -> list[AttemptRow]:
         """Attempts in order, of a skill or in a state."""
-        rows = [_attempt(row) for row in self._query("select * from attempt order by id")]
+        rows = [read_attempt(row) for row in self._query("select * from attempt order by id")]
         return [row for row in rows if skill in (None, row.skill) and state in (None, row.state)]
 
     def end_attempt(self, attempt: int, outcome: str, reason: str | None = None, **columns: Any) -> None:
@@ -358,18 +285,18 @@ class Store:
         rows = self._query(
             "select v.* from version v join head h on h.version = v.id where h.expert=?", expert
         )
-        return _version(rows[0]) if rows else None
+        return read_version(rows[0]) if rows else None
 
     def version(self, number: int) -> VersionRow:
         """A version by its number."""
         rows = self._query("select * from version where id=?", number)
         if not rows:
             raise ValueError(f"there is no version {number}")
-        return _version(rows[0])
+        return read_version(rows[0])
 
     def versions(self, expert: int | None = None) -> list[VersionRow]:
         """All versions, or those of an expert, oldest first."""
-        rows = [_version(row) for row in self._query("select * from version order by id")]
+        rows = [read_version(row) for row in self._query("select * from version order by id")]
         return [row for row in rows if expert in (None, row.expert)]
 
     def ancestors(self, version: int | None) -> set[int]:
@@ -462,22 +389,3 @@ class Store:
             self.get_blob(row.sha256)
             db.execute("insert or replace into head values (?, ?)", (expert, version))
             self.event("rollback", None, expert=expert, version=version)
-
-
-def _skill(row: sqlite3.Row) -> SkillRow:
-    values = {key: row[key] for key in row.keys() if key != "position"}  # noqa: SIM118
-    values |= {
-        "spec": parse_skill(json.loads(row["spec"])),
-        "dependencies": tuple(json.loads(row["dependencies"])),
-        "result": json.loads(row["result"] or "{}"),
-        "cancel": bool(row["cancel"]),
-    }
-    return SkillRow(**values)
-
-
-def _attempt(row: sqlite3.Row) -> AttemptRow:
-    return AttemptRow(**{**dict(row), "handle": json.loads(row["handle"]) if row["handle"] else None})
-
-
-def _version(row: sqlite3.Row) -> VersionRow:
-    return VersionRow(**{**dict(row), "accepted": bool(row["accepted"])})

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_json
-from shoal.skills.store import SkillRow, Store, VersionRow
+from shoal.skills.records import SkillRow, VersionRow
+from shoal.skills.store import Store
 
 
 def skill_folder(row: SkillRow) -> str:

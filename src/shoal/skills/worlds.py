@@ -17,7 +17,7 @@ from shoal.core.errors import unknown_name
 from shoal.skills.spec import Features
 
 if TYPE_CHECKING:
-    from shoal.skills.trainer import TrainingConfig
+    from shoal.skills.tasks import TrainingConfig
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -113,7 +113,7 @@ def world_of(name: str) -> str:
 
 def default_config(world: str) -> TrainingConfig:
     """Training settings that suit a world."""
-    from shoal.skills.trainer import TrainingConfig
+    from shoal.skills.tasks import TrainingConfig
 
     if world == "crafting":
         return TrainingConfig()
