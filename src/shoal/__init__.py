@@ -15,6 +15,11 @@ _HOME: dict[str, str] = {
     "Trajectory": "shoal.core.data",
     "Turn": "shoal.core.data",
     "ShoalError": "shoal.core.errors",
+    "ParallelRolloutManager": "shoal.rollout.parallel",
+    "SharedLLMInferenceManager": "shoal.rollout.inference",
+    "TrajectoryCollector": "shoal.rollout.collector",
+    "make_environments": "shoal.rollout.factory",
+    "validate_environment_config": "shoal.rollout.factory",
     "MultiProcessEnvironmentContainer": "shoal.vector.container",
     "make_vec": "shoal.vector.make",
 }

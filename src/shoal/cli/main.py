@@ -14,6 +14,10 @@ from shoal.core.errors import ShoalError, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("shoal.cli.train", "train a language-model agent (the demo if nothing is said)"),
+    "rollout": (
+        "shoal.cli.rollout",
+        "play episodes without training; compare sequential with parallel; replay",
+    ),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
     "model": ("shoal.cli.model", "fetch a small language model"),
 }

@@ -6,6 +6,7 @@ its unfinished episodes: they are played again, in fresh processes, and the roll
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import pickle
@@ -265,11 +266,7 @@ class ParallelRolloutManager:
                 raise ConfigError(
                     f"this rollout cannot be sent to a worker process ({error}); use backend='threads'"
                 ) from error
-        connect: Connect
-        if self.backend == "ray":
-            connect = self._ray_mailbox().ticket
-        else:
-            connect = self.inference.serve()
+        connect: Connect = self._ray_mailbox().ticket if self.backend == "ray" else self.inference.serve()
         executor = self._spare_executor() if spare and self.backend == "loky" else self._executor_for()
         return executor.submit(play_pickled, data, connect)
 
@@ -413,7 +410,7 @@ def spread(items: list[Any], n_parts: int) -> list[list[Any]]:
     n_parts = max(1, min(n_parts, len(items)))
     size, rest = divmod(len(items), n_parts)
     cuts = [k * size + min(k, rest) for k in range(n_parts + 1)]
-    return [items[lo:hi] for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    return [items[lo:hi] for lo, hi in itertools.pairwise(cuts)]
 
 
 def worthwhile_workers(report: RolloutReport, most: int) -> int:

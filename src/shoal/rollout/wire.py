@@ -185,7 +185,11 @@ class SocketLink:
 
     def __init__(self, address: Address, asker: int = 0) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(address.path)
+        try:
+            self._socket.connect(address.path)
+        except OSError:
+            self._socket.close()
+            raise
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._frames = Frames(_to_client)
