@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean
+.PHONY: help setup demo test test-slow check format clean bench-rollout
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -36,6 +36,9 @@ check: setup      ## formatting, lint, types, import arrows
 format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
+	$(BIN)/python benchmarks/rollout.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) build src/*.egg-info

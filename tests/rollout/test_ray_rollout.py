@@ -8,7 +8,7 @@ from parallel_doubles import WORDS, CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import WorkerDiedError
-from shoal.core.executors import make_executor
+from shoal.core.executors import RayExecutor, make_executor
 from shoal.rollout.parallel import ParallelRolloutManager
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -95,3 +95,15 @@ def test_the_ray_executor_tells_errors_from_deaths(cluster):
             executor.submit(divmod, 1, 0).result()
         with pytest.raises(WorkerDiedError, match="Ray worker was lost"):
             executor.submit(exec, "import os; os.kill(os.getpid(), 9)").result()
+
+
+@pytest.mark.timeout(300)
+def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):
+    import ray
+
+    node = cluster.add_node(num_cpus=2, resources={"env": 2}, include_dashboard=False)
+    with RayExecutor({"resources": {"env": 1}}) as executor:
+        where = {executor.submit(lambda: ray.get_runtime_context().get_node_id()).result() for _ in range(3)}
+    assert where == {node.node_id}
+    settings = {"ray_options": {"resources": {"env": 1}}}
+    assert play("ray", n_jobs=2, parallel=settings)[0] == play("serial")[0]

@@ -101,7 +101,7 @@ def compare_backends(config: Any, options: argparse.Namespace) -> int:
         reference = manager.collect(options.iteration)
         sequential = manager.report.seconds
     write_trajectories(folder.path / "trajectories" / "rollout.jsonl", reference)
-    rows = [_row("one by one", reference, sequential, sequential, "(reference)")]
+    rows = [_row("one by one", reference, sequential, sequential, "reference")]
     notes: list[str] = []
     levels = []
     lockstep = _lockstep_here(config, engine)
@@ -110,13 +110,13 @@ def compare_backends(config: Any, options: argparse.Namespace) -> int:
     verdict = compare(reference, trajectories)
     levels.append(verdict.level)
     rows.append(
-        _row("lockstep, no workers", trajectories, time.perf_counter() - clock, sequential, _equal(verdict))
+        _row("lockstep alone", trajectories, time.perf_counter() - clock, sequential, _equal(verdict))
     )
     lockstep.close()
     backend = options.backend or config.agent_proxy.parallel.backend
     plans = [("workers, lockstep", "barrier", False), ("workers, own pace", "adaptive", False)]
     if backend in ("auto", "processes"):
-        plans.append(("… one worker killed", "adaptive", True))
+        plans.append(("… a worker killed", "adaptive", True))
     for name, schedule, fault in plans:
         proxy = replace(config.agent_proxy, parallel=replace(config.agent_proxy.parallel, schedule=schedule))
         with ParallelRolloutManager(
@@ -137,7 +137,7 @@ def compare_backends(config: Any, options: argparse.Namespace) -> int:
             rows.append(_row(name, trajectories, report.seconds, sequential, _equal(verdict)))
             if verdict.first:
                 print(f"{name}: {verdict.first}", file=sys.stderr)
-    header = ["", "seconds", "speed-up", "failed", "success", "reward", "trajectories"]
+    header = ["", "seconds", "speed", "failed", "success", "reward", "result"]
     _print_table(f"{options.config_name}: {len(reference)} episodes, {engine.level} engine", header, rows)
     print("\n".join(notes))
     least = min(levels)
@@ -268,7 +268,7 @@ def _row(name: str, trajectories: Any, seconds: float, reference: float, equal: 
 
 
 def _equal(verdict: Any) -> str:
-    words = {"L2": "equal to the bit", "L1": "equal tokens"}
+    words = {"L2": "bit-equal", "L1": "same tokens"}
     return words.get(verdict.level, f"{verdict.episodes - verdict.same_episodes} DIFFER")
 
 
@@ -277,12 +277,13 @@ def _show(value: Any) -> str:
 
 
 def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for name in header:
-        table.add_column(name)
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    for place, name in enumerate(header):
+        table.add_column(name, justify="right" if 0 < place < len(header) - 1 else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     Console(highlight=False).print(table)

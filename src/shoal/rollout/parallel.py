@@ -22,7 +22,7 @@ import cloudpickle
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError, did_you_mean
-from shoal.core.executors import available_cpus, make_executor
+from shoal.core.executors import RayExecutor, available_cpus, make_executor
 from shoal.envs.catalogue import env_class
 from shoal.rollout.collector import group_numbers, place_of
 from shoal.rollout.engine import Engine, Sampling
@@ -274,6 +274,8 @@ class ParallelRolloutManager:
         if self._executor is None:
             if self.backend == "processes":
                 self._executor = WorkerExecutor(self._workers, silence=self._silence())
+            elif self.backend == "ray":
+                self._executor = RayExecutor(self.settings.ray_options)
             else:
                 name = {"threads": "thread"}.get(self.backend, self.backend)
                 self._executor = make_executor(name, self._workers)
