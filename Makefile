@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -64,6 +64,8 @@ bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3 
 	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/vector.py
 	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/faults.py
 	$(BIN)/python benchmarks/vector_tables.py
+bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
+	$(BIN)/python benchmarks/rollout.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-bench-* build src/*.egg-info

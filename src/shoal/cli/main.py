@@ -16,6 +16,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "envs": ("shoal.cli.envs", "list, look at, play, check and serve environments"),
     "train": ("shoal.cli.train", "train a language-model agent (the demo if nothing is said)"),
     "train-ppo": ("shoal.cli.train_ppo", "train a policy by PPO on parallel environments"),
+    "rollout": (
+        "shoal.cli.rollout",
+        "play episodes without training; compare sequential with parallel; replay",
+    ),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
     "eval": ("shoal.cli.eval", "play held-out episodes with a trained run or a model"),
     "export": ("shoal.cli.export", "write the model of a run as a folder of its own"),

@@ -89,6 +89,11 @@ class LokyExecutor(Executor):
         self._pool.shutdown(wait=wait, kill_workers=cancel_futures or not wait)
 
 
+def _call(fn: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
+    # Ray takes Python functions only, not built-in ones or partials.
+    return fn(*args, **kwargs)
+
+
 class RayExecutor(Executor):
     """Runs tasks on a Ray cluster: the one that is connected or that `RAY_ADDRESS` names, else a local one.
 
@@ -112,7 +117,7 @@ class RayExecutor(Executor):
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` somewhere on the cluster; a worker or node that is lost shows as `WorkerDiedError`."""
-        reference = self._ray.remote(fn).options(**self._options).remote(*args, **kwargs)
+        reference = self._ray.remote(_call).options(**self._options).remote(fn, args, kwargs)
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
         self._running[future] = reference

@@ -64,15 +64,23 @@ class CostModel:
     FADE = 0.9
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of 1, n, n², seconds, n·seconds
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of 1, n, n², seconds, n·seconds
 
     def add(self, size: int, seconds: float) -> None:
         """A batch took so long."""
-        self._sums = self._sums * self.FADE + np.array([1, size, size * size, seconds, size * seconds])
+        fade = self.FADE
+        count, n, nn, total, products = self._sums
+        self._sums = (
+            count * fade + 1,
+            n * fade + size,
+            nn * fade + size * size,
+            total * fade + seconds,
+            products * fade + size * seconds,
+        )
 
     def fixed_and_per_item(self) -> tuple[float, float]:
         """The two coefficients, never negative; (0, 0) before the first batch."""
-        count, n, nn, seconds, n_seconds = self._sums.tolist()
+        count, n, nn, seconds, n_seconds = self._sums
         if count == 0:
             return 0.0, 0.0
         spread = count * nn - n * n

@@ -465,15 +465,16 @@ class SharedLLMInferenceManager:
             self.statistics.refused_connections += connection.asker is None
             self._drop(connection)
             return
-        self._listen_to(connection)
+        if len(self._batcher.queue) >= self._max_pending:
+            self._listen_to(connection)
 
     def _handle(self, connection: _Connection, message: Any) -> None:
-        if isinstance(message, Hello):
+        if connection.asker is None:
+            if not isinstance(message, Hello):
+                raise ValueError("the first message must be an introduction")
             if not hmac.compare_digest(message.token, self._token):
                 raise ValueError("wrong secret")
             connection.asker = ("socket", message.asker, connection.sock.fileno())
-        elif connection.asker is None:
-            raise ValueError("the first message must be an introduction")
         elif isinstance(message, Ask):
             item = _Waiting(
                 connection.asker,
@@ -492,10 +493,10 @@ class SharedLLMInferenceManager:
         """Send the answers that were written since the last time."""
         for connection in self._dirty:
             if connection.sock in self._connections:
-                if connection.flush():
-                    self._listen_to(connection)
-                else:
+                if not connection.flush():
                     self._drop(connection)
+                elif connection.out or connection.events != selectors.EVENT_READ:
+                    self._listen_to(connection)
         self._dirty.clear()
 
     def _listen_to(self, connection: _Connection) -> None:

@@ -22,7 +22,7 @@ import cloudpickle
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError, did_you_mean
-from shoal.core.executors import available_cpus, make_executor
+from shoal.core.executors import RayExecutor, available_cpus, make_executor
 from shoal.envs.catalogue import env_class
 from shoal.rollout.collector import group_numbers, place_of
 from shoal.rollout.engine import Engine, Sampling
@@ -266,11 +266,7 @@ class ParallelRolloutManager:
                 raise ConfigError(
                     f"this rollout cannot be sent to a worker process ({error}); use backend='threads'"
                 ) from error
-        connect: Connect
-        if self.backend == "ray":
-            connect = self._ray_mailbox().ticket
-        else:
-            connect = self.inference.serve()
+        connect: Connect = self._ray_mailbox().ticket if self.backend == "ray" else self.inference.serve()
         executor = self._spare_executor() if spare and self.backend == "loky" else self._executor_for()
         return executor.submit(play_pickled, data, connect)
 
@@ -278,6 +274,8 @@ class ParallelRolloutManager:
         if self._executor is None:
             if self.backend == "processes":
                 self._executor = WorkerExecutor(self._workers, silence=self._silence())
+            elif self.backend == "ray":
+                self._executor = RayExecutor(self.settings.ray_options)
             else:
                 name = {"threads": "thread"}.get(self.backend, self.backend)
                 self._executor = make_executor(name, self._workers)

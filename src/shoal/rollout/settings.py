@@ -43,6 +43,8 @@ class ParallelConfig:
     """Times an episode starts again, in a fresh env, after its env failed."""
     max_deaths: int = 3
     """Workers that may die while they play one episode alone; then it ends as "env_error"."""
+    ray_options: dict[str, Any] = field(default_factory=dict)
+    """Of each worker's Ray task: `num_cpus`, `resources`, `runtime_env`, …"""
     keep_envs: bool = False
     """Keep envs in their workers for the next rollout instead of making new ones."""
 

@@ -11,9 +11,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -127,7 +128,10 @@ def ask_of(number: int, request: Request, seconds: float | None) -> Ask:
 
 def request_of(ask: Ask) -> Request:
     """The request in a message."""
-    return Request(ask.prompt_ids, Key(*ask.key), Sampling(ask.max_tokens, ask.temperature, ask.stop))
+    return Request(ask.prompt_ids, Key(*ask.key), _sampling(ask.max_tokens, ask.temperature, ask.stop))
+
+
+_sampling = lru_cache(maxsize=256)(Sampling)
 
 
 def answer_of(number: int, completion: Completion) -> Answer:
@@ -149,27 +153,30 @@ class Frames:
         """Whether a message has begun and not ended."""
         return bool(self._buffer)
 
-    def feed(self, data: bytes) -> Iterator[msgspec.Struct]:
+    def feed(self, data: bytes) -> list[Any]:
         """The messages that `data` completes; raises `ValueError` for what is not one."""
         buffer = self._buffer
+        if not buffer and len(data) >= HEADER.size:  # the common case: exactly one message
+            (length,) = HEADER.unpack_from(data)
+            if len(data) == HEADER.size + length:
+                return [self._decoder.decode(memoryview(data)[HEADER.size :])]
         buffer += data
-        at = 0
-        try:
-            while len(buffer) - at >= HEADER.size:
+        messages = []
+        at, end = 0, len(buffer)
+        with memoryview(buffer) as view:
+            while end - at >= HEADER.size:
                 (length,) = HEADER.unpack_from(buffer, at)
                 if length > MAX_FRAME:
                     raise ValueError(
                         f"a message must have at most {MAX_FRAME} bytes, {length} were announced"
                     )
-                if len(buffer) - at < HEADER.size + length:
+                if end - at < HEADER.size + length:
                     break
                 start = at + HEADER.size
                 at = start + length
-                with memoryview(buffer) as view:
-                    message = self._decoder.decode(view[start:at])
-                yield message
-        finally:
-            del buffer[:at]
+                messages.append(self._decoder.decode(view[start:at]))
+        del buffer[:at]
+        return messages
 
 
 def server_frames() -> Frames:
@@ -185,7 +192,11 @@ class SocketLink:
 
     def __init__(self, address: Address, asker: int = 0) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(address.path)
+        try:
+            self._socket.connect(address.path)
+        except OSError:
+            self._socket.close()
+            raise
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._frames = Frames(_to_client)
@@ -217,9 +228,10 @@ class SocketLink:
             self._send(data)
             self._wait(call, None if timeout is None else now + timeout)
         finally:
-            with self._state:
-                for place in range(len(requests)):
-                    self._calls.pop(first + place, None)
+            if not call.done:
+                with self._state:
+                    for place in range(len(requests)):
+                        self._calls.pop(first + place, None)
             self._wake_another()
         now = time.monotonic()
         for request in requests:
@@ -253,6 +265,8 @@ class SocketLink:
                     self._read(call, deadline)
                 finally:
                     self._reading.release()
+            elif call.woken is None:  # then look once more: what would have woken us may just have happened
+                call.woken = threading.Event()
             else:
                 call.woken.wait(left)
                 call.woken.clear()
@@ -264,28 +278,29 @@ class SocketLink:
         while not call.done and not self._broken:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                if not self._poll.poll(None if left is None else left * 1000):
+                if left is not None and not self._poll.poll(left * 1000):
                     return
                 data = self._socket.recv(2**18)
                 if not data:
                     self._broken = "the other side closed it"
                 for message in self._frames.feed(data):
-                    number: int = message.number  # type: ignore[attr-defined]
-                    with self._state:
-                        theirs = self._calls.pop(number, None)
+                    theirs = self._calls.pop(message.number, None)
                     if theirs is not None:  # else its asker has given up
-                        theirs.put(number, message)
+                        theirs.put(message.number, message)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 self._broken = str(error)
 
     def _wake_another(self) -> None:
         """Let somebody who still waits read in our place (everybody, when there is nothing to read)."""
+        if not self._calls:
+            return
         with self._state:
             waiting = dict.fromkeys(self._calls.values())
         for call in waiting:
-            call.woken.set()
-            if not self._broken:
-                break
+            if call.woken is not None:
+                call.woken.set()
+                if not self._broken:
+                    break
 
 
 class _Call:
@@ -293,7 +308,7 @@ class _Call:
 
     def __init__(self, n: int) -> None:
         self.first = 0
-        self.woken = threading.Event()
+        self.woken: threading.Event | None = None  # made when somebody else reads
         self._answers: dict[int, msgspec.Struct] = {}
         self._n = n
         self.done = n == 0
@@ -302,7 +317,8 @@ class _Call:
         self._answers[number] = message
         if len(self._answers) == self._n:
             self.done = True
-            self.woken.set()
+            if self.woken is not None:
+                self.woken.set()
 
     def results(self) -> list[Completion]:
         completions = []

@@ -1,0 +1,64 @@
+import json
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.core.data import read_trajectories, write_trajectories
+
+SMALL = ["es_manager.train.env_groups=3", "es_manager.train.group_size=2", "agent_proxy.parallel_n_jobs=2"]
+
+
+def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["rollout", *SMALL, f"run_dir={run}", "--iteration", "3"]) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["command"], summary["status"]) == ("rollout", "completed")
+    assert summary["metrics"]["episodes"] == 6
+    assert summary["metrics"]["rollout_workers"] == 2
+    assert main(["rollout", "--verify", str(run)]) == 0
+    assert "promised L2, held L2: 6 of 6 episodes" in capsys.readouterr().out
+
+
+def test_a_changed_record_is_found(tmp_path, capsys):
+    from dataclasses import replace
+
+    run = tmp_path / "run"
+    main(["rollout", *SMALL, f"run_dir={run}"])
+    file = run / "trajectories" / "rollout.jsonl"
+    saved = list(read_trajectories(file))
+    turn = saved[4].turns[2]
+    for change, level, code in (
+        ({"logprobs": (turn.logprobs[0] - 1e-9, *turn.logprobs[1:])}, "L1", 0),
+        ({"reward": turn.reward + 1}, "L0", 1),
+    ):
+        turns = (*saved[4].turns[:2], replace(turn, **change), *saved[4].turns[3:])
+        write_trajectories(file, [*saved[:4], replace(saved[4], turns=turns), *saved[5:]])
+        assert main(["rollout", "--verify", str(run)]) == code
+        said = capsys.readouterr().out
+        assert f"held {level}" in said
+        assert ("group 2, member 0, turn 3: reward differ" in said) == (level == "L0")
+
+
+def test_comparing_says_that_everything_is_equal(tmp_path, capsys):
+    assert main(["rollout", "--compare", *SMALL, f"run_dir={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("bit-equal") == 4
+    for row in ("one by one", "lockstep alone", "workers, lockstep", "a worker killed"):
+        assert row in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["least_level"] == "L2"
+
+
+def test_what_cannot_be_replayed_is_said(tmp_path, capsys):
+    assert main(["rollout", "--verify", str(tmp_path)]) == 2
+    assert "is not the folder of a saved rollout" in capsys.readouterr().err
+    run = tmp_path / "run"
+    main(["rollout", *SMALL, f"run_dir={run}"])
+    assert main(["rollout", *SMALL, f"run_dir={run}"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_help_tells_how(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["rollout", "--help"])
+    assert end.value.code == 0
+    assert "--compare" in capsys.readouterr().out

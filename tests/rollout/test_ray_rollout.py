@@ -1,0 +1,109 @@
+"""Rollouts on a Ray cluster of three nodes, all on this machine."""
+
+import os
+import threading
+
+import pytest
+from parallel_doubles import WORDS, CounterEnv, HashEngine, config
+
+from shoal import envs
+from shoal.core.errors import WorkerDiedError
+from shoal.core.executors import RayExecutor, make_executor
+from shoal.rollout.parallel import ParallelRolloutManager
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    # Workers of Ray start from its own node processes and find shoal as the user's cluster would: installed.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(p) for p in __import__("sys").path if p])
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, include_dashboard=False)
+    ray.init(address=cluster.address, include_dashboard=False, log_to_driver=False)
+    envs.register("test_counter", CounterEnv, replace=True)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def play(backend, engine=None, n_jobs=3, **changes):
+    settings = config(n_jobs=n_jobs, **changes)
+    with ParallelRolloutManager(settings, engine or HashEngine(), backend=backend) as manager:
+        return manager.collect(4), manager.report
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
+def test_trajectories_on_a_cluster_are_the_serial_ones(cluster, schedule):
+    assert play("ray", parallel={"schedule": schedule})[0] == play("serial")[0]
+
+
+@pytest.mark.timeout(300)
+def test_the_tiny_engine_writes_the_same_on_a_cluster(cluster):
+    from shoal.rollout.engines.tiny import TinyEngine
+
+    engine = TinyEngine(WORDS, seed=1)
+    assert play("ray", engine, groups=3)[0] == play("serial", engine, groups=3)[0]
+
+
+@pytest.mark.timeout(300)
+def test_a_failing_env_on_a_cluster_ends_its_episode_alone(cluster):
+    calm = play("serial")[0]
+    for before, now in zip(calm, play("ray", fault="raise")[0], strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert now.status == "env_error"
+
+
+@pytest.mark.timeout(300)
+def test_a_ray_worker_that_dies_is_replaced_and_nothing_changes(cluster, tmp_path):
+    calm = play("serial")[0]
+    played, report = play("ray", fault="kill", once=str(tmp_path / "once"))
+    assert played == calm
+    assert report.worker_deaths == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
+    calm = play("serial", nap=0.0)[0]
+    extra = cluster.add_node(num_cpus=1, include_dashboard=False)
+    settings = config(n_jobs=4, nap=0.4)
+    with ParallelRolloutManager(settings, HashEngine(), backend="ray") as manager:
+        thread = threading.Timer(3.0, cluster.remove_node, (extra,), {"allow_graceful": False})
+        thread.start()
+        played = manager.collect(4)
+        thread.join()
+    assert played == calm
+
+
+@pytest.mark.timeout(300)
+def test_the_ray_executor_tells_errors_from_deaths(cluster):
+    with make_executor("ray") as executor:
+        assert executor.submit(pow, 2, 10).result() == 1024
+        with pytest.raises(ZeroDivisionError):
+            executor.submit(divmod, 1, 0).result()
+        with pytest.raises(WorkerDiedError, match="Ray worker was lost"):
+            executor.submit(exec, "import os; os.kill(os.getpid(), 9)").result()
+
+
+@pytest.mark.timeout(300)
+def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):
+    import ray
+
+    node = cluster.add_node(num_cpus=2, resources={"env": 2}, include_dashboard=False)
+    with RayExecutor({"resources": {"env": 1}}) as executor:
+        where = {executor.submit(lambda: ray.get_runtime_context().get_node_id()).result() for _ in range(3)}
+    assert where == {node.node_id}
+    settings = {"ray_options": {"resources": {"env": 1}}}
+    assert play("ray", n_jobs=2, parallel=settings)[0] == play("serial")[0]
