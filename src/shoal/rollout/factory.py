@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal import envs
 from shoal.core.configuration import from_mapping
-from shoal.core.errors import ConfigError, ShoalError, did_you_mean
+from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.envs import TextEnv
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import env_class
@@ -133,15 +133,34 @@ class EnvironmentSet:
     roles: dict[str, Role]
 
 
-def make_environments(config: Any) -> tuple[EnvironmentSet, EnvironmentSet]:
+class NoEnvs:
+    """The pool of a rollout whose workers make envs of their own."""
+
+    def reset_some(self, indices: Sequence[int], seeds: Sequence[int], /) -> Any:
+        """There is nothing to reset."""
+        raise EnvError("these envs live in rollout workers (use_parallel_rollout): there is no pool to step")
+
+    step_some = reset_some
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def make_environments(config: Any, *, with_pools: bool = True) -> tuple[EnvironmentSet, EnvironmentSet]:
     """Training and validation envs of a config (an object or mapping with the keys of `EnvironmentConfig`)."""
     checked = validate_environment_config(config)
-    return make_set(checked, checked.es_manager.train), make_set(checked, checked.es_manager.val)
+    manager = checked.es_manager
+    return (
+        make_set(checked, manager.train, with_pool=with_pools),
+        make_set(checked, manager.val, with_pool=with_pools),
+    )
 
 
-def make_set(config: EnvironmentConfig, groups: EnvGroups) -> EnvironmentSet:
-    """The envs of one side; close its pool when done."""
+def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = True) -> EnvironmentSet:
+    """The envs of one side; close its pool when done. Without a pool when workers make envs of their own."""
     tags = groups.group_tags()
+    if not with_pool:
+        return EnvironmentSet(NoEnvs(), tags, groups.group_size, make_roles(config.custom_envs, tags))
     kinds = [config.custom_envs[tag] for tag in tags for _ in range(groups.group_size)]
     pool = make_vec(
         [partial(envs.make, kind.env_type, **kind.env_config) for kind in kinds],
@@ -149,6 +168,8 @@ def make_set(config: EnvironmentConfig, groups: EnvGroups) -> EnvironmentSet:
         num_workers=config.vector.num_workers,
         step_timeout=config.vector.step_timeout,
         autoreset="disabled",
+        on_failure="restart",  # a failed env costs its episode
+        max_restarts=1000,
     )
     return EnvironmentSet(pool, tags, groups.group_size, make_roles(config.custom_envs, tags))
 

@@ -44,7 +44,10 @@ class Zygote:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.lock = threading.Lock()
+        # Reentrant, with numbered answers: a garbage collection inside `ask` may close another pool.
+        self.lock = threading.RLock()
+        self._asked = 0
+        self._answers: dict[int, dict[str, Any]] = {}
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
         program = (
@@ -82,16 +85,21 @@ class Zygote:
     def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send one request and return its answer."""
         with self.lock:
+            self._asked += 1
+            number = self._asked
             try:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-                self.link.sendmsg([json.dumps(request).encode()], rights if descriptors else [])
-                data = self.link.recv(4096)
+                data = json.dumps({**request, "number": number}).encode()
+                self.link.sendmsg([data], rights if descriptors else [])
+                while number not in self._answers:
+                    data = self.link.recv(4096)
+                    if not data:
+                        raise WorkerDiedError("the process that starts workers is gone")
+                    answer = json.loads(data)
+                    self._answers[answer["number"]] = answer
             except OSError as error:
                 raise WorkerDiedError(f"the process that starts workers is gone ({error})") from error
-        if not data:
-            raise WorkerDiedError("the process that starts workers is gone")
-        answer: dict[str, Any] = json.loads(data)
-        return answer
+            return self._answers.pop(number)
 
 
 class WorkerProcess:
@@ -249,6 +257,14 @@ class WorkerProcess:
         time.sleep(0.01)
         return self.log_text()
 
+    def rss(self) -> int:
+        """Its resident memory in bytes."""
+        try:
+            with open(f"/proc/{self.pid}/statm", "rb") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError):
+            return 0
+
     def kill(self) -> None:
         """Kill it and what its environments started, and wait until it is gone."""
         if self.gone or os.getpid() != self.owner:
@@ -302,7 +318,7 @@ def pickled(env_fns: Sequence[EnvFn]) -> bytes:
     Raises:
         ConfigError: when a function holds something that cannot be sent to another process.
     """
-    with _by_value(env_fns):
+    with by_value(env_fns):
         try:
             return cloudpickle.dumps(list(env_fns), protocol=5)  # type: ignore[no-any-return]
         except Exception as error:
@@ -313,7 +329,8 @@ def pickled(env_fns: Sequence[EnvFn]) -> bytes:
 
 
 @contextlib.contextmanager
-def _by_value(env_fns: Sequence[EnvFn]) -> Iterator[None]:
+def by_value(env_fns: Sequence[Any]) -> Iterator[None]:
+    """Have cloudpickle send what these need and a fresh interpreter could not import."""
     names = {name for fn in env_fns for name in _modules_of(fn)}
     modules = [sys.modules[name] for name in names if name in sys.modules and not _importable(name)]
     for module in modules:

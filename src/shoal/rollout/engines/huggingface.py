@@ -204,6 +204,18 @@ class HuggingFaceEngine:
         )
         return out.logits[before[:, columns]]  # type: ignore[no-any-return]
 
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
+        mask = (torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]).long()
+        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+        out = decoder(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False)
+        return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
+
+    @property
+    def hidden_width(self) -> int:
+        """Size of a hidden state."""
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
     # --- files
     def save(self, folder: Path) -> None:
         """Write a folder that `transformers` and `load` read."""
