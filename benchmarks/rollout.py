@@ -86,7 +86,7 @@ class SleepEnv(TextEnv[SleepConfig]):
             time.sleep(self._latencies[self._steps + 1])
         return Outcome(float(self._rng.integers(1000)))
 
-    def observe(self) -> str:  # noqa: D102
+    def observe(self) -> str:
         return f"step {self._steps}"
 
 
@@ -100,7 +100,7 @@ class SleepEngine:
         self.weights_version = 0
         self.answer = self.tokenizer.encode("<action>go</action>")
 
-    def generate(self, requests: Any) -> list[Completion]:  # noqa: D102
+    def generate(self, requests: Any) -> list[Completion]:
         time.sleep(FIXED + PER_ITEM * len(requests))
         return [Completion(self.answer, (0.0,) * len(self.answer), "stop", 0) for _ in requests]
 
@@ -214,7 +214,7 @@ def utilisation(kind: str, n_envs: int, runs: int) -> None:
 class EchoEngine(SleepEngine):
     """Answers at once."""
 
-    def generate(self, requests: Any) -> list[Completion]:  # noqa: D102
+    def generate(self, requests: Any) -> list[Completion]:
         return [Completion(self.answer, (0.0,) * len(self.answer), "stop", 0) for _ in requests]
 
 

@@ -177,7 +177,9 @@ def test_a_users_config_builds_on_ours(tmp_path):
 
 
 def test_the_best_checkpoint_outlives_the_newest_ones(tmp_path):
-    rows, _ = train(tmp_path / "run", "trainer.iterations=16", "warmup.steps=120", "trainer.keep_checkpoints=1")
+    rows, _ = train(
+        tmp_path / "run", "trainer.iterations=16", "warmup.steps=120", "trainer.keep_checkpoints=1"
+    )
     held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
     first_best = min(i for i, success in held_out.items() if success == max(held_out.values()) and i > 0)
     best = verify_folder(tmp_path / "run" / "checkpoints" / "best")

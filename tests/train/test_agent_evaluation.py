@@ -33,7 +33,12 @@ def test_the_mean_by_hand():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "run"
-    overrides = ["warmup.steps=60", "trainer.iterations=1", "es_manager.val.env_groups=3", f"run_dir={folder}"]
+    overrides = [
+        "warmup.steps=60",
+        "trainer.iterations=1",
+        "es_manager.val.env_groups=3",
+        f"run_dir={folder}",
+    ]
     with AgentTrainer(compose_config("demo", overrides)) as trainer:
         list(trainer.train())
     return folder
@@ -51,7 +56,9 @@ def test_a_run_is_evaluated_and_its_episodes_kept(run, tmp_path, capsys):
 
 
 def test_a_run_can_be_tried_on_another_env(run, capsys):
-    assert main(["eval", str(run), "--env", "frozen_lake", "--env-config", "size", "3", "--episodes", "5"]) == 0
+    assert (
+        main(["eval", str(run), "--env", "frozen_lake", "--env-config", "size", "3", "--episodes", "5"]) == 0
+    )
     assert "5 whole, 0 failed" in capsys.readouterr().out
 
 
@@ -69,7 +76,10 @@ def test_the_model_of_a_run_is_exported(run, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["eval", "nowhere"], "no model folder or known model named 'nowhere'"),
-        (["eval", "RUN", "--checkpoint", "77"], "has no checkpoint '77'; there are: step-000000, step-000001"),
+        (
+            ["eval", "RUN", "--checkpoint", "77"],
+            "has no checkpoint '77'; there are: step-000000, step-000001",
+        ),
         (["eval", "RUN", "--env", "frozn_lake"], "no env named 'frozn_lake'. Did you mean 'frozen_lake'"),
         (["eval", "RUN", "--episodes", "0"], "must be at least 1, got 0"),
         (["show", "nowhere"], "not a run folder"),
