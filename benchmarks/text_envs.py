@@ -1,7 +1,7 @@
 """Countdown, MetaMathQA and WebShop beside other libraries: scores, puzzles and searches a second.
 
 Answers and rankings are asserted before time is taken; a library that is not installed has a row that says so.
-Run by `make bench-text-envs`; results go to `benchmarks/results/text_envs.json`.
+Run by `make bench-text-envs`; results go to `benchmarks/results/text_envs.json`, and `--table` prints them.
 """
 
 from __future__ import annotations
@@ -275,7 +275,26 @@ def shopping() -> None:
     measure("webshop: shop of 3,000 made", "shoal", lambda: len(generate_catalogue(3000)), "s", runs=3)
 
 
+def table() -> str:
+    """The results as the table of the docs."""
+    saved = json.loads(RESULTS.read_text())
+    lines = ["| case | subject | value |", "|---|---|---|"]
+    for row in saved["rows"]:
+        if row["value"] is None:
+            shown = "not installed"
+        elif row["unit"] == "s":
+            shown = f"{row['value']:.3g} s"
+        else:
+            rounded = float(f"{row['value']:.3g}")
+            shown = f"{rounded:,.0f} /s"
+        lines.append(f"| {row['case']} | {row['subject']} | {shown} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
+    if "--table" in sys.argv[1:]:
+        print(table())
+        return
     countdown_scores()
     puzzles_and_questions()
     math_answers()

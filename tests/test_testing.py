@@ -1,5 +1,6 @@
 """The exported check for text envs accepts shoal's own and names each broken promise."""
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -53,10 +54,13 @@ class Global(GuessEnv):
         self.secret = random.randint(1, 3)
 
 
+COUNTER = itertools.count()
+
+
 class Unseeded(GuessEnv):
     def _start(self, rng):
         super()._start(rng)
-        self.secret = int(np.random.default_rng().integers(1, 4))
+        self.shown = f"guess {next(COUNTER)}"
 
 
 class Remembers(GuessEnv):

@@ -7,19 +7,21 @@ The reference is `SerialExecutor`; a parallel executor is right when `map_ordere
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
-from shoal.core.errors import did_you_mean
+from shoal.core.errors import WorkerDiedError, did_you_mean, missing_extra
 
 T = TypeVar("T")
 R = TypeVar("R")
+logger = logging.getLogger(__name__)
 
-BACKENDS = ("serial", "thread", "process")
+BACKENDS = ("serial", "thread", "process", "loky", "ray")
 
 
 class SerialExecutor(Executor):
@@ -42,7 +44,7 @@ def available_cpus() -> int:
 
 
 def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
-    """An executor by name: "serial", "thread" or "process" (spawned, not forked).
+    """An executor by name: "serial", "thread", "process" (spawned, not forked), "loky" (joblib's) or "ray".
 
     Args:
         backend: where tasks run.
@@ -60,7 +62,91 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
         return concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="shoal")
     if backend == "process":
         return concurrent.futures.ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    if backend == "loky":
+        return LokyExecutor(count)
+    if backend == "ray":
+        return RayExecutor()
     raise ValueError(f"no executor backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
+
+
+class LokyExecutor(Executor):
+    """joblib's process pool: when one process dies, all its open tasks fail with a `BrokenExecutor`."""
+
+    def __init__(self, workers: int) -> None:
+        try:
+            from joblib.externals.loky import ProcessPoolExecutor
+        except ImportError as error:
+            raise missing_extra("the loky executor", "parallel") from error
+        self._pool = ProcessPoolExecutor(workers)
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Run `fn` in a process of the pool."""
+        future: Future[R] = self._pool.submit(fn, *args, **kwargs)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes; without `wait`, or with `cancel_futures`, by force."""
+        self._pool.shutdown(wait=wait, kill_workers=cancel_futures or not wait)
+
+
+class RayExecutor(Executor):
+    """Runs tasks on a Ray cluster: the one that is connected or that `RAY_ADDRESS` names, else a local one.
+
+    Args:
+        options: of each task, such as `{"num_cpus": 1, "resources": {"env": 1}}`.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise missing_extra("the Ray executor", "parallel") from error
+        self._ray = ray
+        self._started = not ray.is_initialized()
+        if self._started:
+            logger.info("starting a local Ray (no dashboard); connect to a cluster first to use that one")
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        # A task that ran half must not run again behind our back: who submitted it decides.
+        self._options = {"num_cpus": 1, "max_retries": 0, **(options or {})}
+        self._running: dict[Future[Any], Any] = {}
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Run `fn` somewhere on the cluster; a worker or node that is lost shows as `WorkerDiedError`."""
+        reference = self._ray.remote(fn).options(**self._options).remote(*args, **kwargs)
+        future: Future[R] = Future()
+        future.set_running_or_notify_cancel()
+        self._running[future] = reference
+
+        def finish(inner: Future[Any]) -> None:
+            self._running.pop(future, None)
+            error = inner.exception()
+            if error is None:
+                future.set_result(inner.result())
+            else:
+                future.set_exception(self._translate(error))
+
+        reference.future().add_done_callback(finish)
+        return future
+
+    def _translate(self, error: BaseException) -> BaseException:
+        exceptions = self._ray.exceptions
+        if isinstance(error, exceptions.RayTaskError) and isinstance(error.cause, Exception):
+            error.cause.__cause__ = None
+            return error.cause
+        if isinstance(error, exceptions.RayError):
+            return WorkerDiedError(f"a Ray worker was lost: {str(error).splitlines()[0]}")
+        return error
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for the tasks, or cancel them; a Ray that was started here is stopped."""
+        if cancel_futures or not wait:
+            for reference in list(self._running.values()):
+                self._ray.cancel(reference, force=True)
+        else:
+            concurrent.futures.wait(list(self._running))
+        if self._started:
+            self._ray.shutdown()
+            self._started = False
 
 
 def map_ordered(

@@ -7,9 +7,10 @@ of ten, scale words, units, lists, tuples and sets. What is none of these is com
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+
+from shoal.envs.actions import last_tag
 
 MAX_RESPONSE = 65_536
 """Characters of a response looked at, from the end."""
@@ -17,7 +18,24 @@ MAX_ANSWER = 256
 """Characters of a final answer; longer ones are no answer."""
 MAX_PARTS = 32
 
-_MARKER = re.compile(r"\\f?boxed\s{0,3}\{|\banswer(?:\s{1,3}is\b|\s{0,3}:)|####", re.IGNORECASE)
+_MARKS = ("\\boxed", "\\fbox", "answer", "Answer", "ANSWER", "####")
+_MARK = re.compile(
+    r"\\(?:boxed|fbox)\s{0,3}(?P<brace>\{)|(?<!\w)(?i:answer)(?:\s{1,3}(?i:is)\b|\s{0,3}:)|####"
+)
+
+
+def _last_mark(text: str) -> re.Match[str] | None:
+    """The last place that announces an answer; looked for from the end, where it usually is."""
+    best: re.Match[str] | None = None
+    for word in _MARKS:
+        at = text.rfind(word)
+        while at > (best.start() if best else -1):
+            match = _MARK.match(text, at)
+            if match is not None:
+                best = match
+            else:
+                at = text.rfind(word, 0, at)
+    return best
 
 
 def final_answer(response: str) -> str | None:
@@ -30,11 +48,12 @@ def final_answer(response: str) -> str | None:
     ('$7$.', '\\frac{1}{2}')
     """
     text = response[-MAX_RESPONSE:]
-    marks = deque(_MARKER.finditer(text), maxlen=1)
-    last = marks[0] if marks else None
+    if "</" in text:
+        text = last_tag(text, ("answer", "action")) or text
+    last = _last_mark(text)
     if last is None:
         answer = text.strip()
-    elif last.group().endswith("{"):
+    elif last["brace"]:
         inside = _braced(text, last.end())
         if inside is None:
             return None
@@ -148,6 +167,7 @@ def _split(text: str) -> list[str]:
 
 
 _NAME = re.compile(r"[A-Za-z](?:_\{?[A-Za-z0-9]\}?|\([a-z]\))?\s*=\s*")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,\\!|\\,|\{,\})(?=[0-9]{3})")
 _SPACING = re.compile(
     r"\\[,!;: ]|~|\\q?quad(?![A-Za-z])|\\(?:left|right)(?![A-Za-z])|\\displaystyle(?![A-Za-z])"
 )
@@ -166,7 +186,7 @@ def _plain(text: str) -> str:
     """LaTeX and typographic spellings reduced to one plain spelling."""
     for old, new in _REPLACED:
         text = text.replace(old, new)
-    text = _SPACING.sub(" ", text)
+    text = _SPACING.sub(" ", _THOUSANDS.sub(",", text))
     text = _WORDS.sub(r" \1 ", text).strip()
     if text.startswith(("\\(", "\\[")) and text.endswith(("\\)", "\\]")):
         text = text[2:-2].strip()

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import gymnasium
 import msgspec
 import numpy as np
+from gymnasium.utils import seeding
 
 from shoal.core.errors import ConfigError, EnvError, did_you_mean
 from shoal.core.seeding import stream
@@ -73,6 +74,21 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._over = True
         self._success = False
         self._rng = np.random.default_rng(0)
+        self._gymnasium_rng: np.random.Generator | None = None
+        self._asked_space: Any = None
+        self._answer = range(0)
+        self._has_anchor = type(self).anchor is not TextEnv.anchor
+
+    @property
+    def _np_random(self) -> np.random.Generator | None:  # type: ignore[override]
+        """Gymnasium's own generator, which shoal's envs never use: seeded when somebody looks at it."""
+        if self._gymnasium_rng is None and self._np_random_seed is not None and self._np_random_seed >= 0:
+            self._gymnasium_rng, _ = seeding.np_random(self._np_random_seed)
+        return self._gymnasium_rng
+
+    @_np_random.setter
+    def _np_random(self, generator: np.random.Generator | None) -> None:
+        self._gymnasium_rng = generator
 
     # --- what a subclass writes
     @abstractmethod
@@ -102,6 +118,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         """The words that the projection accepts in the present state."""
         return self.projection.words()
 
+    @property
+    def action_words(self) -> dict[str, Action]:
+        """The env's words and what they stand for; empty where actions are free text."""
+        return dict(self.projection.lookup)
+
     # --- what gymnasium sees
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -111,7 +132,9 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             if self._seed is None:
                 self._rng = np.random.default_rng()
             seed = int(self._rng.integers(2**63))
-        super().reset(seed=int(seed))
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
+        self._np_random_seed, self._gymnasium_rng = int(seed), None
         self._seed, self._steps, self._over, self._success = int(seed), 0, False, False
         self._rng = stream(self._seed, "env", type(self).__name__)
         self._start(self._rng)
@@ -136,15 +159,26 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return self.observe() if self.render_mode == "ansi" else None
 
     def _checked(self, action: Any) -> Action:
-        if type(action) is not int and isinstance(action, np.generic | np.ndarray) and action.size == 1:
+        if type(action) is int and action in self._plain_actions():
+            return action
+        if isinstance(action, np.generic | np.ndarray) and action.size == 1:
             action = action.item()
         named = isinstance(action, int | str) and not isinstance(action, bool)
         if named and (action == self.invalid_action or self.action_space.contains(action)):
             return action  # type: ignore[no-any-return]
         raise EnvError(f"{type(self).__name__}: action must be in {self.action_space}, got {action!r}")
 
+    def _plain_actions(self) -> range:
+        """The whole numbers of a discrete space, kept because a space takes long to say what it contains."""
+        space = self.action_space
+        if self._asked_space is not space:
+            self._asked_space, self._answer = space, range(0)
+            if isinstance(space, gymnasium.spaces.Discrete):
+                self._answer = range(int(space.start), int(space.start + space.n))
+        return self._answer
+
     def _info(self, outcome: Outcome) -> dict[str, Any]:
-        info = {
+        info: dict[str, Any] = {
             "success": self._success,
             "won": self._success,
             "action_is_valid": outcome.valid,
@@ -152,9 +186,10 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             "step": self._steps,
             "seed": self._seed,
             "available_actions": [] if self._over else self.available_actions(),
-            **outcome.metrics,
         }
-        if type(self).anchor is not TextEnv.anchor:
+        if outcome.metrics:
+            info.update(outcome.metrics)
+        if self._has_anchor:
             info["anchor"] = self.anchor()
         return info
 

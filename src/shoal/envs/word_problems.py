@@ -35,7 +35,7 @@ ITEMS = (
     "walnuts", "bookmarks", "seeds", "tickets", "cookies", "stamps", "ribbons", "candles", "tiles",
 )  # fmt: skip
 CONTAINERS = ("boxes", "bags", "baskets", "packs", "jars", "crates")
-GOODS = ("notebook", "scarf", "lamp", "kettle", "backpack", "puzzle", "chair", "helmet", "blanket", "radio")
+GOODS = ("notebook", "hat", "lamp", "kettle", "backpack", "puzzle", "chair", "helmet", "blanket", "radio")
 
 
 def as_text(value: Fraction | int) -> str:

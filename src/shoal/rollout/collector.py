@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from shoal.core.data import Trajectory
+from shoal.core.data import Status, Trajectory
+from shoal.core.errors import EngineError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
-from shoal.rollout.engine import Engine, Sampling
+from shoal.rollout.engine import Completion, Engine, Request, Sampling
 from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
 
 Reset = tuple[str, dict[str, Any]]
@@ -66,48 +68,158 @@ class TrajectoryCollector:
         self.seed = seed
         self.prompter = Prompter(prompt, engine.tokenizer)
 
-    def collect(self, iteration: int, sampling: Sampling, *, first_group: int = 0) -> list[Trajectory]:
-        """Play every group once, in lockstep; trajectories come group by group, member by member.
+    def close(self) -> None:
+        """End the envs and their workers."""
+        self.envs.close()
+
+    def collect(
+        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
+    ) -> list[Trajectory]:
+        """Play groups once, in lockstep; trajectories come group by group, member by member.
 
         Args:
             iteration: names the env seeds and the sampling noise.
             sampling: how tokens are picked.
             first_group: the number of the first group, for further batches of groups in one iteration.
+            n_groups: how many groups, at most as many as there are tags; all if not given.
         """
-        episodes = [
-            Episode(
-                self._place(iteration, first_group + group, member), self.roles[tag], self.prompter, sampling
-            )
-            for group, tag in enumerate(self.tags)
+        groups = group_numbers(first_group, n_groups, len(self.tags))
+        where = [
+            (g % len(self.tags)) * self.group_size + member
+            for g in groups
             for member in range(self.group_size)
         ]
-        everyone = range(len(episodes))
-        seeds = [episode.place.env_seed for episode in episodes]
-        for episode, (observation, info) in zip(episodes, self.envs.reset_some(everyone, seeds), strict=True):
-            episode.begin(observation, info)
-        live = list(everyone)
+        episodes = dict(
+            zip(
+                where,
+                (
+                    Episode(
+                        place_of(self.seed, iteration, g, member),
+                        self.roles[self.tags[g % len(self.tags)]],
+                        self.prompter,
+                        sampling,
+                    )
+                    for g in groups
+                    for member in range(self.group_size)
+                ),
+                strict=True,
+            )
+        )
+        seeds = [episodes[i].place.env_seed for i in where]
+        failed: dict[int, tuple[Status, str]] = {}
+        for i, (observation, info) in zip(where, self.envs.reset_some(where, seeds), strict=True):
+            episodes[i].begin(observation, info)
+        live = list(where)
         while live:
-            completions = self.engine.generate([episodes[i].request() for i in live])
-            self._act({i: episodes[i].respond(c) for i, c in zip(live, completions, strict=True)}, episodes)
-            live = [i for i in live if not episodes[i].over]
-        return [episode.trajectory() for episode in episodes]
+            answers = generate_each(self.engine, [episodes[i].request() for i in live])
+            actions = {}
+            for i, answer in zip(live, answers, strict=True):
+                if isinstance(answer, Completion):
+                    actions[i] = episodes[i].respond(answer)
+                else:
+                    failed[i] = ("engine_error", str(answer))
+            self._act(actions, episodes, failed)
+            live = [i for i in live if i not in failed and not episodes[i].over]
+        return [episodes[i].trajectory(*failed.get(i, ("ok", None))) for i in where]
 
-    def _act(self, actions: Mapping[int, list[int | str]], episodes: Sequence[Episode]) -> None:
+    def _act(
+        self,
+        actions: Mapping[int, list[int | str]],
+        episodes: Mapping[int, Episode],
+        failed: dict[int, tuple[Status, str]],
+    ) -> None:
         """Step each env through the actions of its turn, all envs abreast."""
         pending = {i: list(todo) for i, todo in actions.items()}
         while pending:
             indices = list(pending)
             results = self.envs.step_some(indices, [pending[i].pop(0) for i in indices])
             for i, (observation, reward, terminated, truncated, info) in zip(indices, results, strict=True):
+                if info.get("worker_restarted"):
+                    failed[i] = (
+                        "env_error",
+                        str(info.get("worker_error", "its env failed and was replaced")),
+                    )
+                    del pending[i]
+                    continue
                 episodes[i].observe(observation, reward, terminated, truncated, info)
                 if terminated or truncated or not pending[i]:
                     del pending[i]
         for i in actions:
-            episodes[i].end_turn()
+            if i not in failed:
+                episodes[i].end_turn()
 
-    def _place(self, iteration: int, group: int, member: int) -> Place:
-        env_seed = derive_seed(self.seed, "env", iteration, group)
-        return Place(self.seed, iteration, group, member, env_seed)
+
+class Collector(Protocol):
+    """What plays groups of episodes: in lockstep here, or on parallel workers."""
+
+    tags: tuple[str, ...]
+
+    def collect(
+        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
+    ) -> list[Trajectory]:
+        """Play groups once; trajectories come group by group, member by member."""
+        ...
+
+    def close(self) -> None:
+        """End envs and workers."""
+        ...
+
+
+def collect_with_signal(
+    collector: Collector, iteration: int, sampling: Sampling, *, max_batches: int
+) -> tuple[list[Trajectory], list[Trajectory], FilterReport]:
+    """Dynamic sampling: play whole groups until as many have signal as the collector has tags.
+
+    Args:
+        collector: plays the groups; further batches are new groups with seeds of their own.
+        iteration: names the seeds.
+        sampling: how tokens are picked.
+        max_batches: of groups, at most.
+
+    Returns:
+        All trajectories played, those to learn from (whole episodes of at most that many groups), and the report.
+    """
+    wanted = len(collector.tags)
+    played: list[Trajectory] = []
+    n_groups = wanted
+    first, batch = 0, 0
+    while True:
+        played += collector.collect(iteration, sampling, first_group=first, n_groups=n_groups)
+        first, batch = first + n_groups, batch + 1
+        kept, report = filter_groups(played, wanted, batch)
+        if report.with_signal >= wanted or batch >= max_batches:
+            return played, kept, report
+        n_groups = next_refill(wanted, report.with_signal, report.played)
+
+
+def generate_each(engine: Engine, requests: Sequence[Request]) -> list[Completion | Exception]:
+    """The engine's answers, with an exception in the place of each request that has none.
+
+    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone.
+    """
+    try:
+        answers = engine.generate(requests)
+        if len(answers) != len(requests):
+            raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
+        return list(answers)
+    except Exception as error:
+        if len(requests) == 1:
+            return [error]
+        half = len(requests) // 2
+        return generate_each(engine, requests[:half]) + generate_each(engine, requests[half:])
+
+
+def group_numbers(first_group: int, n_groups: int | None, n_tags: int) -> range:
+    """The numbers of the groups to play; group g is of the kind `tags[g % n_tags]`."""
+    count = n_tags if n_groups is None else n_groups
+    if not 1 <= count <= n_tags:
+        raise ValueError(f"n_groups must be in [1, {n_tags}], the number of tags, got {count}")
+    return range(first_group, first_group + count)
+
+
+def place_of(seed: int, iteration: int, group: int, member: int) -> Place:
+    """Where an episode stands in the run; the members of a group share their env seed."""
+    return Place(seed, iteration, group, member, derive_seed(seed, "env", iteration, group))
 
 
 def role_of(tag: str, env: TextEnv[Any], max_turns: int) -> Role:

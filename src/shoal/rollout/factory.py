@@ -7,17 +7,19 @@ proportions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from shoal import envs
 from shoal.core.configuration import from_mapping
-from shoal.core.errors import ConfigError, ShoalError, did_you_mean
+from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.envs import TextEnv
+from shoal.envs.actions import Projection
 from shoal.envs.catalogue import env_class
 from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
+from shoal.rollout.prompts import PromptConfig
 from shoal.vector import make_vec
 from shoal.vector.make import Backend
 
@@ -32,6 +34,22 @@ class EnvTag:
     """Turns after which an episode is truncated; the env's own `max_steps` if not given."""
     env_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the env."""
+    max_actions_per_turn: int = 1
+    """How many actions one response may hold."""
+    action_sep: str = "||"
+    """What parts them."""
+    prompt: dict[str, Any] = field(default_factory=dict)
+    """Templates of this kind of env, where they differ from `agent_proxy.prompt`."""
+
+    def __post_init__(self) -> None:
+        if self.max_actions_per_turn < 1 or not self.action_sep:
+            raise ConfigError(
+                f"max_actions_per_turn must be at least 1 and action_sep not empty, got "
+                f"{self.max_actions_per_turn} and {self.action_sep!r}"
+            )
+        if "mode" in self.prompt:
+            raise ConfigError("prompt.mode is one for all envs: set agent_proxy.prompt.mode")
+        from_mapping(PromptConfig, self.prompt, "prompt.")
 
 
 @dataclass(frozen=True)
@@ -115,15 +133,34 @@ class EnvironmentSet:
     roles: dict[str, Role]
 
 
-def make_environments(config: Any) -> tuple[EnvironmentSet, EnvironmentSet]:
+class NoEnvs:
+    """The pool of a rollout whose workers make envs of their own."""
+
+    def reset_some(self, indices: Sequence[int], seeds: Sequence[int], /) -> Any:
+        """There is nothing to reset."""
+        raise EnvError("these envs live in rollout workers (use_parallel_rollout): there is no pool to step")
+
+    step_some = reset_some
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def make_environments(config: Any, *, with_pools: bool = True) -> tuple[EnvironmentSet, EnvironmentSet]:
     """Training and validation envs of a config (an object or mapping with the keys of `EnvironmentConfig`)."""
     checked = validate_environment_config(config)
-    return make_set(checked, checked.es_manager.train), make_set(checked, checked.es_manager.val)
+    manager = checked.es_manager
+    return (
+        make_set(checked, manager.train, with_pool=with_pools),
+        make_set(checked, manager.val, with_pool=with_pools),
+    )
 
 
-def make_set(config: EnvironmentConfig, groups: EnvGroups) -> EnvironmentSet:
-    """The envs of one side; close its pool when done."""
+def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = True) -> EnvironmentSet:
+    """The envs of one side; close its pool when done. Without a pool when workers make envs of their own."""
     tags = groups.group_tags()
+    if not with_pool:
+        return EnvironmentSet(NoEnvs(), tags, groups.group_size, make_roles(config.custom_envs, tags))
     kinds = [config.custom_envs[tag] for tag in tags for _ in range(groups.group_size)]
     pool = make_vec(
         [partial(envs.make, kind.env_type, **kind.env_config) for kind in kinds],
@@ -131,6 +168,8 @@ def make_set(config: EnvironmentConfig, groups: EnvGroups) -> EnvironmentSet:
         num_workers=config.vector.num_workers,
         step_timeout=config.vector.step_timeout,
         autoreset="disabled",
+        on_failure="restart",  # a failed env costs its episode
+        max_restarts=1000,
     )
     return EnvironmentSet(pool, tags, groups.group_size, make_roles(config.custom_envs, tags))
 
@@ -141,10 +180,19 @@ def make_roles(
     """What an agent is told of each tag; turns are limited by the least of `max_turn`, tag and env."""
     roles = {}
     for tag in dict.fromkeys(tags):
-        env = _make(tag, custom_envs[tag])
-        limits = (max_turn, custom_envs[tag].max_actions_per_traj, env.config.max_steps)
-        roles[tag] = role_of(tag, env, min(limit for limit in limits if limit is not None))
+        kind = custom_envs[tag]
+        env = _make(tag, kind)
+        limits = (max_turn, kind.max_actions_per_traj, env.config.max_steps)
+        role = role_of(tag, env, min(limit for limit in limits if limit is not None))
+        roles[tag] = replace(role, projection=several(role.projection, kind), prompt=kind.prompt)
     return roles
+
+
+def several(projection: Projection, kind: EnvTag) -> Projection:
+    """The projection of a kind of env with as many actions per response as it may hold."""
+    if kind.max_actions_per_turn == 1:
+        return projection
+    return replace(projection, separator=kind.action_sep, max_actions=kind.max_actions_per_turn)
 
 
 def validate_environment_config(config: Any) -> EnvironmentConfig:

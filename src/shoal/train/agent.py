@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import OmegaConf
 
 from shoal import envs
@@ -20,15 +19,18 @@ from shoal.core.data import Trajectory, write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import Event, RunFolder
 from shoal.core.seeding import derive_seed
-from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
-from shoal.train.agent_advantages import turn_advantages
+from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.factory import make_environments, make_roles
+from shoal.rollout.parallel import ParallelRolloutManager
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_metrics import rollout_metrics
+from shoal.train.critic import Critic, split_optimizer
 from shoal.train.group_advantages import has_signal
 from shoal.train.policy import TrainableEngine, make_engine
-from shoal.train.samples import make_samples
+from shoal.train.preparation import prepare_samples
+from shoal.train.reference import Reference
+from shoal.train.schedules import decayed
 from shoal.train.tensorboard import TensorBoard
 from shoal.train.update import trained_parameters, update
 from shoal.train.warmup import warm_up
@@ -51,15 +53,23 @@ class AgentTrainer:
             plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
             config = from_mapping(AgentConfig, plain)  # type: ignore[arg-type]
         self.config = config
-        self.train_envs, self.val_envs = make_environments(config)
+        parallel = config.agent_proxy.use_parallel_rollout
+        self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
         self.engine: TrainableEngine = make_engine(config.engine, self._action_words(), config.seed)
-        self.optimizer = torch.optim.AdamW(
-            trained_parameters(self.engine.model), lr=config.algorithm.learning_rate, weight_decay=0.0
+        algorithm = config.algorithm
+        self.critic = Critic(self.engine) if algorithm.needs_critic else None
+        self.optimizer = split_optimizer(
+            trained_parameters(self.engine.model),
+            self.critic,
+            algorithm.learning_rate,
+            algorithm.critic.learning_rate,
+            algorithm.weight_decay,
         )
         self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event)
         self.progress = Progress(0, 0.0, 0, 0)
-        self._collector = self._make_collector(self.train_envs, config.seed)
-        self._val_collector = self._make_collector(self.val_envs, derive_seed(config.seed, "held-out"))
+        self._collector = self._make_collector("train", config.seed)
+        self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
+        self._reference = Reference(self.folder.path / "reference") if algorithm.kl.coef else None
         self._board = TensorBoard(self.folder.path / "tensorboard", config.trainer.tensorboard)
         self._warned = False
 
@@ -72,8 +82,8 @@ class AgentTrainer:
     def close(self) -> None:
         """End the env workers; may be called twice."""
         self._board.close()
-        self.train_envs.pool.close()
-        self.val_envs.pool.close()
+        self._collector.close()
+        self._val_collector.close()
 
     def describe(self) -> str:
         """One line: what is trained, on what."""
@@ -115,10 +125,10 @@ class AgentTrainer:
         """One round of rollouts and one update; returns its metrics."""
         config, iteration = self.config, self.progress.iteration
         clock = time.perf_counter()
-        trajectories, discarded = self._rollouts(iteration)
+        trajectories, learned, rollouts = self._rollouts(iteration)
         rollout_seconds = time.perf_counter() - clock
-        row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **discarded}
-        row |= self._learn(trajectories, iteration)
+        row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
+        row |= self._learn(trajectories, learned, iteration)
         tokens = sum(t.n_tokens for t in trajectories)
         self.progress = Progress(
             iteration + 1,
@@ -141,22 +151,26 @@ class AgentTrainer:
         return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
-    def _rollouts(self, iteration: int) -> tuple[list[Trajectory], dict[str, float]]:
-        """Groups of this iteration; with dynamic sampling, until enough of them have signal."""
-        settings, wanted = self.config.algorithm.filter_groups, len(self._collector.tags)
-        played: list[Trajectory] = []
-        for batch in range(settings.max_num_gen_batches):
-            played += self._collector.collect(
-                iteration, self.config.agent_proxy.sampling(), first_group=batch * wanted
-            )
-            signal = has_signal([t.reward for t in played], [t.group for t in played])
-            n_signal = len({t.group for t, kept in zip(played, signal, strict=True) if kept})
-            if not settings.enable or n_signal >= wanted:
-                break
-        return played, {"generated_batches": batch + 1.0}
+    def _rollouts(self, iteration: int) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
+        """Groups of this iteration (with dynamic sampling, until enough have signal), and those to learn from."""
+        settings = self.config.algorithm.filter_groups
+        played, kept, report = collect_with_signal(
+            self._collector,
+            iteration,
+            self.config.agent_proxy.sampling(),
+            max_batches=settings.max_num_gen_batches if settings.enable else 1,
+        )
+        if settings.max_num_gen_batches > 1 and report.with_signal < len(self._collector.tags):
+            logger.info("iteration %d: %s", iteration + 1, report)
+        row = report.metrics()
+        if isinstance(self._collector, ParallelRolloutManager):
+            row |= self._collector.report.metrics()
+        return played, kept if settings.enable else [t for t in played if t.status == "ok"], row
 
-    def _learn(self, trajectories: list[Trajectory], iteration: int) -> dict[str, float]:
-        """Advantages of the groups that say something, and one update from them."""
+    def _learn(
+        self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
+    ) -> dict[str, float]:
+        """Advantages of the groups to learn from, and one update from them."""
         config = self.config
         whole = [t for t in trajectories if t.status == "ok"]
         rewards, groups = [t.reward for t in whole], [t.group for t in whole]
@@ -164,20 +178,32 @@ class AgentTrainer:
         with_signal = {g for g, kept in zip(groups, signal, strict=True) if kept}
         row = {"groups_with_signal": len(with_signal) / max(1, len(set(groups)))}
         row["groups_shaping_only"] = self._shaping_only(whole, with_signal)
-        learned = [t for t in whole if t.group in with_signal or not config.algorithm.filter_groups.enable]
         row["groups_trained"] = float(len({t.group for t in learned}))
         if not learned:
             return row
-        advantages = turn_advantages(learned, config.algorithm, config.agent_proxy)
-        samples = [
-            sample
-            for trajectory, values in zip(learned, advantages, strict=True)
-            for sample in make_samples(trajectory, values.tolist())
-        ]
-        temperature = config.agent_proxy.temperature
-        return row | update(
-            self.engine, self.optimizer, samples, config.algorithm, temperature, config.seed, iteration
+        self._set_rates(iteration)
+        reference = self._reference.engine if self._reference else None
+        samples = prepare_samples(
+            learned, self.engine, self.critic, reference, config.algorithm, config.agent_proxy
         )
+        return row | update(
+            self.engine,
+            self.critic,
+            self.optimizer,
+            samples,
+            config.algorithm,
+            config.agent_proxy.temperature,
+            config.seed,
+            iteration,
+        )
+
+    def _set_rates(self, iteration: int) -> None:
+        """Learning rates by the schedule, from the number of the iteration alone."""
+        algorithm = self.config.algorithm
+        progress = iteration / self.config.trainer.iterations
+        rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+            group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
 
     def _shaping_only(self, trajectories: list[Trajectory], with_signal: set[int]) -> float:
         """Share of groups whose members differ by format penalty alone; warns once when it is most of them."""
@@ -209,6 +235,10 @@ class AgentTrainer:
         losses = list(self._warm_up())
         if losses:
             row["warmup_loss"] = losses[-1]
+        if self.critic is not None:
+            self.critic.model.load_state_dict(self.engine.model.state_dict())
+        if self._reference is not None:
+            self._reference.keep(self.engine)
         row |= self._validate()
         self._report(row)
         self._save()
@@ -216,7 +246,11 @@ class AgentTrainer:
 
     def _resume(self) -> Iterator[dict[str, Any]]:
         path = newest_checkpoint(self.folder.path / "checkpoints")
-        self.progress = load_checkpoint(path, self.engine, self.optimizer, self.config.comparable())
+        self.progress = load_checkpoint(
+            path, self.engine, self.critic, self.optimizer, self.config.comparable()
+        )
+        if self._reference is not None:
+            self._reference.load(self.config.engine.device)
         self.folder.keep_metrics(lambda row: row["iteration"] <= self.progress.iteration)
         yield from self.folder.read_metrics()
 
@@ -254,6 +288,7 @@ class AgentTrainer:
         path = save_checkpoint(
             self.folder.path / "checkpoints",
             self.engine,
+            self.critic,
             self.optimizer,
             self.progress,
             self.config.comparable(),
@@ -271,7 +306,10 @@ class AgentTrainer:
         final |= {"best_heldout_success": self.progress.best_success, "iterations": self.progress.iteration}
         self.folder.finish(final)
 
-    def _make_collector(self, side: EnvironmentSet, seed: int) -> TrajectoryCollector:
+    def _make_collector(self, which: str, seed: int) -> TrajectoryCollector | ParallelRolloutManager:
+        if self.config.agent_proxy.use_parallel_rollout:
+            return ParallelRolloutManager(self.config, self.engine, side=which, seed=seed)
+        side = self.train_envs if which == "train" else self.val_envs
         roles = make_roles(self.config.custom_envs, side.tags, self.config.agent_proxy.max_turn)
         return TrajectoryCollector(
             side.pool, side.tags, roles, side.group_size, self.engine, self.config.agent_proxy.prompt, seed

@@ -56,8 +56,12 @@ class Channel:
 
     def receive(self, check: Callable[[], None] | None = None) -> Any:
         """The next message; `check` is called while waiting and may raise."""
+        return pickle.loads(self.receive_bytes(check))
+
+    def receive_bytes(self, check: Callable[[], None] | None = None) -> bytearray:
+        """The next message as it was sent."""
         (length,) = HEADER.unpack(self._read(HEADER.size, check))
-        return pickle.loads(self._read(length, check))
+        return self._read(length, check)
 
     def _read(self, length: int, check: Callable[[], None] | None) -> bytearray:
         data = bytearray(length)

@@ -331,7 +331,7 @@ def pickled(env_fns: Sequence[EnvFn]) -> bytes:
     Raises:
         ConfigError: when a function holds something that cannot be sent to another process.
     """
-    with _by_value(env_fns):
+    with by_value(env_fns):
         try:
             return cloudpickle.dumps(list(env_fns), protocol=5)  # type: ignore[no-any-return]
         except Exception as error:
@@ -342,7 +342,8 @@ def pickled(env_fns: Sequence[EnvFn]) -> bytes:
 
 
 @contextlib.contextmanager
-def _by_value(env_fns: Sequence[EnvFn]) -> Iterator[None]:
+def by_value(env_fns: Sequence[Any]) -> Iterator[None]:
+    """Have cloudpickle send what these need and a fresh interpreter could not import."""
     names = {name for fn in env_fns for name in _modules_of(fn)}
     modules = [sys.modules[name] for name in names if name in sys.modules and not _importable(name)]
     for module in modules:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -67,6 +68,9 @@ def _receive(link: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _start(link: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
+    module, _, function = request.get("entry", "shoal.vector.worker:main").partition(":")
+    if request["method"] != "spawn":
+        work = getattr(importlib.import_module(module), function)  # before the fork: the next one has it too
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):
@@ -81,11 +85,9 @@ def _start(link: socket.socket, request: dict[str, Any], descriptors: list[int])
         if request["method"] == "spawn":
             for item in (channel, log):
                 os.set_inheritable(item, True)
-            program = f"import sys; sys.path[:] = {sys.path!r}; from shoal.vector.worker import main; "
+            program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {function} as main; "
             program += f"main({channel}, {log})"
             os.execv(sys.executable, [sys.executable, "-c", program])
-        from shoal.vector.worker import main as work
-
         code = work(channel, log)
     except BaseException:  # whatever it is must not go on as a second zygote
         sys.excepthook(*sys.exc_info())

@@ -8,7 +8,7 @@ ITEMS = [
         "asin": "B000000001",
         "name": "Brook Walnut Console Table with 2 Drawers, Easy Assemble",
         "full_description": "A narrow table for the hallway. Solid wood.",
-        "small_description": ["Solid wood top.", "Two drawers."],
+        "small_description": ["Solid wood top.", "Two drawers. ", ""],
         "pricing": "$120.00 to $180.00",
         "images": ["https://example.org/1.jpg"],
         "product_category": "Home & Kitchen › Furniture › Tables",

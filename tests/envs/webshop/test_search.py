@@ -36,6 +36,9 @@ from shoal.envs.webshop.tokens import MAX_TOKEN, terms, words
         ("snake_case __ a_b", ["snake_cas", "a_b"]),
         ("12v/5a 50% off!", ["12v", "5a", "50", "off"]),
         ("naïve CAFÉ", ["naïv", "café"]),
+        ("cafe\u0301s at u.s.a, 3.5’s", ["cafe\u0301", "u.s.a", "3.5", "s"]),
+        ("日本のtea カメラ 한국어", ["日", "本", "の", "tea", "カメラ", "한국어"]),
+        ("heart ❤ red", ["heart", "❤", "red"]),
         ("1,a 1, 2 a.1 3;4", ["1", "1", "2", "1", "3;4"]),
         ("and or not", []),
         ("", []),
@@ -43,6 +46,12 @@ from shoal.envs.webshop.tokens import MAX_TOKEN, terms, words
 )
 def test_words_become_the_terms_of_lucenes_english_analysis(text, expected):
     assert [term for term in terms(text) if term not in ("a",)] == expected
+
+
+@given(st.text(alphabet="ab1_.,:;'- \t/", max_size=40))
+def test_plain_and_other_texts_have_the_same_words(text):
+    """The short way for ASCII and the long one for all texts agree: a Greek letter at the end takes the long one."""
+    assert [*words(text), "λ"] == words(text + " λ")
 
 
 def test_longer_words_than_lucene_takes_are_cut():
@@ -53,6 +62,12 @@ def test_longer_words_than_lucene_takes_are_cut():
 def test_stems_of_letters_are_those_of_porters_own_program(word):
     nltk = pytest.importorskip("nltk.stem.porter")
     assert stem(word) == _porter(nltk).stem(word)
+
+
+def test_stems_by_hand():
+    shown = {"boxed": "box", "snowing": "snow", "played": "plai", "filing": "file", "hopping": "hop", "falling": "fall",
+             "agreed": "agre", "skies": "ski", "controll": "control", "analogy": "analog"}  # fmt: skip
+    assert {word: stem(word) for word in shown} == shown
 
 
 SUFFIXES = """s ies sses ed eed ing ational tional enci anci izer bli alli entli eli ousli ization ation ator

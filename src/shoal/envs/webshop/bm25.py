@@ -14,6 +14,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ MAX_QUERY_WORDS = 1024
 KEPT_INDEXES = 8
 """Indexes in the cache folder; the oldest make room."""
 _FORMAT = "shoal-bm25-1"
+_ROWS = 32  # of the table that scores are laid out in to find the best of them
 
 
 def rounded_length(length: int) -> int:
@@ -59,12 +61,13 @@ class Index:
         self,
         vocabulary: Sequence[str],
         starts: NDArray[np.int64],
-        documents: NDArray[np.int32],
+        documents: NDArray[np.signedinteger[Any]],
         weights: NDArray[np.float32],
         ties: NDArray[np.int32],
     ) -> None:
         self.vocabulary = list(vocabulary)
-        self.starts, self.documents, self.weights, self.ties = starts, documents, weights, ties
+        self.starts, self.weights, self.ties = starts, weights, ties
+        self.documents = documents.astype(np.intp, copy=False)  # numpy converts narrower indices at each use
         self._number = {term: number for number, term in enumerate(self.vocabulary)}
 
     def __len__(self) -> int:
@@ -80,17 +83,28 @@ class Index:
             for term, count in list(counts.items())[:MAX_QUERY_WORDS]
             if term in self._number
         ]
-        scores = np.zeros(len(self), dtype=np.float32)
+        scores = np.zeros(-(-len(self) // _ROWS) * _ROWS, dtype=np.float32)  # padded to whole rows
         for number, count in known:
             postings = slice(self.starts[number], self.starts[number + 1])
             # A document occurs once per term, so that fancy indexing loses nothing.
-            scores[self.documents[postings]] += np.float32(count) * self.weights[postings]
-        hits = np.flatnonzero(scores)
-        if len(hits) > k:
-            bound = np.partition(scores[hits], len(hits) - k)[len(hits) - k]
-            hits = hits[scores[hits] >= bound]
+            weights = self.weights[postings]
+            scores[self.documents[postings]] += weights if count == 1 else np.float32(count) * weights
+        hits = (
+            np.flatnonzero(scores >= bound)
+            if (bound := _lower_bound(scores, k)) > 0
+            else np.flatnonzero(scores)
+        )
         order = np.lexsort((self.ties[hits], -scores[hits]))
         return hits[order[:k]]
+
+
+def _lower_bound(scores: NDArray[np.float32], k: int) -> float:
+    """A score that at least `k` documents reach, 0 when none is known.
+
+    The k-th best of the best of each column: far fewer numbers to order than there are documents.
+    """
+    columns = scores.reshape(_ROWS, -1).max(axis=0) if len(scores) >= _ROWS * k else scores
+    return float(np.partition(columns, len(columns) - k)[len(columns) - k]) if len(columns) >= k else 0.0
 
 
 def build_index(texts: Sequence[str], ids: Sequence[str]) -> Index:
@@ -172,6 +186,7 @@ def cached_index(texts: Sequence[str], ids: Sequence[str]) -> Index:
     index = build_index(texts, ids)
     buffer = io.BytesIO()
     arrays = {name: getattr(index, name) for name in _ARRAYS}
+    arrays["documents"] = index.documents.astype(np.int32)
     np.savez(buffer, allow_pickle=False, vocabulary=np.array("\n".join(index.vocabulary)), **arrays)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ class Page(NamedTuple):
     @property
     def text(self) -> str:
         """The texts as one line, as WebShop's text mode joins them."""
-        return SEPARATOR.join(self.texts)
+        return SEPARATOR.join(text.strip() for text in self.texts if text.strip())
 
 
 @dataclass(frozen=True, slots=True)

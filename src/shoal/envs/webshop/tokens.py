@@ -17,9 +17,16 @@ STOP_WORDS = frozenset(
 """The 33 words that Lucene's English analysis leaves out."""
 
 # Letters may be joined by one of : . ' and digits by one of . , ; ' (Unicode Annex 29, rules 6 to 12).
-_WORD = re.compile(
-    r"\w+(?:(?:(?<=[^\W\d_])[:.'’·](?=[^\W\d_])|(?<=\d)[.,;'’](?=\d))\w+)*"
-    r"|[\u2600-\u27bf\U0001f300-\U0001faff]"
+_PLAIN = re.compile(
+    r"\w+(?:(?:(?<=[a-zA-Z])[:.'](?=[a-zA-Z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
+    re.ASCII,
+)
+# Beyond ASCII: marks belong to the letter before them, Chinese and Hiragana signs are words of their own.
+_SIGNS = r"\u3040-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_RUN = rf"[^\W{_SIGNS}](?:[^\W{_SIGNS}]|[\u0300-\u036f\u200d\ufe0f])*"
+_ANY = re.compile(
+    rf"{_RUN}(?:(?:(?<=[^\W\d_])[:.'’·](?=[^\W\d_])|(?<=\d)[.,;'’](?=\d)){_RUN})*"
+    rf"|[{_SIGNS}]|[\u2600-\u27bf\U0001f300-\U0001faff]"
 )
 _POSSESSIVE = ("'s", "’s", "＇s", "'S", "’S", "＇S")
 MAX_TOKEN = 255
@@ -42,7 +49,7 @@ _analyzer = Analyzer()
 
 def words(text: str) -> list[str]:
     """The words of a text before analysis; longer than 255 characters are cut into pieces, as Lucene does."""
-    found = _WORD.findall(text)
+    found = (_PLAIN if text.isascii() else _ANY).findall(text)
     if any(len(word) > MAX_TOKEN for word in found):
         found = [word[at : at + MAX_TOKEN] for word in found for at in range(0, len(word), MAX_TOKEN)]
     return found

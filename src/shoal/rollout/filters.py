@@ -1,0 +1,84 @@
+"""Which groups say something: those whose members got different task rewards.
+
+The task's own reward is compared, never a shaped one, and failed episodes take no part.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.core.data import Trajectory
+
+EPSILON = 1e-6
+"""Groups whose rewards have a smaller standard deviation carry no signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilterReport:
+    """What became of the groups that were played."""
+
+    played: int
+    with_signal: int
+    all_solved: int  # without signal: every member succeeded
+    none_solved: int  # without signal: no member succeeded
+    too_few: int  # fewer than two members ended "ok"
+    kept: int
+    batches: int = 1
+
+    def metrics(self) -> dict[str, float]:
+        """As numbers for `metrics.jsonl`."""
+        n = max(1, self.played)
+        return {
+            "generated_batches": float(self.batches),
+            "groups_played": float(self.played),
+            "groups_all_solved": self.all_solved / n,
+            "groups_none_solved": self.none_solved / n,
+            "groups_too_few": float(self.too_few),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kept} groups kept of {self.played} played in {self.batches} batches: {self.with_signal} "
+            f"with signal, {self.all_solved} solved by all, {self.none_solved} by none, {self.too_few} with "
+            f"fewer than two whole episodes"
+        )
+
+
+def filter_groups(
+    trajectories: Sequence[Trajectory], wanted: int | None = None, batches: int = 1
+) -> tuple[list[Trajectory], FilterReport]:
+    """The whole episodes of groups with signal, of the first `wanted` such groups, and what was left out."""
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group, [])
+        if trajectory.status == "ok":
+            groups[trajectory.group].append(trajectory)
+    signal, solved, unsolved, few = [], 0, 0, 0
+    for number in sorted(groups):
+        members = groups[number]
+        if len(members) < 2:
+            few += 1
+        elif statistics.stdev(t.reward for t in members) > EPSILON:
+            signal.append(number)
+        elif all(t.success for t in members):
+            solved += 1
+        elif not any(t.success for t in members):
+            unsolved += 1
+    chosen = set(signal[:wanted])
+    kept = [t for t in trajectories if t.group in chosen and t.status == "ok"]
+    return kept, FilterReport(len(groups), len(signal), solved, unsolved, few, len(chosen), batches)
+
+
+def next_refill(wanted: int, with_signal: int, played: int) -> int:
+    """How many more groups to play so that, at the present rate, `wanted` have signal; at most `wanted`.
+
+    >>> next_refill(8, with_signal=4, played=8)
+    8
+    >>> next_refill(8, with_signal=6, played=8)
+    3
+    """
+    missing = wanted - with_signal
+    return min(wanted, math.ceil(missing * played / max(1, with_signal)))

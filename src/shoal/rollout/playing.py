@@ -1,0 +1,379 @@
+"""What a rollout worker does: play its share of the episodes, each env at its own pace, and report every one.
+
+The same code runs in the caller, in threads, in processes and on a cluster; only the link to the engine
+differs. A failure ends one episode and is recorded with its cause; the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.core.data import Status, Trajectory
+from shoal.core.errors import EngineError
+from shoal.rollout.engine import ChatTokenizer, Completion, Key, Request, Sampling
+from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.wire import Link
+
+logger = logging.getLogger(__name__)
+_reports = msgspec.msgpack.Decoder(tuple[int, Trajectory])
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One episode to play; `index` is its place among all of the rollout."""
+
+    index: int
+    place: Place
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When an episode is given up; None waits for ever."""
+
+    step_seconds: float | None = None
+    episode_seconds: float | None = None
+    request_seconds: float | None = None
+    env_retries: int = 1  # times an episode starts again in a fresh env after its env failed
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker plays, and all it needs for it."""
+
+    number: int
+    assignments: tuple[Assignment, ...]
+    env_fns: Mapping[str, Callable[[], Any]]
+    roles: Mapping[str, Role]
+    prompt: PromptConfig
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    limits: Limits = Limits()
+    threads: int | None = None
+    """Episodes played at once; all of them if not given."""
+    keep_envs: bool = False
+    """Keep the envs for the next share of this process instead of closing them."""
+
+
+class Connect(Protocol):
+    """The way from a worker to the shared engine, as it can be sent to the worker."""
+
+    def connect(self, asker: int) -> Link:
+        """Open it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How a share went."""
+
+    indices: tuple[int, ...]
+    cpu_seconds: float
+    hung: int  # threads left behind in an env that does not answer
+
+
+def encode_report(index: int, trajectory: Trajectory) -> bytes:
+    """A finished episode as bytes."""
+    return msgspec.msgpack.encode((index, trajectory))
+
+
+def decode_report(report: bytes) -> tuple[int, Trajectory]:
+    """What `encode_report` wrote."""
+    return _reports.decode(report)
+
+
+class EnvShelf:
+    """Envs that wait for their next episode, by kind."""
+
+    def __init__(self) -> None:
+        self._idle: dict[Any, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, kind: Any, make: Callable[[], Any]) -> Any:
+        """An idle env of this kind, or a new one."""
+        with self._lock:
+            if self._idle.get(kind):
+                return self._idle[kind].pop()
+        return make()
+
+    def put(self, kind: Any, env: Any) -> None:
+        """The env can be reset for another episode."""
+        with self._lock:
+            self._idle.setdefault(kind, []).append(env)
+
+    def close(self) -> None:
+        """Close the idle envs."""
+        with self._lock:
+            envs = [env for idle in self._idle.values() for env in idle]
+            self._idle.clear()
+        for env in envs:
+            with contextlib.suppress(Exception):
+                env.close()
+
+
+KEPT = EnvShelf()
+"""Envs of this process that outlive a share (`Share.keep_envs`)."""
+
+
+class EnvFailedError(Exception):
+    """An env raised, or answered what it must not."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """A thread that plays one episode after another, as its supervisor sees it."""
+
+    episode: Episode | None = None
+    assignment: Assignment | None = None
+    began: float = 0.0
+    doing: str = ""
+    in_env_since: float | None = None
+    abandoned: bool = False
+
+
+def play_share(share: Share, connect: Connect) -> Played:
+    """Play all episodes of a share; each is reported through the link as soon as it is over."""
+    link = connect.connect(share.number)
+    try:
+        return _Stage(share, link).run()
+    finally:
+        close = getattr(link, "close", None)
+        if close is not None and id(link) != id(connect):
+            close()
+
+
+class _Stage:
+    """One share being played."""
+
+    def __init__(self, share: Share, link: Link) -> None:
+        self.share, self.link = share, link
+        self.prompter = Prompter(share.prompt, share.tokenizer)
+        self.shelf = KEPT if share.keep_envs else EnvShelf()
+        self.todo = deque(share.assignments)
+        self.open = len(self.todo)
+        self.done: list[int] = []
+        self.seats: list[_Seat] = []
+        self.error: BaseException | None = None
+        self.changed = threading.Condition()
+        self.hung = 0
+
+    def run(self) -> Played:
+        cpu = time.process_time()
+        n_threads = min(self.share.threads or len(self.todo), len(self.todo))
+        limits = self.share.limits
+        try:
+            if n_threads == 1 and limits.step_seconds is None and limits.episode_seconds is None:
+                self._sit(_Seat())
+            else:
+                for _ in range(n_threads):
+                    self._start_thread()
+                self._supervise()
+        finally:
+            self.todo.clear()
+            if not self.share.keep_envs:
+                self.shelf.close()
+        if self.error is not None:
+            raise self.error
+        return Played(tuple(self.done), time.process_time() - cpu, self.hung)
+
+    def _start_thread(self) -> None:
+        seat = _Seat()
+        self.seats.append(seat)
+        threading.Thread(target=self._sit, args=(seat,), daemon=True, name="shoal-episode").start()
+
+    def _supervise(self) -> None:
+        """Wait for the end, and give up on envs that do not answer."""
+        limits = self.share.limits
+        deadlines = [s for s in (limits.step_seconds, limits.episode_seconds) if s is not None]
+        look = min(deadlines) / 4 if deadlines else None
+        with self.changed:
+            while self.open and self.error is None:
+                self.changed.wait(look)
+                now = time.monotonic()
+                for seat in list(self.seats) if look is not None else ():
+                    why = _overdue(seat, now, limits)
+                    if why is not None:
+                        self._abandon(seat, why)
+
+    def _abandon(self, seat: _Seat, why: str) -> None:
+        """The env does not come back: record the episode, leave its thread behind, and go on with another."""
+        seat.abandoned = True
+        self.seats.remove(seat)
+        self.hung += 1
+        assert seat.episode is not None
+        assert seat.assignment is not None
+        logger.warning("episode %d is given up: %s", seat.assignment.index, why)
+        self._report(seat.assignment, seat.episode.trajectory("timeout", why))
+        if self.todo:
+            self._start_thread()
+
+    def _sit(self, seat: _Seat) -> None:
+        """Play episodes until none is left."""
+        try:
+            while not seat.abandoned:
+                try:
+                    assignment = self.todo.popleft()
+                except IndexError:
+                    return
+                trajectory = self._play_with_retries(assignment, seat)
+                with self.changed:
+                    if seat.abandoned:
+                        return
+                    seat.episode = None
+                    self._report(assignment, trajectory)
+        except BaseException as error:
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
+
+    def _report(self, assignment: Assignment, trajectory: Trajectory) -> None:
+        self.done.append(assignment.index)
+        self.open -= 1
+        place = assignment.place
+        key = Key(place.seed, place.iteration, place.group, place.member, 0)
+        self.link.left(key, encode_report(assignment.index, trajectory))
+        self.changed.notify_all()
+
+    def _play_with_retries(self, assignment: Assignment, seat: _Seat) -> Trajectory:
+        seat.assignment = assignment
+        for attempt in range(self.share.limits.env_retries + 1):
+            trajectory = self._play(assignment, seat)
+            if trajectory.status != "env_error" or seat.abandoned:
+                break
+            logger.warning("episode %d, attempt %d: %s", assignment.index, attempt + 1, trajectory.error)
+        return trajectory
+
+    def _play(self, assignment: Assignment, seat: _Seat) -> Trajectory:
+        """One episode in one env; whatever goes wrong is in the record."""
+        share, tag = self.share, assignment.tag
+        episode = Episode(assignment.place, share.roles[tag], self.prompter, share.sampling)
+        seat.episode, seat.began = episode, time.monotonic()
+        status: Status = "ok"
+        why: str | None = None
+        kind = _kind(share.env_fns[tag])
+        env: Any = None
+        try:
+            env = _in_env(seat, "make", lambda: self.shelf.take(kind, share.env_fns[tag]))
+            self._act(episode, env, seat)
+        except EnvFailedError as error:
+            status, why = "env_error", str(error)
+        except TimeoutError as error:
+            status, why = "timeout", str(error)
+        except EngineError as error:
+            status, why = "engine_error", str(error)
+        if env is not None and status != "env_error" and not seat.abandoned:
+            self.shelf.put(kind, env)
+        elif env is not None:
+            with contextlib.suppress(Exception, SystemExit):
+                env.close()
+        return episode.trajectory(status, why)
+
+    def _act(self, episode: Episode, env: Any, seat: _Seat) -> None:
+        """The straight story of an episode."""
+        observation, info = _in_env(seat, "reset", lambda: _pair(env.reset(seed=episode.place.env_seed)))
+        episode.begin(observation, info)
+        while not episode.over:
+            completion = self._ask(episode.request())
+            for action in episode.respond(completion):
+                step = _in_env(seat, f"step({action!r})", partial(_step, env, action))
+                if seat.abandoned:
+                    return
+                episode.observe(*step)
+                if step[2] or step[3]:
+                    break
+            episode.end_turn()
+
+    def _ask(self, request: Request) -> Completion:
+        return self.link.generate([request], self.share.limits.request_seconds)[0]
+
+
+def _overdue(seat: _Seat, now: float, limits: Limits) -> str | None:
+    """Why this seat's episode has to be given up, if it has."""
+    since = seat.in_env_since
+    if seat.episode is None:
+        return None
+    if since is not None and limits.step_seconds is not None and now - since > limits.step_seconds:
+        return f"{seat.doing} did not answer within {limits.step_seconds:g} s"
+    if limits.episode_seconds is not None and now - seat.began > limits.episode_seconds:
+        return f"the episode did not end within {limits.episode_seconds:g} s"
+    return None
+
+
+def _in_env(seat: _Seat, doing: str, call: Callable[[], Any]) -> Any:
+    """Call into the env, so that what it raises is told apart from all else."""
+    seat.doing, seat.in_env_since = doing, time.monotonic()
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise EnvFailedError(f"{doing} failed: {message}") from error
+    finally:
+        seat.in_env_since = None
+
+
+def _pair(result: Any) -> tuple[str, Mapping[str, Any]]:
+    observation, info = result
+    return observation, info
+
+
+def _step(env: Any, action: int | str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+    observation, reward, terminated, truncated, info = env.step(action)
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward must be a finite number, got {reward!r}")
+    return observation, number, bool(terminated), bool(truncated), info
+
+
+def _kind(env_fn: Callable[[], Any]) -> Any:
+    """What makes two env functions make the same kind of env."""
+    partial_of = getattr(env_fn, "func", None)
+    if partial_of is None:
+        return env_fn
+    return (partial_of, repr(getattr(env_fn, "args", ())), repr(getattr(env_fn, "keywords", {})))
+
+
+@dataclass
+class LocalLink:
+    """A link without a queue, for one episode at a time: the engine is called by the worker itself."""
+
+    engine: Any
+    on_report: Callable[[Any, bytes], None]
+    retries: int = 1
+    failures: int = field(default=0)
+
+    def connect(self, asker: int) -> LocalLink:
+        """This object."""
+        del asker
+        return self
+
+    def generate(self, requests: Any, timeout: float | None = None) -> list[Completion]:
+        """Ask the engine, again if it fails."""
+        del timeout
+        for attempt in range(self.retries + 1):
+            try:
+                return list(self.engine.generate(requests))
+            except Exception as error:
+                self.failures += 1
+                if attempt < self.retries:
+                    continue
+                if isinstance(error, EngineError):
+                    raise
+                raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+        raise AssertionError
+
+    def left(self, key: Key, report: bytes = b"") -> None:
+        """An episode is over."""
+        del key
+        self.on_report(0, report)

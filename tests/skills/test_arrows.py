@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_the_skills_room_stays_light_until_it_draws_or_trains_in_craftax() -> None:
+    code = (
+        "import sys, shoal.skills.scheduler, shoal.skills.processing, shoal.skills.training, shoal.cli.skills;"
+        "heavy = {'torch', 'jax', 'ray', 'matplotlib', 'PIL', 'transformers', 'shoal.train'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
