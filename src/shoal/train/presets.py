@@ -1,7 +1,7 @@
-"""Settings that are known to solve an environment, each with where they come from.
+"""Settings tuned for an environment, each with where they come from.
 
-"zoo" is the published table of RL Baselines3 Zoo (hyperparams/ppo.yml), without state-dependent exploration
-and with fewer environments where noted; "own" was found by the search described in docs/ppo.md.
+"zoo" is the published table of RL Baselines3 Zoo (hyperparams/ppo.yml), without state-dependent
+exploration; "own" was found by trying a few.
 """
 
 from __future__ import annotations
