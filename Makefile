@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-rollout
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -37,8 +37,35 @@ format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+bench-envs:       ## rooms, lakes and steps a second beside other libraries (RAGEN=checkout to add it)
+	test -d .venv-bench-envs || $(PYTHON) -m venv .venv-bench-envs
+	.venv-bench-envs/bin/pip install --quiet --disable-pip-version-check -r requirements/bench-envs.txt
+	.venv-bench-envs/bin/python benchmarks/environments.py $(if $(RAGEN),--ragen $(RAGEN))
+
+bench-text-envs: setup  ## Countdown, MetaMathQA and WebShop beside other libraries
+	test -d .venv-bench-text-envs || $(PYTHON) -m venv .venv-bench-text-envs
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$(.venv-bench-text-envs/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	.venv-bench-text-envs/bin/pip install --quiet --disable-pip-version-check -r requirements/bench-text-envs.txt
+	.venv-bench-text-envs/bin/python benchmarks/text_envs.py
+bench-split: setup ## splitting beside per-window processing, results to benchmarks/results/split.json
+	$(BIN)/python benchmarks/split.py
+
+bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over, speeds
+	$(BIN)/python benchmarks/skills.py
+bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes
+	$(BIN)/python benchmarks/ppo.py
+
+bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3 and PufferLib, about ten minutes
+	test -d .venv-bench-vector || $(PYTHON) -m venv .venv-bench-vector
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$(.venv-bench-vector/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	.venv-bench-vector/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
+	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/vector.py
+	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/faults.py
+	$(BIN)/python benchmarks/vector_tables.py
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
 	$(BIN)/python benchmarks/rollout.py
 
 clean:            ## remove .venv and build leftovers
-	rm -rf $(VENV) build src/*.egg-info
+	rm -rf $(VENV) .venv-bench-* build src/*.egg-info

@@ -10,6 +10,7 @@ import pytest
 HEAVY = (
     "torch transformers ray jax PIL matplotlib hydra joblib peft numba stable_baselines3 safetensors pandas"
 )
+ADAPTERS = ("sb3.py",)  # subclasses of another library's classes, imported by name only
 ROOMS = [
     "shoal",
     "shoal.core",
@@ -41,7 +42,7 @@ def test_every_module_of_the_light_rooms_imports_without_heavy_packages():
         ".".join(path.relative_to(root).with_suffix("").parts)
         for room in ("core", "envs", "vector", "rollout")
         for path in sorted((root / "shoal" / room).rglob("*.py"))
-        if "engines" not in path.parts and path.name != "__init__.py"
+        if "engines" not in path.parts and path.name not in ("__init__.py", *ADAPTERS)
     ]
     code = f"""
         import sys, importlib

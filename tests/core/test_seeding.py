@@ -1,3 +1,4 @@
+import pickle
 import random
 
 import numpy as np
@@ -49,3 +50,13 @@ def test_global_random_state_is_left_alone():
     before = random.getstate(), np.random.get_state()[1].tolist()
     stream(1, "a").random(10)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_a_stream_is_philox_under_its_key_and_survives_pickling():
+    for seed in range(20):
+        key = np.array(stream_key(seed, "env", seed), dtype=np.uint64)
+        expected = np.random.Generator(np.random.Philox(key=key)).normal(size=5)
+        fresh = stream(seed, "env", seed)
+        sent = pickle.loads(pickle.dumps(fresh))
+        assert np.array_equal(fresh.normal(size=5), expected)
+        assert np.array_equal(sent.normal(size=5), expected)

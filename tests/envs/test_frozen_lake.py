@@ -120,6 +120,13 @@ def test_start_and_goal_can_be_moved_on_a_fixed_lake():
     assert json.loads(json.dumps(env.desc)) == ["FFG", "FHF", "SFF"]
 
 
+def test_a_fixed_lake_can_be_given_as_rows_lines_cells_or_gymnasiums_array():
+    rows = ["SFF", "FHF", "FFG"]
+    array = np.asarray(rows, dtype="c")
+    for desc in (rows, tuple(rows), "SFF\nFHF\nFFG\n", [list(row) for row in rows], array):
+        assert FrozenLakeEnv(desc=desc).reset(seed=0)[0] == "P__\n_O_\n__G"
+
+
 def test_map_seed_keeps_the_lake_and_leaves_the_slipping_to_the_episode():
     env = FrozenLakeEnv(map_seed=5)
     lakes, ends = set(), set()

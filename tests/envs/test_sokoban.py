@@ -73,6 +73,16 @@ def test_a_room_harder_than_the_exhaustive_part_is_still_labelled_exactly():
         assert oracle(level.grid(), push_cost=1, walk_cost=0) == level.optimal_pushes
 
 
+def test_a_beam_too_narrow_for_shortest_ways_does_not_spoil_the_labels(monkeypatch):
+    from shoal.envs.sokoban import generator
+
+    monkeypatch.setattr(generator, "MAX_POSITIONS", 5)
+    monkeypatch.setattr(generator, "BEAM", 1)
+    for seed in range(60):
+        level = generate(stream(seed, "narrow"), (7, 7), 2, min_pushes=5)
+        assert oracle(level.grid(), push_cost=1, walk_cost=0) == level.optimal_pushes >= 5
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_difficulty_stays_within_its_bounds(seed):

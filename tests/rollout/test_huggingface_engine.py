@@ -1,12 +1,15 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.rollout.engine import Key, Noise, Request, Sampling
 from shoal.rollout.engines.huggingface import HuggingFaceEngine
+from shoal.rollout.engines.prefix_cache import Prefix, PrefixStore, shared_length
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -168,6 +171,124 @@ def test_an_engine_survives_the_disk(engine, tmp_path):
     assert [c.token_ids for c in again.generate(asked)] == [c.token_ids for c in engine.generate(asked)]
     with pytest.raises(DataError, match=r"no config\.json"):
         HuggingFaceEngine.load(tmp_path / "nothing")
+
+
+def play_turns(engine, n_turns=4, mode="append", seed=0):
+    """Episodes of several turns, as a rollout asks for them; what was asked and what was written."""
+    rng, tokenizer = np.random.default_rng(seed), engine.tokenizer
+    contexts = {(g, m): () for g in range(3) for m in range(2)}
+    asked, answers = [], []
+    for turn in range(n_turns):
+        batch = []
+        for (g, m), before in contexts.items():
+            text = f"rules {turn} " + "x" * int(rng.integers(0, 5) if turn else g)
+            message = {"role": "user", "content": text}
+            fresh = mode == "window" or not before
+            prompt = tokenizer.start([message]) if fresh else before + tokenizer.extend(before, message)
+            batch.append(Request(prompt, Key(seed, 0, g, m, turn), Sampling(1 + (g + turn) % 5)))
+        completions = engine.generate(batch)
+        for request, completion in zip(batch, completions, strict=True):
+            place = (request.key.group, request.key.member)
+            contexts[place] = request.prompt_ids + completion.token_ids
+        asked += batch
+        answers += completions
+    return asked, answers
+
+
+@pytest.mark.parametrize("mode", ["append", "window"])
+@pytest.mark.parametrize("max_batch", [1, 4, 32])
+def test_turns_that_start_from_known_prefixes_are_written_as_the_definition_says(mode, max_batch):
+    engine = make_engine(max_batch=max_batch)
+    asked, answers = play_turns(engine, mode=mode)
+    for request, completion in zip(asked, answers, strict=True):
+        written, logprobs = decode_slowly(engine, request)
+        assert completion.token_ids == written
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
+    share = engine.computed_tokens / engine.prompt_tokens
+    assert share < (0.6 if mode == "append" else 0.95)
+
+
+def test_without_a_store_every_token_is_computed_and_the_same_is_written():
+    engine, plain = make_engine(), make_engine(prefix_tokens=0)
+    asked, answers = play_turns(engine)
+    asked_plain, answers_plain = play_turns(plain)
+    assert asked == asked_plain
+    assert [c.token_ids for c in answers] == [c.token_ids for c in answers_plain]
+    assert plain.computed_tokens == plain.prompt_tokens == engine.prompt_tokens
+    assert plain.prefixes.tokens == 0
+
+
+@pytest.mark.parametrize("how", ["in place", "by name"])
+def test_nothing_computed_with_other_weights_is_used(how):
+    engine = make_engine()
+    play_turns(engine)
+    weight = engine.model.model.layers[0].self_attn.v_proj.weight
+    if how == "in place":
+        with torch.no_grad():
+            weight.mul_(-2.0)
+    else:
+        state = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+        state["model.layers.0.self_attn.v_proj.weight"] *= -2.0
+        engine.load_weights(state, 1)
+    asked, answers = play_turns(engine, n_turns=2)
+    for request, completion in zip(asked, answers, strict=True):
+        np.testing.assert_allclose(completion.logprobs, decode_slowly(engine, request)[1], atol=1e-5)
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
+def test_the_shared_length_is_that_of_a_plain_walk(a, b):
+    walk = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert shared_length(a, b) == walk
+    assert shared_length(a + b, a) == len(a)
+
+
+def test_the_store_keeps_the_episodes_used_last_and_no_more_tokens_than_allowed():
+    store = PrefixStore(30)
+
+    def entry(n):
+        return Prefix(tuple(range(n)), ((torch.zeros(2, n, 4), torch.zeros(2, n, 4)),))
+
+    keys = [Key(0, 0, g, 0, 0) for g in range(4)]
+    for key in keys[:3]:
+        store.keep(key, entry(10))
+    assert store.find(keys[0], tuple(range(20))).layers[0][0].shape == (2, 10, 4)
+    store.keep(keys[3], entry(12))  # 42 tokens: the two that were used least go
+    assert store.tokens == 22
+    assert [store.find(key, tuple(range(20))) is not None for key in keys] == [True, False, False, True]
+    store.keep(keys[0], entry(31))
+    assert (store.tokens, store.find(keys[0], tuple(range(40)))) == (12, None)
+    assert len(store.find(keys[3], tuple(range(12))).tokens) == 11  # the last token must still be fed
+    assert store.find(keys[3], (0, 1, 2, 99)) is None  # too little to be worth it
+    store.valid_for("new weights")
+    assert store.tokens == 0
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # peft 0.21 on transformers 5.23
+def test_an_adapter_is_swapped_in_and_replaced(tmp_path):
+    peft = pytest.importorskip("peft")
+    request = requests(make_engine(), 1)[0]
+    plain = decode_slowly(make_engine(), request)[1]
+    engine, seen = make_engine(), []
+    for number in (1, 2):
+        donor = peft.get_peft_model(
+            make_engine().model,
+            peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        )
+        donor.save_pretrained(tmp_path / str(number))
+        engine.load_adapter(tmp_path / str(number), number)
+        completion = engine.generate([request])[0]
+        assert completion.weights_version == number
+        merged = make_engine()
+        merged.model = donor.merge_and_unload().eval()
+        written, logprobs = decode_slowly(merged, request)
+        assert completion.token_ids == written
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
+        seen.append(logprobs[0])
+    assert len({*seen, plain[0]}) == 3
+    with pytest.raises(DataError, match=r"no adapter_model\.safetensors"):
+        engine.load_adapter(tmp_path, 3)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, verify_folder
 from shoal.train.agent import AgentTrainer
 from shoal.train.agent_checkpoints import list_checkpoints
 from shoal.train.composition import compose_config, config_names
@@ -173,3 +174,12 @@ def test_a_users_config_builds_on_ours(tmp_path):
     config = compose_config("mine", ["seed=4"], tmp_path)
     assert (config.trainer.iterations, config.seed) == (7, 4)
     assert config.custom_envs["FrozenLakeEnv"].env_config["desc"] == "4x4"
+
+
+def test_the_best_checkpoint_outlives_the_newest_ones(tmp_path):
+    rows, _ = train(tmp_path / "run", "trainer.iterations=16", "warmup.steps=120", "trainer.keep_checkpoints=1")
+    held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
+    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()) and i > 0)
+    best = verify_folder(tmp_path / "run" / "checkpoints" / "best")
+    assert read_json(best / "state.json")["iteration"] == first_best
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000016"]

@@ -8,9 +8,11 @@ from shoal.train.agent_advantages import turn_advantages
 from shoal.train.agent_config import AgentProxy, Algorithm, RewardNormalization
 from shoal.train.group_advantages import (
     anchored_step_advantages,
+    batch_normalized,
     discounted_returns,
     group_relative,
     has_signal,
+    leave_one_out,
     normalize_rewards,
 )
 
@@ -121,3 +123,39 @@ def test_gigpo_adds_the_step_part():
     half = 2**-0.5
     gigpo = turn_advantages(pair, Algorithm(adv_estimator="gigpo", step_advantage_weight=0.5), AgentProxy())
     np.testing.assert_allclose(np.concatenate(gigpo), [1.5 * half, -1.5 * half])
+
+
+@given(REWARDS)
+def test_leave_one_out_is_the_definition(pairs):
+    groups, rewards = zip(*pairs, strict=True)
+    for i, found in enumerate(leave_one_out(rewards, groups)):
+        others = [r for j, (g, r) in enumerate(pairs) if g == groups[i] and j != i]
+        expected = rewards[i] - sum(others) / len(others) if others else 0.0
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_reinforce_plus_plus_is_normalised_over_the_batch():
+    # mean 2, std sqrt((1 + 1 + 4 + 4) / 3)
+    spread = (10 / 3) ** 0.5
+    np.testing.assert_allclose(
+        batch_normalized([1, 3, 0, 4], [0, 0, 1, 1]), np.array([-1, 1, -2, 2]) / spread
+    )
+    # less the group's mean the rewards are -1, 1, -2, 2 here too; with another mean a group differs
+    np.testing.assert_allclose(
+        batch_normalized([1, 3, 10, 14], [0, 0, 1, 1], baseline=True), np.array([-1, 1, -2, 2]) / spread
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("dr_grpo", [0.5, -0.5]),
+        ("rloo", [1.0, -1.0]),
+        ("reinforce", [1.0, 0.0]),
+        ("reinforce_pp", [0.5**0.5, -(0.5**0.5)]),
+    ],
+)
+def test_each_estimator_by_hand(estimator, expected):
+    pair = [episode(0, [1.0]), episode(0, [0.0])]
+    found = turn_advantages(pair, Algorithm(adv_estimator=estimator), AgentProxy())
+    np.testing.assert_allclose(np.concatenate(found), expected)

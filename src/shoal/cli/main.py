@@ -13,13 +13,19 @@ from shoal import __version__
 from shoal.core.errors import ShoalError, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "envs": ("shoal.cli.envs", "list, look at, play, check and serve environments"),
     "train": ("shoal.cli.train", "train a language-model agent (the demo if nothing is said)"),
+    "train-ppo": ("shoal.cli.train_ppo", "train a policy by PPO on parallel environments"),
     "rollout": (
         "shoal.cli.rollout",
         "play episodes without training; compare sequential with parallel; replay",
     ),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
+    "eval": ("shoal.cli.eval", "play held-out episodes with a trained run or a model"),
+    "export": ("shoal.cli.export", "write the model of a run as a folder of its own"),
     "model": ("shoal.cli.model", "fetch a small language model"),
+    "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),
+    "skills": ("shoal.cli.skills", "train a graph of skills in parallel"),
 }
 """name: (module with a `main(argv)`, one line of help)"""
 
@@ -48,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"shoal {__version__}")
         return 0
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that "module:Class" finds the caller's own files
     try:
         if arguments[0] not in COMMANDS:
             raise unknown_name("command", arguments[0], COMMANDS)

@@ -27,6 +27,7 @@ class Turn:
     action_is_valid: bool
     reward: float
     anchor: str  # equal for equal env states within a group (GiGPO)
+    image: str | None = None  # what the agent saw beside the text: a data URL or the path of a file
 
 
 @dataclass(frozen=True, slots=True)

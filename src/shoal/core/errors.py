@@ -9,6 +9,7 @@ ShoalError
 │   └── WorkerTimeoutError (also TimeoutError)  it did not answer in time
 ├── EnvError (also RuntimeError)         an environment was misused or broke its contract
 ├── EngineError (also RuntimeError)      an engine could not answer
+├── DivergedError (also ArithmeticError) training produced NaN or infinity
 ├── SearchLimitError (also RuntimeError) a search was cut off before it was decided
 └── DataError (also ValueError)          a file or record that is broken, altered or unsafe
 """
@@ -56,6 +57,10 @@ class EnvError(ShoalError, RuntimeError):
 
 class EngineError(ShoalError, RuntimeError):
     """An engine could not answer a request."""
+
+
+class DivergedError(ShoalError, ArithmeticError):
+    """A loss or gradient became NaN or infinite; the weights from before that update are kept."""
 
 
 class SearchLimitError(ShoalError, RuntimeError):

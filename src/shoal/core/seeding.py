@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
 
 Name = str | int
 
@@ -51,4 +53,16 @@ def stream(seed: int, *names: Name) -> np.random.Generator:
     >>> float(stream(7, "minibatch", 2).random()) == float(stream(7, "minibatch", 2).random())
     True
     """
-    return np.random.Generator(np.random.Philox(key=np.array(stream_key(seed, *names), dtype=np.uint64)))
+    key: Any = _Key(stream_key(seed, *names))
+    return np.random.Generator(np.random.Philox(key))
+
+
+class _Key(ISeedSequence):
+    """A key for Philox as it is; `Philox(key=)` would first gather entropy that it then does not use."""
+
+    def __init__(self, words: tuple[int, int]) -> None:
+        self.words = words
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+        """The key, which is all that Philox asks for."""
+        return np.array(self.words, dtype=np.uint64)

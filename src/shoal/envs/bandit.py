@@ -44,10 +44,11 @@ class BanditConfig:
 
 
 class BanditEnv(TextEnv[BanditConfig]):
-    """Pull arm 1 or 2, once; success is pulling the arm that pays more on average.
+    """Pull one of two arms, once.
 
-    The payout of both arms is drawn at the start: members of a group that pull the same arm get the same.
-    An arm can be named by its number or by its name.
+    Success is pulling the arm that pays more on average. The payout of both arms is drawn at the start:
+    members of a group that pull the same arm get the same. An arm can be named by its number or by its
+    name.
     """
 
     Config = BanditConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -49,7 +50,7 @@ class FrozenLakeConfig:
     success_rate: float = 1 / 3
     """On slippery ice, the probability of going where one meant; the two sides share the rest."""
     desc: str | tuple[str, ...] | None = None
-    """A fixed lake: "4x4", "8x8", or rows of S F H G; None draws one per seed."""
+    """A fixed lake: "4x4", "8x8", or rows of S F H G (a list, or lines of text); None draws one per seed."""
     map_seed: int | None = None
     """Draw the random lake from this seed instead of the episode's: one lake, many episodes."""
     random_start_goal: bool = True
@@ -84,10 +85,11 @@ class FrozenLakeConfig:
 
 
 class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
-    """A lake of `_` ice and `O` holes; the player `P` wants to stand on the goal `G`.
+    """Cross a frozen lake to the goal without falling into a hole.
 
-    Reward 1 on reaching the goal, else 0; the episode terminates on the goal or in a hole.
-    Actions are 1 Left, 2 Down, 3 Right, 4 Up; 0 does nothing and costs a step.
+    The lake is `_` ice and `O` holes, the player `P` (`X` in a hole, `√` on the goal), the goal `G`.
+    Reward 1 on reaching the goal, else 0; the episode terminates on the goal or in a hole. Actions are 1
+    Left, 2 Down, 3 Right, 4 Up; 0 does nothing and costs a step.
     """
 
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
@@ -103,6 +105,10 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
     action_space = Discrete(4, start=1)
 
     def __init__(self, config: FrozenLakeConfig | None = None, **settings: Any) -> None:
+        if isinstance(
+            settings.get("desc"), list | tuple | np.ndarray
+        ):  # rows, or cells as gymnasium has them
+            settings["desc"] = tuple("".join(map(_letter, row)) for row in settings["desc"])
         super().__init__(config, **settings)
         self._fixed = None if self.config.desc is None else _fixed_lake(self.config)
         rows, columns = len(self._fixed or ()), len((self._fixed or ("",))[0])
@@ -110,6 +116,7 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
         for name, cell in (("start", self.config.start), ("goal", self.config.goal)):
             if cell is not None and not (0 <= cell[0] < self._shape[0] and 0 <= cell[1] < self._shape[1]):
                 raise ConfigError(f"{name} must be inside the {self._shape} lake, got {cell}")
+        self._steps_of = _steps_of(*self._shape)
         self.observation_space = self._space()
 
     @property
@@ -120,7 +127,7 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
     @property
     def position(self) -> tuple[int, int]:
         """(row, column) of the player."""
-        return self._row, self._column
+        return divmod(self._place, self._shape[1] + 1)
 
     def _start(self, rng: np.random.Generator) -> None:
         if self._fixed is not None:
@@ -128,8 +135,9 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
         else:
             seed = self.config.map_seed
             self._lake = random_lake(rng if seed is None else stream(seed, "frozen_lake"), self.config)
-        self._row, self._column = _find(self._lake, "S")
-        self._ice = "\n".join(self._lake).translate(_SHOWN)
+        self._cells = "\n".join(self._lake)
+        self._place = self._cells.index("S")
+        self._ice = self._cells.translate(_SHOWN)
 
     def _advance(self, action: Action) -> Outcome:
         if action == self.invalid_action:
@@ -139,14 +147,10 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
             draw, meant = self._rng.random(), self.config.success_rate
             if draw >= meant:
                 direction += 1 if draw < (1 + meant) / 2 else -1
-        down, right = _MOVES[direction % 4]
-        row = min(max(self._row + down, 0), self._shape[0] - 1)
-        column = min(max(self._column + right, 0), self._shape[1] - 1)
-        moved = (row, column) != (self._row, self._column)
-        self._row, self._column = row, column
-        cell = self._lake[row][column]
+        before, self._place = self._place, self._steps_of[self._place][direction % 4]
+        cell = self._cells[self._place]
         success = cell == "G"
-        return Outcome(float(success), terminated=cell in "GH", success=success, effective=moved)
+        return Outcome(1.0 if success else 0.0, success or cell == "H", success, self._place != before)
 
     def grid(self) -> np.ndarray:
         """The lake as `[rows, columns]` int8: 0 ice 1 hole 2 goal 3 player 4 player in a hole 5 on goal."""
@@ -166,7 +170,7 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
         if kind == "text":
             return self.observe()
         if kind == "index":
-            return self._row * self._shape[1] + self._column
+            return self._place - self._place // (self._shape[1] + 1)  # without the line breaks
         return self.grid() if kind == "grid" else picture_of(self.observe(), "frozen_lake")
 
     def _space(self) -> Space[Any]:
@@ -183,13 +187,24 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
 
     def observe(self) -> str:
         """The lake, one row a line, with the player on it."""
-        place = self._row * (self._shape[1] + 1) + self._column
-        player = _PLAYER[self._lake[self._row][self._column]]
-        return self._ice[:place] + player + self._ice[place + 1 :]
+        place = self._place
+        return f"{self._ice[:place]}{_PLAYER[self._cells[place]]}{self._ice[place + 1 :]}"
 
 
 _SHOWN = str.maketrans({"S": "_", "F": "_", "H": "O"})
 _PLAYER = {"S": "P", "F": "P", "H": "X", "G": "√"}
+
+
+@lru_cache(maxsize=64)
+def _steps_of(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    """For each place in the text of a lake, the places one step to the left, down, right and up."""
+    table = []
+    for place in range(rows * (columns + 1)):
+        row, column = divmod(place, columns + 1)
+        ends = ((row + down, column + right) for down, right in _MOVES)
+        inside = ((r, c) if 0 <= r < rows and 0 <= c < columns else (row, column) for r, c in ends)
+        table.append(tuple(r * (columns + 1) + c for r, c in inside))
+    return tuple(table)
 
 
 def random_lake(rng: np.random.Generator, config: FrozenLakeConfig) -> tuple[str, ...]:
@@ -249,9 +264,9 @@ def _fixed_lake(config: FrozenLakeConfig) -> tuple[str, ...]:
     """The rows of `config.desc` with its start and goal, checked."""
     desc = config.desc
     if isinstance(desc, str):
-        if desc not in MAPS:
+        if "\n" not in desc and desc not in MAPS:
             raise unknown_name("FrozenLake map", desc, MAPS)
-        desc = MAPS[desc]
+        desc = MAPS.get(desc) or tuple(desc.split())
     rows = [str(row) for row in desc or ()]
     if not rows or len({len(row) for row in rows}) != 1 or set("".join(rows)) - set("SFHG"):
         raise ConfigError(f"desc must be equally long rows of S, F, H and G, got {rows}")
@@ -266,6 +281,10 @@ def _fixed_lake(config: FrozenLakeConfig) -> tuple[str, ...]:
     if not (0 <= ends[1][0] < len(rows) and 0 <= ends[1][1] < len(rows[0])):
         raise ConfigError(f"goal must be inside the lake, got {ends[1]}")
     return _with_ends(ice, ends[0], ends[1])
+
+
+def _letter(cell: Any) -> str:
+    return cell.decode("ascii", "replace") if isinstance(cell, bytes) else str(cell)
 
 
 def _with_ends(grid: list[list[str]], start: tuple[int, ...], goal: tuple[int, ...]) -> tuple[str, ...]:

@@ -8,13 +8,17 @@ invalid actions count as steps, episodes are truncated at `max_steps`, and `info
 from __future__ import annotations
 
 import dataclasses
+import typing
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import gymnasium
+import msgspec
 import numpy as np
+from gymnasium.utils import seeding
 
 from shoal.core.errors import ConfigError, EnvError, did_you_mean
 from shoal.core.seeding import stream
@@ -32,7 +36,8 @@ class Outcome(NamedTuple):
     success: bool = False
     effective: bool = True  # the state changed
     valid: bool = True  # the env understood the action
-    metrics: Mapping[str, float] = MappingProxyType({})  # further numbers for `info`
+    metrics: Mapping[str, Any] = MappingProxyType({})  # further entries of `info`
+    truncated: bool = False  # a wrapped env stopped watching; `max_steps` is looked after by `TextEnv`
 
 
 _BEGINNING = Outcome(0.0, effective=False)
@@ -69,6 +74,21 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._over = True
         self._success = False
         self._rng = np.random.default_rng(0)
+        self._gymnasium_rng: np.random.Generator | None = None
+        self._asked_space: Any = None
+        self._answer = range(0)
+        self._has_anchor = type(self).anchor is not TextEnv.anchor
+
+    @property
+    def _np_random(self) -> np.random.Generator | None:  # type: ignore[override]
+        """Gymnasium's own generator, which shoal's envs never use: seeded when somebody looks at it."""
+        if self._gymnasium_rng is None and self._np_random_seed is not None and self._np_random_seed >= 0:
+            self._gymnasium_rng, _ = seeding.np_random(self._np_random_seed)
+        return self._gymnasium_rng
+
+    @_np_random.setter
+    def _np_random(self, generator: np.random.Generator | None) -> None:
+        self._gymnasium_rng = generator
 
     # --- what a subclass writes
     @abstractmethod
@@ -88,12 +108,20 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return self.observe()
 
     def anchor(self) -> str:
-        """A key equal for equal states of one group; the observation unless that hides something."""
+        """A key equal for equal states of one group; the observation unless that hides something.
+
+        An env that overrides it gets the key into `info["anchor"]`.
+        """
         return self.observe()
 
     def available_actions(self) -> list[str]:
         """The words that the projection accepts in the present state."""
         return self.projection.words()
+
+    @property
+    def action_words(self) -> dict[str, Action]:
+        """The env's words and what they stand for; empty where actions are free text."""
+        return dict(self.projection.lookup)
 
     # --- what gymnasium sees
     def reset(
@@ -104,7 +132,9 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             if self._seed is None:
                 self._rng = np.random.default_rng()
             seed = int(self._rng.integers(2**63))
-        super().reset(seed=int(seed))
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
+        self._np_random_seed, self._gymnasium_rng = int(seed), None
         self._seed, self._steps, self._over, self._success = int(seed), 0, False, False
         self._rng = stream(self._seed, "env", type(self).__name__)
         self._start(self._rng)
@@ -119,7 +149,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         outcome = self._advance(self._checked(action))
         self._steps += 1
         self._success = self._success or outcome.success
-        truncated = not outcome.terminated and self._steps >= self.config.max_steps  # type: ignore[attr-defined]
+        late = outcome.truncated or self._steps >= self.config.max_steps  # type: ignore[attr-defined]
+        truncated = late and not outcome.terminated
         self._over = outcome.terminated or truncated
         return self._observation(), float(outcome.reward), outcome.terminated, truncated, self._info(outcome)
 
@@ -128,15 +159,26 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return self.observe() if self.render_mode == "ansi" else None
 
     def _checked(self, action: Any) -> Action:
-        if type(action) is not int and isinstance(action, np.generic | np.ndarray) and action.size == 1:
+        if type(action) is int and action in self._plain_actions():
+            return action
+        if isinstance(action, np.generic | np.ndarray) and action.size == 1:
             action = action.item()
         named = isinstance(action, int | str) and not isinstance(action, bool)
         if named and (action == self.invalid_action or self.action_space.contains(action)):
             return action  # type: ignore[no-any-return]
         raise EnvError(f"{type(self).__name__}: action must be in {self.action_space}, got {action!r}")
 
+    def _plain_actions(self) -> range:
+        """The whole numbers of a discrete space, kept because a space takes long to say what it contains."""
+        space = self.action_space
+        if self._asked_space is not space:
+            self._asked_space, self._answer = space, range(0)
+            if isinstance(space, gymnasium.spaces.Discrete):
+                self._answer = range(int(space.start), int(space.start + space.n))
+        return self._answer
+
     def _info(self, outcome: Outcome) -> dict[str, Any]:
-        return {
+        info: dict[str, Any] = {
             "success": self._success,
             "won": self._success,
             "action_is_valid": outcome.valid,
@@ -144,16 +186,37 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             "step": self._steps,
             "seed": self._seed,
             "available_actions": [] if self._over else self.available_actions(),
-            **outcome.metrics,
         }
+        if outcome.metrics:
+            info.update(outcome.metrics)
+        if self._has_anchor:
+            info["anchor"] = self.anchor()
+        return info
 
 
 def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:
-    """A config dataclass from settings; an unknown name is a `ConfigError` with the closest known one."""
-    known = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"{kind.__name__} has no setting {name!r}.{did_you_mean(name, known)}")
-    return kind(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    )
+    """A config dataclass from settings, as they come from code or YAML (lists become tuples).
+
+    Raises:
+        ConfigError: on an unknown name (with the closest known one) or a value of the wrong type.
+    """
+    hints: dict[str, Any] = _hints(kind)  # type: ignore[arg-type]
+    values = {}
+    for name, value in settings.items():
+        if name not in hints:
+            raise ConfigError(f"{kind.__name__} has no setting {name!r}.{did_you_mean(name, hints)}")
+        plain = value.item() if isinstance(value, np.generic) else value
+        try:
+            values[name] = msgspec.convert(plain, hints[name])
+        except msgspec.ValidationError as error:
+            reason = str(error).removesuffix(" - at `$`")
+            raise ConfigError(f"{kind.__name__}.{name}: {reason}, got {value!r}") from error
+        except TypeError:  # a type that msgspec does not know, such as a function: the config looks after it
+            values[name] = value
+    return kind(**values)
+
+
+@lru_cache(maxsize=256)
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {item.name: hints[item.name] for item in dataclasses.fields(kind)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypedDict, runtime_checkable
+from typing import Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant"]
     content: str
+    images: NotRequired[int]  # pictures shown before the content; only engines that take images see them
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     key: Key
     sampling: Sampling = Sampling()
+    images: tuple[str, ...] = ()  # data URLs or files, in the order in which the prompt shows them
 
 
 @dataclass(frozen=True, slots=True)

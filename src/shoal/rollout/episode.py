@@ -6,12 +6,14 @@ Every schedule (lockstep, asynchronous, in workers) drives the same machine, so 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.data import Status, Trajectory, Turn
+from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
-from shoal.rollout.engine import Completion, Key, Request, Sampling
+from shoal.rollout.engine import Completion, Key, Message, Request, Sampling
+from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene
 
 
@@ -23,6 +25,8 @@ class Role:
     instructions: str
     projection: Projection
     max_turns: int
+    prompt: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `PromptConfig` that this kind of env has of its own."""
 
     def word(self, action: int | str) -> str:
         """The env's word for an action."""
@@ -47,25 +51,38 @@ class Episode:
         self.place = place
         self.role = role
         self.over = False
-        self._prompter = prompter
+        self._prompter = prompter.variant(role.prompt)
         self._sampling = sampling
         self._turns: list[Turn] = []
         self._past: list[PastTurn] = []
         self._before: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._chat: list[Message] = []
+        self._images: tuple[str, ...] = ()
         self._version = 0
         self._success = self._terminated = self._truncated = False
 
-    def begin(self, observation: str, info: Mapping[str, Any]) -> None:
+    def begin(self, observation: Any, info: Mapping[str, Any]) -> None:
         """The env was reset."""
         self._see(observation, info)
 
     def request(self) -> Request:
         """What to ask the engine now."""
-        scene = Scene(self.role.instructions, self._text, self._words, self._past, self.role.max_turns)
-        self._prompt = self._prompter.prompt(scene, self._before)
+        role, prompter, shown = self.role, self._prompter, self._image is not None
+        scene = Scene(role.instructions, self._text, self._words, self._past, role.max_turns, int(shown))
+        self._prompt = prompter.prompt(scene, self._before)
+        if prompter.config.mode == "append":
+            self._check_append(prompter.message(scene))
+        if self._image is not None and prompter.shows_images:
+            grows = prompter.config.mode == "append"
+            self._images = (*self._images, self._image) if grows else (self._image,)
+        elif self._image is not None and not self._text:
+            raise EngineError(
+                f"{role.tag} shows pictures only, and this engine takes none: use an engine for images, or an "
+                f"env that observes text"
+            )
         place = self.place
         key = Key(place.seed, place.iteration, place.group, place.member, len(self._turns))
-        return Request(self._prompt, key, self._sampling)
+        return Request(self._prompt, key, self._sampling, self._images)
 
     def respond(self, completion: Completion) -> list[int | str]:
         """The engine answered; returns the env actions of this turn, to be stepped one by one until the end."""
@@ -74,12 +91,12 @@ class Episode:
         self._response = config.prefill + self._prompter.tokenizer.decode(completion.token_ids)
         self._projected = self.role.projection(self._response)
         self._reward, self._valid, self._shown = 0.0, self._projected.valid, self._text
-        self._anchor_before = self._anchor
+        self._anchor_before, self._image_before = self._anchor, self._image
         self._version = completion.weights_version
         return list(self._projected.actions)
 
     def observe(
-        self, observation: str, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]
+        self, observation: Any, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]
     ) -> None:
         """The env took one of the actions of this turn."""
         self._reward += reward
@@ -103,8 +120,10 @@ class Episode:
                 action_is_valid=self._valid,
                 reward=self._reward,
                 anchor=self._anchor_before,
+                image=self._image_before,
             )
         )
+        self._chat.append({"role": "assistant", "content": self._response})
         self._past.append(PastTurn(self._shown, self._response, words, self._reward))
         self._before = (self._prompt, completion.token_ids)
         if not (self._terminated or self._truncated) and len(self._turns) >= self.role.max_turns:
@@ -129,7 +148,28 @@ class Episode:
             weights_version=self._version,
         )
 
-    def _see(self, observation: str, info: Mapping[str, Any]) -> None:
-        self._text = observation
+    def _check_append(self, text: str) -> None:
+        """The prompt must begin with every token of the turn before, and with nothing else."""
+        self._chat.append({"role": "user", "content": text})
+        if self._before is None:
+            return
+        known = self._before[0] + self._before[1]
+        if self._prompt[: len(known)] != known:
+            pairs = zip(known, self._prompt, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(known), len(self._prompt)))
+            part = "prompt" if at < len(self._before[0]) else "response"
+            decode = self._prompter.tokenizer.decode
+            raise EngineError(
+                f"the prompt of turn {len(self._turns)} does not extend the one before: at token {at}, in its "
+                f"{part}, it has {decode(self._prompt[at : at + 8])!r} instead of {decode(known[at : at + 8])!r}"
+            )
+        self._prompter.check_drift(self._chat, self._prompt)
+
+    def _see(self, observation: Any, info: Mapping[str, Any]) -> None:
+        if isinstance(observation, str):
+            self._text, picture = observation, info.get("image")
+        else:
+            self._text, picture = str(info.get("text", "")), observation
+        self._image = None if picture is None else picture_url(picture)
         self._words = list(info.get("available_actions", ()))
-        self._anchor = str(info.get("anchor", observation))
+        self._anchor = str(info.get("anchor", self._text or self._image))

@@ -7,7 +7,7 @@ proportions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from shoal import envs
 from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.envs import TextEnv
+from shoal.envs.actions import Projection
 from shoal.envs.catalogue import env_class
 from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
+from shoal.rollout.prompts import PromptConfig
 from shoal.vector import make_vec
 from shoal.vector.make import Backend
 
@@ -32,6 +34,22 @@ class EnvTag:
     """Turns after which an episode is truncated; the env's own `max_steps` if not given."""
     env_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the env."""
+    max_actions_per_turn: int = 1
+    """How many actions one response may hold."""
+    action_sep: str = "||"
+    """What parts them."""
+    prompt: dict[str, Any] = field(default_factory=dict)
+    """Templates of this kind of env, where they differ from `agent_proxy.prompt`."""
+
+    def __post_init__(self) -> None:
+        if self.max_actions_per_turn < 1 or not self.action_sep:
+            raise ConfigError(
+                f"max_actions_per_turn must be at least 1 and action_sep not empty, got "
+                f"{self.max_actions_per_turn} and {self.action_sep!r}"
+            )
+        if "mode" in self.prompt:
+            raise ConfigError("prompt.mode is one for all envs: set agent_proxy.prompt.mode")
+        from_mapping(PromptConfig, self.prompt, "prompt.")
 
 
 @dataclass(frozen=True)
@@ -162,10 +180,19 @@ def make_roles(
     """What an agent is told of each tag; turns are limited by the least of `max_turn`, tag and env."""
     roles = {}
     for tag in dict.fromkeys(tags):
-        env = _make(tag, custom_envs[tag])
-        limits = (max_turn, custom_envs[tag].max_actions_per_traj, env.config.max_steps)
-        roles[tag] = role_of(tag, env, min(limit for limit in limits if limit is not None))
+        kind = custom_envs[tag]
+        env = _make(tag, kind)
+        limits = (max_turn, kind.max_actions_per_traj, env.config.max_steps)
+        role = role_of(tag, env, min(limit for limit in limits if limit is not None))
+        roles[tag] = replace(role, projection=several(role.projection, kind), prompt=kind.prompt)
     return roles
+
+
+def several(projection: Projection, kind: EnvTag) -> Projection:
+    """The projection of a kind of env with as many actions per response as it may hold."""
+    if kind.max_actions_per_turn == 1:
+        return projection
+    return replace(projection, separator=kind.action_sep, max_actions=kind.max_actions_per_turn)
 
 
 def validate_environment_config(config: Any) -> EnvironmentConfig:

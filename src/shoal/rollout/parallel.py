@@ -6,7 +6,6 @@ its unfinished episodes: they are played again, in fresh processes, and the roll
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import pickle
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import cloudpickle
@@ -412,7 +412,7 @@ def spread(items: list[Any], n_parts: int) -> list[list[Any]]:
     n_parts = max(1, min(n_parts, len(items)))
     size, rest = divmod(len(items), n_parts)
     cuts = [k * size + min(k, rest) for k in range(n_parts + 1)]
-    return [items[lo:hi] for lo, hi in itertools.pairwise(cuts)]
+    return [items[lo:hi] for lo, hi in pairwise(cuts)]
 
 
 def worthwhile_workers(report: RolloutReport, most: int) -> int:

@@ -7,18 +7,23 @@ sample. What the model wrote is kept as tokens in both; nothing is ever tokenize
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
-from shoal.core.errors import ConfigError, did_you_mean
+from shoal.core.errors import ConfigError, EngineError, did_you_mean
+from shoal.rollout.drift import find_drift
 from shoal.rollout.engine import ChatTokenizer, Message
+
+logger = logging.getLogger(__name__)
 
 FIELDS = ("instructions", "observation", "history", "actions", "step", "max_turns")
 TURN_FIELDS = ("step", "observation", "response", "action", "reward")
 _FIELD = re.compile(r"\{([a-z_]+)\}")
+_DRIFT_CHECKS = 8  # a template that rewrites earlier turns does it in the first of them
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,14 @@ class PromptConfig:
     """One past turn inside `{history}`."""
     prefill: str = ""
     """Text that the answer begins with, given to the model rather than asked of it."""
+    on_drift: Literal["warn", "raise", "ignore"] = "warn"
+    """In append mode, when the chat template would write an earlier turn otherwise than the model saw it."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("window", "append"):
             raise ConfigError(f"prompt.mode must be 'window' or 'append', got {self.mode!r}")
+        if self.on_drift not in ("warn", "raise", "ignore"):
+            raise ConfigError(f"prompt.on_drift must be 'warn', 'raise' or 'ignore', got {self.on_drift!r}")
         if self.history < 0:
             raise ConfigError(f"prompt.history must be at least 0, got {self.history}")
         if self.mode == "append" and self.prefill:
@@ -79,6 +88,7 @@ class Scene:
     actions: Sequence[str]
     past: Sequence[PastTurn]
     max_turns: int
+    n_images: int = 0  # pictures that belong to the observation
 
 
 class Prompter:
@@ -87,7 +97,19 @@ class Prompter:
     def __init__(self, config: PromptConfig, tokenizer: ChatTokenizer) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.shows_images = bool(getattr(tokenizer, "takes_images", False))
         self._start = lru_cache(maxsize=4096)(self._tokenize)
+        self._variants: dict[str, Prompter] = {}
+        self._drift_checks = 0 if config.on_drift == "ignore" else _DRIFT_CHECKS
+
+    def variant(self, settings: Mapping[str, Any]) -> Prompter:
+        """The same with some settings of its config replaced: what one kind of env has of its own."""
+        if not settings:
+            return self
+        key = repr(sorted(settings.items()))
+        if key not in self._variants:
+            self._variants[key] = Prompter(replace(self.config, **settings), self.tokenizer)
+        return self._variants[key]
 
     def prompt(
         self, scene: Scene, before: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -98,46 +120,76 @@ class Prompter:
             scene: the present state and the past.
             before: prompt and response of the turn before, None on the first turn.
         """
-        text = self.message(scene)
+        text, images = self.message(scene), scene.n_images if self.shows_images else 0
         if before is None or self.config.mode == "window":
-            return self._start(text)
+            return self._start(text, images)
         prompt, response = before
-        return prompt + response + self.tokenizer.extend(response, {"role": "user", "content": text})
+        message: Message = {"role": "user", "content": text}
+        if images:
+            message["images"] = images
+        return prompt + response + self.tokenizer.extend(response, message)
+
+    def check_drift(self, chat: Sequence[Message], prompt_ids: Sequence[int]) -> None:
+        """Compare an append prompt with what the chat template makes of the same chat, the first few times.
+
+        Raises:
+            EngineError: they differ and `on_drift` is "raise"; the message names the piece of the template.
+        """
+        if self._drift_checks <= 0:
+            return
+        self._drift_checks -= 1
+        if self.config.system:
+            chat = [{"role": "system", "content": self.config.system}, *chat]
+        drift = find_drift(self.tokenizer, chat, prompt_ids)
+        if drift is None:
+            return
+        self._drift_checks = 0
+        message = f"the chat template does not write this chat as the model saw it: {drift}"
+        if self.config.on_drift == "raise":
+            raise EngineError(f"{message}; use prompt.mode=window, or prompt.on_drift=warn to go on")
+        logger.warning("%s; the tokens of the episode stay exactly as sampled", message)
 
     def message(self, scene: Scene) -> str:
         """The user message of this turn."""
-        template = self.config.later if scene.past else self.config.first
-        shown = scene.past[len(scene.past) - self.config.history :] if self.config.history else ()
-        first = len(scene.past) - len(shown)
-        history = "\n".join(
-            fill(
-                self.config.turn,
-                {
-                    "step": str(first + index + 1),
-                    "observation": turn.observation,
-                    "response": turn.response,
-                    "action": turn.action,
-                    "reward": f"{turn.reward:g}",
-                },
-            )
-            for index, turn in enumerate(shown)
-        )
-        fields = {
-            "instructions": scene.instructions,
-            "observation": scene.observation,
-            "history": history,
-            "actions": ", ".join(scene.actions),
-            "step": str(len(scene.past)),
-            "max_turns": str(scene.max_turns),
-        }
-        return fill(template, fields)
+        return compose(self.config, scene)
 
-    def _tokenize(self, text: str) -> tuple[int, ...]:
+    def _tokenize(self, text: str, images: int = 0) -> tuple[int, ...]:
         messages: list[Message] = [{"role": "user", "content": text}]
+        if images:
+            messages[0]["images"] = images
         if self.config.system:
             messages.insert(0, {"role": "system", "content": self.config.system})
         prefill = self.tokenizer.encode(self.config.prefill) if self.config.prefill else ()
         return self.tokenizer.start(messages) + prefill
+
+
+def compose(config: PromptConfig, scene: Scene) -> str:
+    """The user message of a turn, from the templates."""
+    template = config.later if scene.past else config.first
+    shown = scene.past[len(scene.past) - config.history :] if config.history else ()
+    first = len(scene.past) - len(shown)
+    history = "\n".join(
+        fill(
+            config.turn,
+            {
+                "step": str(first + index + 1),
+                "observation": turn.observation,
+                "response": turn.response,
+                "action": turn.action,
+                "reward": f"{turn.reward:g}",
+            },
+        )
+        for index, turn in enumerate(shown)
+    )
+    fields = {
+        "instructions": scene.instructions,
+        "observation": scene.observation,
+        "history": history,
+        "actions": ", ".join(scene.actions),
+        "step": str(len(scene.past)),
+        "max_turns": str(scene.max_turns),
+    }
+    return fill(template, fields)
 
 
 def fill(template: str, fields: dict[str, str]) -> str:

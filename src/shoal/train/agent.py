@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import OmegaConf
 
 from shoal import envs
@@ -23,13 +23,21 @@ from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments, make_roles
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.train.agent_advantages import turn_advantages
-from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, save_checkpoint
+from shoal.train.agent_checkpoints import (
+    Progress,
+    keep_best,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_metrics import rollout_metrics
+from shoal.train.critic import Critic, split_optimizer
 from shoal.train.group_advantages import has_signal
 from shoal.train.policy import TrainableEngine, make_engine
-from shoal.train.samples import make_samples
+from shoal.train.preparation import prepare_samples
+from shoal.train.reference import Reference
+from shoal.train.schedules import decayed
 from shoal.train.tensorboard import TensorBoard
 from shoal.train.update import trained_parameters, update
 from shoal.train.warmup import warm_up
@@ -55,13 +63,20 @@ class AgentTrainer:
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
         self.engine: TrainableEngine = make_engine(config.engine, self._action_words(), config.seed)
-        self.optimizer = torch.optim.AdamW(
-            trained_parameters(self.engine.model), lr=config.algorithm.learning_rate, weight_decay=0.0
+        algorithm = config.algorithm
+        self.critic = Critic(self.engine) if algorithm.needs_critic else None
+        self.optimizer = split_optimizer(
+            trained_parameters(self.engine.model),
+            self.critic,
+            algorithm.learning_rate,
+            algorithm.critic.learning_rate,
+            algorithm.weight_decay,
         )
         self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event)
         self.progress = Progress(0, 0.0, 0, 0)
         self._collector = self._make_collector("train", config.seed)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
+        self._reference = Reference(self.folder.path / "reference") if algorithm.kl.coef else None
         self._board = TensorBoard(self.folder.path / "tensorboard", config.trainer.tensorboard)
         self._warned = False
 
@@ -94,24 +109,27 @@ class AgentTrainer:
         else:
             yield self._start()
         settings = self.config.trainer
-        best = self.progress.best_success
-        while self.progress.iteration < settings.iterations:
+        enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
+        while self.progress.iteration < settings.iterations and self._success_now() < enough:
             row = self.train_iteration()
             last = self.progress.iteration >= settings.iterations
+            improved = False
             if last or self.progress.iteration % settings.eval_every == 0:
                 row |= self._validate()
-                best = max(best, row["heldout_success"])
-                last = last or row["heldout_success"] >= (settings.stop_at_success or np.inf)
-                self.progress = Progress(
-                    self.progress.iteration, best, self.progress.episodes, self.progress.tokens
-                )
+                improved = row["heldout_success"] > self.progress.best_success
+                if improved:
+                    self.progress = replace(self.progress, best_success=row["heldout_success"])
+                last = last or row["heldout_success"] >= enough
             self._report(row)
-            if last or self.progress.iteration % settings.save_every == 0:
-                self._save()
+            if last or improved or self.progress.iteration % settings.save_every == 0:
+                self._save(best=improved)
             yield row
-            if last:
-                break
         self._finish()
+
+    def _success_now(self) -> float:
+        """Held-out success at this iteration, if it was measured."""
+        rows = self.folder.read_metrics()
+        return float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
 
     def train_iteration(self) -> dict[str, Any]:
         """One round of rollouts and one update; returns its metrics."""
@@ -173,16 +191,29 @@ class AgentTrainer:
         row["groups_trained"] = float(len({t.group for t in learned}))
         if not learned:
             return row
-        advantages = turn_advantages(learned, config.algorithm, config.agent_proxy)
-        samples = [
-            sample
-            for trajectory, values in zip(learned, advantages, strict=True)
-            for sample in make_samples(trajectory, values.tolist())
-        ]
-        temperature = config.agent_proxy.temperature
-        return row | update(
-            self.engine, self.optimizer, samples, config.algorithm, temperature, config.seed, iteration
+        self._set_rates(iteration)
+        reference = self._reference.engine if self._reference else None
+        samples = prepare_samples(
+            learned, self.engine, self.critic, reference, config.algorithm, config.agent_proxy
         )
+        return row | update(
+            self.engine,
+            self.critic,
+            self.optimizer,
+            samples,
+            config.algorithm,
+            config.agent_proxy.temperature,
+            config.seed,
+            iteration,
+        )
+
+    def _set_rates(self, iteration: int) -> None:
+        """Learning rates by the schedule, from the number of the iteration alone."""
+        algorithm = self.config.algorithm
+        progress = iteration / self.config.trainer.iterations
+        rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+            group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
 
     def _shaping_only(self, trajectories: list[Trajectory], with_signal: set[int]) -> float:
         """Share of groups whose members differ by format penalty alone; warns once when it is most of them."""
@@ -214,6 +245,10 @@ class AgentTrainer:
         losses = list(self._warm_up())
         if losses:
             row["warmup_loss"] = losses[-1]
+        if self.critic is not None:
+            self.critic.model.load_state_dict(self.engine.model.state_dict())
+        if self._reference is not None:
+            self._reference.keep(self.engine)
         row |= self._validate()
         self._report(row)
         self._save()
@@ -221,7 +256,11 @@ class AgentTrainer:
 
     def _resume(self) -> Iterator[dict[str, Any]]:
         path = newest_checkpoint(self.folder.path / "checkpoints")
-        self.progress = load_checkpoint(path, self.engine, self.optimizer, self.config.comparable())
+        self.progress = load_checkpoint(
+            path, self.engine, self.critic, self.optimizer, self.config.comparable()
+        )
+        if self._reference is not None:
+            self._reference.load(self.config.engine.device)
         self.folder.keep_metrics(lambda row: row["iteration"] <= self.progress.iteration)
         yield from self.folder.read_metrics()
 
@@ -255,15 +294,18 @@ class AgentTrainer:
         self.folder.append_metrics(row)
         self._board.add(row, row["iteration"])
 
-    def _save(self) -> None:
+    def _save(self, *, best: bool = False) -> None:
         path = save_checkpoint(
             self.folder.path / "checkpoints",
             self.engine,
+            self.critic,
             self.optimizer,
             self.progress,
             self.config.comparable(),
             self.config.trainer.keep_checkpoints,
         )
+        if best:
+            keep_best(path)
         self.folder.event("checkpoint", step=self.progress.iteration, path=str(path))
 
     def _finish(self) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
 
 from shoal.core.errors import DataError
-from shoal.core.files import read_json, verify_folder, write_folder
+from shoal.core.files import MANIFEST, read_json, verify_folder, write_folder
 from shoal.train.policy import TrainableEngine
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -35,6 +36,7 @@ class Progress:
 def save_checkpoint(
     folder: Path,
     engine: TrainableEngine,
+    critic: nn.Module | None,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     config: dict[str, Any],
@@ -46,6 +48,8 @@ def save_checkpoint(
         (temporary / "engine").mkdir()
         engine.save(temporary / "engine")
         save_file(_optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
+        if critic is not None:
+            save_model(critic, str(temporary / "critic.safetensors"))
         state = {
             "iteration": progress.iteration,
             "best_success": progress.best_success,
@@ -58,6 +62,12 @@ def save_checkpoint(
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+def keep_best(checkpoint: Path) -> None:
+    """Commit a copy of `checkpoint` as `best` beside it, in the place of the best before."""
+    with write_folder(checkpoint.parent / "best") as folder:
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -85,7 +95,11 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def load_checkpoint(
-    path: Path, engine: TrainableEngine, optimizer: torch.optim.Optimizer, config: dict[str, Any]
+    path: Path,
+    engine: TrainableEngine,
+    critic: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
 ) -> Progress:
     """Put a checkpoint's weights and optimizer state in place and say where the run stands.
 
@@ -97,6 +111,8 @@ def load_checkpoint(
     if difference:
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
     engine.load_weights(load_file(path / "engine" / "model.safetensors"), state["weights_version"])
+    if critic is not None:
+        load_model(critic, path / "critic.safetensors")
     _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
     return Progress(state["iteration"], state["best_success"], state["episodes"], state["tokens"])
 

@@ -9,6 +9,21 @@ from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.group_advantages import Method
+from shoal.train.token_losses import Aggregation, KLEstimator
+
+Estimator = Literal[
+    "grpo",
+    "dr_grpo",
+    "gigpo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "gae",
+    "turn_gae",
+    "bi_level_gae",
+]
+CRITIC_ESTIMATORS = ("gae", "turn_gae", "bi_level_gae")
 
 
 @dataclass(frozen=True)
@@ -61,32 +76,86 @@ class FilterGroups:
 
 
 @dataclass(frozen=True)
+class Critic:
+    """The value network of estimators that need one (`gae`, `turn_gae`, `bi_level_gae`)."""
+
+    gae_lambda: float = 0.95
+    token_lambda: float = 1.0
+    """Trace decay within a turn (`bi_level_gae`)."""
+    learning_rate: float = 1e-3
+    value_clip: float | None = 0.5
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """Holding on to the weights that the run started from."""
+
+    coef: float = 0.0
+    """0 keeps no reference model."""
+    estimator: KLEstimator = "k3"
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """Importance weights for an engine whose log-probs differ from the trainer's."""
+
+    method: Literal["none", "truncate", "mask"] = "none"
+    cap: float = 2.0
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """How trajectories change the weights."""
 
-    adv_estimator: Literal["grpo", "gigpo"] = "grpo"
+    adv_estimator: Estimator = "grpo"
     gamma: float = 1.0
     """Discount per turn; below 1, shorter solutions are worth more."""
     step_advantage_weight: float = 1.0
     """GiGPO: weight of the step-level advantage beside the episode's."""
+    policy_loss: Literal["clip", "gspo", "cispo"] = "clip"
+    loss_aggregation: Aggregation = "token_mean"
+    loss_constant: float = 1.0
+    """Tokens a sequence is divided by, for `loss_aggregation: constant`."""
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.28
+    dual_clip: float | None = None
+    """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
+    entropy_coef: float = 0.02
     learning_rate: float = 1e-3
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From `learning_rate` at the first iteration to 0 after the last."""
+    weight_decay: float = 0.0
     epochs: int = 1
     minibatch_size: int = 256
     """Samples of one gradient step."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, that go through the network at once; changes memory, not results."""
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
-    entropy_coef: float = 0.02
     max_grad_norm: float = 1.0
     filter_groups: FilterGroups = FilterGroups()
+    critic: Critic = Critic()
+    kl: KLPenalty = KLPenalty()
+    rollout_correction: RolloutCorrection = RolloutCorrection()
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
             raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
-        for name in ("learning_rate", "epochs", "minibatch_size", "micro_batch_tokens", "max_grad_norm"):
+        for name in (
+            "learning_rate",
+            "epochs",
+            "minibatch_size",
+            "micro_batch_tokens",
+            "max_grad_norm",
+            "loss_constant",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ConfigError(f"dual_clip must be above 1, got {self.dual_clip}")
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the estimator works with values."""
+        return self.adv_estimator in CRITIC_ESTIMATORS
 
 
 @dataclass(frozen=True)

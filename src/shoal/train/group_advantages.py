@@ -36,6 +36,33 @@ def group_relative(rewards: ArrayLike, groups: ArrayLike, *, scale: bool = True)
     return np.where(with_signal, centred / np.where(with_signal & scale, spread, 1.0), 0.0)
 
 
+def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
+    """RLOO advantages (arXiv:2402.14740): a reward against the mean of the *other* members of its group.
+
+    Returns:
+        `[B]`; zero for groups of one, which have no other member.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    _, index = np.unique(np.asarray(groups), return_inverse=True)
+    others = np.bincount(index)[index] - 1
+    baseline = (np.bincount(index, values)[index] - values) / np.maximum(others, 1)
+    return np.where(others > 0, values - baseline, 0.0)
+
+
+def batch_normalized(rewards: ArrayLike, groups: ArrayLike, *, baseline: bool = False) -> Array:
+    """REINFORCE++ advantages (arXiv:2501.03262): normalised over the whole batch instead of a group.
+
+    Args:
+        rewards: `[B]` one per trajectory.
+        groups: `[B]` integer group of each, used with `baseline` only.
+        baseline: subtract the mean of the group first (REINFORCE++-baseline); the scale stays the batch's.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if baseline:
+        values = _centre(values, groups)[0]
+    return group_relative(values, np.zeros(len(values), dtype=np.int64))
+
+
 def has_signal(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
     """`[B]`: whether the group of each trajectory has members with different rewards."""
     return _centre(rewards, groups)[1] > EPSILON

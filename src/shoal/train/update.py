@@ -10,9 +10,18 @@ from torch import Tensor, nn
 
 from shoal.core.seeding import stream
 from shoal.train.agent_config import Algorithm
+from shoal.train.critic import Critic
 from shoal.train.policy import TrainableEngine
 from shoal.train.samples import MicroBatch, Sample, micro_batches
-from shoal.train.token_losses import clipped_token_loss, entropy_of
+from shoal.train.token_losses import (
+    aggregation_weights,
+    clipped_token_loss,
+    entropy_of,
+    kl_penalty,
+    sequence_clipped_loss,
+    truncated_weight_loss,
+    value_loss,
+)
 
 
 @dataclass
@@ -20,19 +29,22 @@ class Totals:
     """Sums over the tokens of an update, for its metrics."""
 
     tokens: int = 0
-    loss: float = 0.0
+    loss: float = 0.0  # weighted, so already a mean a minibatch
     entropy: float = 0.0
     clipped: float = 0.0
     kl: float = 0.0
+    kl_to_reference: float = 0.0
+    value_loss: float = 0.0
+    correction: float = 0.0
     largest_gap: float = 0.0  # |log-prob now - when sampled| before the first gradient step
     grad_norm: float = 0.0
     steps: int = 0
 
-    def metrics(self) -> dict[str, float]:
-        """Means a token, and means a step for the gradient."""
+    def metrics(self, config: Algorithm) -> dict[str, float]:
+        """Means a token, and means a step for loss and gradient."""
         tokens, steps = max(self.tokens, 1), max(self.steps, 1)
-        return {
-            "loss": self.loss / tokens,
+        row = {
+            "loss": self.loss / steps,
             "entropy": self.entropy / tokens,
             "clip_fraction": self.clipped / tokens,
             "kl_to_rollout": self.kl / tokens,
@@ -41,6 +53,13 @@ class Totals:
             "gradient_steps": self.steps,
             "trained_tokens": self.tokens,
         }
+        if config.kl.coef:
+            row["kl_to_reference"] = self.kl_to_reference / tokens
+        if config.needs_critic:
+            row["value_loss"] = self.value_loss / tokens
+        if config.rollout_correction.method != "none":
+            row["rollout_correction_mean"] = self.correction / tokens
+        return row
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -48,8 +67,16 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def logprobs_of(engine: TrainableEngine, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities `[N, V]` of every token and `[N]` of the trained ones, as sampled at `temperature`."""
+    scores = engine.logits_at(micro.ids, micro.lengths, micro.where).float() / (temperature or 1.0)
+    scores = scores.log_softmax(-1)
+    return scores, scores.gather(1, micro.targets[:, None])[:, 0]
+
+
 def update(
     engine: TrainableEngine,
+    critic: Critic | None,
     optimizer: torch.optim.Optimizer,
     samples: Sequence[Sample],
     config: Algorithm,
@@ -67,28 +94,35 @@ def update(
         order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
         for first in range(0, len(order), config.minibatch_size):
             minibatch = [samples[i] for i in order[first : first + config.minibatch_size]]
-            _step(engine, optimizer, minibatch, config, temperature, totals)
+            gradient_step(engine, critic, optimizer, minibatch, config, temperature, totals)
     engine.weights_version += 1
-    return totals.metrics()
+    return totals.metrics(config)
 
 
-def _step(
+def gradient_step(
     engine: TrainableEngine,
+    critic: Critic | None,
     optimizer: torch.optim.Optimizer,
     minibatch: Sequence[Sample],
     config: Algorithm,
     temperature: float,
     totals: Totals,
 ) -> None:
-    """One gradient step; its loss is a sum over tokens divided by the tokens of the whole minibatch."""
-    n_tokens = sum(sample.n_trained for sample in minibatch)
+    """One step of the optimizer; the weights of all tokens of the minibatch sum to 1."""
+    weights = aggregation_weights(
+        [len(s.places) for s in minibatch], config.loss_aggregation, config.loss_constant
+    )
+    weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
     parameters = trained_parameters(engine.model)
-    device = str(parameters[0].device)
     optimizer.zero_grad(set_to_none=True)
-    for micro in micro_batches(minibatch, config.micro_batch_tokens, engine.pad_id, device):
+    for micro in micro_batches(weighted, config.micro_batch_tokens, engine.pad_id, str(parameters[0].device)):
         loss = token_loss(engine, micro, config, temperature, totals)
-        (loss / n_tokens).backward()  # type: ignore[no-untyped-call]
+        if critic is not None:
+            loss = loss + critic_loss(critic, micro, config, totals)
+        loss.backward()  # type: ignore[no-untyped-call]
     totals.grad_norm += float(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
+    if critic is not None:
+        nn.utils.clip_grad_norm_(critic.parameters(), config.max_grad_norm)
     totals.steps += 1
     optimizer.step()
 
@@ -96,24 +130,49 @@ def _step(
 def token_loss(
     engine: TrainableEngine, micro: MicroBatch, config: Algorithm, temperature: float, totals: Totals
 ) -> Tensor:
-    """The summed loss of the tokens of a micro-batch; adds to `totals`."""
-    scores = engine.logits_at(micro.ids, micro.lengths, micro.where).float() / (temperature or 1.0)
-    scores = scores.log_softmax(-1)
-    logprobs = scores.gather(1, micro.targets[:, None])[:, 0]
+    """The weighted sum of the policy's loss over a micro-batch; adds to `totals`."""
+    scores, logprobs = logprobs_of(engine, micro, temperature)
+    columns = micro.columns
+    losses = _policy_losses(logprobs, micro, config)
+    if "correction" in columns:
+        losses = losses * columns["correction"]
+        totals.correction += float(columns["correction"].sum())
     entropy = entropy_of(scores)
-    losses = clipped_token_loss(
-        logprobs, micro.old_logprobs, micro.advantages, config.clip_ratio_low, config.clip_ratio_high
-    )
-    loss = losses.sum() - config.entropy_coef * entropy.sum()
+    losses = losses - config.entropy_coef * entropy
+    if config.kl.coef:
+        kl = kl_penalty(logprobs, columns["reference_logprobs"], config.kl.estimator)
+        losses = losses + config.kl.coef * kl
+        totals.kl_to_reference += float(kl.detach().sum())
+    loss = (losses * columns["weights"]).sum()
     with torch.no_grad():
-        gap = logprobs - micro.old_logprobs
+        gap = logprobs - columns["old_logprobs"]
         ratio = gap.exp()
         outside = (ratio < 1 - config.clip_ratio_low) | (ratio > 1 + config.clip_ratio_high)
         totals.tokens += len(micro.targets)
-        totals.loss += float(loss.detach())
-        totals.entropy += float(entropy.detach().sum())
+        totals.loss += float(loss)
+        totals.entropy += float(entropy.sum())
         totals.clipped += float(outside.sum())
         totals.kl += float((ratio - 1 - gap).sum())
         if totals.steps == 0:
-            totals.largest_gap = max(totals.largest_gap, float(gap.abs().max()))
+            rollout_gap = logprobs - columns["rollout_logprobs"]
+            totals.largest_gap = max(totals.largest_gap, float(rollout_gap.abs().max()))
     return loss
+
+
+def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
+    """The weighted sum of the critic's loss over a micro-batch."""
+    values = critic(micro.ids, micro.lengths, micro.where)
+    columns = micro.columns
+    losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
+    totals.value_loss += float(losses.detach().sum())
+    return (losses * columns["weights"]).sum()
+
+
+def _policy_losses(logprobs: Tensor, micro: MicroBatch, config: Algorithm) -> Tensor:
+    old, advantages = micro.columns["old_logprobs"], micro.columns["advantages"]
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    if config.policy_loss == "gspo":
+        return sequence_clipped_loss(logprobs, old, advantages, micro.rows, low, high)
+    if config.policy_loss == "cispo":
+        return truncated_weight_loss(logprobs, old, advantages, high)
+    return clipped_token_loss(logprobs, old, advantages, low, high, config.dual_clip)

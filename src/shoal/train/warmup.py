@@ -42,7 +42,7 @@ def warm_up(
     device = str(parameters[0].device)
     for step in range(config.steps):
         samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
-        n_tokens = sum(sample.n_trained for sample in samples)
+        n_tokens = sum(len(sample.places) for sample in samples)
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for micro in micro_batches(samples, micro_batch_tokens, engine.pad_id, device):
@@ -72,7 +72,7 @@ def _random_play(
             episode.end_turn()
             turns += 1
         trajectory = episode.trajectory()
-        samples = make_samples(trajectory, [0.0] * len(trajectory.turns))
+        samples = make_samples(trajectory)
         for i in rng.permutation(len(samples)):
             yield samples[i]
 

@@ -1,7 +1,28 @@
 """Many environments stepped in parallel: `make_vec` and what stands on it."""
 
-from shoal.vector.container import MultiProcessEnvironmentContainer
-from shoal.vector.make import make_vec
-from shoal.vector.pool import StepResult, VectorPool, groups
+from __future__ import annotations
 
-__all__ = ["MultiProcessEnvironmentContainer", "StepResult", "VectorPool", "groups", "make_vec"]
+import importlib
+from typing import Any
+
+_HOME = {
+    "AsyncVectorEnv": "gym_async",
+    "EnvPoolStyle": "pool_styles",
+    "JaxVectorEnv": "jax_env",
+    "MultiProcessEnvironmentContainer": "container",
+    "ParallelEnv": "parallel_env",
+    "PufferStyle": "pool_styles",
+    "Ready": "results",
+    "SB3VecEnv": "sb3",
+    "StepResult": "results",
+    "VectorPool": "pool",
+    "groups": "pool",
+    "make_vec": "make",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"shoal.vector.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'shoal.vector' has no attribute {name!r}")

@@ -19,9 +19,10 @@ def write_batch(slots: Slots, batch: Any) -> Loose:
     loose: Loose = {}
     columns = slots.actions.split(batch, slots.n_envs)
     for i, (target, column) in enumerate(zip(slots.act, columns, strict=True)):
-        if target is not None and slots.actions.leaves[i].kind == "fixed":
+        kind = slots.actions.leaves[i].kind
+        if kind == "fixed" and _same(column, target):
             target[...] = column
-        else:
+        else:  # what has another type or shape than the space says reaches the envs as it is, as in a plain loop
             loose[i] = dict(enumerate(column))
     return loose
 
@@ -36,7 +37,7 @@ def write_some(slots: Slots, ids: Sequence[int], actions: Sequence[Any]) -> Loos
             loose.setdefault(WHOLE, {})[i] = action
         elif _fits(action, leaves[0].shape, leaves[0].dtype):
             slots.act[0][i] = action
-        else:  # the env itself says what it thinks of it
+        else:
             loose.setdefault(WHOLE, {})[i] = action
     return loose
 
@@ -52,29 +53,33 @@ def read(
     stop = first + members[-1] + 1
     columns: list[Any] = []
     for i, leaf in enumerate(layout.leaves):
-        if leaf.kind == "fixed":
+        if i in loose:
+            columns.append([loose[i][first + j] for j in members])
+        elif leaf.kind == "fixed":
             rows = slots.act[i][first:stop].copy()
             columns.append(list(rows) if len(rows) == len(members) else [rows[j] for j in members])
-        elif i in loose:
-            columns.append([loose[i][first + j] for j in members])
         else:
             columns.append([None] * len(members))
-    if layout.is_leaf:
-        actions = columns[0]
-    else:
+    actions = columns[0]
+    if not layout.is_leaf:
         actions = [layout.rebuild(values) for values in zip(*columns, strict=True)]
     if whole is not None:
         actions = [whole.get(first + j, action) for j, action in zip(members, actions, strict=True)]
     return list(actions)
 
 
+def _same(column: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> bool:
+    if column.shape != target.shape:
+        return False
+    return column.dtype == target.dtype or _same_integers(column, target.dtype)
+
+
+def _same_integers(column: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
+    return column.dtype.kind in "iu" and dtype.kind in "iu" and bool((column.astype(dtype) == column).all())
+
+
 def _fits(action: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    if isinstance(action, str | bytes) or action is None:
+    # What is not already of the space's own type (an int, say) reaches the env as it is.
+    if not isinstance(action, np.ndarray if shape else np.generic):
         return False
-    try:
-        array = np.asarray(action)
-    except (TypeError, ValueError):
-        return False
-    if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-        return False
-    return dtype.kind not in "iu" or bool(np.all(array.astype(dtype) == array))
+    return bool(action.dtype == dtype and action.shape == shape)

@@ -131,10 +131,12 @@ def _typed(base: type[WorkerError], original: BaseException | None, message: str
     kind = type(original)
     if isinstance(original, Exception) and not isinstance(original, base):
         try:
-            both = type(f"{base.__name__}[{kind.__name__}]", (base, kind), {"__str__": lambda self: message})
-            error = both.__new__(both, message)
+            both: Any = type(
+                f"{base.__name__}[{kind.__name__}]", (base, kind), {"__str__": lambda _: message}
+            )
+            error: WorkerError = both.__new__(both, message)
             error.args = (message,)
-            return error  # type: ignore[no-any-return]
+            return error
         except Exception:  # the classes do not go together: the plain error tells the same
             return base(message)
     return base(message)

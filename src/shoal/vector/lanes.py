@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from shoal.vector.actions import Loose, read
+from shoal.vector.failures import Failure
 from shoal.vector.share import Extras, Share
 
 
@@ -16,6 +17,14 @@ class Lane(Protocol):
     count: int
     inline: bool
     """The caller's own thread does the work, in `finish`."""
+    ring: int
+    """Where in the ring its latest observations are."""
+    lost: Failure | None
+    """Why it can no longer work, if so."""
+    home: Any
+    """What it shares with lanes that are lost together with it."""
+    rings_bell: bool
+    """Its next replies ring the pool's common bell instead of its own."""
 
     def start_step(self, members: Sequence[int] | None, loose: Loose, ring: int) -> None:
         """Begin to step all envs of the share, or only `members`; fixed-size actions are in the slots."""
@@ -26,6 +35,9 @@ class Lane(Protocol):
     def finished(self) -> bool:
         """The reply is there: `finish` will not wait."""
 
+    def check(self) -> None:
+        """Notice a worker that is gone or overdue; `finished` is true then."""
+
     def finish(self, timeout: float | None = None) -> Extras | None:
         """The reply; `TimeoutError` when it does not come in time (it may be collected later)."""
 
@@ -33,12 +45,32 @@ class Lane(Protocol):
         """End it, by force after `timeout` seconds."""
 
 
+class Backend(Protocol):
+    """What the lanes of a pool stand on: their processes or machines."""
+
+    def revive(self, lane: Any) -> Sequence[Lane]:
+        """Give a lost lane a fresh worker; returns all lanes that lived in the old one."""
+
+    def wait_bell(self, seconds: float) -> None:
+        """Sleep until a lane that rings the common bell has an answer, or so many seconds."""
+
+    def close(self, seconds: float) -> None:
+        """End everything, by force after so many seconds."""
+
+    def stats(self) -> list[dict[str, Any]]:
+        """One row per worker."""
+
+
 class InlineLane:
     """A share that the caller steps itself."""
 
     inline = True
+    lost: Failure | None = None
+    home: Any = None
 
     def __init__(self, share: Share) -> None:
+        self.ring = 0
+        self.rings_bell = False
         self.share = share
         self.first, self.count = share.first, share.count
         self._all = range(share.count)
@@ -56,6 +88,9 @@ class InlineLane:
     def finished(self) -> bool:
         """Its reply costs the caller's own time and nothing else."""
         return True
+
+    def check(self) -> None:
+        """The caller knows about itself."""
 
     def finish(self, timeout: float | None = None) -> Extras | None:
         """Do it."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -44,7 +45,10 @@ class Zygote:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.lock = threading.Lock()
+        # Reentrant, with numbered answers: a garbage collection inside `ask` may close another pool.
+        self.lock = threading.RLock()
+        self._asked = 0
+        self._answers: dict[int, dict[str, Any]] = {}
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
         program = (
@@ -62,6 +66,8 @@ class Zygote:
             raise
         finally:
             theirs.close()
+        # Finalizers run newest first at exit, so the pools, which need this process to end theirs, go before.
+        weakref.finalize(self, _end_zygote, self.link, self.process, self.owner)
         self.link.settimeout(60.0)
         if self.link.recv(64) != b"ready":
             raise WorkerDiedError(
@@ -82,16 +88,31 @@ class Zygote:
     def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send one request and return its answer."""
         with self.lock:
+            self._asked += 1
+            number = self._asked
             try:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-                self.link.sendmsg([json.dumps(request).encode()], rights if descriptors else [])
-                data = self.link.recv(4096)
+                data = json.dumps({**request, "number": number}).encode()
+                self.link.sendmsg([data], rights if descriptors else [])
+                while number not in self._answers:
+                    data = self.link.recv(4096)
+                    if not data:
+                        raise WorkerDiedError("the process that starts workers is gone")
+                    answer = json.loads(data)
+                    self._answers[answer["number"]] = answer
             except OSError as error:
                 raise WorkerDiedError(f"the process that starts workers is gone ({error})") from error
-        if not data:
-            raise WorkerDiedError("the process that starts workers is gone")
-        answer: dict[str, Any] = json.loads(data)
-        return answer
+            return self._answers.pop(number)
+
+
+def _end_zygote(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() == owner:
+        link.close()
+        try:
+            process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class WorkerProcess:
@@ -248,6 +269,14 @@ class WorkerProcess:
             time.sleep(0.005)
         time.sleep(0.01)
         return self.log_text()
+
+    def rss(self) -> int:
+        """Its resident memory in bytes."""
+        try:
+            with open(f"/proc/{self.pid}/statm", "rb") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError):
+            return 0
 
     def kill(self) -> None:
         """Kill it and what its environments started, and wait until it is gone."""

@@ -7,8 +7,8 @@ The pool starts an operation on its lanes, collects their replies and lays the r
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,29 +22,22 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from shoal.core.errors import WorkerTimeoutError
 from shoal.core.seeding import derive_seed
 from shoal.vector.actions import Loose, write_batch, write_some
-from shoal.vector.failures import Failure, error_of
+from shoal.vector.failures import Failure
+from shoal.vector.flight import Flight
 from shoal.vector.infos import batch_infos
-from shoal.vector.lanes import Lane
-from shoal.vector.share import IN_SLOT, Extras
+from shoal.vector.lanes import Backend, Lane
+from shoal.vector.recovery import Recovery, raise_first
+from shoal.vector.results import Handouts, Ready, Record, Results, StepResult, by_env, merged
+from shoal.vector.share import Extras
 from shoal.vector.slots import Slots
 
-logger = logging.getLogger(__name__)
 OnFailure = Literal["raise", "restart", "mask"]
 Seeds = int | Sequence[int | None] | None
+Pending = tuple[Lane, Sequence[int]]
 
 
 class PendingTimeoutError(WorkerTimeoutError, multiprocessing.TimeoutError):
     """A `*_wait(timeout=…)` ran out; the late replies are dropped when they come."""
-
-
-class StepResult(NamedTuple):
-    """What one environment answered to one action."""
-
-    observation: Any
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: dict[str, Any]
 
 
 class Description(NamedTuple):
@@ -69,7 +62,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         autoreset: what happens at the end of an episode.
         on_failure: "raise" an error, "restart" what failed, or "mask" it out for good.
         max_restarts: per environment; the next failure raises.
-        copy_observations: return copies; else views that the next step overwrites.
+        copy_observations: return copies; else views that later steps overwrite.
+        backend: what the lanes stand on, if they stand on something.
     """
 
     def __init__(
@@ -82,7 +76,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         on_failure: OnFailure = "raise",
         max_restarts: int = 3,
         copy_observations: bool = True,
-        on_close: Callable[[float], None] | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.num_envs = slots.n_envs
         self.lanes, self.slots = list(lanes), slots
@@ -95,21 +89,24 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.single_action_space = description.action_spaces[0]
         self.observation_space = description.observation_space
         self.action_space = description.action_space
-        self.on_failure, self.max_restarts = on_failure, max_restarts
         self.copy = copy_observations
-        self.restarts = [0] * self.num_envs
         self.active = np.ones(self.num_envs, dtype=np.bool_)
         """False for environments that were masked out after a failure."""
-        self._seeds: list[int | None] = [None] * self.num_envs
-        self._beside: dict[int, list[Any]] = {
-            i: [None] * self.num_envs for i in (*slots.observations.text, *slots.observations.objects)
-        }
+        self.all_active = True
+        self.seeds: list[int | None] = [None] * self.num_envs
+        self.results = Results(slots)
+        self.backend = backend
+        self.handouts: Handouts | None = None
+        self.recovery = Recovery(
+            weakref.proxy(self), on_failure, max_restarts, backend.revive if backend else None
+        )
+        self.flight = Flight(weakref.proxy(self))
         self._ring = 0
         self._state: str | None = None
-        self._pending: list[tuple[Lane, Sequence[int] | None]] = []
+        self._pending: list[Pending] = []
+        self._paid: list[Record] = []
         self._lane_of = [lane for lane in self.lanes for _ in range(lane.count)]
-        self._on_close = on_close
-        self._finalizer = weakref.finalize(self, _close_lanes, self.lanes, on_close)
+        self._finalizer = weakref.finalize(self, _close, self.lanes, backend, os.getpid())
 
     # --- gymnasium's synchronous interface
     def reset(
@@ -132,7 +129,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     # --- in two halves
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Begin a reset; `reset_wait` returns its result."""
-        self._ready("reset")
+        self._ready("reset_async")
         seeds = self._spread(seed)
         chosen: list[int] | None = None
         if options is not None and "reset_mask" in options:
@@ -145,51 +142,70 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """The first observations and infos of the episodes begun by `reset_async`."""
         self._expect("reset")
         records = self._collect(timeout, "reset")
-        return self._observations(), batch_infos(self.num_envs, _merged(records))
+        return self._batch(), batch_infos(self.num_envs, merged(records))
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
-        self._ready("step")
-        loose = write_batch(self.slots, actions)
-        self._turn_ring(None)
-        active = None if self.active.all() else self.active
-        for lane in self.lanes:
-            members = None
-            if active is not None:
-                members = np.flatnonzero(active[lane.first : lane.first + lane.count]).tolist()
-                if not members:
-                    continue
-            lane.start_step(members, _for_lane(loose, lane), self._ring)
-            self._pending.append((lane, members))
-        self._state = "step"
+        self._ready("step_async")
+        self._step_all(write_batch(self.slots, actions))
+
+    def step_async_each(self, actions: Sequence[Any]) -> None:
+        """`step_async` with one action per environment, not batched."""
+        self._ready("step_async")
+        if len(actions) != self.num_envs:
+            raise ValueError(f"expected {self.num_envs} actions, got {len(actions)}")
+        self._step_all(write_some(self.slots, range(self.num_envs), actions))
+
+    def _step_all(self, loose: Loose) -> None:
+        chosen: list[int] | None = None
+        if self.recovery.owed or not self.all_active:
+            chosen = self._able()
+        self._begin_step(chosen, loose)
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
         self._expect("step")
         records = self._collect(timeout, "step")
         slots = self.slots
-        infos = batch_infos(self.num_envs, _merged(records)) if records else {}
         return (
-            self._observations(),
+            self._batch(),
             slots.rewards.copy(),
             slots.terminated.copy(),
             slots.truncated.copy(),
-            infos,
+            batch_infos(self.num_envs, merged(records)) if records else {},
         )
 
+    def step_wait_each(self) -> tuple[Any, Any, Any, Any, list[Record]]:
+        """`step_wait` with the infos as they came: `(env, final observation, final info or None, info)`."""
+        self._expect("step")
+        records = self._collect(None, "step")
+        slots = self.slots
+        flags = slots.terminated.copy(), slots.truncated.copy()
+        return self._batch(), slots.rewards.copy(), *flags, records
+
     # --- some of the environments
+    def reset_each(
+        self, seeds: Sequence[int | None], options: dict[str, Any] | None = None
+    ) -> tuple[Any, list[dict[str, Any]]]:
+        """Reset all environments: a batch of observations and one info per environment."""
+        self._ready("reset_async")
+        self._begin_reset(None, self._spread(list(seeds)), options)
+        self._state = "reset"
+        infos = by_env(self._collect(None, "reset"))
+        return self._batch(), [infos.get(i, {}) for i in range(self.num_envs)]
+
     def reset_some(
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
     ) -> list[tuple[Any, dict[str, Any]]]:
         """Reset the environments `indices`, each with its seed; one `(observation, info)` for each."""
-        self._ready("reset")
+        self._ready("reset_async")
         chosen = self._indices(indices, seeds, "seeds")
         everyone: list[int | None] = [None] * self.num_envs
         for i, seed in zip(chosen, seeds, strict=True):
             everyone[i] = seed
         self._begin_reset(sorted(chosen), everyone, options)
         self._state = "reset"
-        infos = _by_env(self._collect(None, "reset"))
+        infos = by_env(self._collect(None, "reset"))
         return [(self._observation(i), infos.get(i, {})) for i in chosen]
 
     def step_some(self, indices: Sequence[int], actions: Sequence[Any]) -> list[StepResult]:
@@ -197,26 +213,64 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         An action may be anything: what is not in the action space reaches the env as it is.
         """
-        self._ready("step")
+        self._ready("step_async")
         chosen = self._indices(indices, actions, "actions")
         loose = write_some(self.slots, chosen, actions)
-        self._turn_ring(chosen)
-        for lane, members in self._by_lane(sorted(chosen)):
-            lane.start_step(members, _for_lane(loose, lane), self._ring)
-            self._pending.append((lane, members))
-        self._state = "step"
-        infos = _by_env(self._collect(None, "step"))
-        slots = self.slots
-        return [
-            StepResult(
-                self._observation(i),
-                float(slots.rewards[i]),
-                bool(slots.terminated[i]),
-                bool(slots.truncated[i]),
-                infos.get(i, {}),
-            )
-            for i in chosen
-        ]
+        self._paid = self.recovery.pay_owed(chosen)
+        paid = {record[0] for record in self._paid}
+        self._begin_step(sorted(i for i in chosen if i not in paid), loose)
+        infos = by_env(self._collect(None, "step"))
+        return [self.result(i, infos) for i in chosen]
+
+    def observation_ring(self) -> Any:
+        """The observations of the last `ring` steps, batched `[ring, num_envs, ...]`: views, not copies.
+
+        `ring_position` is where the latest ones are; they go round, the next place after the last is the first.
+        """
+        if self.slots.observations.text or self.slots.observations.objects:
+            raise ValueError("a ring holds observations of fixed size only, not text or custom spaces")
+        return self.slots.observations.rebuild(self.slots.obs)
+
+    @property
+    def ring_position(self) -> int:
+        """The place of the latest observations in `observation_ring()`."""
+        return self._ring
+
+    def stats(self) -> dict[str, Any]:
+        """What is known of speed, memory and failures: restarts per env, and a row per worker."""
+        return {
+            "restarts": list(self.recovery.replaced),
+            "failures": list(self.recovery.blamed),
+            "active": int(self.active.sum()),
+            "workers": self.backend.stats() if self.backend is not None else [],
+        }
+
+    def observations(self) -> Any:
+        """The present observations of all environments."""
+        return self.results.rows(range(self.num_envs), [lane.ring for lane in self._lane_of])
+
+    # --- whichever are ready first
+    def send(self, env_ids: Sequence[int], actions: Sequence[Any]) -> None:
+        """Begin to step these environments; `recv` returns each when it is ready.
+
+        An environment takes its next action only after `recv` has returned its last result.
+        """
+        self._ready("send")
+        self.flight.send(self._indices(env_ids, actions, "actions"), actions)
+
+    def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int | None] | None = None) -> None:
+        """Begin to reset these environments; `recv` returns their first observations."""
+        self._ready("send_reset")
+        chosen = self._indices(env_ids, env_ids, "ids")
+        self.flight.send_reset(chosen, list(seeds) if seeds is not None else [None] * len(chosen))
+
+    def recv(self, min_envs: int = 1, timeout: float | None = None) -> Ready:
+        """The environments that are ready, at least `min_envs` of those in flight.
+
+        After `timeout` seconds it returns what there is, perhaps nothing; `late` names who kept it waiting.
+        """
+        self._ready("recv", in_flight=True)
+        return self.flight.recv(min_envs, timeout)
 
     # --- methods and attributes of the environments
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -226,20 +280,20 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin a call; `call_wait` returns its results."""
-        self._ready("call")
+        self._ready("call_async")
         if name in ("reset", "step", "close"):
             raise ValueError(f"{name!r} has a method of its own on the vector environment; use that")
         for lane in self.lanes:
             lane.start("call", name, args, kwargs, list(range(lane.count)))
-            self._pending.append((lane, None))
+            self._pending.append((lane, range(lane.count)))
         self._state = "call"
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`, in the order of the environments."""
         self._expect("call")
-        pending = self._take_pending()
+        pending, self._pending, self._state = self._pending, [], None
         replies = self._gather(pending, timeout, "call")
-        self._raise_first([f for reply in replies if reply for f in reply.failures])
+        raise_first([f for reply in replies if reply for f in reply.failures])
         return tuple(value for reply in replies if reply for value in reply.value)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -256,42 +310,43 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"values must be a list or tuple of one value per environment ({self.num_envs}), "
                 f"got {len(values)}"
             )
-        pending: list[tuple[Lane, Sequence[int] | None]] = []
+        pending: list[Pending] = []
         for lane in self.lanes:
             part = values[lane.first : lane.first + lane.count]
             lane.start("set_attr", name, list(part), list(range(lane.count)))
-            pending.append((lane, None))
+            pending.append((lane, range(lane.count)))
         replies = self._gather(pending, None, "set_attr")
-        self._raise_first([f for reply in replies if reply for f in reply.failures])
+        raise_first([f for reply in replies if reply for f in reply.failures])
 
-    def call_some(self, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`call` for some of the environments."""
-        self._ready("call")
-        chosen = self._indices(indices, indices, "indices")
-        pending: list[tuple[Lane, Sequence[int] | None]] = []
-        for lane, members in self._by_lane(sorted(chosen)):
-            lane.start("call", name, args, kwargs, members)
-            pending.append((lane, members))
+    def apply(
+        self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None
+    ) -> list[Any]:
+        """`function(env, *args)` for each environment, or some of them, where they live."""
+        self._ready("apply")
+        chosen = list(range(self.num_envs)) if indices is None else self._indices(indices, indices, "indices")
+        pending: list[Pending] = []
+        for lane, part in self.by_lane(sorted(chosen)):
+            lane.start("apply", function, args, part)
+            pending.append((lane, part))
         results: dict[int, Any] = {}
         failures: list[Failure] = []
-        for (lane, members), reply in zip(pending, self._gather(pending, None, "call"), strict=True):
-            assert members is not None
+        for (lane, members), reply in zip(pending, self._gather(pending, None, "apply"), strict=True):
             if reply is not None:
                 failures += reply.failures
                 results.update(zip([lane.first + j for j in members], reply.value or [], strict=False))
-        self._raise_first(failures)
+        raise_first(failures)
         return [results[i] for i in chosen]
 
     def render(self) -> tuple[Any, ...]:
         """What every environment renders."""
         return self.call("render")
 
-    @property
+    @property  # type: ignore[override]
     def np_random_seed(self) -> Any:
         """The seed of every environment's generator."""
         return self.get_attr("np_random_seed")
 
-    @property
+    @property  # type: ignore[misc]
     def np_random(self) -> Any:
         """Every environment's generator (from other processes: copies)."""
         return self.get_attr("np_random")
@@ -301,14 +356,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
         self._pending, self._state = [], None
         self._finalizer.detach()
-        _close_lanes(self.lanes, self._on_close, 0.0 if terminate else (2.0 if timeout is None else timeout))
+        _close(
+            self.lanes, self.backend, os.getpid(), 0.0 if terminate else (2.0 if timeout is None else timeout)
+        )
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and hasattr(self, "_finalizer"):
             self._finalizer()
 
     # --- inside
-    def _ready(self, operation: str) -> None:
+    def _ready(self, operation: str, *, in_flight: bool = False) -> None:
         if self.closed:
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
@@ -317,6 +374,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise AlreadyPendingCallError(
                 f"Calling `{operation}` while waiting for a pending call to `{self._state}` to complete.",
                 self._state,
+            )
+        if self.flight.ids and not (in_flight or operation in ("send", "send_reset")):
+            raise AlreadyPendingCallError(
+                f"Calling `{operation}` while environments {sorted(self.flight.ids)[:8]} are in flight; `recv` them.",
+                "recv",
             )
 
     def _expect(self, operation: str) -> None:
@@ -353,121 +415,152 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise ValueError(f"environments {masked} were masked out after a failure")
         return chosen
 
-    def _by_lane(self, chosen: Iterable[int]) -> list[tuple[Lane, list[int]]]:
-        groups: dict[int, tuple[Lane, list[int]]] = {}
+    def lane_of(self, i: int) -> Lane:
+        """The lane of one environment."""
+        return self._lane_of[i]
+
+    def by_lane(self, chosen: Iterable[int]) -> list[tuple[Lane, list[int]]]:
+        """Environments as (lane, positions in its share)."""
+        parts: dict[int, tuple[Lane, list[int]]] = {}
         for i in chosen:
             lane = self._lane_of[i]
-            groups.setdefault(lane.first, (lane, []))[1].append(i - lane.first)
-        return list(groups.values())
+            parts.setdefault(lane.first, (lane, []))[1].append(i - lane.first)
+        return list(parts.values())
+
+    def _able(self) -> list[int]:
+        """The envs that a full step steps; what is owed to the others is paid."""
+        active = np.flatnonzero(self.active).tolist()
+        off = ~self.active
+        self.slots.rewards[off], self.slots.terminated[off], self.slots.truncated[off] = 0.0, False, False
+        self._paid = self.recovery.pay_owed(active)
+        paid = {record[0] for record in self._paid}
+        return [i for i in active if i not in paid]
+
+    def _begin_step(self, chosen: list[int] | None, loose: Loose) -> None:
+        self._turn_ring(chosen)
+        if chosen is None:
+            for lane in self.lanes:
+                lane.start_step(None, for_lane(loose, lane), self._ring)
+                self._pending.append((lane, range(lane.count)))
+        else:
+            for lane, members in self.by_lane(chosen):
+                lane.start_step(members, for_lane(loose, lane), self._ring)
+                self._pending.append((lane, members))
+        self._state = "step"
 
     def _begin_reset(
         self, chosen: list[int] | None, seeds: list[int | None], options: dict[str, Any] | None
     ) -> None:
         everyone = range(self.num_envs) if chosen is None else chosen
         alive = [i for i in everyone if self.active[i]]
+        if len(alive) == self.num_envs:
+            self.recovery.revive_lost()
+        self.recovery.forget(alive)
         self._turn_ring(None if len(alive) == self.num_envs else alive)
         for i in alive:
-            self._seeds[i] = seeds[i]
-        for lane, members in self._by_lane(alive):
+            self.seeds[i] = seeds[i]
+        for lane, members in self.by_lane(alive):
             lane.start("reset", members, [seeds[lane.first + j] for j in members], options, self._ring)
             self._pending.append((lane, members))
 
     def _turn_ring(self, chosen: Sequence[int] | None) -> None:
         """Go to the next place of the ring; environments that do not step are carried over."""
-        before, self._ring = self._ring, (self._ring + 1) % self.slots.ring
-        if before == self._ring or chosen is None:
-            return
-        rest = np.ones(self.num_envs, dtype=np.bool_)
-        rest[list(chosen)] = False
-        for array in self.slots.obs:
-            if array is not None and array.shape[0] == self.slots.ring:
-                array[self._ring, rest] = array[before, rest]
+        if self.handouts is not None:
+            self._ring = self.handouts.next_place()
+        else:
+            self._ring = (self._ring + 1) % self.slots.ring
+        if self.slots.ring > 1:
+            stepping = np.zeros(self.num_envs, dtype=np.bool_)
+            stepping[... if chosen is None else list(chosen)] = True
+            for lane in self.lanes:
+                self.turn_lane(lane, stepping[lane.first : lane.first + lane.count], self._ring)
 
-    def _take_pending(self) -> list[tuple[Lane, Sequence[int] | None]]:
-        pending, self._pending = self._pending, []
-        self._state = None
-        return pending
+    def turn_lane(self, lane: Lane, stepping: np.ndarray[Any, Any], ring: int) -> None:
+        """Move one lane to a place of the ring, with the observations of those that do not step."""
+        before, lane.ring = lane.ring, ring
+        if before != ring and not stepping.all():
+            rest = lane.first + np.flatnonzero(~stepping)
+            for array in self.slots.obs:
+                if array is not None and array.shape[:1] == (self.slots.ring,) and array.ndim > 1:
+                    array[ring, rest] = array[before, rest]
 
-    def _gather(
-        self, pending: list[tuple[Lane, Sequence[int] | None]], timeout: float | None, word: str
-    ) -> list[Extras | None]:
+    def _gather(self, pending: list[Pending], timeout: float | None, word: str) -> list[Extras | None]:
         """The replies of lanes at work: first the caller's own share, then the others as they come."""
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[Extras | None] = [None] * len(pending)
-        order = sorted(range(len(pending)), key=lambda k: not pending[k][0].inline)
-        for k in order:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                replies[k] = pending[k][0].finish(left)
-            except TimeoutError:
-                raise PendingTimeoutError(
-                    f"The call to `{word}_wait` has timed out after {timeout} second(s)."
-                ) from None
+        try:
+            for inline in (True, False):
+                for k, (lane, _) in enumerate(pending):
+                    if lane.inline is inline:
+                        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                        replies[k] = lane.finish(left)
+        except TimeoutError:
+            raise PendingTimeoutError(
+                f"The call to `{word}_wait` has timed out after {timeout} second(s)."
+            ) from None
         return replies
 
-    def _collect(self, timeout: float | None, word: str) -> list[_Record]:
+    def _collect(self, timeout: float | None, word: str) -> list[Record]:
         """Finish a reset or step: keep what came beside the slots, deal with failures, return the infos."""
-        pending = self._take_pending()
+        pending, self._pending, self._state = self._pending, [], None
         replies = self._gather(pending, timeout, word)
-        records: list[_Record] = []
+        records, self._paid = self._paid, []
+        return self.take(pending, replies, records, word)
+
+    def take(
+        self, pending: list[Pending], replies: list[Extras | None], records: list[Record], word: str
+    ) -> list[Record]:
+        """Take over the replies of lanes; returns the infos, completed by those of replaced environments."""
         failures: list[Failure] = []
         for (lane, members), reply in zip(pending, replies, strict=True):
-            if reply is None:
-                continue
-            for leaf, values in reply.columns.items():
-                kept = self._beside[leaf]
-                for j, value in zip(range(lane.count) if members is None else members, values, strict=True):
-                    kept[lane.first + j] = value
-            records += reply.infos
-            failures += reply.failures
+            if reply is not None:
+                but = {failure.env for failure in reply.failures}
+                self.results.keep(lane, members, reply, but)
+                records += reply.infos
+                failures += reply.failures
         if word == "step" and self.autoreset_mode is AutoresetMode.SAME_STEP:
-            self._add_plain_ends(records)
-        self._raise_first(failures)
+            slots = self.slots
+            if slots.terminated.any() or slots.truncated.any():
+                self.results.add_plain_ends(
+                    records, (lane.first + j for lane, members in pending for j in members)
+                )
+        if failures:
+            self.tell(failures)
+            stepped = {lane.first + j for lane, members in pending for j in members}
+            replaced = self.recovery.handle(failures, stepped, word)
+            told = {record[0] for record in replaced}
+            records = [record for record in records if record[0] not in told] + replaced
         return records
 
-    def _add_plain_ends(self, records: list[_Record]) -> None:
-        """Ends without any info are not sent: the flags tell of them."""
-        ended = self.slots.terminated | self.slots.truncated
-        if not ended.any():
-            return
-        told = {record[0] for record in records if record[1] is not None}
-        for i in np.flatnonzero(ended).tolist():
-            if i not in told:
-                records.append((i, IN_SLOT, {}, {}))
-        for k, (i, final, final_info, info) in enumerate(records):
-            if final is IN_SLOT:
-                records[k] = (i, self.slots.final[0][i].copy(), final_info, info)
-        records.sort(key=lambda record: record[0])
+    def tell(self, failures: list[Failure]) -> None:
+        """Called with the failures of an operation before they are dealt with; for subclasses."""
 
-    def _raise_first(self, failures: list[Failure]) -> None:
-        if not failures:
-            return
-        error = error_of(failures[0])
-        for other in failures[1:]:
-            error.add_note(f"also: {error_of(other)}")
-        raise error
+    def result(self, i: int, infos: dict[int, dict[str, Any]]) -> StepResult:
+        """One environment's part of the latest step."""
+        slots = self.slots
+        return StepResult(
+            self._observation(i),
+            float(slots.rewards[i]),
+            bool(slots.terminated[i]),
+            bool(slots.truncated[i]),
+            infos.get(i, {}),
+        )
 
-    def _observations(self) -> Any:
-        columns: list[Any] = []
-        for i, array in enumerate(self.slots.obs):
-            if i in self._beside:
-                columns.append(tuple(self._beside[i]))
-            else:
-                columns.append(array[self._ring].copy() if self.copy else array[self._ring])
-        return self.slots.observations.rebuild(columns)
+    def _batch(self) -> Any:
+        if self.handouts is not None:
+            return self.handouts.give(self._ring)
+        return self.results.batch(self._ring, self.copy)
 
     def _observation(self, i: int) -> Any:
-        values: list[Any] = []
-        for leaf, array in enumerate(self.slots.obs):
-            if leaf in self._beside:
-                values.append(self._beside[leaf][i])
-            else:
-                value = array[self._ring, i]
-                values.append(value.copy() if isinstance(value, np.ndarray) else value)
-        return self.slots.observations.rebuild(values)
+        return self.slots.observations.rebuild(self.results.values(i, self._lane_of[i].ring))
 
+    def last_values(self, i: int) -> list[Any]:
+        """The leaf values that an environment showed before the operation now under way."""
+        return self.results.values(i, (self._lane_of[i].ring - 1) % self.slots.ring)
 
-_Record = tuple[int, Any, dict[str, Any] | None, dict[str, Any]]
+    def put_values(self, i: int, values: Sequence[Any]) -> None:
+        """Make these an environment's present observation."""
+        self.results.put(i, self._lane_of[i].ring, values)
 
 
 def groups(seed: int, n_groups: int, group_size: int, *, iteration: int = 0) -> list[int]:
@@ -484,24 +577,8 @@ def groups(seed: int, n_groups: int, group_size: int, *, iteration: int = 0) -> 
     return [derive_seed(seed, "env", iteration, g) for g in range(n_groups) for _ in range(group_size)]
 
 
-def _merged(records: list[_Record]) -> list[tuple[int, dict[str, Any]]]:
-    merged: list[tuple[int, dict[str, Any]]] = []
-    for env, final, final_info, info in records:
-        if final_info is not None:
-            merged.append((env, {"final_obs": final, "final_info": final_info}))
-        merged.append((env, info))
-    return merged
-
-
-def _by_env(records: list[_Record]) -> dict[int, dict[str, Any]]:
-    infos: dict[int, dict[str, Any]] = {}
-    for env, final, final_info, info in records:
-        ended = {} if final_info is None else {"final_obs": final, "final_info": final_info}
-        infos[env] = {**ended, **info}
-    return infos
-
-
-def _for_lane(loose: Loose, lane: Lane) -> Loose:
+def for_lane(loose: Loose, lane: Lane) -> Loose:
+    """The part of loose actions that concerns a lane."""
     if not loose:
         return loose
     stop = lane.first + lane.count
@@ -523,10 +600,11 @@ def _checked_mask(mask: Any, n_envs: int) -> Any:
     return mask
 
 
-def _close_lanes(lanes: list[Lane], on_close: Callable[[float], None] | None, seconds: float = 2.0) -> None:
+def _close(lanes: list[Lane], backend: Backend | None, owner: int, seconds: float = 2.0) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the process that made them: they are not ours to end
     for lane in lanes:
         with contextlib.suppress(Exception):
             lane.close(seconds)
-    lanes.clear()
-    if on_close is not None:
-        on_close(seconds)
+    if backend is not None:
+        backend.close(seconds)

@@ -17,6 +17,7 @@ from shoal.vector.failures import Failure, died, timed_out
 from shoal.vector.launch import StartMethod, WorkerProcess, _pair
 from shoal.vector.share import EnvFn, Extras
 from shoal.vector.slots import Slots, address_of, shared_file
+from shoal.vector.strips import strips_of
 from shoal.vector.waiting import SLICE, Patience, Signal, init_signal
 
 
@@ -53,8 +54,11 @@ class ProcessLane:
             init_signal(address)
         self.wake, self.ready = Signal(self._addresses[0]), Signal(self._addresses[1])
         self.patience = Patience(spin)
+        self._strips = strips_of(slots, first, count)
         self.sequence = 0
-        self.bell_mode = 0
+        self.ring = 0
+        self.rings_bell = self._belled = False
+        self.home = process
         self.busy = False  # a command is out whose reply was not taken
         self.abandoned = False  # … and nobody wants that reply any more
         self.doing = ""
@@ -97,7 +101,7 @@ class ProcessLane:
         command[words.OPERATION] = operation
         command[words.HAS_MESSAGE] = data is not None
         command[words.RING] = ring
-        command[words.BELL_MODE] = self.bell_mode
+        command[words.BELL_MODE] = self._belled = self.rings_bell
         command[words.SEQUENCE] = self.sequence
         self._begun = time.monotonic() if self.step_timeout is not None else 0.0
         self._progress = (-1, self._begun)
@@ -113,6 +117,14 @@ class ProcessLane:
     def finished(self) -> bool:
         """The reply is there, or never will be."""
         return self.lost is not None or self.reply[words.REPLY_SEQUENCE] == self.sequence
+
+    def check(self) -> None:
+        """Notice a worker that is gone or overdue."""
+        if self.busy and self.lost is None:
+            try:
+                self._check()
+            except WorkerGoneError as gone:
+                self.lost = gone.failure
 
     def finish(self, timeout: float | None = None) -> Extras | None:
         """The reply; a dead or hung worker gives the failure of every env of the share."""
@@ -142,7 +154,8 @@ class ProcessLane:
         reply, sequence = self.reply, self.sequence
         if self.lost is not None:
             raise WorkerGoneError(self.lost)
-        self.patience.look(reply, words.REPLY_SEQUENCE, sequence, until_equal=True)
+        if self.patience.look(reply, words.REPLY_SEQUENCE, sequence, until_equal=True) and self._belled:
+            return  # (it rang the common bell, not this lane's)
         while True:
             if deadline is None:
                 pause = SLICE
@@ -150,14 +163,26 @@ class ProcessLane:
                 pause = min(SLICE, deadline - time.monotonic())
                 if pause <= 0 and reply[words.REPLY_SEQUENCE] != sequence:
                     raise TimeoutError
-            self.ready.acquire(True, max(pause, 0.0))
+            (self._pause if self._belled else self.ready.acquire)(True, max(pause, 0.0))
             if reply[words.REPLY_SEQUENCE] == sequence:
                 return
             self._check()
 
+    @staticmethod
+    def _pause(_: bool, seconds: float) -> None:
+        time.sleep(min(seconds, 0.001))
+
     def _take(self) -> Extras | None:
-        if not self.reply[words.REPLY_MESSAGE]:
+        flags = self.reply[words.REPLY_MESSAGE]
+        if not flags:
             return None
+        extras = self._receive() if flags & worker.HAS_EXTRAS else Extras()
+        if flags & worker.HAS_TEXT:
+            for leaf, strip in self._strips.items():
+                extras.columns[leaf] = strip.unpack()
+        return extras
+
+    def _receive(self) -> Extras:
         assert self.channel is not None
         while True:
             try:
@@ -167,7 +192,7 @@ class ProcessLane:
                 self._check()
                 continue
             if sequence == self.sequence:
-                found: Extras | None = extras
+                found: Extras = extras
                 return found
 
     def _check(self) -> None:
@@ -241,37 +266,38 @@ class ProcessBackend:
         self.lanes: list[list[ProcessLane]] = [[] for _ in shares]
         self.block = -1
         self.attach: worker.Attach | None = None
-        self.restarts = 0
+        self.bell: Signal | None = None
+
+    def start(self) -> None:
+        """Start all workers; they make their environments meanwhile."""
+        for process in self.workers:
+            process.start()
 
     def describe(self) -> list[worker.About]:
-        """Start all workers and return what they say of the environments, in order."""
-        try:
-            for process in self.workers:
-                process.start()
-            return [about for process in self.workers for about in process.describe()]
-        except BaseException:
-            self.close(0.0)
-            raise
+        """What the workers say of the environments, in order."""
+        return [about for process in self.workers for about in process.describe()]
 
     def open(self, attach: worker.Attach, step_timeout: float | None) -> tuple[Slots, list[ProcessLane]]:
         """Make the shared block and connect every lane."""
         self.attach = attach
-        try:
-            plan = (attach.n_envs, attach.observations, attach.actions)
-            sizes = {"n_lanes": attach.n_lanes, "ring": attach.ring, "text_bytes": attach.text_bytes}
-            self.block = shared_file(Slots(*plan, **sizes, buffer=False).nbytes)
-            slots = Slots(*plan, **sizes, buffer=mmap.mmap(self.block, 0))
-            init_signal(address_of(slots.signal_bytes) + 2 * attach.n_lanes * words.LINE)
-            number = 0
-            for process, lanes in zip(self.workers, self.lanes, strict=True):
-                for first, env_fns in process.lanes:
-                    lane = ProcessLane(process, slots, number, first, len(env_fns), attach.spin, step_timeout)
-                    lanes.append(lane)
-                    number += 1
-                self._connect(process, lanes)
-        except BaseException:
-            self.close(0.0)
-            raise
+        plan = (attach.n_envs, attach.observations, attach.actions)
+        sizes: dict[str, Any] = {
+            "n_lanes": attach.n_lanes,
+            "ring": attach.ring,
+            "text_bytes": attach.text_bytes,
+        }
+        self.block = shared_file(Slots(*plan, **sizes, buffer=False).nbytes)
+        slots = Slots(*plan, **sizes, buffer=mmap.mmap(self.block, 0))
+        bell = address_of(slots.signal_bytes) + 2 * attach.n_lanes * words.LINE
+        init_signal(bell)
+        self.bell = Signal(bell)
+        number = 0
+        for process, lanes in zip(self.workers, self.lanes, strict=True):
+            for first, env_fns in process.lanes:
+                lane = ProcessLane(process, slots, number, first, len(env_fns), attach.spin, step_timeout)
+                lanes.append(lane)
+                number += 1
+            self._connect(process, lanes)
         return slots, [lane for lanes in self.lanes for lane in lanes]
 
     def _connect(self, process: WorkerProcess, lanes: Sequence[ProcessLane]) -> None:
@@ -302,8 +328,19 @@ class ProcessBackend:
         for item in lanes:
             item.reconnect()
         self._connect(process, lanes)
-        self.restarts += 1
         return lanes
+
+    def wait_bell(self, seconds: float) -> None:
+        """Sleep until a lane that rings has an answer."""
+        if self.bell is not None and self.bell.acquire(True, max(seconds, 0.0)):
+            self.bell.drain()  # the words in memory tell who is ready; one look serves all that rang
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Memory and restarts of each worker."""
+        return [
+            {"pid": process.pid, "rss_mib": process.rss() / 2**20, "restarts": process.generation - 1}
+            for process in self.workers
+        ]
 
     def close(self, seconds: float) -> None:
         """Wait for workers that were asked to close, then kill those that did not."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import gymnasium
@@ -24,7 +25,15 @@ from shoal.vector.spaces import Leaf
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 CATCH = (Exception, SystemExit)
-IN_SLOT = "in slot"
+
+
+class Where(Enum):
+    """Where a final observation is, when it is not in the message."""
+
+    SLOT = "slot"
+
+
+IN_SLOT = Where.SLOT
 
 
 @dataclass
@@ -90,78 +99,118 @@ class Share:
         ]
         self._steps = [env.step for env in self.envs]
         self._ended = [False] * self.count
-        self._at = 0
-        self._word = progress
+        self._some_ended = False
+        self._plain = layout.is_leaf
+        self._word = [0] if progress is None else progress
 
     # --- operations
     def step(self, actions: Sequence[Any], members: Sequence[int], ring: int) -> Extras | None:
         """Step the envs `members` (positions in the share) with one action each."""
         extras = Extras()
         rewards = [0.0] * self.count
-        self.terminated[...] = False
-        self.truncated[...] = False
+        self.terminated.fill(False)
+        self.truncated.fill(False)
         columns: dict[int, list[Any]] = {i: [None] * len(members) for i in self._beside}
-        todo = iter(zip(range(len(members)), members, actions, strict=True))
-        while True:
+        done = 0
+        while done < len(members):
             try:
-                self._step_through(todo, rewards, ring, columns, extras)
+                if len(members) == self.count and not self._some_ended and self._plain:
+                    self._step_all(actions, done, rewards, ring, columns, extras)
+                else:
+                    self._step_any(members, actions, done, rewards, ring, columns, extras)
                 break
             except CATCH as error:
-                at = self._at
+                j = self.at_work
+                done = members.index(j) + 1
                 extras.failures.append(
-                    from_exception(self.first + members[at], "step", error, actions[at], os.getpid())
+                    from_exception(self.first + j, "step", error, actions[done - 1], os.getpid())
                 )
-                self._ended[members[at]] = True
-                rewards[members[at]] = 0.0
-                self.terminated[members[at]] = self.truncated[members[at]] = False
+                self._ended[j] = self._some_ended = True
+                rewards[j] = 0.0
+                self.terminated[j] = self.truncated[j] = False
         self._pay(rewards, actions, members, extras)
         if self.check_nan:
             self._refuse_nan(ring, actions, members, extras)
         extras.columns = columns
         return extras if (columns or extras.infos or extras.failures) else None
 
-    def _step_through(
+    def _step_all(
         self,
-        todo: Iterator[tuple[int, int, Any]],
+        actions: Sequence[Any],
+        start: int,
         rewards: list[Any],
         ring: int,
         columns: dict[int, list[Any]],
         extras: Extras,
     ) -> None:
-        steps, ended, word = self._steps, self._ended, self._word
-        writers = self._writers[ring]
-        write = writers[0].write if len(writers) == 1 and writers[0] is not None else None
-        next_step = self.autoreset is AutoresetMode.NEXT_STEP
-        note = extras.infos.append
-        for at, j, action in todo:
-            self._at = at
-            if word is not None:
+        """The hot loop: every env from `start` on, none of them at an end, observations of one leaf."""
+        word, first, note = self._word, self.first, extras.infos.append
+        writer = self._writers[ring][0]
+        if writer is None:
+            texts, text = columns[0], self.layout.leaves[0].kind == "text"
+            for j in range(start, self.count):
                 word[0] = j
+                obs, rewards[j], terminated, truncated, info = self._steps[j](actions[j])
+                if terminated or truncated:
+                    self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
+                    obs, info = self._end(j, obs, info, extras)
+                elif info:
+                    note((first + j, None, None, info))
+                if text and type(obs) is not str:
+                    _refuse_text(obs)
+                texts[j] = obs
+            return
+        rows, dtype, shape, convert = writer.rows, writer.dtype, writer.shape, writer.convert
+        steps, array = self._steps, np.ndarray
+        for j in range(start, self.count):
+            word[0] = j
+            obs, rewards[j], terminated, truncated, info = steps[j](actions[j])
+            if terminated or truncated:
+                self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
+                obs, info = self._end(j, obs, info, extras)
+            elif info:
+                note((first + j, None, None, info))
+            if type(obs) is array and obs.dtype is dtype and obs.shape == shape:
+                rows[j][...] = obs
+            else:
+                convert(j, obs)
+
+    def _step_any(
+        self,
+        members: Sequence[int],
+        actions: Sequence[Any],
+        start: int,
+        rewards: list[Any],
+        ring: int,
+        columns: dict[int, list[Any]],
+        extras: Extras,
+    ) -> None:
+        """The same for some of the envs, for ends left over from the last step, and for nested spaces."""
+        ended, note = self._ended, extras.infos.append
+        for at in range(start, len(members)):
+            j = members[at]
+            self._word[0] = j
             if ended[j]:
-                if not next_step:
+                if self.autoreset is not AutoresetMode.NEXT_STEP:
                     raise EnvError("the episode is over; reset it before the next step")
                 ended[j] = False
                 obs, info = self.envs[j].reset()
+                if info:
+                    note((self.first + j, None, None, info))
             else:
-                obs, rewards[j], terminated, truncated, info = steps[j](action)
+                obs, rewards[j], terminated, truncated, info = self._steps[j](actions[at])
                 if terminated or truncated:
                     self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
                     obs, info = self._end(j, obs, info, extras)
                 elif info:
                     note((self.first + j, None, None, info))
-                if write is not None:
-                    write(j, obs)
-                else:
-                    self._put(at, j, obs, ring, columns)
-                continue
-            if info:
-                note((self.first + j, None, None, info))
             self._put(at, j, obs, ring, columns)
+        self._some_ended = any(ended)
 
     def _end(self, j: int, obs: Any, info: dict[str, Any], extras: Extras) -> tuple[Any, dict[str, Any]]:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
         if self.autoreset is not AutoresetMode.SAME_STEP:
-            self._ended[j] = True
+            self._ended[j] = self._some_ended = True
             if info:
                 extras.infos.append((self.first + j, None, None, info))
             return obs, info
@@ -189,8 +238,7 @@ class Share:
         extras = Extras()
         columns: dict[int, list[Any]] = {i: [None] * len(members) for i in self._beside}
         for at, (j, seed) in enumerate(zip(members, seeds, strict=True)):
-            if self._word is not None:
-                self._word[0] = j
+            self._word[0] = j
             try:
                 obs, info = self.envs[j].reset(seed=seed, options=options)
                 self._put(at, j, obs, ring, columns)
@@ -217,6 +265,20 @@ class Share:
                 )
                 result = None
             extras.value.append(result)
+        return extras
+
+    def apply(self, function: Callable[..., Any], args: Sequence[Any], members: Sequence[int]) -> Extras:
+        """`function(env, *args)` for each of the envs."""
+        extras = Extras(value=[])
+        for j in members:
+            result = None
+            try:
+                result = function(self.envs[j], *args)
+            except CATCH as error:
+                name = getattr(function, "__name__", "apply")
+                extras.failures.append(from_exception(self.first + j, name, error, None, os.getpid()))
+            extras.value.append(result)
+        self._steps = [env.step for env in self.envs]
         return extras
 
     def set_attr(self, name: str, values: Sequence[Any], members: Sequence[int]) -> Extras:
@@ -246,6 +308,28 @@ class Share:
                 extras.failures.append(from_exception(self.first + j, "make", error, None, os.getpid()))
         return extras
 
+    def await_reset(self, members: Sequence[int]) -> None:
+        """Treat the episodes of these envs as ended."""
+        for j in members:
+            self._ended[j] = self._some_ended = True
+
+    @property
+    def at_work(self) -> int:
+        """Position of the env that is stepped or reset now."""
+        return int(self._word[0])
+
+    def detach(self) -> None:
+        """Point everything it writes to elsewhere: its thread hangs, and its rows belong to a successor."""
+        self.rewards, self.terminated, self.truncated = (
+            item.copy() for item in (self.rewards, self.terminated, self.truncated)
+        )
+        if self._final is not None:
+            self._final = self._final.copy()
+        for writers in self._writers:
+            for writer in writers:
+                if writer is not None:
+                    writer.rows = [row.copy() for row in writer.rows]
+
     def close(self) -> None:
         """Close every env; one that fails does not keep the others open."""
         problems: list[BaseException] = []
@@ -265,7 +349,9 @@ class Share:
             if writer is not None:
                 writer.write(j, values[i])
             else:
-                columns[i][at] = _own(self.layout.leaves[i], values[i])
+                if self.layout.leaves[i].kind == "text" and type(values[i]) is not str:
+                    _refuse_text(values[i])
+                columns[i][at] = values[i]
 
     def _pay(
         self, rewards: list[Any], actions: Sequence[Any], members: Sequence[int], extras: Extras
@@ -301,14 +387,13 @@ class Share:
         error = EnvError(
             f"{problem} (pass check_nan=False if that is meant)" if "NaN" in problem else problem
         )
-        self._ended[j] = True
+        self._ended[j] = self._some_ended = True
         extras.failures.append(from_exception(self.first + j, "step", error, action, os.getpid()))
 
 
-def _own(leaf: Leaf, value: Any) -> Any:
-    if leaf.kind == "text" and not isinstance(value, str):
+def _refuse_text(value: Any) -> None:
+    if not isinstance(value, str):
         raise EnvError(f"observation must be str in a Text space, got {type(value).__name__}")
-    return value
 
 
 class _Writer:
@@ -322,12 +407,14 @@ class _Writer:
         self.first = first
 
     def write(self, j: int, value: Any) -> None:
+        """Write one value."""
         if type(value) is np.ndarray and value.dtype == self.dtype and value.shape == self.shape:
             self.rows[j][...] = value
         else:
-            self._convert(j, value)
+            self.convert(j, value)
 
-    def _convert(self, j: int, value: Any) -> None:
+    def convert(self, j: int, value: Any) -> None:
+        """Write a value that is not an array of exactly the right kind, if it can be one."""
         array = np.asarray(value)
         if array.shape != self.shape:
             raise EnvError(f"observation must have shape {self.shape}, got {array.shape}")

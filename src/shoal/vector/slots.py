@@ -6,10 +6,11 @@ code that reads and writes rows is the same.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
 import mmap
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,19 @@ class Slots:
         self.act = [plan.array(memory, place) for place in act]
         self.obs = [plan.array(memory, place) for place in obs]
         self.final = [plan.array(memory, place) for place in final]
+        self._memory, self._obs_places = memory, obs
+
+    def handouts(self, leaf: int) -> list[np.ndarray[Any, Any]]:
+        """For a fixed leaf one flat array per place of the ring, each an owner that views of it refer to."""
+        place = self._obs_places[leaf]
+        assert place is not None
+        offset, kind, shape = place
+        size = int(np.prod(shape[1:], dtype=np.int64))
+        step = size * kind.itemsize
+        return [
+            np.frombuffer(self._memory[offset + r * step : offset + (r + 1) * step], kind)
+            for r in range(self.ring)
+        ]
 
 
 class _Plan:
@@ -107,8 +121,8 @@ def _place(
     if leaf.kind == "fixed":
         return plan.add(leaf.dtype, (*lead, *leaf.shape))
     if leaf.kind == "text" and text_bytes:
-        # per env: two 32-bit lengths (an observation, and a final one) and room for the text
-        return plan.add("u1", (lead[-1], 8 + text_bytes))
+        # per env its room, and 16 bytes for the lengths at the head of its lane's strip
+        return plan.add("u1", (lead[-1], 16 + text_bytes))
     return None
 
 
@@ -118,25 +132,43 @@ def shared_file(nbytes: int) -> int:
     Raises:
         ConfigError: when the memory is not there; asked for up front, so that no later write can fault.
     """
+    available = _available_memory()
+    if nbytes > available:
+        raise ConfigError(_too_little(nbytes, f"{available / 2**20:.0f} MiB are available"))
     descriptor = os.memfd_create("shoal-vector", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     except OSError as error:
         os.close(descriptor)
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise ConfigError(
-                f"not enough shared memory for {nbytes / 2**20:.1f} MiB of observations and actions "
-                f"({error.strerror}): use fewer environments, smaller observations or a shorter ring"
-            ) from error
+            raise ConfigError(_too_little(nbytes, error.strerror or "no space")) from error
         raise
     return descriptor
+
+
+def _too_little(nbytes: int, why: str) -> str:
+    return (
+        f"not enough shared memory for {nbytes / 2**20:.0f} MiB of observations and actions ({why}): use fewer "
+        f"environments, smaller observations or a shorter ring"
+    )
+
+
+def _available_memory() -> int:
+    """Bytes that can be had, of the machine and of the control group we run in."""
+    found = [1 << 62]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    for most, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(Path(most).read_text()) - int(Path(used).read_text()))
+    return min(found)
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
     """Where an array's memory starts."""
     return int(array.ctypes.data)
-
-
-def libc() -> Any:
-    """The C library of this process."""
-    return ctypes.CDLL(None, use_errno=True)

@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+OBJECT = np.dtype(object)
 Kind = Literal["fixed", "text", "object"]
 
 
@@ -23,7 +24,7 @@ class Leaf:
 
     kind: Kind
     shape: tuple[int, ...] = ()
-    dtype: np.dtype[Any] = np.dtype(object)
+    dtype: np.dtype[Any] = OBJECT
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +76,7 @@ class Layout:
         return columns[0] if self.is_leaf else _gather(self.node, columns)
 
     def split(self, batch: Any, n: int) -> list[Any]:
-        """A batch of n values as one entry per leaf: an array `[n, *shape]` if fixed, else a list of n."""
+        """A batch of n values as one entry per leaf: an array of length n if fixed, else a list of n."""
         return [_column(leaf, part, n) for leaf, part in zip(self.leaves, self.flatten(batch), strict=True)]
 
 
@@ -86,12 +87,10 @@ def _column(leaf: Leaf, part: Any, n: int) -> Any:
             raise ValueError(f"expected one action for each of {n} environments, got {len(values)}")
         return values
     array = np.asarray(part)
-    if array.shape != (n, *leaf.shape):
+    if array.ndim == 0 or len(array) != n:
         raise ValueError(
             f"expected actions of shape {(n, *leaf.shape)} for {n} environments, got {array.shape}"
         )
-    if array.dtype != leaf.dtype and not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
-        raise ValueError(f"expected actions of dtype {leaf.dtype}, got {array.dtype}")
     return array
 
 

@@ -5,7 +5,7 @@ The semaphores live inside the mapped block and have no name, so nothing can be 
 
 from __future__ import annotations
 
-import _multiprocessing
+import _multiprocessing  # type: ignore[import-not-found]
 import ctypes
 import os
 import time
@@ -35,7 +35,7 @@ class Signal:
     """One side of a semaphore in shared memory; both sides pass the address in their own mapping."""
 
     def __init__(self, address: int) -> None:
-        lock = _multiprocessing.SemLock._rebuild(address, _SEMAPHORE, _MOST, None)  # type: ignore[attr-defined]
+        lock = _multiprocessing.SemLock._rebuild(address, _SEMAPHORE, _MOST, None)
         self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
 

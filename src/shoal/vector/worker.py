@@ -24,9 +24,11 @@ from shoal.vector.failures import Failure, from_exception, portable
 from shoal.vector.share import CATCH, EnvFn, Extras, Share, members_of
 from shoal.vector.slots import Slots, address_of
 from shoal.vector.spaces import Layout
+from shoal.vector.strips import strips_of
 from shoal.vector.waiting import Patience, Signal
 
 STEP, STEP_SOME, MESSAGE, CLOSE = 1, 2, 3, 4
+HAS_EXTRAS, HAS_TEXT = 1, 2
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes a worker write the stack of its threads into its log, whatever it is doing."""
 
@@ -166,6 +168,7 @@ class LaneServer:
         self.ready = Signal(base + (2 * number + 1) * slot_words.LINE)
         self.bell = Signal(base + 2 * slots.n_lanes * slot_words.LINE)
         self.patience = Patience(spin)
+        self.strips = strips_of(slots, share.first, share.count)
         self.all = range(share.count)
 
     def serve(self) -> None:
@@ -192,8 +195,15 @@ class LaneServer:
             except ChannelClosedError:
                 return
             extras = self._do(operation, message, command[slot_words.RING])
-            data = b"" if extras is None else self._pack(extras, done)
-            reply[slot_words.REPLY_MESSAGE] = 1 if data else 0
+            flags = 0
+            data = b""
+            if extras is not None:
+                if extras.columns and self._pack_text(extras):
+                    flags = HAS_TEXT
+                if extras.columns or extras.infos or extras.failures or extras.value is not None:
+                    flags |= HAS_EXTRAS
+                    data = self._pack(extras, done)
+            reply[slot_words.REPLY_MESSAGE] = flags
             reply[slot_words.REPLY_SEQUENCE] = done
             (self.bell if command[slot_words.BELL_MODE] else self.ready).release()
             if data:
@@ -213,6 +223,15 @@ class LaneServer:
         name, arguments = message
         result: Extras | None = getattr(share, name)(*arguments)
         return result
+
+    def _pack_text(self, extras: Extras) -> bool:
+        """Move the text of a reply into shared memory; all of it or none."""
+        for leaf, strip in self.strips.items():
+            if not strip.pack(extras.columns[leaf]):
+                return False
+        for leaf in self.strips:
+            del extras.columns[leaf]
+        return bool(self.strips)
 
     def _pack(self, extras: Extras, sequence: int) -> bytes:
         for failure in extras.failures:

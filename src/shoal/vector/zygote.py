@@ -47,12 +47,12 @@ def main(descriptor: int) -> None:
                 children.add(pid)
                 for item in descriptors:
                     os.close(item)
-                link.send(json.dumps({"pid": pid}).encode())
+                link.send(json.dumps({"pid": pid, "number": request["number"]}).encode())
             else:
                 code = _reap(int(request["pid"]), bool(request["wait"]))
                 if code is not None:
                     children.discard(int(request["pid"]))
-                link.send(json.dumps({"code": code}).encode())
+                link.send(json.dumps({"code": code, "number": request["number"]}).encode())
     finally:
         for pid in children:
             kill_group(pid)

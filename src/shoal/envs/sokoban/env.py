@@ -71,11 +71,12 @@ class SokobanConfig:
 
 
 class SokobanEnv(TextEnv[SokobanConfig]):
-    """A room of `#` walls, `_` floor, `O` targets, `X` boxes (`√` on a target) and the player `P` (`S`).
+    """Push every box of a room onto a target.
 
-    Actions are 1 Up, 2 Down, 3 Left, 4 Right: walk, or push the box that is in the way; 0 does nothing.
-    A step costs 0.1, a box on a target pays 1 (off it costs 1), and the last one pays 10 more and ends the
-    episode. `info["optimal_pushes"]` says how hard a generated room is.
+    The room is `#` walls, `_` floor, `O` targets, `X` boxes (`√` on a target) and the player `P` (`S` on
+    a target). Actions are 1 Up, 2 Down, 3 Left, 4 Right: walk, or push the box that is in the way; 0 does
+    nothing. A step costs 0.1, a box on a target pays 1 (off it costs 1), and the last one pays 10 more
+    and ends the episode. `info["optimal_pushes"]` says how hard a generated room is.
     """
 
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
@@ -143,7 +144,7 @@ class SokobanEnv(TextEnv[SokobanConfig]):
         self._steps_of = (0, -level.stride, level.stride, -1, 1)
         self._metrics = {} if level.optimal_pushes is None else {"optimal_pushes": level.optimal_pushes}
         # One symbol per bit, the spare column holds the line breaks: a step changes at most three of them.
-        self._bare = list("\n".join(_bare_rows(level)))
+        self._bare = _bare_symbols(level)
         self._shown = self._bare.copy()
         for box in bits(level.boxes):
             self._draw_box(box.bit_length() - 1)
@@ -228,10 +229,14 @@ class SokobanEnv(TextEnv[SokobanConfig]):
             self.observation_space = Text(rows * (columns + 1), min_length=1, charset=SYMBOLS + "\n")
 
 
-def _bare_rows(level: Level) -> list[str]:
-    """The rows of a level with walls, floor and targets only."""
-    empty = Level(level.rows, level.columns, level.floor, level.targets, 0, -1)
-    return empty.text().split("\n")
+def _bare_symbols(level: Level) -> list[str]:
+    """A symbol for each bit of a level with walls, floor and targets only; rows end in line breaks."""
+    symbols = list((SYMBOLS[0] * level.columns + "\n") * level.rows)[:-1]
+    for board, symbol in ((level.floor, SYMBOLS[1]), (level.targets, SYMBOLS[2])):
+        while board:
+            symbols[(board & -board).bit_length() - 1] = symbol
+            board &= board - 1
+    return symbols
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.core.errors import EnvError, SearchLimitError
-from shoal.envs.sokoban.levels import Level, bits, fill
+from shoal.envs.sokoban.levels import Level, fill
 from shoal.envs.sokoban.solver import solve
 
 MAX_ROOMS = 3000
@@ -29,7 +29,7 @@ BEAM = 48
 _STAMPS = (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, 0), (0, 1), (1, 0)), ((0, 0), (-1, 0), (0, -1), (-1, -1)))
 STEPS = 2.8
 """Steps of the digger per row and column."""
-_TURN = 0.35  # probability that the digger changes its direction
+_TURN = int(0.35 * 2**16)  # how often, of 2**16 steps, the digger picks its direction anew
 _Position = tuple[int, int]  # boxes, region of the player
 
 
@@ -234,11 +234,12 @@ def _dig(draws: _Draws, plan: _Plan, num_boxes: int) -> int:
     place = draws.below(plan.rows) * plan.stride + draws.below(plan.columns)
     direction = draws.below(4)
     floor = 1 << place
-    for _ in range(steps):
-        if draws.unit() < _TURN:
-            direction = draws.below(4)
-        place = plan.neighbours[direction][place]
-        floor |= plan.stamps[draws.below(len(_STAMPS))][place]
+    neighbours, stamps = plan.neighbours, plan.stamps
+    for word in draws.words(steps):  # one word decides a step: the turn, the direction, the shape
+        if word & 0xFFFF < _TURN:
+            direction = word >> 16 & 3
+        place = neighbours[direction][place]
+        floor |= stamps[word >> 18 & 3][place]
     return fill(1 << place, floor, plan.stride)
 
 
@@ -249,24 +250,23 @@ class _Draws:
         self._raw = rng.bit_generator.random_raw
         self._words: list[int] = []
 
-    def _word(self) -> int:
-        if not self._words:
-            self._words = self._raw(128).tolist()
-        return self._words.pop()
+    def words(self, n: int) -> list[int]:
+        if len(self._words) < n:
+            self._words += self._raw(max(48, n)).tolist()
+        taken = self._words[-n:]
+        del self._words[-n:]
+        return taken
 
     def below(self, n: int) -> int:
-        return ((self._word() >> 11) * n) >> 53
-
-    def unit(self) -> float:
-        return (self._word() >> 11) * 2.0**-53
+        if not self._words:
+            self._words = self._raw(48).tolist()
+        return ((self._words.pop() >> 11) * n) >> 53
 
     def pick(self, items: list[_Position]) -> _Position:
         return items[self.below(len(items))]
 
     def bit_of(self, board: int) -> int:
         """A random cell of a bitboard."""
-        index = self.below(board.bit_count())
-        for number, bit in enumerate(bits(board)):
-            if number == index:
-                return bit
-        raise AssertionError("a board has as many bits as bit_count says")
+        for _ in range(self.below(board.bit_count())):
+            board &= board - 1  # without its lowest cell
+        return board & -board

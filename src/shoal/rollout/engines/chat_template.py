@@ -62,6 +62,20 @@ class TemplateTokenizer:
             ids[1:] if response_ids and response_ids[-1] in self.end_ids and ids[0] in self.end_ids else ids
         )
 
+    def render(self, messages: Sequence[Message]) -> str:
+        """The chat as the template writes it, contents and all, up to where the assistant begins."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **self._settings
+            )
+        )
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Tokens as text, control tokens included."""
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
     def _join(self, pieces: Sequence[str], contents: Sequence[str]) -> tuple[int, ...]:
         """Tokens of rendered text (even pieces) and of the contents that the marks number (odd pieces)."""
         ids: list[int] = []

@@ -1,7 +1,7 @@
 """Any causal language model of `transformers` as an engine that can also be trained here.
 
-Prompts that are equal are computed once, rows that have ended leave the batch, and the picks are keyed Gumbel
-noise over log-probabilities (level L1).
+Prompts that are equal are computed once, the next turn of an episode starts from what is known of the ones
+before, rows that have ended leave the batch, and the picks are keyed Gumbel noise over log-probabilities (level L1).
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, EngineError, missing_extra
-from shoal.rollout.engine import Completion, Level, Noise, Request
+from shoal.rollout.engine import Completion, Level, Request
 from shoal.rollout.engines.chat_template import TemplateTokenizer
+from shoal.rollout.engines.rows import Row
 
 try:
     import torch
     from torch import Tensor, nn
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+    from shoal.rollout.engines.prefix_cache import PrefixStore, can_be_cropped, fill_cache, take_row
 except ImportError as error:
     raise missing_extra("the Hugging Face engine", "llm") from error
 
@@ -32,16 +35,28 @@ class HuggingFaceEngine:
         model: an `AutoModelForCausalLM`.
         tokenizer: its tokenizer, with a chat template.
         max_batch: rows that are decoded at once.
+        prefix_tokens: tokens of episodes under way whose keys and values are kept for their next turn; 0 for none.
         template_settings: passed to the chat template.
     """
 
     level: Level = "L1"
 
-    def __init__(self, model: Any, tokenizer: Any, *, max_batch: int = 32, **template_settings: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_batch: int = 32,
+        prefix_tokens: int = 16_384,
+        **template_settings: Any,
+    ) -> None:
         self.model: nn.Module = model.eval()
         self.tokenizer = TemplateTokenizer(tokenizer, **template_settings)
         self.max_batch = max_batch
         self.weights_version = 0
+        self.prefixes = PrefixStore(prefix_tokens)
+        self.prompt_tokens = self.computed_tokens = 0
+        """Tokens of all prompts so far, and how many of them had to be computed."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.pad_id = int(pad or 0)
         limit = getattr(model.config, "max_position_embeddings", None)
@@ -77,7 +92,8 @@ class HuggingFaceEngine:
         """One completion a request, in order."""
         for request in requests:
             self._check(request)
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+        self.prefixes.valid_for(self._weights_stamp())
+        order = sorted(range(len(requests)), key=lambda i: self._to_compute(requests[i]))
         done: dict[int, Completion] = {}
         with torch.inference_mode():
             for first in range(0, len(order), self.max_batch):
@@ -95,20 +111,24 @@ class HuggingFaceEngine:
                 f"the model's context of {self._context}: shorten the prompt (less history)"
             )
 
+    def _to_compute(self, request: Request) -> int:
+        """How many tokens of a prompt are not known yet."""
+        known = self.prefixes.find(request.key, request.prompt_ids)
+        return len(request.prompt_ids) - (len(known.tokens) if known else 0)
+
     def _complete(self, requests: list[Request]) -> list[Completion]:
-        rows = [_Row(request, self.tokenizer) for request in requests]
-        places = {request.prompt_ids: None for request in requests}
-        index = {prompt: place for place, prompt in enumerate(places)}
-        ids, mask = self._pad_left(list(places))
-        out = self._forward(ids, mask, None)
-        select = torch.tensor([index[request.prompt_ids] for request in requests], device=ids.device)
-        cache, scores, mask = out.past_key_values, out.logits[:, -1], mask[select]
-        cache.batch_select_indices(select)
-        scores = scores[select]
+        rows = [Row(request, self.tokenizer) for request in requests]
+        cache, scores, mask = self._prefill(requests)
+        keeps = self.prefixes.max_tokens > 0 and can_be_cropped(cache)
         live = list(range(len(rows)))
         while True:
             picks = self._pick(scores, [rows[i] for i in live])
             keep = [place for place, i in enumerate(live) if not rows[i].ended]
+            if keeps:
+                for place, i in enumerate(live):
+                    if rows[i].ended:  # its last token was picked and never fed, so it is not in the cache
+                        tokens = rows[i].request.prompt_ids + rows[i].written[:-1]
+                        self.prefixes.keep(requests[i].key, take_row(cache, place, mask[place], tokens))
             if not keep:
                 return [row.completion(self.weights_version) for row in rows]
             if len(keep) < len(live):
@@ -123,7 +143,30 @@ class HuggingFaceEngine:
             out = self._forward(torch.tensor(picks, device=mask.device)[:, None], mask, cache)
             cache, scores = out.past_key_values, out.logits[:, -1]
 
-    def _pick(self, scores: Tensor, rows: Sequence[_Row]) -> list[int]:
+    def _prefill(self, requests: list[Request]) -> tuple[Any, Tensor, Tensor]:
+        """The cache, the next token's scores and the mask of each request; equal prompts are computed once."""
+        known = {r.prompt_ids: self.prefixes.find(r.key, r.prompt_ids) for r in reversed(requests)}
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
+        prefixes = [known[prompt] for prompt in prompts]
+        rest = [p[len(k.tokens) :] if k else p for p, k in zip(prompts, prefixes, strict=True)]
+        self.prompt_tokens += sum(map(len, prompts))
+        self.computed_tokens += sum(map(len, rest))
+        ids, mask = self._pad_left(rest)
+        cache = None
+        if any(prefixes):
+            cache = DynamicCache()
+            mask = torch.cat([fill_cache(cache, prefixes), mask], 1)
+        out = self._forward(ids, mask, cache)
+        index = {prompt: place for place, prompt in enumerate(prompts)}
+        select = torch.tensor([index[request.prompt_ids] for request in requests], device=ids.device)
+        out.past_key_values.batch_select_indices(select)
+        return out.past_key_values, out.logits[:, -1][select], mask[select]
+
+    def _weights_stamp(self) -> tuple[int, int]:
+        """A value that changes whenever weights do, by `load_weights` or in place by an optimizer."""
+        return self.weights_version, sum(parameter._version for parameter in self.model.parameters())
+
+    def _pick(self, scores: Tensor, rows: Sequence[Row]) -> list[int]:
         """Sample or choose the next token of each row and note it."""
         heat = torch.tensor([row.request.sampling.temperature or 1.0 for row in rows], device=scores.device)
         logprobs = (scores.float() / heat[:, None]).log_softmax(-1).cpu().numpy()
@@ -161,6 +204,18 @@ class HuggingFaceEngine:
         )
         return out.logits[before[:, columns]]  # type: ignore[no-any-return]
 
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
+        mask = (torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]).long()
+        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+        out = decoder(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False)
+        return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
+
+    @property
+    def hidden_width(self) -> int:
+        """Size of a hidden state."""
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
     # --- files
     def save(self, folder: Path) -> None:
         """Write a folder that `transformers` and `load` read."""
@@ -176,38 +231,23 @@ class HuggingFaceEngine:
         if unexpected or set(missing) - tied:
             wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
             raise DataError(f"these weights are of another network: {wrong} do not match")
+        self.prefixes.clear()
         self.weights_version = version
 
-
-class _Row:
-    """One response in the making."""
-
-    def __init__(self, request: Request, tokenizer: TemplateTokenizer) -> None:
-        self.request = request
-        self.ended = False
-        self._tokenizer = tokenizer
-        self._noise = Noise(request.key) if request.sampling.temperature else None
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._finish: Any = "length"
-
-    def take(self, logprobs: np.ndarray) -> int:
-        """Choose a token from `[V]` log-probabilities, and see whether the response ends with it."""
-        noisy = logprobs if self._noise is None else logprobs + self._noise.rows(1, len(logprobs))[0]
-        pick = int(noisy.argmax())
-        self._ids.append(pick)
-        self._logprobs.append(float(logprobs[pick]))
-        if pick in self._tokenizer.end_ids or self._stopped():
-            self.ended, self._finish = True, "stop"
-        self.ended = self.ended or len(self._ids) >= self.request.sampling.max_tokens
-        return pick
-
-    def _stopped(self) -> bool:
-        stops = self.request.sampling.stop
-        if not stops:
-            return False
-        tail = self._tokenizer.decode(self._ids[-4 * max(map(len, stops)) :])
-        return any(stop in tail for stop in stops)
-
-    def completion(self, version: int) -> Completion:
-        return Completion(tuple(self._ids), tuple(self._logprobs), self._finish, version)
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Put the LoRA adapter of a folder on the model, in the place of the one before."""
+        folder = Path(folder)
+        if not (folder / "adapter_model.safetensors").is_file():
+            raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
+        model: Any = self.model
+        try:
+            if getattr(model, "_hf_peft_config_loaded", False):
+                model.delete_adapter("shoal")
+            model.load_adapter(str(folder), adapter_name="shoal")
+        except ImportError as error:
+            raise missing_extra("LoRA adapters", "llm") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"{folder} does not load as an adapter of this model: {error}") from error
+        model.eval()
+        self.prefixes.clear()
+        self.weights_version = version

@@ -157,8 +157,17 @@ class TinyEngine:
             lengths: `[B]` true lengths.
             where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
         """
+        return self.model.head(self.hidden_at(ids, lengths, where))  # type: ignore[no-any-return]
+
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
         hidden = self.model.hidden(ids, torch.zeros(len(ids), dtype=torch.int64, device=ids.device))
-        return self.model.head(hidden[:, :-1][where[:, 1:]])  # type: ignore[no-any-return]
+        return hidden[:, :-1][where[:, 1:]]
+
+    @property
+    def hidden_width(self) -> int:
+        """Size of a hidden state."""
+        return self.model.shape.width
 
     # --- files
     def save(self, folder: Path) -> None:

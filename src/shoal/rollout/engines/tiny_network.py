@@ -66,11 +66,12 @@ class TinyNetwork(nn.Module):
         super().__init__()
         self.shape = shape
         self.vocabulary = vocabulary
-        self.embedding = nn.Embedding(vocabulary, shape.width)
-        self.position = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, vocabulary, bias=False)
+        with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws from global state
+            self.embedding = nn.Embedding(vocabulary, shape.width)
+            self.position = nn.Embedding(shape.context, shape.width)
+            self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+            self.norm = nn.RMSNorm(shape.width)
+            self.head = nn.Linear(shape.width, vocabulary, bias=False)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():

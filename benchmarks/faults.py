@@ -1,0 +1,328 @@
+"""What happens when one of four environments dies, hangs or answers nonsense: shoal beside its rivals.
+
+    python benchmarks/faults.py [--libraries shoal "gymnasium async"] [--faults kill hang]
+
+Each trial is a process of its own, killed after `--limit` seconds; so a library that hangs shows as "hangs".
+Results go to `benchmarks/results/faults.json`. "left" counts processes 3 s after the trial's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+RESULTS = Path(__file__).parent / "results" / "faults.json"
+FAULTS = {
+    "kill": "worker killed (SIGKILL)",
+    "exit": "os._exit in step",
+    "segv": "segmentation fault",
+    "raise": "exception",
+    "unpicklable": "exception that does not pickle",
+    "hang": "step hangs",
+    "stubborn": "hangs and ignores SIGTERM",
+    "shape": "observation of another shape",
+    "nan": "NaN reward",
+    "garbage": "garbage on standard output",
+    "late": "step_wait times out, then the next step",
+    "parent": "parent killed, one env hung",
+    "text": "text observations",
+}
+LIBRARIES = {
+    "shoal": "shoal.vector",
+    "shoal restart": "shoal.vector",
+    "gymnasium async": "gymnasium",
+    "sb3 subproc": "stable_baselines3",
+    "pufferlib": "pufferlib",
+}
+TIMEOUT = 1.0
+"""Seconds of `step_timeout` where a library has one."""
+
+
+class Unpicklable(Exception):  # noqa: N818
+    """Its constructor wants two arguments and it holds a lock."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+        self.lock = threading.Lock()
+
+
+class Env(gymnasium.Env[Any, Any]):
+    """Steps that say which they are; number 1 does `fault` in its third."""
+
+    observation_space: spaces.Space[Any] = spaces.Box(-1e9, 1e9, (4,), np.float32)
+    action_space = spaces.Discrete(100)
+    render_mode = None
+
+    def __init__(self, fault: str, index: int) -> None:
+        self.fault = fault if index == 1 else ""
+        if fault == "text":
+            self.observation_space = spaces.Text(100)
+        self.slow = fault == "late" and index == 1
+        self.t = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.see(0), {}
+
+    def see(self, action: int) -> Any:
+        if isinstance(self.observation_space, spaces.Text):
+            return f"action{action}"
+        return np.full(4, action, np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        obs, reward = self.see(int(action)), float(action)
+        if self.slow and self.t == 3:
+            time.sleep(0.5)
+        if self.t == 3 and self.fault:
+            obs, reward = self.go_wrong(obs, reward)
+        return obs, reward, False, False, {}
+
+    def go_wrong(self, obs: Any, reward: float) -> tuple[Any, float]:
+        match self.fault:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(7)
+            case "segv":
+                ctypes.string_at(0)
+            case "raise":
+                raise ZeroDivisionError("one over zero")
+            case "unpicklable":
+                raise Unpicklable(1, 2)
+            case "hang" | "parent":
+                time.sleep(3600)
+            case "stubborn":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                while True:
+                    time.sleep(1)
+            case "shape":
+                obs = np.zeros(7, np.float32)
+            case "nan":
+                reward = float("nan")
+            case "garbage":
+                os.write(1, b'\x00\xff{"reward": 1e9}\n')
+        return obs, reward
+
+
+def open_library(library: str, fault: str) -> Any:
+    fns = [functools.partial(Env, fault, i) for i in range(4)]
+    if library.startswith("shoal"):
+        from shoal.vector import make_vec
+
+        policy: dict[str, Any] = {"on_failure": "restart"} if library.endswith("restart") else {}
+        return make_vec(
+            fns, backend="process", num_workers=4, step_timeout=TIMEOUT, autoreset="next_step", **policy
+        )
+    if library == "gymnasium async":
+        return gymnasium.vector.AsyncVectorEnv(fns)
+    if library == "sb3 subproc":
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+
+        return SubprocVecEnv(fns)
+    import pufferlib.emulation
+    import pufferlib.vector
+
+    creators = [functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=fn) for fn in fns]
+    return pufferlib.vector.make(
+        creators,
+        env_args=[[]] * 4,
+        env_kwargs=[{}] * 4,
+        num_envs=4,
+        num_workers=4,
+        backend=pufferlib.vector.Multiprocessing,
+        overwork=True,
+    )
+
+
+def say(**what: Any) -> None:
+    """One line on the third descriptor: standard output belongs to the environments."""
+    os.write(3, json.dumps(what).encode() + b"\n")
+
+
+def trial(library: str, fault: str) -> None:
+    """Run in a process of its own."""
+    envs = open_library(library, fault)
+    envs.reset()
+    say(ready=True)
+    try:
+        for action in (1, 2):
+            envs.step(np.full(4, action))
+        start = time.monotonic()
+        say(fault=True)
+        if fault == "late":
+            late(envs)
+            return
+        result = envs.step(np.full(4, 3))
+        report(envs, library, fault, result, time.monotonic() - start)
+    except BaseException as error:
+        say(
+            seconds=time.monotonic() - start,
+            outcome=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else '(no message)'}",
+            names_env="env 1" in str(error) or "Worker-1" in str(error),
+        )
+    start = time.monotonic()
+    envs.close()
+    say(close_seconds=time.monotonic() - start)
+
+
+def late(envs: Any) -> None:
+    if not hasattr(envs, "step_wait") or "timeout" not in envs.step_wait.__code__.co_varnames:
+        say(outcome="no timeout to wait with")
+        return
+    envs.step_async(np.full(4, 3))
+    try:
+        envs.step_wait(timeout=0.1)
+    except Exception:
+        time.sleep(0.6)
+    rewards = envs.step(np.full(4, 4))[1].tolist()
+    say(outcome="right results" if rewards == [4.0] * 4 else f"results of the step before: {rewards}")
+
+
+def report(envs: Any, library: str, fault: str, result: Any, seconds: float) -> None:
+    obs, rewards = result[0], np.asarray(result[1])
+    if fault == "text":
+        right = list(obs) == ["action3"] * 4
+        say(seconds=seconds, outcome="right text" if right else f"wrong text: {obs[1]!r:.20}…")
+    elif library == "shoal restart":
+        others = rewards[[0, 2, 3]].tolist() == [3.0] * 3
+        told = bool(np.asarray(result[3])[1]) and bool(result[4].get("worker_restarted", [0, 0])[1])
+        say(
+            seconds=seconds,
+            outcome="replaced, truncated, the others went on" if told and others else "went on",
+            names_env=told,
+        )
+    else:
+        say(seconds=seconds, outcome="went on" + (" with NaN" if np.isnan(rewards).any() else ""))
+
+
+def run(library: str, fault: str, limit: float) -> dict[str, Any]:
+    """Start a trial, watch it, and count what it leaves."""
+    read, write = os.pipe()
+    command = [sys.executable, "-W", "ignore", __file__, "--trial", library, fault]
+    process = subprocess.Popen(
+        command,
+        pass_fds=[write],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "SHOAL_TRIAL_FD": str(write), "SHOAL_TRIAL": f"{library}/{fault}/{os.getpid()}"},
+    )
+    os.close(write)
+    said: dict[str, Any] = {}
+    reader = threading.Thread(target=_listen, args=(read, said), daemon=True)
+    reader.start()
+    deadline = time.monotonic() + 60
+    while not said.get("fault") and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if fault == "parent":
+        time.sleep(0.5)
+        process.kill()
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        said.setdefault("outcome", "hangs")
+        if "close_seconds" not in said and said["outcome"] != "hangs":
+            said["close_seconds"] = None
+        process.kill()
+        process.wait()
+    end = time.monotonic() + 3.0
+    while (left := _left(library, fault)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    if fault == "parent":
+        said["outcome"] = f"{len(left)} processes live on" if left else "all gone"
+    said["left"] = len(left)
+    return said
+
+
+def _listen(read: int, said: dict[str, Any]) -> None:
+    with os.fdopen(read, "rb") as lines:
+        for line in lines:
+            said.update(json.loads(line))
+
+
+def _left(library: str, fault: str) -> list[int]:
+    """Processes of the trial, told by its mark in their environment."""
+    mark = f"SHOAL_TRIAL={library}/{fault}/{os.getpid()}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if (
+                    mark in (entry / "environ").read_bytes()
+                    and b"\nState:\tZ" not in (entry / "status").read_bytes()
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--trial"]:
+        os.dup2(int(os.environ["SHOAL_TRIAL_FD"]), 3)
+        trial(sys.argv[2], sys.argv[3])
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--libraries", nargs="+", default=list(LIBRARIES), choices=LIBRARIES)
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
+    parser.add_argument("--limit", type=float, default=8.0)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for fault in args.faults:
+        for library in args.libraries:
+            if importlib.util.find_spec(LIBRARIES[library].partition(".")[0]) is None:
+                said: dict[str, Any] = {"outcome": "not installed"}
+            elif fault == "text" and library in ("sb3 subproc", "pufferlib"):
+                said = {"outcome": "no text spaces"}
+            else:
+                said = run(library, fault, args.limit)
+            said.pop("ready", None), said.pop("fault", None)
+            rows.append({"case": FAULTS[fault], "subject": library, **said})
+            print(f"{FAULTS[fault]:40} {library:16} {said}", flush=True)
+    save(rows)
+
+
+def save(rows: list[dict[str, Any]]) -> None:
+    """Write the results, keeping rows that were not measured now."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    old = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    new = {(row["case"], row["subject"]) for row in rows}
+    kept = [row for row in old if (row["case"], row["subject"]) not in new]
+    RESULTS.write_text(
+        json.dumps(
+            {
+                "machine": {"cpus": len(os.sched_getaffinity(0)), "processor": platform.machine()},
+                "versions": {"python": platform.python_version(), "gymnasium": gymnasium.__version__},
+                "date": time.strftime("%Y-%m-%d"),
+                "rows": kept + rows,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

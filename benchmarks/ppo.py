@@ -1,0 +1,320 @@
+"""PPO beside Stable-Baselines3 and a single-file PPO: steps a second and time to solve CartPole.
+
+    python benchmarks/ppo.py [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3]
+
+Same hyperparameters and torch threads (one) for all. Steps are counted after a first warm update; subjects
+take turns, a row is the median of its rounds. CPU seconds include worker processes. The compiled path
+is checked against torch autograd before any time is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO / "src"), str(REPO / "benchmarks")]
+
+import gymnasium as gym  # noqa: E402
+import numpy as np  # noqa: E402
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+import ppo_single_file  # noqa: E402
+from shoal.core.files import read_json, write_json  # noqa: E402
+from shoal.train.ppo import PPO  # noqa: E402
+from shoal.train.presets import PRESETS  # noqa: E402
+
+RESULTS = REPO / "benchmarks" / "results" / "ppo.json"
+ENVS = {"cartpole": "CartPole-v1", "lunarlander": "LunarLander-v3"}
+COUNTS = (1, 4, 8, 16)
+# The defaults of single-file PPO scripts; 4 minibatches whatever the number of environments.
+THROUGHPUT = {
+    "n_steps": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "gae_lambda": 0.95, "clip_range":
+    0.2, "clip_range_vf": 0.2, "ent_coef": 0.01,
+}  # fmt: skip
+SHOAL = ("shoal", "shoal, 2 workers", "shoal, torch path")
+SB3, SINGLE, LIMIT = "Stable-Baselines3", "single-file PPO", "limit: stepping only"
+
+Meter = Callable[[], tuple[float, float]]
+
+
+def meter() -> tuple[float, float]:
+    """(wall, CPU) seconds so far, of this process and its children."""
+    cpu = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+            cpu += times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return time.perf_counter(), cpu
+
+
+class Watch:
+    """Steps, wall and CPU seconds from the first call of `stop` that finds enough steps, to the last."""
+
+    def __init__(self, warm: int, seconds: float) -> None:
+        self.warm, self.seconds = warm, seconds
+        self.begin: tuple[int, float, float] | None = None
+        self.end = (0, 0.0, 0.0)
+
+    def stop(self, steps: int) -> bool:
+        """Whether enough was seen."""
+        if self.begin is None:
+            if steps >= self.warm:
+                self.begin = (steps, *meter())
+            return False
+        if time.perf_counter() - self.begin[1] < self.seconds:
+            return False
+        self.end = (steps, *meter())
+        return True
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """(steps per wall second, steps per CPU second, CPU seconds)."""
+        assert self.begin is not None
+        steps, wall, cpu = (b - a for a, b in zip(self.begin, self.end, strict=True))
+        return steps / wall, steps / cpu, cpu
+
+
+def run_shoal(subject: str, env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
+    workers = 2 if "workers" in subject else 0
+    with PPO(
+        env, n_envs=n_envs, backend="process" if workers else "serial", num_workers=workers or None,
+        path="torch" if "torch" in subject else "compiled", batch_size=n_envs * 32, **settings,
+    ) as ppo:  # fmt: skip
+        for row in ppo.updates(10**9):
+            if watch.stop(int(row["steps"])):
+                return
+
+
+def run_sb3(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
+    import stable_baselines3
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+
+    class Stop(BaseCallback):
+        def _on_step(self) -> bool:
+            # Looked at once per rollout, like the others.
+            return self.num_timesteps % (128 * n_envs) != 0 or not watch.stop(self.num_timesteps)
+
+    model = stable_baselines3.PPO(
+        "MlpPolicy", make_vec_env(env, n_envs), batch_size=n_envs * 32, device="cpu", seed=0, **settings
+    )
+    model.learn(10**9, callback=Stop())
+    model.get_env().close()
+
+
+def run_single(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
+    ppo_single_file.train(
+        env, n_envs, 10**9, {**settings, "batch_size": n_envs * 32, "linear": False}, 0,
+        lambda steps, returns: steps % (128 * n_envs) == 0 and watch.stop(steps),
+    )  # fmt: skip
+
+
+def run_limit(env: str, n_envs: int, watch: Watch) -> None:
+    """Random actions in a plain loop, one core: nothing that steps these environments can be faster on it."""
+    envs = [gym.make(env, disable_env_checker=True) for _ in range(n_envs)]
+    for i, one in enumerate(envs):
+        one.reset(seed=i)
+    actions = np.random.default_rng(0).integers(envs[0].action_space.n, size=4096)
+    steps = 0
+    while not watch.stop(steps):
+        for _ in range(128):
+            for one in envs:
+                _, _, terminated, truncated, _ = one.step(actions[steps % 4096])
+                steps += 1
+                if terminated or truncated:
+                    one.reset()
+
+
+def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for n_envs in counts:
+        subjects = [*(s for s in SHOAL if n_envs > 1 or "workers" not in s), SB3, SINGLE, LIMIT]
+        rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
+        for _ in range(rounds):
+            for subject in subjects:
+                watch = Watch(128 * n_envs * (8 if subject == LIMIT else 1), seconds)
+                if subject in SHOAL:
+                    run_shoal(subject, env, n_envs, THROUGHPUT, watch)
+                elif subject == LIMIT:
+                    run_limit(env, n_envs, watch)
+                elif subject == SINGLE:
+                    run_single(env, n_envs, THROUGHPUT, watch)
+                elif importlib.util.find_spec("stable_baselines3"):
+                    run_sb3(env, n_envs, THROUGHPUT, watch)
+                else:
+                    continue
+                rates[subject].append(watch.rates)
+        for subject, found in rates.items():
+            for place, unit in ((0, "steps/s"), (1, "steps/CPU-s")):
+                value = statistics.median(rate[place] for rate in found) if found else None
+                cpu = sum(rate[2] for rate in found)
+                rows.append(row(f"{env}, {n_envs} envs", subject, value, unit, cpu, len(found)))
+            if found:
+                wall, cpu = (statistics.median(rate[place] for rate in found) for place in (0, 1))
+                numbers = f"{wall:>10,.0f} steps/s {cpu:>10,.0f} steps/CPU-s"
+                print(f"{env:16} n={n_envs:<3} {subject:20} {numbers}", flush=True)
+    return rows
+
+
+def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
+    """Time until the mean of 100 episodes reaches 475, with the same published settings for all."""
+    preset = PRESETS["CartPole-v1"]
+    settings, total = dict(preset.settings), preset.total_timesteps
+    base = {key: settings[key] for key in ("n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda")}
+
+    def shoal(subject: str, seed: int) -> int:
+        with PPO(
+            "CartPole-v1", n_envs=8, seed=seed, backend="process" if "workers" in subject else "serial",
+            num_workers=2 if "workers" in subject else None,
+            path="torch" if "torch" in subject else "compiled",
+            **settings,
+        ) as ppo:  # fmt: skip
+            for found in ppo.updates(total):
+                if len(ppo.log.recent) == 100 and found["reward_mean"] >= 475:
+                    return int(found["steps"])
+        return -1
+
+    def sb3(_: str, seed: int) -> int:
+        import stable_baselines3
+        from stable_baselines3.common.callbacks import BaseCallback
+        from stable_baselines3.common.env_util import make_vec_env
+
+        class Stop(BaseCallback):
+            solved = -1
+
+            def _on_step(self) -> bool:
+                recent = self.model.ep_info_buffer
+                if len(recent) == 100 and np.mean([e["r"] for e in recent]) >= 475:
+                    self.solved = self.num_timesteps
+                return self.solved < 0
+
+        stop = Stop()
+        model = stable_baselines3.PPO(
+            "MlpPolicy", make_vec_env("CartPole-v1", 8, seed=seed), device="cpu", seed=seed, ent_coef=0.0,
+            learning_rate=lambda left: left * 1e-3, clip_range=lambda left: left * 0.2, **base,
+        )  # fmt: skip
+        model.learn(total, callback=stop)
+        return stop.solved
+
+    def single(_: str, seed: int) -> int:
+        def enough(steps: int, returns: deque) -> bool:
+            return len(returns) == 100 and float(np.mean(returns)) >= 475
+
+        given = {
+            **base,
+            "learning_rate": 1e-3,
+            "clip_range": 0.2,
+            "clip_range_vf": 0.0,
+            "ent_coef": 0.0,
+            "linear": True,
+        }
+        steps = ppo_single_file.train("CartPole-v1", 8, total, given, seed, enough)
+        return steps if steps < total else -1
+
+    runs: dict[str, Callable[[str, int], int]] = {
+        "shoal": shoal, "shoal, 2 workers": shoal, "shoal, torch path": shoal, SINGLE: single
+    }  # fmt: skip
+    if importlib.util.find_spec("stable_baselines3"):
+        runs[SB3] = sb3
+    rows = []
+    for subject, play in runs.items():
+        found = []
+        for seed in seeds:
+            wall, cpu = meter()
+            steps = play(subject, seed)
+            after = meter()
+            found.append((steps, after[0] - wall, after[1] - cpu))
+            print(
+                f"solve CartPole  {subject:20} seed {seed}: {steps:>7} steps, {found[-1][1]:.2f} s",
+                flush=True,
+            )
+        solved = all(steps > 0 for steps, _, _ in found)
+        cpu_seconds = sum(f[2] for f in found)
+        for place, unit in ((1, "s"), (0, "env steps")):
+            value = statistics.median(f[place] for f in found) if solved else None
+            rows.append(row("CartPole-v1 to 475", subject, value, unit, cpu_seconds, len(found)))
+    return rows
+
+
+def check_paths() -> None:
+    """The compiled update is autograd's, on recorded experience, before anybody is timed."""
+    after = {}
+    for path in ("compiled", "torch"):
+        with PPO(
+            "CartPole-v1", n_envs=4, seed=0, path=path, backend="serial", batch_size=128, **THROUGHPUT
+        ) as ppo:
+            rows = list(ppo.updates(512))
+            after[path] = ppo.agent.state()[0]
+            assert abs(rows[0]["first_kl"]) < 1e-7, rows[0]
+    for name, value in after["compiled"].items():
+        gap = float(np.abs(value - after["torch"][name]).max())
+        assert gap < 1e-4, f"{name} differs by {gap}"
+
+
+def row(case: str, subject: str, value: float | None, unit: str, cpu: float, runs: int) -> dict[str, Any]:
+    value = None if value is None or not math.isfinite(value) else value
+    return {"case": case, "subject": subject, "value": value, "unit": unit, "cpu_seconds": cpu, "runs": runs}
+
+
+def save(rows: list[dict[str, Any]]) -> None:
+    """Put the rows in place of those with the same case; keep the others."""
+    old = read_json(RESULTS)["rows"] if RESULTS.exists() else []
+    cases = {r["case"] for r in rows}
+    versions = {"python": platform.python_version()}
+    for name in ("numpy", "gymnasium", "torch", "numba", "stable_baselines3"):
+        if importlib.util.find_spec(name):
+            versions[name] = importlib.metadata.version(name)
+    RESULTS.parent.mkdir(exist_ok=True)
+    write_json(RESULTS, {
+        "name": "ppo", "machine": {"cpu": cpu_model(), "cores": os.cpu_count()}, "versions": versions,
+        "date": datetime.date.today().isoformat(), "rows": [r for r in old if r["case"] not in cases] + rows,
+    })  # fmt: skip
+
+
+def cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=[*ENVS, "solve"], default=[*ENVS, "solve"])
+    parser.add_argument("--counts", nargs="+", type=int, default=list(COUNTS))
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    check_paths()
+    for part in options.parts:
+        if part == "solve":
+            save(solve())
+        else:
+            save(throughput(ENVS[part], tuple(options.counts), options.seconds, options.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Print the Markdown tables of docs/ppo.md from benchmarks/results/ppo.json, and those of the presets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "src"))
+
+from shoal.core.files import read_json  # noqa: E402
+from shoal.train.presets import PRESETS  # noqa: E402
+
+SUBJECTS = (
+    "shoal", "shoal, 2 workers", "shoal, torch path", "Stable-Baselines3", "single-file PPO", "limit: stepping only",
+)  # fmt: skip
+COUNTS = (1, 4, 8, 16)
+BASELINE = "Stable-Baselines3"
+
+
+def main() -> None:
+    found = read_json(REPO / "benchmarks" / "results" / "ppo.json")
+    values = {(row["case"], row["subject"], row["unit"]): row["value"] for row in found["rows"]}
+    machine = found["machine"]
+    print(f"Measured on {machine['cpu']}, {machine['cores']} cores, {found['date']}.\n")
+    for env in ("CartPole-v1", "LunarLander-v3"):
+        throughput(values, env)
+    solve(values)
+    scaling(values)
+    presets()
+
+
+def throughput(values: dict[Any, Any], env: str) -> None:
+    print(
+        f"{env}: thousands of env steps per CPU second (and per second of wall time); x is against {BASELINE}.\n"
+    )
+    print("| | " + " | ".join(f"{n} env{'s' if n > 1 else ''}" for n in COUNTS) + " |")
+    print("|---|" + "---|" * len(COUNTS))
+    for subject in SUBJECTS:
+        cells = []
+        for n in COUNTS:
+            case = f"{env}, {n} envs"
+            cpu, wall = (values.get((case, subject, unit)) for unit in ("steps/CPU-s", "steps/s"))
+            if cpu is None:
+                cells.append("")
+                continue
+            base = values[case, BASELINE, "steps/CPU-s"]
+            ratio = f", {cpu / base:.1f}x" if subject != BASELINE else ""
+            cells.append(f"{cpu / 1000:.1f} ({wall / 1000:.1f}){ratio}")
+        print(f"| {subject} | " + " | ".join(cells) + " |")
+    print()
+
+
+def solve(values: dict[Any, Any]) -> None:
+    case = "CartPole-v1 to 475"
+    print("CartPole-v1 until the mean of 100 episodes reaches 475, 8 envs, the same published settings, median of "
+          "seeds 1, 2, 3.\n")  # fmt: skip
+    print("| | seconds | env steps | |")
+    print("|---|---|---|---|")
+    base = values.get((case, BASELINE, "s"))
+    if base is None:
+        print("not measured\n")
+        return
+    for subject in SUBJECTS[:5]:
+        seconds, steps = (values.get((case, subject, unit)) for unit in ("s", "env steps"))
+        if seconds is None:
+            print(f"| {subject} | not within 100,000 steps in all seeds | | |")
+        else:
+            print(f"| {subject} | {seconds:.2f} | {steps:,.0f} | {base / seconds:.1f}x |")
+    print()
+
+
+def scaling(values: dict[Any, Any]) -> None:
+    print("Speed-up of more environments over one, in steps per second of wall time on two cores.\n")
+    print("| n-envs | " + " | ".join(f"{env}, {s}" for env in ("CartPole", "LunarLander") for s in
+          ("shoal", "shoal, 2 workers", BASELINE)) + " |")  # fmt: skip
+    print("|---|" + "---|" * 6)
+    for n in COUNTS:
+        cells = []
+        for env in ("CartPole-v1", "LunarLander-v3"):
+            for subject in ("shoal", "shoal, 2 workers", BASELINE):
+                one = values[f"{env}, 1 envs", subject.removesuffix(", 2 workers"), "steps/s"]
+                many = values.get((f"{env}, {n} envs", subject, "steps/s"))
+                cells.append(f"{many / one:.1f}x" if many else "")
+        print(f"| {n} | " + " | ".join(cells) + " |")
+    print()
+
+
+def presets() -> None:
+    print("| environment | n-envs | steps | source | settings |")
+    print("|---|---|---|---|---|")
+    for name, preset in PRESETS.items():
+        settings = ", ".join(f"{key} {value}" for key, value in preset.settings.items())
+        print(f"| {name} | {preset.n_envs} | {preset.total_timesteps:,} | {preset.source} | {settings} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""`shoal envs`: list, look at, play, check and serve environments."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import gymnasium
+import tyro
+
+from shoal.core.errors import ConfigError
+from shoal.envs.catalogue import ADAPTERS, BUILT_IN, env_class, gymnasium_id, names
+from shoal.envs.text import TextEnv
+
+Settings = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]")]
+Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+
+EXAMPLES = """\
+examples:
+  shoal envs list                                  what there is
+  shoal envs show sokoban                          actions, settings and a first observation
+  shoal envs play sokoban num_boxes=2 --seed 7     play it: arrow keys or wasd, h for a hint, q to quit
+  shoal envs play frozen_lake --replay FILE.jsonl  watch recorded episodes
+  shoal envs check my_package.my_env:MyEnv         does your env keep every promise?
+  shoal envs serve webshop --port 8000             serve it in the OpenEnv convention
+"""
+
+
+@dataclass(frozen=True)
+class ListCommand:
+    """The envs that have a name."""
+
+
+@dataclass(frozen=True)
+class ShowCommand:
+    """What one env is like: its rules, actions, settings, and a first observation."""
+
+    name: Name
+    settings: Settings = ()
+    """Settings of the env."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PlayCommand:
+    """Play an env in the terminal, or watch recorded episodes of it."""
+
+    name: Name
+    settings: Settings = ()
+    """Settings of the env."""
+    seed: int = 0
+    replay: Path | None = None
+    """A trajectories file (.jsonl) to watch instead of playing."""
+    episode: int = 0
+    """Which episode of the file to watch first."""
+    lines: bool = False
+    """Read one action per line instead of single keys (always so when input is no terminal)."""
+
+
+@dataclass(frozen=True)
+class CheckCommand:
+    """Play your own env and say which promise it breaks, if any."""
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:CLASS")]
+    settings: Settings = ()
+    """Settings of the env."""
+    episodes: int = 5
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """Serve an env on 127.0.0.1 in the OpenEnv convention, a fresh env per session."""
+
+    name: Name
+    settings: Settings = ()
+    """Settings of the env."""
+    port: int = 8000
+    """0 takes a free one."""
+
+
+def main(argv: list[str]) -> int:
+    """Parse and run one of the subcommands."""
+    commands: dict[str, tuple[type, Callable[[Any], int]]] = {
+        "list": (ListCommand, _list),
+        "show": (ShowCommand, _show),
+        "play": (PlayCommand, _play),
+        "check": (CheckCommand, _check),
+        "serve": (ServeCommand, _serve),
+    }
+    if not argv or argv[0] not in commands:
+        if argv and argv[0] not in ("-h", "--help", "help"):
+            from shoal.core.errors import unknown_name
+
+            raise unknown_name("envs command", argv[0], commands)
+        lines = [f"  {name:<6} {kind.__doc__}" for name, (kind, _) in commands.items()]
+        print("\n".join(["usage: shoal envs COMMAND", "", *lines, "", EXAMPLES]))
+        return 0
+    kind, run = commands[argv[0]]
+    # Modules of the user's own are looked for where the command was given, as `python -m` does.
+    sys.path.insert(0, str(Path.cwd()))
+    return run(tyro.cli(kind, args=argv[1:], prog=f"shoal envs {argv[0]}", description=kind.__doc__))
+
+
+def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
+    """Settings from `key=value` words; values are YAML, and `a.b=c` sets b inside a.
+
+    >>> parse_settings(("dim_room=[7,7]", "kwargs.fast=true"))
+    {'dim_room': [7, 7], 'kwargs': {'fast': True}}
+    """
+    from omegaconf import OmegaConf
+
+    for setting in settings:
+        if "=" not in setting:
+            raise ConfigError(f"settings must be key=value, got {setting!r}")
+    values = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
+    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+
+
+def _list(command: ListCommand) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "what it is", "gymnasium id or setting"):
+        table.add_column(column, no_wrap=column == "name")
+    for name in names():
+        if name in ADAPTERS:
+            continue
+        kind = env_class(name)
+        table.add_row(name, _first_line(kind), gymnasium_id(name) if name in BUILT_IN else kind.__module__)
+    table.add_section()
+    for name, example in _ADAPTER_EXAMPLES.items():
+        table.add_row(name, _first_line(env_class(name)), example)
+    Console().print(table)
+    print("\nshoal envs show NAME tells all about one; shoal envs play NAME plays it.")
+    return 0
+
+
+_ADAPTER_EXAMPLES = {
+    "gymnasium": "id=CartPole-v1",
+    "reasoning_gym": "dataset=leg_counting",
+    "textarena": "id=FrozenLake-v0",
+    "textworld": "quest_length=3",
+    "openenv": "url=http://127.0.0.1:8000",
+}
+
+
+def _show(command: ShowCommand) -> int:
+    kind = env_class(command.name)
+    print(f"{command.name}: {inspect.getdoc(kind)}\n\nSettings ({kind.Config.__name__}):")
+    for line in _describe_config(kind.Config):
+        print(line)
+    try:
+        env = _make(command.name, command.settings)
+        _, info = env.reset(seed=command.seed)
+    except ConfigError as error:
+        print(f"\nIt cannot start without settings: {error}")
+        return 0
+    print(f"\nWhat the agent is told:\n{textwrap.indent(textwrap.fill(env.instructions, 96), '  ')}")
+    print(f"\nThe first observation of seed {command.seed}:\n{textwrap.indent(str(env.observe()), '  ')}")
+    print(f"\nActions now: {', '.join(info['available_actions'])}")
+    extra = {key: value for key, value in info.items() if key in ("optimal_pushes",)}
+    if extra:
+        print(f"info also has {extra}")
+    env.close()
+    return 0
+
+
+def _play(command: PlayCommand) -> int:
+    if command.replay is not None:
+        return _replay(command, command.replay)
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    env = _make(command.name, command.settings)
+    keys = sys.stdin.isatty() and not command.lines
+    _, info = env.reset(seed=command.seed)
+    console.print(env.instructions, style="bright_black", markup=False)
+    total, over = 0.0, False
+    while not over:
+        _draw(console, env)
+        words = info["available_actions"]
+        said = _ask(env, words, keys)
+        if said is None:
+            console.print(f"left after {info['step']} steps, return {total:g}")
+            return 0
+        if said == "h" and hasattr(env, "solution"):
+            solution = env.solution()
+            hint = env.projection.words()[solution.actions[0] - 1] if solution and solution.actions else None
+            console.print(f"hint: {hint}" if hint else "hint: this position is lost; q quits")
+            continue
+        action = env.projection.action_of(said)
+        _, reward, terminated, truncated, info = env.step(env.invalid_action if action is None else action)
+        total, over = total + reward, terminated or truncated
+        note = "" if info["action_is_valid"] else f"   {said!r} is no action here: {', '.join(words)}"
+        console.print(
+            f"step {info['step']}  {said}  reward {reward:g}  return {total:g}{note}",
+            soft_wrap=True,
+            markup=False,
+        )
+    _draw(console, env)
+    outcome = "solved" if info["success"] else "over" if terminated else "out of steps"
+    console.print(f"{outcome} after {info['step']} steps, return {total:g}", style="bold")
+    return 0
+
+
+def _ask(env: TextEnv[Any], words: list[str], keys: bool) -> str | None:
+    """What the player wants: a word of the env, "h" for a hint, None to quit."""
+    from shoal.cli.env_drawing import KEYS, read_key
+
+    directions = {word.casefold(): word for word in words}
+    if keys and {"up", "down", "left", "right"} <= directions.keys():
+        while True:
+            key = read_key()
+            if key in ("q", "\x04", "\x1b", ""):
+                return None
+            if KEYS.get(key.lower() if len(key) == 1 else key) in directions:
+                return directions[KEYS[key.lower() if len(key) == 1 else key]]
+            if key == "h":
+                return key
+    try:
+        line = input(f"[{' | '.join(words[:12])}{' | …' if len(words) > 12 else ''}] > ").strip()
+    except EOFError:
+        return None
+    if line in ("q", "quit", "exit"):
+        return None
+    matching = [word for word in words if word.casefold().startswith(line.casefold())] if line else []
+    return matching[0] if len(matching) == 1 else line
+
+
+def _replay(command: PlayCommand, file: Path) -> int:
+    from rich.console import Console
+
+    from shoal.cli.env_drawing import draw
+    from shoal.core.data import read_trajectories
+
+    console = Console(highlight=False)
+    wait = sys.stdin.isatty() and not command.lines
+    shown = 0
+    for number, trajectory in enumerate(read_trajectories(file)):
+        if number < command.episode:
+            continue
+        if shown and (not wait or input("Enter for the next episode, q to quit > ").strip() == "q"):
+            break
+        shown += 1
+        console.rule(
+            f"episode {number}: {trajectory.env}, group {trajectory.group}, member {trajectory.member}"
+        )
+        for turn_number, turn in enumerate(trajectory.turns, 1):
+            console.print(draw(turn.observation))
+            console.print(f"turn {turn_number}: {turn.response.strip()}", style="cyan", markup=False)
+            taken = "no valid action" if turn.action is None else f"action {turn.action}"
+            console.print(f"{taken}, reward {turn.reward:g}\n", style="bright_black", markup=False)
+            if wait and input("Enter to go on, q to quit > ").strip() == "q":
+                return 0
+        how = "success" if trajectory.success else trajectory.error or "no success"
+        console.print(
+            f"{how} after {len(trajectory.turns)} turns, return {trajectory.reward:g}", style="bold"
+        )
+    if not shown:
+        raise ConfigError(f"{command.replay} holds no episode {command.episode} (they count from 0)")
+    return 0
+
+
+def _draw(console: Any, env: TextEnv[Any]) -> None:
+    from shoal.cli.env_drawing import draw
+
+    console.print()
+    console.print(draw(env.observe()), soft_wrap=True)
+
+
+def _check(command: CheckCommand) -> int:
+    import warnings
+
+    from gymnasium.utils.env_checker import check_env
+
+    from shoal.testing import check_text_env
+
+    kind = _any_class(command.name)
+    settings = parse_settings(command.settings)
+    try:
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always")
+            check_env(kind(**settings), skip_render_check=True)
+        print("ok      gymnasium's check_env")
+        for note in notes:
+            print(f"  note  {note.message}")
+        if issubclass(kind, TextEnv):
+            check_text_env(lambda: kind(**settings), seeds=range(command.episodes))
+            print(f"ok      shoal's check_text_env, {command.episodes} episodes")
+        else:
+            print("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
+    except AssertionError as error:
+        print(f"broken  {error}")
+        return 1
+    return 0
+
+
+def _serve(command: ServeCommand) -> int:
+    from shoal.envs.adapters.openenv_server import HOST, serve
+
+    def ready(port: int) -> None:
+        print(
+            f"serving {command.name} at http://{HOST}:{port}  (sessions at /ws; stop with Ctrl-C)", flush=True
+        )
+
+    serve(command.name, lambda: _make(command.name, command.settings), port=command.port, on_ready=ready)
+    return 0
+
+
+def _make(name: str, settings: tuple[str, ...]) -> TextEnv[Any]:
+    return env_class(name)(**parse_settings(settings))
+
+
+def _any_class(name: str) -> Any:
+    """A registered env class, or any `gymnasium.Env` class as "module:Class"."""
+    if ":" not in name:
+        return env_class(name)
+    module, _, attribute = name.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(f"expected an env class as 'module:Class', but {name!r} fails: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, gymnasium.Env)):
+        raise ConfigError(f"{name!r} must be a gymnasium.Env class, got {kind!r}")
+    return kind
+
+
+def _first_line(kind: type) -> str:
+    return (inspect.getdoc(kind) or "").split("\n")[0]
+
+
+def _describe_config(config: Any) -> list[str]:
+    """A line per setting: name, default and the sentence that stands below it in the source."""
+    notes = _field_notes(config)
+    lines = []
+    for item in dataclasses.fields(config):
+        default = item.default
+        if default is dataclasses.MISSING and item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
+        value = "(needed)" if default is dataclasses.MISSING else repr(default)
+        lines.append(f"  {item.name + ' = ' + value:<34} {notes.get(item.name, '')}".rstrip())
+    return lines
+
+
+def _field_notes(config: type) -> dict[str, str]:
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    notes = {}
+    statements = getattr(body, "body", [])
+    for field, note in pairwise(statements):
+        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if is_field and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
+            notes[field.target.id] = " ".join(str(note.value.value).split())
+    return notes

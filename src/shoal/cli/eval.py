@@ -1,0 +1,158 @@
+"""`shoal eval`: play held-out episodes with a trained run, a model folder or a model name, and say how well it does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from shoal.core.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Play held-out episodes and report the success rate with its 95% interval."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A run folder, a Hugging Face model folder, or a name that `shoal model list` shows."""
+    env: str | None = None
+    """Env to play (`shoal envs list`); the run's own held-out envs if not given."""
+    env_config: dict[str, str] = field(default_factory=dict)
+    """Settings of the env, as `--env-config key value …`; values are read as JSON where they can be."""
+    episodes: int = 200
+    seed: int = 0
+    """Names the episodes: the same seed plays the same ones."""
+    temperature: float = 0.0
+    """0 plays greedily."""
+    checkpoint: str = "newest"
+    """Of a run: newest, best, or an iteration."""
+    max_tokens: int | None = None
+    """Tokens of a response; what the run was trained with, or 64."""
+    out: Path | None = None
+    """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`."""
+    format: Literal["table", "json"] = "table"
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate and print."""
+    options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=EvalOptions.__doc__)
+    if options.episodes < 1:
+        raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
+    from shoal.train.agent_evaluation import mean_interval, success_rate
+
+    trajectories = _play(options)
+    whole = [t for t in trajectories if t.status == "ok"]
+    rate = success_rate(trajectories)
+    reward, half = mean_interval([t.reward for t in whole])
+    turns, _ = mean_interval([float(len(t.turns)) for t in whole])
+    valid = [turn.action_is_valid for t in whole for turn in t.turns]
+    result = {
+        "success": rate.value,
+        "success_low": rate.low,
+        "success_high": rate.high,
+        "reward": reward,
+        "reward_half_width": half,
+        "turns": turns,
+        "valid_actions": sum(valid) / max(1, len(valid)),
+        "episodes": len(whole),
+        "failed_episodes": len(trajectories) - len(whole),
+    }
+    if options.format == "json":
+        print(json.dumps(result))
+    else:
+        print(f"success        {rate.value:.3f}   95% interval {rate.low:.3f} to {rate.high:.3f}")
+        print(f"reward         {reward:.3f} ± {half:.3f}")
+        print(f"turns          {turns:.2f}")
+        print(f"valid actions  {result['valid_actions']:.3f}")
+        print(f"episodes       {len(whole)} whole, {result['failed_episodes']} failed")
+    if options.out is not None:
+        _write(options, trajectories, result)
+    return 0
+
+
+def _play(options: EvalOptions) -> list[Any]:
+    import torch
+
+    from shoal.core.seeding import derive_seed
+    from shoal.rollout.collector import TrajectoryCollector
+    from shoal.rollout.engine import Sampling
+    from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager, make_set
+
+    engine, run = _engine(options)
+    torch.set_num_threads(run.engine.threads)
+    if options.env is None:
+        tags = run.es_manager.val.env_configs
+        kinds = run.custom_envs
+    else:
+        tags = EnvMix((options.env,))
+        kinds = {
+            options.env: EnvTag(options.env, env_config={k: _value(v) for k, v in options.env_config.items()})
+        }
+    if not tags.tags:
+        raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
+    shares = sum(tags.n_groups) if tags.n_groups else len(tags.tags)
+    at_once = shares * max(1, min(options.episodes, 64) // shares)
+    groups = EnvGroups(at_once, 1, tags)
+    made = make_set(EnvironmentConfig(EsManager(groups, groups), kinds, vector=run.vector), groups)
+    proxy = run.agent_proxy
+    sampling = Sampling(options.max_tokens or proxy.max_tokens, options.temperature, proxy.stop)
+    seed = derive_seed(options.seed, "evaluation")
+    collector = TrajectoryCollector(made.pool, made.tags, made.roles, 1, engine, proxy.prompt, seed)
+    try:
+        played: list[Any] = []
+        while len(played) < options.episodes:
+            played += collector.collect(0, sampling, first_group=len(played))
+            print(
+                f"\r{min(len(played), options.episodes)}/{options.episodes} episodes", end="", file=sys.stderr
+            )
+        print(file=sys.stderr)
+        return played[: options.episodes]
+    finally:
+        made.pool.close()
+
+
+def _engine(options: EvalOptions) -> tuple[Any, Any]:
+    """The engine to play with, and the settings of its run (defaults for a bare model)."""
+    from omegaconf import OmegaConf
+
+    from shoal.core.configuration import from_mapping
+    from shoal.core.files import verify_folder
+    from shoal.train.agent_config import AgentConfig, AgentProxy, EngineConfig
+    from shoal.train.agent_evaluation import checkpoint_of
+    from shoal.train.policy import load_engine, make_engine
+
+    folder = Path(options.model)
+    if (folder / "checkpoints").is_dir():
+        values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        run = from_mapping(AgentConfig, values)
+        checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
+        return load_engine(checkpoint / "engine", device=run.engine.device), run
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise DataError(
+            f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
+        )
+    settings = EngineConfig(name="huggingface", model=options.model, threads=2)
+    run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=64))
+    return make_engine(settings, (), options.seed), run
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _write(options: EvalOptions, trajectories: list[Any], result: dict[str, float]) -> None:
+    from shoal.core.data import write_trajectories
+    from shoal.core.run_folder import RunFolder
+
+    assert options.out is not None
+    folder = RunFolder(options.out, "eval", options.seed)
+    write_trajectories(folder.path / "trajectories" / "eval.jsonl", trajectories)
+    folder.finish(result)
+    print(f"look at an episode:  shoal show {options.out} --worst")

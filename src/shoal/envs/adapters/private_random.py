@@ -1,0 +1,43 @@
+"""Lets a library use the global random generators without anyone else noticing, and reproducibly."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+_ONE_AT_A_TIME = threading.RLock()
+
+
+class PrivateRandom:
+    """A state of `random` and `numpy.random` of one's own, switched in while a library is called.
+
+    Within one process only one library call runs at a time: the generators it uses are the process's.
+    """
+
+    def __init__(self) -> None:
+        self.seed(0)
+
+    def seed(self, seed: int) -> None:
+        """Start the private generators anew."""
+        self._own = (
+            random.Random(seed).getstate(),
+            np.random.RandomState(seed % 2**32).get_state(legacy=False),
+        )
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The private state is the global one inside, and everybody else's is back afterwards."""
+        with _ONE_AT_A_TIME:
+            others = random.getstate(), np.random.get_state(legacy=False)
+            random.setstate(self._own[0])
+            np.random.set_state(self._own[1])
+            try:
+                yield
+            finally:
+                self._own = random.getstate(), np.random.get_state(legacy=False)
+                random.setstate(others[0])
+                np.random.set_state(others[1])

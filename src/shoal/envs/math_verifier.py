@@ -1,0 +1,154 @@
+"""math-verify (symbolic equality of answers) in a process of its own that is killed when it takes too long.
+
+In-process it would stall a worker for seconds on hostile input and refuse to run outside the main thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from shoal.core.errors import missing_extra
+from shoal.envs.math_answers import final_answer
+
+MAX_ANSWER = 200
+"""Characters of an answer handed over; longer ones are not verified."""
+MAX_MEMORY = 4 * 2**30
+"""Bytes of address space the process may use."""
+START_SECONDS = 60.0
+
+
+class MathVerifier:
+    """Asks math-verify whether two answers are the same; safe to share between threads.
+
+    Args:
+        seconds: how long one question may take before its process is killed and the answer counts as wrong.
+    """
+
+    def __init__(self, seconds: float = 2.0) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise missing_extra("checker='math_verify'", "math")
+        self.seconds = seconds
+        self.kills = 0
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def same(self, response: str, truth: str) -> bool:
+        """Whether math-verify calls the final answers equal, within the deadline."""
+        answers = final_answer(response), final_answer(truth)
+        if any(answer is None or len(answer) > MAX_ANSWER for answer in answers):
+            return False
+        with self._lock:
+            try:
+                process = self._process or self._start()
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(answers).encode() + b"\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                self._kill()
+                return False
+            line = self._line(process, self.seconds)
+            if line is None:
+                self._kill()
+                self.kills += 1
+                return False
+            return json.loads(line) is True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MathVerifier, (self.seconds,)
+
+    def close(self) -> None:
+        """End the process; the next question starts a new one."""
+        with self._lock:
+            self._kill()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.envs.math_verifier", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        if self._line(process, START_SECONDS) is None:
+            self._kill()
+            raise RuntimeError("the math-verify process did not start; try `import math_verify` by hand")
+        return process
+
+    @staticmethod
+    def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+        """The next line of the process, None when it ends or is late."""
+        assert process.stdout is not None
+        deadline = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+        # Answers are one short line, written at once: if there is something to read, all of it is there.
+        return (process.stdout.readline() or None) if ready else None
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._finalizer.detach()
+            _end(self._process)
+            self._process = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+
+
+def _serve(parent: int) -> None:
+    """Answer questions from standard input, one JSON pair a line, until it ends."""
+    import resource
+
+    import math_verify
+
+    if sys.platform == "linux":  # die with the parent even when it is killed in the middle of a question
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    # The first question of each kind loads half of sympy: that is not the asker's time.
+    for given, wanted in ((r"\frac{x}{2}", "(x+1)(x-1)"), ("0.5", "50"), (r"\sqrt{2}", "2^{10}")):
+        _verify(math_verify, given, wanted)
+    _reply("ready")
+    for line in sys.stdin.buffer:
+        given, wanted = json.loads(line)
+        _reply(_verify(math_verify, given, wanted))
+
+
+def _verify(math_verify: Any, given: str, wanted: str) -> bool:
+    """One question; whatever math-verify raises on odd input means "not equal"."""
+    try:
+        parsed = [math_verify.parse(f"\\boxed{{{answer}}}") for answer in (wanted, given)]
+        return bool(all(parsed) and math_verify.verify(*parsed))
+    except (Exception, MemoryError):
+        return False
+
+
+def _reply(value: object) -> None:
+    sys.stdout.buffer.write(json.dumps(value).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

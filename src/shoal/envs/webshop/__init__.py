@@ -1,0 +1,24 @@
+"""WebShop offline: catalogues, search, pages, the published reward, and the env on top of them."""
+
+from shoal.envs.webshop.catalogue import Catalogue, Product, search
+from shoal.envs.webshop.env import WebShopConfig, WebShopEnv
+from shoal.envs.webshop.expert import expert_action
+from shoal.envs.webshop.generator import generate_catalogue
+from shoal.envs.webshop.goals import Goal, make_goals
+from shoal.envs.webshop.loader import load_catalogue
+from shoal.envs.webshop.scoring import Reward, reward
+
+__all__ = [
+    "Catalogue",
+    "Goal",
+    "Product",
+    "Reward",
+    "WebShopConfig",
+    "WebShopEnv",
+    "expert_action",
+    "generate_catalogue",
+    "load_catalogue",
+    "make_goals",
+    "reward",
+    "search",
+]

@@ -1,0 +1,259 @@
+"""WebShop: find what an instruction asks for, choose its options, buy it. Offline, without a server."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import ConfigError
+from shoal.envs.actions import Projection
+from shoal.envs.spaces import FreeText
+from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.webshop.catalogue import Catalogue, search
+from shoal.envs.webshop.generator import generate_catalogue
+from shoal.envs.webshop.goals import SPLITS, Goal, make_goals, split_goals
+from shoal.envs.webshop.loader import load_catalogue
+from shoal.envs.webshop.nouns import NounFunction, spacy_nouns, title_nouns
+from shoal.envs.webshop.pages import Page, Place, Shop
+from shoal.envs.webshop.scoring import Reward, reward
+
+REWARD_MODES = ("score", "win10")
+GENERATED = 3000
+"""Products of a generated shop when `num_products` is not given."""
+MAX_QUERY = 1024
+_ACTION = re.compile(r"\s*(search|click)\s*\[\s*(.*?)\s*\]\s*", re.IGNORECASE | re.DOTALL)
+
+
+def read_action(text: str) -> str | None:
+    """An action in its one spelling, `search[words]` or `click[target]` in lower case, or None.
+
+    >>> read_action(" Search[Red Shoes] "), read_action("click[]"), read_action("buy it")
+    ('search[red shoes]', None, None)
+    """
+    match = _ACTION.fullmatch(text) if len(text) <= MAX_QUERY else None
+    if match is None or not match[2]:
+        return None
+    return f"{match[1].lower()}[{match[2].lower()}]"
+
+
+@dataclass(frozen=True)
+class WebShopConfig:
+    """Settings of `WebShopEnv`."""
+
+    source: str = "generated"
+    """"generated", or WebShop's file of products (`items_shuffle*.json`)."""
+    attributes_path: str = ""
+    """With a file of products: WebShop's `items_ins_v2*.json`."""
+    human_path: str = ""
+    """`items_human_ins.json`: instructions by people instead of made-up ones."""
+    reviews_path: str = ""
+    """WebShop's file of reviews and ratings."""
+    num_products: int | None = None
+    """Size of a generated shop (3000), or how many products of the file (all)."""
+    catalogue_seed: int = 0
+    """Of a generated shop."""
+    price_seed: int = 0
+    """Of the prices of products that are sold at a range."""
+    goal_seed: int = 0
+    """Of the goals' price limits and their order."""
+    split: str = "all"
+    """Goals: all, test (the first 500), val (the next 1000) or train (the others)."""
+    goal: int | None = None
+    """Always this goal of the split, instead of one drawn from the seed."""
+    max_steps: int = 15
+    """Steps after which an episode is truncated."""
+    page_size: int = 10
+    """Products on a page of results."""
+    max_results: int = 50
+    """Products that a search finds at most."""
+    reward_mode: str = "score"
+    """"score", the published reward in [0, 1]; or "win10", 10 for a score of 1 and else 0."""
+    nouns: str = "rules"
+    """How nouns of titles are found: "rules", or "spacy:MODEL" for an installed spaCy model."""
+    show_attributes: bool = False
+    """Whether item pages have an Attributes page."""
+    invalid_penalty: float = 0.0
+    """Reward of a response without a usable action."""
+
+    def __post_init__(self) -> None:
+        if self.reward_mode not in REWARD_MODES:
+            raise ConfigError(f"reward_mode must be one of {REWARD_MODES}, got {self.reward_mode!r}")
+        if self.split not in SPLITS:
+            raise ConfigError(f"split must be one of {SPLITS}, got {self.split!r}")
+        if self.nouns != "rules" and not self.nouns.startswith("spacy:"):
+            raise ConfigError(f"nouns must be 'rules' or 'spacy:MODEL', got {self.nouns!r}")
+        for name in ("max_steps", "page_size", "max_results"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_products is not None and self.num_products < 1:
+            raise ConfigError(f"num_products must be at least 1, got {self.num_products}")
+        if self.source != "generated" and not self.attributes_path:
+            raise ConfigError("a file of products needs attributes_path, WebShop's items_ins_v2*.json")
+
+
+class _Stock:
+    """Catalogues and their goals, made once per process for all envs of the same files and seeds."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._made: OrderedDict[tuple[Any, ...], tuple[Catalogue, list[Goal]]] = OrderedDict()
+
+    def get(self, config: WebShopConfig) -> tuple[Catalogue, list[Goal]]:
+        files = [config.source, config.attributes_path, config.human_path, config.reviews_path]
+        stamps = [Path(name).stat().st_mtime_ns for name in files if name not in ("", "generated")]
+        seeds = (config.num_products, config.catalogue_seed, config.price_seed, config.goal_seed)
+        key = (*files, *stamps, *seeds)
+        with self._lock:
+            if key not in self._made:
+                catalogue = _make_catalogue(config)
+                self._made[key] = catalogue, make_goals(catalogue, seed=config.goal_seed)
+                while len(self._made) > self._size:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(key)
+            return self._made[key]
+
+
+def _make_catalogue(config: WebShopConfig) -> Catalogue:
+    if config.source == "generated":
+        n_products = config.num_products or GENERATED
+        return generate_catalogue(n_products, seed=config.catalogue_seed, price_seed=config.price_seed)
+    return load_catalogue(
+        config.source,
+        config.attributes_path,
+        config.human_path or None,
+        reviews_path=config.reviews_path or None,
+        limit=config.num_products,
+        price_seed=config.price_seed,
+    )
+
+
+_stock = _Stock(size=4)
+
+
+class WebShopEnv(TextEnv[WebShopConfig]):
+    """Search, look, choose options and buy; the action is `search[words]` or `click[target]`.
+
+    The reward comes with the purchase, which terminates the episode: the published score, whose parts are in
+    `info` as `r_type`, `r_att`, `r_option` (when options are asked for) and `r_price`, the whole as
+    `task_score`. Success is a score of 1. A click on what the page does not have is invalid: it costs a step.
+    """
+
+    Config = WebShopConfig
+    instructions = (
+        "You are shopping in a web shop. Find the product that the instruction asks for, choose the options "
+        "it names and buy it for less than the price limit. Actions: search[words] looks for products; "
+        "click[target] clicks a button, a product code or an option of the page. The purchase, "
+        "click[buy now], ends the episode."
+    )
+    projection = Projection(parse=read_action, invalid="", tags=("action",))
+    invalid_action = ""
+    action_space = FreeText(65_536, min_length=1)
+    observation_space = FreeText(1_000_000, min_length=1)
+
+    def __init__(self, config: WebShopConfig | None = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self._open()
+
+    def _open(self) -> None:
+        """Take from the stock what depends on the config alone."""
+        catalogue, goals = _stock.get(self.config)
+        self._goals: Sequence[Goal] = split_goals(goals, self.config.split)
+        if self.config.goal is not None and not 0 <= self.config.goal < len(self._goals):
+            raise ConfigError(f"goal must be in [0, {len(self._goals)}), got {self.config.goal}")
+        self._shop = Shop(catalogue, self.config.page_size, self.config.show_attributes)
+        self._nouns: NounFunction = title_nouns
+        if self.config.nouns != "rules":
+            self._nouns = spacy_nouns(self.config.nouns.removeprefix("spacy:"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        shared = ("_goals", "_shop", "_nouns")
+        return {name: value for name, value in self.__dict__.items() if name not in shared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The products of the shop."""
+        return self._shop.catalogue
+
+    @property
+    def n_goals(self) -> int:
+        """Goals of the split."""
+        return len(self._goals)
+
+    @property
+    def goal(self) -> Goal:
+        """What is to be bought, for experts and tests."""
+        return self._goal
+
+    @property
+    def place(self) -> Place:
+        """Where the shopper is."""
+        return self._place
+
+    def _start(self, rng: np.random.Generator) -> None:
+        number = self.config.goal
+        self._goal = self._goals[int(rng.integers(len(self._goals))) if number is None else number]
+        self._go(Place())
+
+    def _go(self, place: Place, score: float = 0.0) -> None:
+        self._place = place
+        self._page: Page = self._shop.page(place, self._goal.instruction, score)
+
+    def _advance(self, action: Action) -> Outcome:
+        spelled = read_action(str(action))
+        place = self._next(spelled) if spelled is not None else None
+        if place is None:
+            return Outcome(self.config.invalid_penalty, valid=False, effective=False)
+        if place.page == "done":
+            return self._buy(place)
+        changed = place != self._place
+        self._go(place)
+        return Outcome(0.0, effective=changed)
+
+    def _next(self, action: str) -> Place | None:
+        """Where an action leads, None for one that the page does not offer."""
+        kind, _, target = action[:-1].partition("[")
+        if kind == "click":
+            return self._shop.click(self._place, target)
+        # The search bar stands on the first page; searching from elsewhere works as in the original.
+        found = search(self.catalogue, target, self.config.max_results)
+        return Place("results", target, tuple(found))
+
+    def _buy(self, place: Place) -> Outcome:
+        product = self.catalogue[place.asin]
+        parts: Reward = reward(
+            product, self._goal, self.catalogue.price(place.asin), place.options, noun_fn=self._nouns
+        )
+        score = parts["reward"]
+        self._go(place, score)
+        metrics = {"task_score": score, **{k: v for k, v in parts.items() if v is not None and k != "reward"}}
+        won = score == 1.0
+        paid = score if self.config.reward_mode == "score" else 10.0 * won
+        return Outcome(paid, terminated=True, success=won, metrics=metrics)  # type: ignore[arg-type]
+
+    def available_actions(self) -> list[str]:
+        """What can be done on the page; on the first one a pattern, since a query is free text."""
+        if self._place.page == "search":
+            return ["search[<your query>]"]
+        return [f"click[{target}]" for target in self._page.clickables]
+
+    def observe(self) -> str:
+        """The texts of the page, joined by ` [SEP] `. Chosen options are not shown, as in the original."""
+        return self._page.text
+
+    def anchor(self) -> str:
+        """The place with the chosen options, which the page hides, and the words searched for."""
+        place = self._place
+        options = sorted(place.options.items())
+        return f"{place.page} {place.number} {place.asin} {options} {place.query!r} {self._goal.instruction}"

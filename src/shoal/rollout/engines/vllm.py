@@ -1,0 +1,122 @@
+"""vLLM in this process, with weights and LoRA adapters taken over between batches.
+
+No seed is passed: with it vllm's CPU build ends on the second piece of a long prompt. Batches decide the
+rounding, so the level is L0; log-probabilities are those of the sampling at any temperature.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import DataError, EngineError, missing_extra
+from shoal.rollout.capabilities import Capabilities
+from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.engines.chat_template import TemplateTokenizer
+
+try:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+except ImportError as error:
+    raise missing_extra("the vLLM engine", "vllm") from error
+
+
+class VllmEngine:
+    """Completes prompts with vLLM.
+
+    Args:
+        model: a model folder.
+        tokenizer: its tokenizer; the one in the folder if None.
+        adapters: make room for LoRA adapters.
+        **options: of `vllm.LLM` (`dtype`, `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …).
+    """
+
+    level: Level = "L0"
+
+    def __init__(
+        self,
+        model: Path | str,
+        *,
+        tokenizer: ChatTokenizer | None = None,
+        adapters: bool = False,
+        **options: Any,
+    ) -> None:
+        if not (Path(model) / "config.json").is_file():
+            raise DataError(f"{model} is not a model folder: it has no config.json")
+        self.llm = LLM(model=str(model), logprobs_mode="processed_logprobs", enable_lora=adapters, **options)
+        self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer())
+        self.weights_version = 0
+        self._folder, self._adapters = Path(model), adapters
+        self._lora: Any = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Exact tokens and log-probabilities; weights and, where room was made, adapters."""
+        return Capabilities("L0", token_ids=True, logprobs=True, weights=True, adapters=self._adapters)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order."""
+        if not requests:
+            return []
+        if any(request.images for request in requests):
+            raise EngineError("this engine takes no pictures: use a server with messages (OpenAIEngine)")
+        try:
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": list(request.prompt_ids)} for request in requests],
+                [self._params(request) for request in requests],
+                use_tqdm=False,
+                lora_request=self._lora,
+            )
+        except ValueError as error:  # a prompt that does not fit
+            raise EngineError(f"vLLM refused a request: {error}") from error
+        return [self._completion(output.outputs[0]) for output in outputs]
+
+    def _params(self, request: Request) -> Any:
+        sampling = request.sampling
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            stop=list(sampling.stop) or None,
+            include_stop_str_in_output=True,
+            stop_token_ids=list(getattr(self.tokenizer, "end_ids", ())),
+            logprobs=0,
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        ids = tuple(output.token_ids)
+        if output.finish_reason not in ("stop", "length") or output.logprobs is None:
+            raise EngineError(f"vLLM broke a response off: {output.finish_reason}")
+        logprobs = tuple(float(row[i].logprob) for i, row in zip(ids, output.logprobs, strict=True))
+        return Completion(ids, logprobs, output.finish_reason, self.weights_version)
+
+    # --- weights
+    def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """Take over weights by name, as `state_dict` of the `transformers` model has them."""
+        from safetensors.torch import save_file
+
+        # By way of a folder: the model may live in processes of its own, and there with names of its own.
+        with tempfile.TemporaryDirectory(prefix="shoal-weights-") as folder:
+            distinct = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+            save_file(distinct, Path(folder) / "model.safetensors", {"format": "pt"})
+            config = json.loads((self._folder / "config.json").read_text())
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self.llm.reset_prefix_cache()
+        self.weights_version = version
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Use the LoRA adapter of a folder from the next batch on."""
+        if not self._adapters:
+            raise EngineError("make room for adapters first: VllmEngine(..., adapters=True)")
+        if not (Path(folder) / "adapter_model.safetensors").is_file():
+            raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
+        number = 1 if self._lora is None else self._lora.lora_int_id + 1
+        self._lora = LoRARequest(f"shoal-{number}", number, str(folder))
+        self.weights_version = version

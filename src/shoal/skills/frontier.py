@@ -1,0 +1,116 @@
+"""Grow the graph while it trains: propose while the frontier is open, wait when the next step hangs on a training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shoal.core.errors import ConfigError
+from shoal.skills.plan import dependencies
+from shoal.skills.proposers import Proposer
+from shoal.skills.scheduler import OnSkill, SkillScheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Frontier:
+    """Proposes skills in a thread of its own, and sleeps while the frontier is blocked.
+
+    A proposed skill that needs one still in training is queued, and nothing more is proposed until all it needs
+    is completed, or something failed: what the next proposal should be depends on how that training ends.
+
+    Args:
+        scheduler: where skills go; its callbacks are taken over and passed on.
+        proposer: names the skills.
+        max_nodes: most skills in the graph.
+        on_complete: called with a completed skill.
+        on_failed: called with a failed one.
+    """
+
+    def __init__(
+        self,
+        scheduler: SkillScheduler,
+        proposer: Proposer,
+        max_nodes: int,
+        on_complete: OnSkill | None = None,
+        on_failed: OnSkill | None = None,
+    ) -> None:
+        self.scheduler, self.proposer, self.max_nodes = scheduler, proposer, max_nodes
+        self.error: BaseException | None = None
+        self.blocked_on: tuple[str, ...] = ()  # skills that proposing waits for
+        self._changed = threading.Condition()
+        self._failures = 0
+        scheduler.set_callbacks(
+            self._passing(on_complete, failed=False), self._passing(on_failed, failed=True)
+        )
+
+    def run(self) -> bool:
+        """Grow and train to the end; True if every skill is completed.
+
+        Raises:
+            Exception: what the proposer raised, after all that was queued has been trained.
+        """
+        self.scheduler.hold()
+        thread = threading.Thread(target=self._grow, name="frontier", daemon=True)
+        thread.start()
+        finished = self.scheduler.run()
+        with self._changed:
+            self.max_nodes = 0  # the scheduler was stopped: propose no more
+            self._changed.notify_all()
+        thread.join(timeout=5)
+        if self.error is not None:
+            raise self.error
+        return finished
+
+    def _grow(self) -> None:
+        try:
+            while self._propose():
+                pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.scheduler.release()
+
+    def _propose(self) -> bool:
+        """Add one skill, and wait until the frontier is open again; False when there are no more."""
+        rows = self.scheduler.store.skills()
+        if len(rows) >= self.max_nodes:
+            return False
+        known = [row.spec for row in rows]
+        completed = [row.name for row in rows if row.status == "completed"]
+        skill = self.proposer.next_skill(known, completed, self.scheduler.get_failed_skills())
+        if skill is None:
+            return False
+        try:
+            needed = dependencies(skill, [*known, skill])
+        except ConfigError as error:
+            logger.warning("%s cannot be reached yet: %s", skill.name, error)
+            needed = []
+        self.scheduler.add_skill(skill.name, skill)
+        self._wait_for(needed)
+        return True
+
+    def _wait_for(self, needed: list[str]) -> None:
+        with self._changed:
+            failures = self._failures
+            while self.max_nodes:
+                statuses = {name: self.scheduler.get_status(name) for name in needed}
+                self.blocked_on = tuple(
+                    n for n, s in statuses.items() if s in ("waiting", "running", "merging")
+                )
+                if not self.blocked_on or self._failures != failures:
+                    self.blocked_on = ()
+                    return
+                self._changed.wait()
+
+    def _passing(self, then: OnSkill | None, *, failed: bool) -> Callable[[str, dict[str, Any]], None]:
+        def callback(name: str, data: dict[str, Any]) -> None:
+            with self._changed:
+                self._failures += failed
+                self._changed.notify_all()
+            if then is not None:
+                then(name, data)
+
+        return callback

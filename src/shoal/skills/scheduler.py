@@ -1,0 +1,600 @@
+"""Train a graph of skills side by side: launch what is ready, wake on events, commit, go on.
+
+    waiting ──launch──> running ──DONE.json──> merging ──commit──> completed
+       ^  │                │ failed, retries left
+       │  └─dependency──> blocked(reason)       │ none left ──> failed        cancelled ──> skipped
+       └───────────────────┘
+
+The state is in the store; this process may die at any moment. Trainings go on, and the next scheduler adopts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import ConfigError, DataError, ShoalError
+from shoal.skills import memory
+from shoal.skills.launchers import Launcher, make_launcher, training_command, training_environment
+from shoal.skills.locks import FolderLock, processes_of
+from shoal.skills.merge import RULES
+from shoal.skills.plan import dependencies as plan_dependencies
+from shoal.skills.processing import process_completed_training
+from shoal.skills.records import AttemptRow, SkillRow
+from shoal.skills.runs import (
+    Run,
+    failure_reason,
+    prepare_training_run,
+    read_outcome,
+    run_folder_of,
+    skill_from_data,
+)
+from shoal.skills.spec import Skill
+from shoal.skills.store import Store
+from shoal.skills.tasks import TrainingConfig
+from shoal.skills.views import export_state, export_views
+from shoal.skills.worlds import world_features
+
+logger = logging.getLogger(__name__)
+OnSkill = Callable[[str, dict[str, Any]], None]
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+class SkillScheduler:
+    """Runs the trainings of one folder.
+
+    Args:
+        base_dir: the folder; what is in it already is continued.
+        max_parallel: trainings at a time, whatever the number of GPUs.
+        poll_interval: seconds between looks for requests of other processes (`retry`, `cancel`); trainings
+            that end wake the scheduler at once.
+        max_retries: how often a failed training is launched again, from its last checkpoint.
+        world: "crafting", "craftax-classic" or "craftax".
+        launcher: "local", "tmux", "ray" or one of your own.
+        merge: rule for experts that several trainings changed.
+        seed: run seed.
+        config: how skills are trained.
+        analyse: correct specs by what really happened.
+        on_event: called with each durable moment, once it is on disk.
+        available_memory: bytes that can be had; for tests.
+    """
+
+    def __init__(
+        self,
+        base_dir: Path | str,
+        max_parallel: int = 3,
+        poll_interval: float = 30.0,
+        max_retries: int = 2,
+        *,
+        world: str = "crafting",
+        launcher: str | Launcher = "local",
+        merge: str = "auto",
+        seed: int = 0,
+        config: TrainingConfig | None = None,
+        analyse: bool = True,
+        on_event: OnEvent | None = None,
+        available_memory: Callable[[], int | None] = memory.available_memory,
+    ) -> None:
+        if max_parallel < 1 or max_retries < 0 or poll_interval <= 0:
+            raise ConfigError(
+                "max_parallel must be at least 1, max_retries at least 0, poll_interval positive"
+            )
+        if merge not in RULES:
+            raise ConfigError(f"merge must be one of {', '.join(RULES)}, got {merge!r}")
+        self.base_dir = Path(base_dir)
+        self.base_dir.mkdir(parents=True, exist_ok=True)
+        self.store = Store(self.base_dir)
+        self.features = world_features(world)
+        self.world, self.merge, self.seed, self.analyse = world, merge, seed, analyse
+        self.max_parallel, self.poll_interval, self.max_retries = max_parallel, poll_interval, max_retries
+        self.config = config or TrainingConfig()
+        self.launcher = make_launcher(launcher, slots=max_parallel) if isinstance(launcher, str) else launcher
+        self._available_memory = available_memory
+        self._on_event = on_event
+        self._on_complete: OnSkill | None = None
+        self._on_failed: OnSkill | None = None
+        self._events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._merger = ThreadPoolExecutor(1, thread_name_prefix="merge")
+        self._shower = ThreadPoolExecutor(1, thread_name_prefix="show")
+        self._shown: Future[None] | None = None
+        self._to_clean: list[AttemptRow] = []
+        self._watched: dict[int, Mapping[str, Any]] = {}
+        self._stopping: str | None = None
+        self._holders = 0
+        self._lock = FolderLock(self.base_dir / "scheduler.lock")
+        self._told = 0
+
+    # What people call
+
+    def add_skill(
+        self,
+        skill_name: str,
+        skill_data: Mapping[str, Any] | Skill,
+        dependencies: Sequence[str] | None = None,
+    ) -> str:
+        """Add a skill to train; returns its id, which is the name as used in folders.
+
+        Args:
+            skill_name: unique, also after it was made fit for a folder.
+            skill_data: a `Skill`, a spec as a dict, or the reference's `{"skill_with_consumption": …}`.
+            dependencies: skills that must be completed before; by default those that its plan uses.
+        """
+        if isinstance(skill_data, Skill):
+            skill = skill_from_data(skill_name, skill_data.as_dict(), self.features)
+        else:
+            skill = skill_from_data(skill_name, skill_data, self.features)
+        if dependencies is None:
+            specs = [row.spec for row in self.store.skills() if row.name != skill.name]
+            dependencies = plan_dependencies(skill, [*specs, skill])
+        row = self.store.add_skill(skill, dependencies, int(self.config.total_timesteps))
+        self._wake()
+        return row.slug
+
+    def set_callbacks(
+        self, on_skill_complete: OnSkill | None = None, on_skill_failed: OnSkill | None = None
+    ) -> None:
+        """Functions called with a skill's name and its data when it completes or fails for good."""
+        self._on_complete, self._on_failed = on_skill_complete, on_skill_failed
+
+    def enqueue_continuation(self, skill_name: str, extra_timesteps: float) -> int:
+        """Train a completed skill further, by at most `extra_timesteps`; returns what it was allotted."""
+        row = self.store.skill(skill_name)
+        if row.status != "completed":
+            raise ValueError(f"only a completed skill can be continued; {row.name!r} is {row.status}")
+        allotted = int(min(extra_timesteps, row.budget_total - row.budget_used))
+        if allotted < 1:
+            raise ValueError(
+                f"the budget of {row.name!r} is used up ({row.budget_used} of {row.budget_total} steps)"
+            )
+        self.store.update_skill(
+            row.name, status="waiting", reason=None, retries=0, rounds=row.rounds + 1, allotment=allotted
+        )
+        self._wake()
+        return allotted
+
+    def stop(self, *, wait: bool = True) -> None:
+        """Launch nothing more. With `wait` running trainings are merged first, else they are left to go on."""
+        self._stopping = "wait" if wait else "leave"
+        self._wake()
+
+    def hold(self) -> None:
+        """Keep `run` from ending, since more skills may come; `release` gives that up."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """Undo one `hold`."""
+        self._holders -= 1
+        self._wake()
+
+    def get_status(self, skill_name: str) -> str:
+        """The state a skill is in."""
+        return self.store.skill(skill_name).status
+
+    def get_running_skills(self) -> list[str]:
+        """Names of skills in training or merging."""
+        return [row.name for row in self.store.skills("running", "merging")]
+
+    def get_completed_skills(self) -> dict[str, dict[str, Any]]:
+        """`{name: {"expert_idx", "path", …}}` of the completed skills."""
+        return {
+            name: data for name, data in self._with_experts().items() if self.get_status(name) == "completed"
+        }
+
+    def get_failed_skills(self) -> dict[str, str]:
+        """Names of failed, blocked and skipped skills, and why."""
+        return {row.name: row.reason or "" for row in self.store.skills("failed", "blocked", "skipped")}
+
+    def get_state(self) -> dict[str, Any]:
+        """What `scheduler_state.json` holds."""
+        from shoal.skills.views import scheduler_state
+
+        return scheduler_state(self.store, self.max_parallel)
+
+    def run(self) -> bool:
+        """Train until nothing more can be done; True if every skill is completed.
+
+        Raises:
+            WorkerError: another scheduler is running on this folder.
+        """
+        self._lock.take()
+        try:
+            self._remember()
+            self._recover()
+            self._loop()
+            self._flush()
+            export_views(self.store)
+            export_state(self.store, self.max_parallel)
+            self._tell()
+        finally:
+            self._lock.release()
+        return all(row.status == "completed" for row in self.store.skills())
+
+    def close(self) -> None:
+        """Close the store."""
+        self._merger.shutdown()
+        self._shower.shutdown()
+        self.store.close()
+
+    # The loop
+
+    def _loop(self) -> None:
+        seen = self.store.changes()
+        while True:
+            self._apply_requests()
+            if self._stopping is None:
+                self._unblock()
+                self._launch_ready()
+            self._tell()
+            self._show()  # after launching: what is for people must not make a training wait
+            if self._finished():
+                return
+            try:
+                event = self._events.get(timeout=self.poll_interval)
+                self._handle(event)
+                while not self._events.empty():
+                    self._handle(self._events.get_nowait())
+            except queue.Empty:
+                if seen == self.store.changes():
+                    continue
+            seen = self.store.changes()
+
+    def _show(self) -> None:
+        """Tidy finished run folders and write what is for people, in a thread; one at a time is enough."""
+        done, self._to_clean = self._to_clean, []
+
+        def show() -> None:
+            for attempt in done:
+                self._clean(attempt)
+            if done:
+                export_views(self.store)
+            export_state(self.store, self.max_parallel)
+
+        if done or self._shown is None or self._shown.done():
+            self._shown = self._shower.submit(show)
+
+    def _flush(self) -> None:
+        self._show()
+        if self._shown is not None:
+            self._shown.result()
+
+    def _finished(self) -> bool:
+        if self._stopping == "leave":
+            return True
+        if self._watched or self.store.skills("merging"):
+            return False
+        return self._stopping is not None or (not self._holders and not self._launchable())
+
+    def _handle(self, event: tuple[Any, ...]) -> None:
+        kind, *rest = event
+        if kind == "ended":
+            self._training_ended(*rest)
+        elif kind == "merged":
+            self._merged(*rest)
+
+    def _wake(self) -> None:
+        self._events.put(("wake",))
+
+    def _launchable(self) -> list[SkillRow]:
+        statuses = {row.name: row.status for row in self.store.skills()}
+        return [
+            row
+            for row in self.store.skills("waiting")
+            if all(statuses.get(name) == "completed" for name in row.dependencies)
+        ]
+
+    def _unblock(self) -> None:
+        """Say of each waiting skill what keeps it from ever starting, and take it back when that is gone."""
+        rows = self.store.skills()
+        statuses = {row.name: row.status for row in rows}
+        progress = bool(self._watched or self._holders or self._launchable() or self.store.skills("merging"))
+        for row in rows:
+            if row.status not in ("waiting", "blocked"):
+                continue
+            dead = [n for n in row.dependencies if statuses.get(n) in ("failed", "skipped", "blocked")]
+            open_ones = [n for n in row.dependencies if statuses.get(n) != "completed"]
+            if dead:
+                reason = "; ".join(f"{name} {statuses[name]}" for name in dead)
+            elif open_ones and not progress:
+                missing = [name for name in open_ones if name not in statuses]
+                reason = (
+                    f"needs {', '.join(missing)}, which is unknown" if missing else self._circle(row, rows)
+                )
+            else:
+                if row.status == "blocked":
+                    self.store.update_skill(row.name, status="waiting", reason=None)
+                    self._wake()
+                continue
+            if row.status != "blocked" or row.reason != reason:
+                self.store.update_skill(row.name, status="blocked", reason=reason)
+                self._wake()
+
+    def _circle(self, row: SkillRow, rows: Sequence[SkillRow]) -> str:
+        """The way around on which a skill waits for itself, or for others that do."""
+        by_name = {other.name: other for other in rows}
+        path = [row.name]
+        while path.count(path[-1]) == 1:
+            ahead = [
+                n for n in by_name[path[-1]].dependencies if n in by_name and by_name[n].status != "completed"
+            ]
+            if not ahead:
+                break
+            path.append(ahead[0])
+        return "skills wait for each other: " + " -> ".join(path)
+
+    def _launch_ready(self) -> None:
+        for row in self._launchable():
+            if len(self._watched) + len(self.store.skills("merging")) >= self.max_parallel:
+                return
+            if self._watched and not self._fits_memory():
+                return
+            self._launch(row)
+
+    def _fits_memory(self) -> bool:
+        peaks = [attempt.peak_memory for attempt in self.store.attempts() if attempt.peak_memory]
+        held = [memory.resident_memory(int(handle.get("pid", 0))) for handle in self._watched.values()]
+        return memory.fits(max(peaks, default=memory.FIRST_GUESS), held, self._available_memory())
+
+    def _launch(self, row: SkillRow) -> None:
+        """One attempt is on record before its process exists, so that none runs unknown."""
+        if row.rounds:
+            self._flush()  # the run folder of the round before must be gone
+        expert = self.store.assign_expert(row.name)
+        folder = run_folder_of(self.base_dir, expert, row.name)
+        left = row.budget_total - row.budget_used if row.allotment is None else row.allotment
+        resumed = row.retries > 0 and self._can_resume(folder, row)
+        if not resumed:
+            others = [other.spec for other in self.store.skills()]
+            try:
+                prepare_training_run(
+                    row.name, row.spec.as_dict(), expert, row.dependencies, self._with_experts(), self.base_dir,
+                    env_name=self.world, skills=others, seed=self._seed(row), store=self.store,
+                    config=replace(self.config, total_timesteps=float(max(left, 1))),
+                )  # fmt: skip
+            except (ShoalError, ValueError) as error:
+                self.store.update_skill(
+                    row.name, status="failed", reason=f"cannot be set up: {error}", ended=time.time()
+                )
+                self._call(self._on_failed, row.name)
+                self._wake()
+                return
+            Run.open(folder).clear_checkpoints()
+        for mark in ("DONE.json", "FAILED.json"):
+            (folder / mark).unlink(missing_ok=True)
+        attempt = self.store.begin_attempt(row.name, folder)
+        log = (folder / f"training-{attempt}.log").resolve()
+        session = f"shoal_e{expert}_{row.slug}"
+        handle = self.launcher.launch(
+            training_command(folder, attempt), session, training_environment(self.max_parallel), log
+        )
+        self.store.set_handle(attempt, self.launcher.name, handle, log)
+        self._watch(self.store.attempt(attempt), handle)
+        logger.info("training %r, launch %d%s", row.name, attempt, " (resumed)" if resumed else "")
+
+    def _can_resume(self, folder: Path, row: SkillRow) -> bool:
+        try:
+            run = Run.open(folder)
+            return run.spec["skill"] == row.name and int(run.spec["seed"]) == self._seed(row)
+        except (DataError, FileNotFoundError):
+            return False
+
+    def _seed(self, row: SkillRow) -> int:
+        """Continuations draw from streams of their own; retries from the same as the launch they repeat."""
+        from shoal.core.seeding import derive_seed
+
+        return self.seed if row.rounds == 0 else derive_seed(self.seed, "continuation", row.rounds)
+
+    def _watch(self, attempt: AttemptRow, handle: Mapping[str, Any]) -> None:
+        self._watched[attempt.id] = handle
+        if not self.launcher.watch(dict(handle), lambda how: self._events.put(("ended", attempt.id, how))):
+            self._events.put(("ended", attempt.id, "gone"))
+
+    def _training_ended(self, number: int, how: str) -> None:
+        """A training is over: merge it if it says so itself, else retry or fail."""
+        self._watched.pop(number, None)
+        attempt = self.store.attempt(number)
+        row = self.store.skill(attempt.skill)
+        folder = self.base_dir / attempt.run_folder
+        if row.cancel:
+            with self.store.transaction():
+                self.store.end_attempt(number, "cancelled")
+                self.store.update_skill(
+                    row.name, status="skipped", reason="cancelled", cancel=0, ended=time.time()
+                )
+            return
+        try:
+            read_outcome(folder, number)
+        except (ShoalError, OSError, ValueError, KeyError) as error:
+            reason = failure_reason(folder, number) or f"{how}; {error}"
+            self._failed(attempt, row, reason)
+            return
+        self.store.update_skill(row.name, status="merging")
+        self._merger.submit(self._merge, attempt).add_done_callback(
+            lambda future: self._events.put(("merged", number, future.exception()))
+        )
+
+    def _merge(self, attempt: AttemptRow) -> None:
+        row = self.store.skill(attempt.skill)
+        process_completed_training(
+            self.base_dir / attempt.run_folder, attempt.skill, int(row.expert or 0), self.base_dir,
+            merge=self.merge, attempt=attempt.id, store=self.store, analyse=self.analyse, keep_run=True,
+            show=False,
+        )  # fmt: skip
+
+    def _merged(self, number: int, error: BaseException | None) -> None:
+        attempt = self.store.attempt(number)
+        row = self.store.skill(attempt.skill)
+        if error is not None:
+            self._failed(attempt, row, f"merge failed: {type(error).__name__}: {error}")
+            return
+        if self.analyse:
+            self._recheck_dependencies()
+        self._to_clean.append(attempt)
+        self._call(self._on_complete, row.name)
+
+    def _clean(self, attempt: AttemptRow) -> None:
+        """Move the log to the skill's folder and remove the run folder; safe to repeat."""
+        import shutil
+
+        row = self.store.skill(attempt.skill)
+        folder = self.base_dir / attempt.run_folder
+        kept = self.base_dir / "skills" / f"{row.expert}_{row.slug}"
+        kept.mkdir(parents=True, exist_ok=True)
+        for path in [*folder.glob("training-*.log"), folder / "metrics.jsonl"]:
+            if path.exists():
+                os.replace(path, kept / path.name)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _recheck_dependencies(self) -> None:
+        """Corrected specs may change what waiting skills need."""
+        rows = self.store.skills()
+        specs = [row.spec for row in rows]
+        for row in rows:
+            if row.status in ("waiting", "blocked"):
+                try:
+                    needed = plan_dependencies(row.spec, specs)
+                except ConfigError:
+                    continue
+                if not set(needed) <= set(row.dependencies):
+                    self.store.update_skill(
+                        row.name, dependencies=list(dict.fromkeys([*row.dependencies, *needed]))
+                    )
+
+    def _failed(self, attempt: AttemptRow, row: SkillRow, reason: str) -> None:
+        """Open the skill for another launch, or give it up: one transaction with the end of this launch."""
+        again = row.retries < self.max_retries
+        with self.store.transaction():
+            self.store.end_attempt(attempt.id, "failed", reason)
+            if again:
+                self.store.update_skill(row.name, status="waiting", reason=reason, retries=row.retries + 1)
+            else:
+                self.store.update_skill(row.name, status="failed", reason=reason, ended=time.time())
+        if again:
+            logger.warning("training %r failed (%s); launch again", row.name, reason)
+            return
+        logger.error("training %r failed: %s", row.name, reason)
+        self._call(self._on_failed, row.name)
+
+    def _apply_requests(self) -> None:
+        """Do what `shoal skills cancel` asked for; `retry` changes the store itself."""
+        for row in self.store.skills():
+            if not row.cancel:
+                continue
+            if row.status in ("waiting", "blocked"):
+                self.store.update_skill(
+                    row.name, status="skipped", reason="cancelled", cancel=0, ended=time.time()
+                )
+                self._wake()
+            elif row.status == "running":
+                for attempt in self.store.attempts(row.name, "running"):
+                    if attempt.handle:
+                        self.launcher.kill(attempt.handle)
+            else:
+                self.store.update_skill(row.name, cancel=0)
+
+    # Starting and ending
+
+    def _recover(self) -> None:
+        """Adopt what runs, finish what ended while nobody looked, and tidy what a kill left."""
+        for attempt in self.store.attempts(state="running"):
+            row = self.store.skill(attempt.skill)
+            if row.status == "merging":
+                self.store.update_skill(row.name, status="running")
+            if attempt.handle is None:
+                self._lost(attempt, row)
+                continue
+            launcher = self.launcher
+            if attempt.launcher != launcher.name:
+                launcher = make_launcher(attempt.launcher or "local", slots=self.max_parallel)
+            self._watched[attempt.id] = attempt.handle
+            ended = _Notify(self._events, attempt.id)
+            if launcher.watch(attempt.handle, ended):
+                logger.info("adopted the training of %r", row.name)
+            else:
+                ended("gone")
+        for attempt in self.store.attempts():
+            if attempt.outcome == "merged" and (self.base_dir / attempt.run_folder).exists():
+                later = [a for a in self.store.attempts(attempt.skill) if a.id > attempt.id]
+                if not later:
+                    self._clean(attempt)
+        for row in self.store.skills("failed", "blocked"):
+            if row.status == "blocked":
+                self.store.update_skill(row.name, status="waiting", reason=None)
+        self.store.sweep()
+        export_views(self.store)
+
+    def _lost(self, attempt: AttemptRow, row: SkillRow) -> None:
+        """A launch that was recorded but whose process is unknown: we died in between.
+
+        If it did start, it is still writing to the run folder; its processes are found by their command line.
+        """
+        for pid in processes_of(attempt.id, self.base_dir / attempt.run_folder):
+            from shoal.skills.launchers import start_time
+
+            handle = {"pid": pid, "began": start_time(pid)}
+            log = self.base_dir / attempt.run_folder / f"training-{attempt.id}.log"
+            self.store.set_handle(attempt.id, "local", handle, log)
+            self._watch(self.store.attempt(attempt.id), handle)
+            return
+        if (self.base_dir / attempt.run_folder / "DONE.json").exists():
+            self._watched[attempt.id] = {}
+            self._events.put(("ended", attempt.id, "gone"))
+            return
+        with self.store.transaction():
+            self.store.end_attempt(attempt.id, "lost", "the scheduler died while launching it")
+            self.store.update_skill(row.name, status="waiting", reason=None)
+
+    def _remember(self) -> None:
+        """Keep what later commands need to know; a folder belongs to one world."""
+        known = self.store.setting("world")
+        if known is not None and known != self.world:
+            raise ConfigError(f"{self.base_dir} holds skills of {known!r}, not of {self.world!r}")
+        self.store.set_setting("world", self.world)
+        self.store.set_setting("seed", self.seed)
+
+    def _with_experts(self) -> dict[str, dict[str, Any]]:
+        """Skills whose expert has a version, as the reference describes completed skills."""
+        found = {}
+        for row in self.store.skills():
+            head = self.store.head(row.expert) if row.expert is not None else None
+            if head is not None:
+                found[row.name] = {
+                    "expert_idx": row.expert,
+                    "path": f"skills/{row.expert}_{row.slug}",
+                    "total_frames": head.frames,
+                    "metrics": row.result,
+                }
+        return found
+
+    def _call(self, callback: OnSkill | None, name: str) -> None:
+        if callback is not None:
+            row = self.store.skill(name)
+            callback(
+                name, {"status": row.status, "reason": row.reason, "expert_idx": row.expert, **row.result}
+            )
+
+    def _tell(self) -> None:
+        """Pass on the events that became durable since the last time."""
+        if self._on_event is None:
+            return
+        for event in self.store.events(self._told):
+            self._told = event["seq"]
+            self._on_event(
+                {"event": event["kind"], "step": event["seq"], "skill": event["skill"], **event["detail"]}
+            )
+
+
+class _Notify:
+    """Puts the end of an adopted training on the queue."""
+
+    def __init__(self, events: queue.SimpleQueue[tuple[Any, ...]], attempt: int) -> None:
+        self.events, self.attempt = events, attempt
+
+    def __call__(self, how: str) -> None:
+        self.events.put(("ended", self.attempt, how))

@@ -1,0 +1,246 @@
+"""What a skill is, as data: what it needs, what it gives, when it is done and what it pays. No code is run.
+
+A skill speaks of `features`, the named counts that a world reports (`wood`, `table_placed`). Counters grow and
+shrink and are judged relative to where the skill began; tools and achievements are judged absolutely.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.core.errors import ConfigError, did_you_mean
+from shoal.core.registry import check_name
+
+Op = Literal[">=", "<="]
+MAX_SPEC_BYTES = 1 << 20
+MAX_COUNT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of a world, and how far its counters go."""
+
+    world: str
+    names: tuple[str, ...]
+    capacity: Mapping[str, int]  # of counters; what is absent holds at most one
+    counters: frozenset[str]  # judged relative to the start of a skill; the others absolutely
+
+    def index(self, name: str) -> int:
+        """The column of a feature."""
+        return self.names.index(name)
+
+    def holds(self, name: str) -> int:
+        """How many of `name` can be had at once."""
+        return self.capacity.get(name, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicate:
+    """When one application of a skill is done: `feature op count`, relative to its start or absolute."""
+
+    feature: str
+    count: int = 1
+    op: Op = ">="
+    relative: bool | None = None  # None: relative for counters, absolute for the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What training pays: weights on the signed change of features, a bonus when done, a cost per step.
+
+    The change is signed on purpose: if only increases paid, an agent could spend an item and earn it again.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)  # empty: 1 on the feature of `done`
+    bonus: float = 1.0
+    step_cost: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Skill:
+    """One node of the graph. Amounts are per application.
+
+    `requirements` must be there when the skill starts, what it consumes included; `practice` is how many
+    applications in a row one training episode asks for, so that an expert knows full hands too.
+    """
+
+    name: str
+    done: Predicate
+    requirements: Mapping[str, int] = field(default_factory=dict)
+    consumption: Mapping[str, int] = field(default_factory=dict)
+    gain: Mapping[str, int] = field(default_factory=dict)
+    reward: Reward = field(default_factory=Reward)
+    horizon: int = 100  # steps that one application may take
+    practice: int = 1
+    description: str = ""
+
+    def held(self, item: str) -> int:
+        """How many of `item` must be there without being used up."""
+        return self.requirements.get(item, 0) - self.consumption.get(item, 0)
+
+    def needs(self, item: str, times: int) -> int:
+        """How many of `item` must be there to apply the skill `times` in a row."""
+        return self.held(item) + times * self.consumption.get(item, 0)
+
+    def speaks_of(self) -> frozenset[str]:
+        """Every feature that the skill names."""
+        return frozenset(
+            [*self.requirements, *self.consumption, *self.gain, *self.reward.weights, self.done.feature]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The skill as plain JSON types."""
+        return asdict(self)
+
+
+def is_relative(predicate: Predicate, features: Features) -> bool:
+    """Whether a predicate counts from the start of the skill."""
+    return predicate.feature in features.counters if predicate.relative is None else predicate.relative
+
+
+def parse_skill(data: Mapping[str, Any]) -> Skill:
+    """A skill from plain data, shape checked; what the features allow is `check_skill`'s business."""
+    label = repr(str(data.get("name", "?"))[:80])
+    try:
+        skill = msgspec.convert(dict(data), _StrictSkill)
+    except msgspec.ValidationError as error:
+        unknown = re.search(r"unknown field `([^`]*)`", str(error))
+        hint = did_you_mean(unknown[1], _StrictSkill.__struct_fields__) if unknown else ""
+        raise ConfigError(f"skill {label}: {error}{hint}") from error
+    predicate = Predicate(**msgspec.structs.asdict(skill.done))
+    reward = Reward(**msgspec.structs.asdict(skill.reward))
+    return Skill(**{**msgspec.structs.asdict(skill), "done": predicate, "reward": reward})
+
+
+def check_skill(skill: Skill, features: Features) -> Skill:
+    """Return `skill` if it makes sense in a world with these features, else say what does not."""
+
+    def fail(text: str) -> ConfigError:
+        return ConfigError(f"skill {skill.name!r}: {text}")
+
+    check_name("skill", skill.name)
+    named = [*skill.requirements, *skill.consumption, *skill.gain, *skill.reward.weights, skill.done.feature]
+    for name in named:
+        if name not in features.names:
+            raise fail(f"no feature named {name!r} in {features.world}.{did_you_mean(name, features.names)}")
+    for where in ("requirements", "consumption", "gain"):
+        for item, amount in getattr(skill, where).items():
+            if not 1 <= amount <= features.holds(item):
+                raise fail(
+                    f"{where} {item!r} must be in 1..{features.holds(item)} (what can be held), got {amount}"
+                )
+    for item, amount in skill.consumption.items():
+        if skill.requirements.get(item, 0) < amount:
+            raise fail(f"consumes {amount} {item!r} but requires {skill.requirements.get(item, 0)}")
+    if not skill.gain:
+        raise fail("gain is empty: nothing could ever need this skill or see it done")
+    if not 1 <= skill.done.count <= MAX_COUNT or skill.horizon < 1 or skill.practice < 1:
+        raise fail("done.count, horizon and practice must be at least 1")
+    for item in skill.gain:
+        if skill.practice * skill.gain[item] > features.holds(item):
+            raise fail(
+                f"practice {skill.practice} would gain more {item!r} than can be held ({features.holds(item)})"
+            )
+    values = [*skill.reward.weights.values(), skill.reward.bonus, skill.reward.step_cost]
+    if not all(math.isfinite(value) and abs(value) <= 100 for value in values):
+        raise fail(
+            f"reward weights, bonus and step_cost must be finite and at most 100 in size, got {values}"
+        )
+    return skill
+
+
+def check_skills(skills: Iterable[Skill], features: Features) -> list[Skill]:
+    """Check each skill, and that no two share a name or a folder name."""
+    checked: list[Skill] = []
+    seen: dict[str, str] = {}
+    for skill in skills:
+        check_skill(skill, features)
+        if slug(skill.name) in seen:
+            raise ConfigError(f"two skills are named {skill.name!r}")
+        seen[slug(skill.name)] = skill.name
+        checked.append(skill)
+    return checked
+
+
+def load_skills(path: Path | str, features: Features) -> list[Skill]:
+    """The skills of a YAML knowledge base, in its order, checked.
+
+    Raises:
+        ConfigError: aliases, tags, more than 1 MiB, unknown keys, or a skill that makes no sense.
+    """
+    data = read_yaml(Path(path))
+    if (
+        not isinstance(data, dict)
+        or set(data) - {"world", "skills"}
+        or not isinstance(data.get("skills"), list)
+    ):
+        raise ConfigError(f"{path} must hold an object with 'world' and a list 'skills'")
+    world = data.get("world")
+    if world is not None and not _same_family(str(world), features.world):
+        raise ConfigError(f"{path} is about {world!r}, the world is {features.world!r}")
+    if not all(isinstance(item, dict) for item in data["skills"]):
+        raise ConfigError(f"{path}: each skill must be an object")
+    return check_skills([parse_skill(item) for item in data["skills"]], features)
+
+
+def read_yaml(path: Path) -> Any:
+    """Plain YAML data: no tags that make objects, no aliases (a few bytes could become gigabytes)."""
+    import yaml
+
+    text = path.read_bytes()
+    if len(text) > MAX_SPEC_BYTES:
+        raise ConfigError(f"{path} has {len(text)} bytes, at most {MAX_SPEC_BYTES} are read")
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ConfigError(f"{path} uses a YAML alias (*name); write the value out")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} is not plain YAML: {error}") from error
+
+
+def slug(name: str) -> str:
+    """A folder and session name for a skill name; different names have different slugs.
+
+    Letters, digits and `-` stay, a space becomes `_`, anything else `~` and its code, so it can be undone.
+
+    >>> slug("Collect Wood"), slug("Make (Iron) Pickaxe")
+    ('Collect_Wood', 'Make_~28Iron~29_Pickaxe')
+    """
+    check_name("skill", name)
+    return "".join(c if c.isalnum() or c == "-" else "_" if c == " " else f"~{ord(c):02x}" for c in name)
+
+
+def _same_family(one: str, other: str) -> bool:
+    return one.lower() == other.lower()
+
+
+class _StrictPredicate(msgspec.Struct, forbid_unknown_fields=True):
+    feature: str
+    count: int = 1
+    op: Op = ">="
+    relative: bool | None = None
+
+
+class _StrictReward(msgspec.Struct, forbid_unknown_fields=True):
+    weights: dict[str, float] = {}
+    bonus: float = 1.0
+    step_cost: float = 0.01
+
+
+class _StrictSkill(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    done: _StrictPredicate
+    requirements: dict[str, int] = {}
+    consumption: dict[str, int] = {}
+    gain: dict[str, int] = {}
+    reward: _StrictReward = msgspec.field(default_factory=_StrictReward)
+    horizon: int = 100
+    practice: int = 1
+    description: str = ""

@@ -1,0 +1,257 @@
+"""Samples as one batch: padded tensors under the original's names, and the ways out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from shoal.core.errors import DataError, missing_extra
+from shoal.splitting.images import Pixels
+from shoal.splitting.pixels import PixelInputs, ProcessorOutputs, TrajectoryPixels
+from shoal.splitting.samples import Sample
+
+Array = np.ndarray
+Padding = Literal["max", "longest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A trajectory that was left out, and why."""
+
+    dataset_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How samples are padded."""
+
+    prompt: int  # tokens on the left of the border; prompts are padded on their left
+    response: int  # tokens on its right
+    pad_id: int
+    rows: int  # of position_ids: 1, 3, or 4 (3 below one that numbers the tokens)
+
+
+class Batch(dict[str, Any]):
+    """A dict of tensors `[B, …]` and object arrays `[B]`, made from unpadded samples.
+
+    `prompts [B, P]`, `responses [B, R]`, `input_ids`, `attention_mask`, `loss_mask [B, P + R]`,
+    `response_mask [B, R]` int64; `position_ids [B, rows, P + R]` (or `[B, P + R]` with one row);
+    `reward_tensor [B, R]` float32, `rollout_log_probs [B, R]` float32 where recorded; `traj_index`,
+    `step_index`, `n_steps` int64 and `is_last_step` bool `[B]`; object arrays `multi_modal_inputs`,
+    `raw_messages`, `dataset_ids`, `uid`. `prompts`, `responses` and `response_mask` are views.
+
+    Attributes:
+        skipped: trajectories left out by `on_error="skip"`.
+        shape: how it is padded.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        pixels: Mapping[int, Pixels],
+        shape: Shape,
+        skipped: Sequence[Skipped] = (),
+    ) -> None:
+        if not samples:
+            raise DataError("no samples: every trajectory was skipped or filtered out")
+        super().__init__()
+        self.shape, self.skipped = shape, tuple(skipped)
+        self._samples = [replace(sample, inputs=_inputs(sample, pixels)) for sample in samples]
+        self._pixels = {index: pixels[index] for index in {sample.traj_index for sample in samples}}
+        self._fill()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batch, (self._samples, self._pixels, self.shape, self.skipped)
+
+    @property
+    def pixels(self) -> Mapping[int, Pixels]:
+        """The pixels of each trajectory by its `traj_index`."""
+        return self._pixels
+
+    def samples(self) -> list[Sample]:
+        """The samples without padding; `inputs` holds what the model needs of their images."""
+        return list(self._samples)
+
+    def summary(self) -> dict[str, int]:
+        """Counts of samples, tokens, images, and bytes."""
+        import torch
+
+        tensors = [value for value in self.values() if isinstance(value, torch.Tensor)]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+        }
+        return {
+            "trajectories": len(self._pixels),
+            "samples": len(self._samples),
+            "tokens": sum(sample.n_tokens for sample in self._samples),
+            "trained_tokens": int(sum(sample.response_mask.sum() for sample in self._samples)),
+            "images": sum(_n_images(pixels) for pixels in self._pixels.values()),
+            "image_references": sum(len(sample.images) for sample in self._samples),
+            "pixel_bytes": sum(pixels.nbytes for pixels in self._pixels.values() if pixels is not None),
+            "tensor_bytes": sum(storages.values()),
+            "skipped": len(self.skipped),
+        }
+
+    def to_dataproto(self, meta_info: dict[str, Any] | None = None, *, expand: bool = False) -> Any:
+        """The batch as verl's `DataProto`.
+
+        Args:
+            meta_info: goes along as it is.
+            expand: make `multi_modal_inputs` plain dicts of tensors now, for readers without shoal; they take
+                up to 30 times the memory.
+        """
+        try:
+            from verl import DataProto
+        except ImportError as error:
+            raise ImportError("to_dataproto needs verl: run pip install verl") from error
+        fields = dict(self)
+        if expand:
+            fields["multi_modal_inputs"] = object_array([dict(sample.inputs) for sample in self._samples])
+        return DataProto.from_single_dict(fields, meta_info=meta_info)
+
+    def to_tensordict(self, *, jagged: bool = True) -> Any:
+        """A TensorDict: `jagged` rows have their own lengths (nested tensors), otherwise padded as here."""
+        try:
+            from tensordict import NonTensorStack, TensorDict
+        except ImportError as error:
+            raise missing_extra("to_tensordict", "vision") from error
+        import torch
+
+        fields: dict[str, Any] = {}
+        for name, value in self.items():
+            if not isinstance(value, torch.Tensor):
+                fields[name] = NonTensorStack(*value)
+            elif value.ndim == 1 or not jagged:
+                fields[name] = value
+        if jagged:
+            rows = [_unpadded(sample, self.shape) for sample in self._samples]
+            for name in rows[0]:
+                values = [torch.from_numpy(row[name]) for row in rows]
+                fields[name] = _nested(values)
+        return TensorDict(fields, batch_size=[len(self._samples)])
+
+    def save(self, folder: Path | str) -> Path:
+        """Write safetensors and JSON; the folder appears whole or not at all."""
+        from shoal.splitting.storage import save_batch
+
+        return save_batch(self, Path(folder))
+
+    @staticmethod
+    def load(folder: Path | str) -> Batch:
+        """What `save` wrote, checked against its manifest."""
+        from shoal.splitting.storage import load_batch
+
+        return load_batch(Path(folder))
+
+    def _fill(self) -> None:
+        import torch
+
+        samples, shape = self._samples, self.shape
+        count, border, length = len(samples), shape.prompt, shape.prompt + shape.response
+        # Zeros from NumPy cost nothing until they are written to; those from torch are written at once.
+        input_ids = np.full((count, length), shape.pad_id, np.int64)
+        attention_mask, loss_mask = (np.zeros((count, length), np.int64) for _ in range(2))
+        position_ids = np.ones((count, shape.rows, length), np.int64)
+        rewards, logprobs = (np.zeros((count, shape.response), np.float32) for _ in range(2))
+        for row, sample in enumerate(samples):
+            before, after = len(sample.prompt_ids), len(sample.response_ids)
+            start, stop = border - before, border + after
+            input_ids[row, start:stop] = sample.input_ids
+            attention_mask[row, start : border + sample.n_attended] = 1
+            loss_mask[row, border:stop] = sample.response_mask
+            _fill_positions(position_ids[row], sample, border)
+            rewards[row, :after] = sample.rewards
+            if sample.logprobs is not None:
+                logprobs[row, :after] = sample.logprobs
+        self["input_ids"] = torch.from_numpy(input_ids)
+        self["prompts"], self["responses"] = self["input_ids"][:, :border], self["input_ids"][:, border:]
+        self["attention_mask"] = torch.from_numpy(attention_mask)
+        self["position_ids"] = torch.from_numpy(position_ids if shape.rows > 1 else position_ids[:, 0])
+        self["reward_tensor"] = torch.from_numpy(rewards)
+        self["loss_mask"] = torch.from_numpy(loss_mask)
+        self["response_mask"] = self["loss_mask"][:, border:]
+        if samples[0].logprobs is not None:
+            self["rollout_log_probs"] = torch.from_numpy(logprobs)
+        for name in ("traj_index", "step_index", "n_steps"):
+            self[name] = torch.tensor([getattr(sample, name) for sample in samples])
+        self["is_last_step"] = torch.tensor([sample.is_last_step for sample in samples])
+        self["multi_modal_inputs"] = object_array([sample.inputs for sample in samples])
+        self["raw_messages"] = object_array([sample.messages for sample in samples])
+        self["dataset_ids"] = object_array([sample.dataset_id for sample in samples])
+        self["uid"] = object_array([sample.uid for sample in samples])
+
+
+def object_array(values: Sequence[Any]) -> Array:
+    """`[B]` of Python objects; lists of equal lengths stay lists."""
+    array = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        array[index] = value
+    return array
+
+
+def _fill_positions(out: Array, sample: Sample, border: int) -> None:
+    """`position_ids` of one sample `[rows, P + R]`, ones where nothing is written."""
+    before, after = len(sample.prompt_ids), len(sample.response_ids)
+    start, stop = border - before, border + after
+    rows = out[-sample.prompt_positions.shape[0] :]
+    if len(out) == 4:
+        out[0, start:stop] = np.arange(before + after)
+    rows[:, start:border] = sample.prompt_positions
+    rows[:, border:stop] = sample.response_positions
+    if sample.pads_count_on and after:
+        behind = out.shape[1] - stop
+        rows[:, stop:] = sample.response_positions[:, -1:] + np.arange(1, behind + 1)
+
+
+def _unpadded(sample: Sample, shape: Shape) -> dict[str, Array]:
+    """One sample's rows under the batch's names."""
+    mask = sample.response_mask.astype(np.int64)
+    positions = sample.position_ids.astype(np.int64)
+    if shape.rows == 4:
+        positions = np.concatenate([np.arange(sample.n_tokens)[None], positions])
+    rows = {
+        "prompts": sample.prompt_ids.astype(np.int64),
+        "responses": sample.response_ids.astype(np.int64),
+        "input_ids": sample.input_ids.astype(np.int64),
+        "attention_mask": (np.arange(sample.n_tokens) < len(sample.prompt_ids) + sample.n_attended).astype(
+            np.int64
+        ),
+        "position_ids": positions if shape.rows > 1 else positions[0],
+        "reward_tensor": sample.rewards,
+        "response_mask": mask,
+        "loss_mask": np.concatenate([np.zeros(len(sample.prompt_ids), np.int64), mask]),
+    }
+    if sample.logprobs is not None:
+        rows["rollout_log_probs"] = sample.logprobs
+    return rows
+
+
+def _nested(values: Sequence[Any]) -> Any:
+    """A jagged tensor whose last axis is ragged."""
+    import torch
+
+    if values[0].ndim == 1:
+        return torch.nested.nested_tensor(list(values), layout=torch.jagged)
+    lengths = torch.tensor([0, *(value.shape[-1] for value in values)]).cumsum(0)
+    joined = torch.cat(list(values), dim=-1)
+    return torch.nested.nested_tensor_from_jagged(joined, lengths, jagged_dim=2)
+
+
+def _inputs(sample: Sample, pixels: Mapping[int, Pixels]) -> Any:
+    kept = pixels[sample.traj_index]
+    if not sample.images or kept is None:
+        return {}
+    return (
+        kept.inputs(sample.images) if isinstance(kept, ProcessorOutputs) else PixelInputs(kept, sample.images)
+    )
+
+
+def _n_images(pixels: Pixels) -> int:
+    if isinstance(pixels, TrajectoryPixels):
+        return len(pixels.grids)
+    return len(pixels.outputs) if pixels is not None else 0

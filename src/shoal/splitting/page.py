@@ -1,0 +1,134 @@
+"""One sample as a web page: who speaks, what is trained, which images it shows, where the reward sits.
+
+A page of its own, without scripts or anything from elsewhere; recorded text is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from typing import Any
+
+import numpy as np
+
+from shoal.splitting.batch import Batch
+from shoal.splitting.pixels import PixelInputs
+from shoal.splitting.samples import Sample
+
+THUMBNAIL = 420
+STYLE = """
+body{font:14px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
+h1{font-size:1.3em} .facts{color:#555} .key span{padding:.1em .5em;margin-right:.6em;border-radius:3px}
+.turn{border-left:4px solid #bbb;margin:.5em 0;padding:.2em .8em;background:#f7f7f7;overflow-wrap:anywhere}
+.turn b{display:block;font-size:.8em;color:#666} 
+.text{white-space:pre-wrap;font-family:ui-monospace,monospace}
+.system{border-color:#999} .user{border-color:#4a7fc1} .assistant{border-color:#c18a2b}
+.border{border-top:2px dashed #a33;color:#a33;font-size:.85em;margin:1em 0}
+.trained{background:#c9efc9} .masked{color:#777}
+.reward{background:#ffd24d;outline:2px solid #c80;font-weight:600}
+img{max-width:420px;display:block;margin:.4em 0;border:1px solid #ccc}
+"""
+
+
+def sample_page(batch: Batch, index: int, tokenizer: Any) -> str:
+    """The page of sample `index` as HTML text.
+
+    Args:
+        batch: where the sample is.
+        index: its row; negative counts from the end.
+        tokenizer: turns its ids back into text.
+    """
+    samples = batch.samples()
+    if not -len(samples) <= index < len(samples):
+        raise ValueError(f"sample must be in [0, {len(samples) - 1}], got {index}")
+    sample = samples[index]
+    rewards = np.flatnonzero(sample.rewards)
+    facts = [
+        f"task {sample.uid}",
+        f"sample {sample.step_index + 1} of {sample.n_steps}",
+        f"{len(sample.prompt_ids):,} prompt tokens",
+        f"{len(sample.response_ids):,} response tokens, {int(sample.response_mask.sum()):,} trained",
+        f"{len(sample.images)} images",
+        f"reward {sample.rewards.sum():g} on "
+        + (f"response token {', '.join(map(str, rewards.tolist()[:8]))}" if len(rewards) else "no token"),
+    ]
+    body = "\n".join(_stretches(sample, tokenizer, _thumbnails(sample)))
+    return (
+        "<!doctype html><html lang='en'><meta charset='utf-8'>"
+        f"<title>{html.escape(sample.dataset_id)}</title><style>{STYLE}</style>"
+        f"<h1>{html.escape(sample.dataset_id)}</h1>"
+        f"<p class='facts'>{html.escape(' · '.join(facts))}</p>"
+        "<p class='key'><span class='masked'>read, not trained</span><span class='trained'>trained</span>"
+        f"<span class='reward'>reward</span></p>\n{body}\n</html>\n"
+    )
+
+
+def _stretches(sample: Sample, tokenizer: Any, thumbnails: list[str]) -> list[str]:
+    """One block per message part, with a line where the response begins."""
+    ids = sample.input_ids
+    border = len(sample.prompt_ids)
+    trained = np.concatenate([np.zeros(border, bool), sample.response_mask])
+    rewarded = np.concatenate([np.zeros(border, bool), sample.rewards != 0])
+    image_at = {first: (number, last) for number, (_, first, last) in enumerate(sample.image_spans)}
+    blocks = []
+    for role, first, last in sample.roles:
+        if first == last:
+            continue
+        if first == border:
+            blocks.append("<div class='border'>response</div>")
+        text = _marked(ids, trained, rewarded, image_at, first, last, tokenizer, thumbnails)
+        kind = role if role in ("system", "user", "assistant") else "other"
+        blocks.append(
+            f"<div class='turn {kind}'><b>{html.escape(role)}</b><div class='text'>{text}</div></div>"
+        )
+    return blocks
+
+
+def _marked(
+    ids: Any,
+    trained: Any,
+    rewarded: Any,
+    image_at: Any,
+    first: int,
+    last: int,
+    tokenizer: Any,
+    thumbnails: Any,
+) -> str:
+    """Text of the tokens [first, last) with spans for what is trained and rewarded, and the images in it."""
+    out, at = [], first
+    while at < last:
+        if at in image_at:
+            number, behind = image_at[at]
+            out.append(
+                f"<img alt='image {number + 1}' src='{thumbnails[number]}'>({behind - at:,} image tokens)"
+            )
+            at = behind
+            continue
+        stop = at + 1
+        same = (trained[at], rewarded[at])
+        while stop < last and stop not in image_at and (trained[stop], rewarded[stop]) == same:
+            stop += 1
+        style = "reward" if rewarded[at] else "trained" if trained[at] else "masked"
+        text = html.escape(tokenizer.decode(ids[at:stop].tolist()))
+        out.append(f"<span class='{style}'>{text}</span>")
+        at = stop
+    return "".join(out)
+
+
+def _thumbnails(sample: Sample) -> list[str]:
+    """Small pictures as data URLs, made from the pixels the model gets."""
+    if not isinstance(sample.inputs, PixelInputs):
+        return ["" for _ in sample.images]
+    from PIL import Image
+
+    pixels = sample.inputs.pixels
+    urls = []
+    for image in sample.images:
+        values = pixels.picture(image)
+        picture = Image.fromarray(values)
+        picture.thumbnail((THUMBNAIL, THUMBNAIL))
+        buffer = io.BytesIO()
+        picture.save(buffer, "JPEG", quality=80)
+        urls.append("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode())
+    return urls

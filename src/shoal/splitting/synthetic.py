@@ -1,0 +1,113 @@
+"""Made-up recordings of a GUI agent, drawn from a seed: for examples, tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.seeding import stream
+
+WORDS = (
+    "open", "save", "close", "file", "edit", "view", "insert", "format", "data", "window", "help",
+    "settings", "network", "display", "sound", "report", "budget", "quarter", "revenue", "total",
+    "average", "select", "cell", "column", "row", "chart", "filter", "sort", "search", "cancel",
+    "apply", "download", "folder",
+)  # fmt: skip
+SYSTEM = (
+    "You operate a desktop. Each turn you see a screenshot; think, then act.\n"
+    "Actions: click(point='<|box_start|>(x,y)<|box_end|>'), type(text='...'), scroll(direction='...'), "
+    "finished()"
+)
+
+
+def write_gui_recordings(
+    root: Path | str,
+    count: int,
+    *,
+    steps: int | tuple[int, int] = 6,
+    size: tuple[int, int] = (320, 200),
+    seed: int = 0,
+    ends_on_user: bool = False,
+    words: tuple[int, int] = (10, 40),
+) -> list[str]:
+    """Write `count` trajectories in the splitters' own layout; returns their ids.
+
+    Args:
+        root: folder to write to.
+        count: how many.
+        steps: turns of each, or a range to draw from (both ends included).
+        size: width and height of the screenshots.
+        seed: the same seed gives the same bytes of JSON and the same pixels.
+        ends_on_user: a last screenshot follows the last answer.
+        words: range of the length of a thought.
+    """
+    ids = []
+    low, high = (steps, steps) if isinstance(steps, int) else steps
+    for number in range(count):
+        rng = stream(seed, "gui", number)
+        name = f"gui_{number:03d}_run0"
+        folder = Path(root) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        turns = int(rng.integers(low, high + 1))
+        desk = _Desk(rng, size)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": [{"type": "text", "text": SYSTEM}]}]
+        for turn in range(turns + ends_on_user):
+            file = f"image_{turn:04d}"
+            desk.next().save(folder / f"{file}.png")
+            x, y = desk.pointer
+            parts: list[dict[str, str]] = [{"type": "image_url", "image_url": file}]
+            if turn == 0:
+                parts.insert(0, {"type": "text", "text": f"Task: {_sentence(rng, 12)}"})
+            messages.append({"role": "user", "content": parts})
+            if turn < turns:
+                thought = _sentence(rng, int(rng.integers(words[0], words[1] + 1)))
+                act = (
+                    f"click(point='<|box_start|>({x},{y})<|box_end|>')" if turn < turns - 1 else "finished()"
+                )
+                text = f"Thought: {thought}\nAction: {act}"
+                messages.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
+        (folder / "final_messages.json").write_text(json.dumps(messages))
+        (folder / "task_config.json").write_text(json.dumps({"id": f"task-{number // 4}"}))
+        ids.append(name)
+    return ids
+
+
+class _Desk:
+    """A wallpaper with windows full of text; little changes from one screenshot to the next."""
+
+    def __init__(self, rng: np.random.Generator, size: tuple[int, int]) -> None:
+        from PIL import Image
+
+        self.rng, (self.width, self.height) = rng, size
+        down, right = np.mgrid[0 : self.height, 0 : self.width].astype(np.float32)
+        waves = np.stack([right / self.width, down / self.height, np.sin((down + right) / 90)], axis=-1)
+        coarse = rng.normal(0, 9, (self.height // 4 + 1, self.width // 4 + 1, 3)).repeat(4, 0).repeat(4, 1)
+        fine = rng.normal(0, 2, (self.height, self.width, 3))  # without it, files are smaller than real ones
+        paper = 90 + 70 * waves + coarse[: self.height, : self.width] + fine
+        self.canvas = Image.fromarray(np.clip(paper, 0, 255).astype(np.uint8))
+        self.pointer = (0, 0)
+
+    def next(self) -> Any:
+        """The next screenshot: one more window, and the pointer elsewhere."""
+        from PIL import ImageDraw
+
+        rng, width, height = self.rng, self.width, self.height
+        pen = ImageDraw.Draw(self.canvas)
+        left, top = int(rng.integers(0, width // 2)), int(rng.integers(0, height // 2))
+        right, bottom = left + width // 2, top + height // 2
+        pen.rectangle([left, top, right, bottom], fill=(248, 248, 248), outline=(110, 110, 110))
+        pen.rectangle([left, top, right, top + 16], fill=tuple(int(c) for c in rng.integers(30, 160, 3)))
+        for line in range(top + 22, bottom - 12, 13):
+            pen.text((left + 6, line), _sentence(rng, 12)[: max(4, (right - left) // 7)], fill=(25, 25, 35))
+        shot = self.canvas.copy()
+        x, y = int(rng.integers(0, width - 12)), int(rng.integers(0, height - 18))
+        ImageDraw.Draw(shot).polygon([(x, y), (x, y + 16), (x + 11, y + 11)], fill=(0, 0, 0))
+        self.pointer = (x, y)
+        return shot
+
+
+def _sentence(rng: np.random.Generator, length: int) -> str:
+    return " ".join(WORDS[index] for index in rng.integers(0, len(WORDS), length))

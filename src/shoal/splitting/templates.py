@@ -1,0 +1,203 @@
+"""A model's chat template and tokenizer: each message rendered and encoded once.
+
+Most templates write messages one after the other, so the tokens of a chat are the tokens of its messages
+joined. That is checked when a template is wrapped, on a probe chat, and again for each recording; templates
+that look back (they drop the thoughts of earlier turns, say) are rendered per sample instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import DataError
+from shoal.splitting.recordings import Message, Part
+
+BREAK = (
+    "\ufdd0"  # a noncharacter: cut the text here before encoding, so that no control token spans the place
+)
+END = "\ufdd1"  # a noncharacter: where the text of an assistant message ended
+
+MODEL_TEXT = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>",
+              "<|quad_end|>")  # fmt: skip
+"""Special tokens that models write as part of an answer; they steer no roles and stay what they are."""
+
+Chat = Sequence[tuple[Message, tuple[int, ...] | None]]
+"""Messages with the parts of each that are kept (None for all)."""
+
+Array = np.ndarray
+
+_SYSTEM = Message("system", "You act.")
+_USER = Message("user", "What now?")
+_ANSWER = Message("assistant", "Go on.")
+
+
+class ChatTemplate:
+    """The template of a processor or tokenizer.
+
+    Args:
+        processor: has `apply_chat_template`, and `tokenizer` unless it is one itself.
+        escape: encode control tokens that are written out in recorded text as plain text.
+        model_text: special tokens that are exempt from escaping.
+    """
+
+    def __init__(
+        self, processor: Any, *, escape: bool = True, model_text: Sequence[str] = MODEL_TEXT
+    ) -> None:
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.sees_images = hasattr(processor, "image_processor")
+        self.image_token = getattr(processor, "image_token", None) if self.sees_images else None
+        self.image_token_id = (
+            self.tokenizer.convert_tokens_to_ids(self.image_token) if self.image_token is not None else -1
+        )
+        self.pad_id, self.eos_id = _ids_of(self.tokenizer)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        self._added_ids = frozenset(int(token) for token in added)
+        control = {str(token) for token in added.values() if token.special} - set(model_text)
+        ordered = sorted(control, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
+        asking = self._render([(_SYSTEM, None), (_USER, None)], True)
+        asked = self._render([(_SYSTEM, None), (_USER, None)], False)
+        if not asking.startswith(asked) or asking == asked:
+            raise DataError("the chat template has no generation prompt to end a prompt with; use another")
+        self.header = asking.removeprefix(asked)
+        self.header_ids = self.encode(self.header)
+        self.closing_ids = self._closing_ids()
+        self.image_frame_ids = self._image_frame_ids()
+        self.concatenates = self._probe()
+
+    # --- text
+    def render(self, chat: Chat, *, ask: bool = False, mark_ends: bool = False) -> str:
+        """The chat as text; `ask` adds the generation prompt, `mark_ends` an `END` after each answer."""
+        return self._render(chat, ask, mark_ends)
+
+    def message_text(self, message: Message, keep: tuple[int, ...] | None, first: bool) -> str | None:
+        """What the message adds to a chat, or None where the template rewrites what stood before it."""
+        if first:
+            before: list[tuple[Message, tuple[int, ...] | None]] = []
+        elif message.role == "system":
+            before = [(_SYSTEM, None)]
+        else:
+            before = [(_SYSTEM, None), (_USER, None)]
+            before += [] if message.role == "assistant" else [(_ANSWER, None)]
+        start = self._render(before, False) if before else ""
+        text = self._render([*before, (message, keep)], False)
+        return text.removeprefix(start) if text.startswith(start) else None
+
+    def escaped(self, text: str) -> str:
+        """`text` with a `BREAK` inside each control token that it spells out."""
+        if BREAK in text or END in text:
+            raise DataError("recorded text holds the noncharacters U+FDD0 or U+FDD1; remove them")
+        return (
+            self._control.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
+            if self._control
+            else text
+        )
+
+    # --- tokens
+    def encode(self, text: str) -> Array:
+        """Token ids `[n]` int32 of text with `BREAK`s; what spells a control token elsewhere is one."""
+        pieces = [
+            np.asarray(self.tokenizer.encode(piece, add_special_tokens=False), np.int32)
+            for piece in text.split(BREAK)
+            if piece
+        ]
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+
+    def answer_ids(self, message: Message, keep: tuple[int, ...] | None) -> Array:
+        """Tokens of an answer's text as the model wrote it, apart from header and end."""
+        return self.encode("".join(self._texts(_kept(message, keep))))
+
+    def _texts(self, parts: Sequence[Part]) -> list[str]:
+        """Escaped texts of the text parts; "" for images. A control token cannot span two parts either."""
+        texts: list[str] = []
+        for part in parts:
+            text = part["text"] if part["type"] == "text" else ""
+            escaped = self.escaped(text)
+            if texts and text and self._control and self._spans(texts[-1].replace(BREAK, ""), text):
+                escaped = BREAK + escaped
+            texts.append(escaped)
+        return texts
+
+    def _spans(self, left: str, right: str) -> bool:
+        assert self._control is not None
+        border = len(left)
+        return any(match.start() < border < match.end() for match in self._control.finditer(left + right))
+
+    def _render(self, chat: Chat, ask: bool, mark_ends: bool = False) -> str:
+        messages = []
+        for message, keep in chat:
+            parts = _kept(message, keep)
+            texts = self._texts(parts)
+            if mark_ends and message.role == "assistant":
+                texts[-1] += END
+            if isinstance(message.content, str) or not self.sees_images:
+                content: Any = "".join(texts)
+            else:
+                content = [
+                    {"type": "text", "text": text} if part["type"] == "text" else dict(part)
+                    for part, text in zip(parts, texts, strict=True)
+                ]
+            messages.append({"role": message.role, "content": content})
+        return str(self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+
+    # --- what is learned about the template
+    def _closing_ids(self) -> tuple[Array, Array]:
+        """Tokens after an answer: those the model writes itself (up to its end token), and the rest."""
+        marked = self._render([(_SYSTEM, None), (_USER, None), (_ANSWER, None)], False, mark_ends=True)
+        ids = self.encode(marked.rpartition(END)[2])
+        ends = [index for index, token in enumerate(ids.tolist()) if token in self._added_ids]
+        own = ends[0] + 1 if ends else len(ids)
+        return ids[:own], ids[own:]
+
+    def _image_frame_ids(self) -> frozenset[int]:
+        """Tokens that the template puts right around an image: they go where the image goes."""
+        if self.image_token is None:
+            return frozenset()
+        parts: tuple[Part, ...] = ({"type": "text", "text": "A"}, {"type": "image", "image": "x"},
+                                   {"type": "text", "text": "B"})  # fmt: skip
+        text = self._render([(_SYSTEM, None), (Message("user", parts, ("x",)), None)], False)
+        around = text.rpartition("A")[2].partition("B")[0] if text.count("A") == 1 else text
+        frame = set(self.encode(around).tolist()) & self._added_ids
+        return frozenset(frame - {self.image_token_id})
+
+    def _probe(self) -> bool:
+        """Whether joining encoded messages gives the encoded chat, on a chat with all there is."""
+        picture: Part = {"type": "image", "image": "x"}
+        parts: tuple[Part, ...] = ({"type": "text", "text": "Look:"}, picture)
+        chat: list[Message] = [
+            _SYSTEM,
+            Message("user", parts, ("x",)) if self.image_token is not None else _USER,
+            Message("assistant", "<think>\nHm.\n</think>\n\nI click."),
+            Message("user", parts[::-1], ("x",)) if self.image_token is not None else _USER,
+            Message("assistant", " Done. "),
+        ]
+        return self.joins(chat)
+
+    def joins(self, messages: Sequence[Message]) -> bool:
+        """Whether the chat's text is its messages' texts joined, at borders that no token can cross."""
+        texts = [self.message_text(message, None, index == 0) for index, message in enumerate(messages)]
+        if any(text is None for text in texts):
+            return False
+        if "".join(text or "" for text in texts) != self._render(
+            [(message, None) for message in messages], False
+        ):
+            return False
+        starts = [self.encode((text or "")[:64]) for text in texts]
+        return all(len(ids) and int(ids[0]) in self._added_ids for ids in starts)
+
+
+def _kept(message: Message, keep: tuple[int, ...] | None) -> tuple[Part, ...]:
+    return message.parts if keep is None else tuple(message.parts[index] for index in keep)
+
+
+def _ids_of(tokenizer: Any) -> tuple[int, int]:
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
+    if eos is None or pad is None:
+        raise DataError("the tokenizer has neither a padding nor an end token; set tokenizer.eos_token")
+    return int(pad), int(eos)

@@ -1,0 +1,78 @@
+"""Running statistics that scale observations and rewards; they change between rollouts, never within."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Array = np.ndarray
+CLIP = 10.0
+
+
+class RunningMoments:
+    """Mean and variance of all rows seen, by the parallel update of Chan et al. (1979), in float64."""
+
+    def __init__(self, size: int) -> None:
+        self.count = 0.0
+        self.mean = np.zeros(size)
+        self.square = np.zeros(size)  # sum of squared deviations
+
+    @property
+    def variance(self) -> Array:
+        """Population variance; ones before the first row."""
+        return self.square / self.count if self.count else np.ones_like(self.square)
+
+    def add(self, rows: Array) -> None:
+        """Take `[B, size]` rows in."""
+        rows = rows.astype(np.float64, copy=False)
+        n = len(rows)
+        mean = rows.mean(axis=0)
+        total = self.count + n
+        apart = mean - self.mean
+        self.square = self.square + ((rows - mean) ** 2).sum(axis=0) + apart**2 * (self.count * n / total)
+        self.mean = self.mean + apart * (n / total)
+        self.count = total
+
+
+class ObservationNormalizer:
+    """Observations to mean 0 and deviation 1, clipped to 10. Before the first rollout it changes nothing."""
+
+    def __init__(self, size: int) -> None:
+        self.moments = RunningMoments(size)
+        self.refresh()
+
+    def __call__(self, rows: Array) -> Array:
+        """Normalised float32 rows; the statistics do not move."""
+        if self.moments.count == 0:
+            return rows
+        scaled = (rows - self.mean) * self.scale
+        return np.clip(scaled, -CLIP, CLIP, out=scaled)
+
+    def update(self, rows: Array) -> None:
+        """Take the raw observations of a finished rollout in."""
+        self.moments.add(rows.reshape(-1, rows.shape[-1]))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what `moments` says."""
+        self.mean = self.moments.mean.astype(np.float32)
+        self.scale = (1.0 / np.sqrt(self.moments.variance + 1e-8)).astype(np.float32)
+
+
+class RewardNormalizer:
+    """Rewards divided by the deviation of their discounted running sum, per env, clipped to 10."""
+
+    def __init__(self, n_envs: int, gamma: float) -> None:
+        self.gamma = gamma
+        self.moments = RunningMoments(1)
+        self.sums = np.zeros(n_envs)
+
+    def __call__(self, rewards: Array, done: Array) -> Array:
+        """Take `[T, N]` rewards in, then scale them."""
+        history = np.empty_like(rewards)
+        for t in range(len(rewards)):
+            self.sums = self.sums * self.gamma + rewards[t]
+            history[t] = self.sums
+            self.sums = np.where(done[t], 0.0, self.sums)
+        self.moments.add(history.reshape(-1, 1))
+        scaled = rewards / np.sqrt(self.moments.variance + 1e-8)
+        return np.clip(scaled, -CLIP, CLIP)

@@ -1,0 +1,67 @@
+"""The settings of PPO, one dataclass; `shoal train-ppo` is made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.core.errors import ConfigError
+from shoal.train.schedules import Decay
+
+Activation = Literal["tanh", "relu"]
+
+
+@dataclass(frozen=True, slots=True)
+class PPOConfig:
+    """How PPO learns; the defaults are those that most libraries share."""
+
+    n_steps: int = 128
+    """Steps of each env in one rollout."""
+    batch_size: int = 256
+    """Samples in one minibatch; the last one of an epoch may be smaller."""
+    n_epochs: int = 4
+    """Passes over each rollout."""
+    learning_rate: float = 3e-4
+    lr_schedule: Decay = "constant"
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip_range: float = 0.2
+    clip_schedule: Decay = "constant"
+    clip_range_vf: float = 0.0
+    """Clip the change of the value too, by this much; 0 is off. It depends on the scale of returns."""
+    ent_coef: float = 0.0
+    ent_schedule: Decay = "constant"
+    vf_coef: float = 0.5
+    max_grad_norm: float = 0.5
+    """Clip the gradient's global norm; 0 is off."""
+    target_kl: float = 0.0
+    """Stop an update when a minibatch's KL exceeds 1.5 times this; 0 is off."""
+    normalize_advantage: bool = True
+    """Per minibatch."""
+    normalize_obs: bool = False
+    """Observations to mean 0 and deviation 1, clipped to 10; statistics change between rollouts only."""
+    normalize_reward: bool = False
+    """Rewards by the deviation of their running discounted sum, clipped to 10."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Units of the hidden layers, of the actor and of the critic."""
+    activation: Activation = "tanh"
+    log_std_init: float = 0.0
+    """Where the log standard deviation of continuous actions starts."""
+    adam_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("n_steps", "batch_size", "n_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}")
+        if not self.clip_range > 0:
+            raise ConfigError(f"clip_range must be positive, got {self.clip_range}")
+        for name in ("clip_range_vf", "ent_coef", "vf_coef", "max_grad_norm", "target_kl"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not self.hidden or min(self.hidden) < 1:
+            raise ConfigError(f"hidden must name at least one layer of at least one unit, got {self.hidden}")

@@ -1,0 +1,77 @@
+"""Settings that are known to solve an environment, each with where they come from.
+
+"zoo" is the published table of RL Baselines3 Zoo (hyperparams/ppo.yml), without state-dependent exploration
+and with fewer environments where noted; "own" was found by the search described in docs/ppo.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.core.errors import unknown_name
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Settings for one environment."""
+
+    n_envs: int
+    total_timesteps: int
+    source: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+PRESETS: dict[str, Preset] = {
+    "CartPole-v1": Preset(
+        8, 100_000, "zoo",
+        {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gamma": 0.98, "gae_lambda": 0.8,
+         "learning_rate": 1e-3, "lr_schedule": "linear", "clip_schedule": "linear"},
+    ),
+    "Acrobot-v1": Preset(
+        16, 1_000_000, "zoo",
+        {"n_steps": 256, "batch_size": 64, "n_epochs": 4, "gae_lambda": 0.94, "normalize_obs": True,
+         "normalize_reward": True},
+    ),
+    "MountainCar-v0": Preset(
+        16, 1_000_000, "zoo",
+        {"n_steps": 16, "batch_size": 64, "n_epochs": 4, "gae_lambda": 0.98, "normalize_obs": True,
+         "normalize_reward": True},
+    ),
+    "LunarLander-v3": Preset(
+        16, 1_000_000, "zoo",
+        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98,
+         "ent_coef": 0.01},
+    ),
+    "Pendulum-v1": Preset(
+        4, 100_000, "zoo",
+        {"n_steps": 1024, "batch_size": 64, "n_epochs": 10, "gamma": 0.9, "learning_rate": 1e-3},
+    ),
+    "MountainCarContinuous-v0": Preset(
+        8, 200_000, "own",
+        {"n_steps": 1000, "batch_size": 256, "n_epochs": 10, "gamma": 0.9999, "normalize_obs": True,
+         "normalize_reward": True},
+    ),
+    "LunarLanderContinuous-v3": Preset(
+        16, 1_000_000, "zoo",
+        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98,
+         "ent_coef": 0.01},
+    ),
+    "BipedalWalker-v3": Preset(
+        32, 5_000_000, "zoo",
+        {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "gamma": 0.999, "clip_range": 0.18,
+         "normalize_obs": True, "normalize_reward": True},
+    ),
+}  # fmt: skip
+
+
+def preset_for(env: str, name: str = "auto") -> Preset | None:
+    """The preset `name`, or with "auto" the one of `env` if there is any, or with "none" no preset."""
+    if name == "none":
+        return None
+    if name == "auto":
+        return PRESETS.get(env)
+    if name not in PRESETS:
+        raise unknown_name("preset", name, [*PRESETS, "auto", "none"])
+    return PRESETS[name]

@@ -1,0 +1,45 @@
+"""The frozen weights that a KL penalty holds on to: those of the start of the run, kept in its folder."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from shoal.core.files import verify_folder, write_folder
+from shoal.train.policy import TrainableEngine, load_engine
+
+
+class Reference:
+    """A copy of an engine that is never trained.
+
+    Args:
+        folder: where its weights are kept for a run that is resumed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._engine: TrainableEngine | None = None
+
+    @property
+    def engine(self) -> TrainableEngine:
+        """The frozen engine, once `keep` or `load` was called."""
+        if self._engine is None:
+            raise RuntimeError("the reference has no weights yet: keep() or load() comes first")
+        return self._engine
+
+    def keep(self, engine: TrainableEngine) -> None:
+        """Copy the present weights of `engine`, in memory and on disk."""
+        with write_folder(self._folder) as folder:
+            engine.save(folder)
+        frozen = copy.copy(engine)
+        frozen.model = copy.deepcopy(engine.model)  # type: ignore[misc]
+        self._engine = self._frozen(frozen)
+
+    def load(self, device: str) -> None:
+        """Read back what `keep` wrote."""
+        self._engine = self._frozen(load_engine(verify_folder(self._folder), device=device))
+
+    @staticmethod
+    def _frozen(engine: TrainableEngine) -> TrainableEngine:
+        engine.model.requires_grad_(False)
+        return engine

@@ -1,0 +1,160 @@
+"""A vector environment of shoal as a `VecEnv` of Stable-Baselines3 (imported when one is made)."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+
+from shoal.core.errors import MissingExtraError
+from shoal.vector.make import make_vec
+from shoal.vector.pool import VectorPool
+from shoal.vector.sb3_calls import call, get, has, is_wrapped, patched
+
+if TYPE_CHECKING:
+
+    class _VecEnv:
+        """Stands for `stable_baselines3.common.vec_env.VecEnv` where types are checked without it."""
+
+        num_envs: int
+        observation_space: Any
+        _seeds: list[int | None]
+        _options: list[dict[str, Any]]
+
+        def __init__(self, num_envs: int, observation_space: Any, action_space: Any) -> None: ...
+        def _get_indices(self, indices: Any) -> Iterable[int]: ...
+        def _reset_seeds(self) -> None: ...
+        def _reset_options(self) -> None: ...
+
+else:
+    try:
+        from stable_baselines3.common.vec_env import VecEnv as _VecEnv
+    except ImportError as error:
+        raise MissingExtraError(
+            "SB3VecEnv needs Stable-Baselines3: run pip install stable-baselines3"
+        ) from error
+
+
+class SB3VecEnv(_VecEnv):
+    """Environments in worker processes for Stable-Baselines3.
+
+    Args:
+        env_fns: functions that make the environments, or a `VectorPool` with `autoreset="same_step"`.
+        start_method: "forkserver" (default), "spawn" or "fork".
+        backend: of `make_vec`.
+        **options: of `make_vec`: `num_workers`, `step_timeout`, `on_failure`, …
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]] | VectorPool,
+        start_method: Any = None,
+        *,
+        backend: Any = "process",
+        **options: Any,
+    ) -> None:
+        if start_method is not None:
+            multiprocessing.get_context(start_method)  # raises for a method that does not exist
+        if isinstance(env_fns, VectorPool):
+            self.pool = env_fns
+        else:
+            self.pool = make_vec(
+                [patched(fn) for fn in env_fns],
+                backend=backend,
+                start_method=start_method,
+                autoreset="same_step",
+                check_nan=options.pop("check_nan", False),
+                **options,
+            )
+        self.waiting = False
+        self.closed = False
+        self.render_mode = self.pool.render_mode
+        super().__init__(
+            self.pool.num_envs, self.pool.single_observation_space, self.pool.single_action_space
+        )
+        self.metadata = self.pool.metadata
+        self.reset_infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+
+    def reset(self) -> Any:
+        """First observations everywhere, with the seeds and options set before."""
+        if any(self._options):
+            for i, options in enumerate(self._options):
+                _, self.reset_infos[i] = self.pool.reset_some([i], [self._seeds[i]], options or None)[0]
+            obs = self.pool.observations()
+        else:
+            obs, self.reset_infos = self.pool.reset_each(self._seeds)
+        self._reset_seeds()
+        self._reset_options()
+        return self._stack(obs)
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step."""
+        if isinstance(actions, np.ndarray):
+            self.pool.step_async(actions)
+        else:
+            self.pool.step_async_each(list(actions))
+        self.waiting = True
+
+    def step_wait(self) -> Any:
+        """Observations, rewards, dones and infos; an env that is done is reset at once."""
+        obs, rewards, terminated, truncated, records = self.pool.step_wait_each()
+        self.waiting = False
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for i, final, final_info, info in records:
+            if final_info is None:
+                infos[i] = dict(info)
+            else:
+                infos[i] = {**final_info, "terminal_observation": final}
+                self.reset_infos[i] = info
+        for i, cut in enumerate((truncated & ~terminated).tolist()):
+            infos[i]["TimeLimit.truncated"] = cut
+        return self._stack(obs), rewards.astype(np.float32), terminated | truncated, infos
+
+    def close(self) -> None:
+        """End the workers."""
+        if not self.closed:
+            self.pool.close()
+            self.closed = True
+
+    def get_images(self) -> Sequence[Any]:
+        """A frame of every environment, None where its render mode has none."""
+        if self.render_mode != "rgb_array":
+            return [None for _ in range(self.num_envs)]
+        return list(self.pool.render())
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Whether all environments have this attribute."""
+        return all(self.pool.apply(has, attr_name))
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        """An attribute of some environments."""
+        return self.pool.apply(get, attr_name, indices=self._chosen(indices))
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        """Set an attribute of some environments."""
+        self.pool.apply(setattr, attr_name, value, indices=self._chosen(indices))
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Call a method of some environments."""
+        chosen = self._chosen(indices)
+        return self.pool.apply(call, method_name, method_args, method_kwargs, indices=chosen)
+
+    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+        """Whether some environments are wrapped in this class."""
+        return self.pool.apply(is_wrapped, wrapper_class, indices=self._chosen(indices))
+
+    def _chosen(self, indices: Any) -> list[int]:
+        return [i % self.num_envs for i in self._get_indices(indices)]
+
+    def _stack(self, batch: Any) -> Any:
+        # values of custom spaces come as a tuple of n; Stable-Baselines3 wants one array
+        return np.stack(batch) if isinstance(batch, tuple) and not self._is_tuple else batch
+
+    @property
+    def _is_tuple(self) -> bool:
+        return isinstance(self.observation_space, gymnasium.spaces.Tuple)

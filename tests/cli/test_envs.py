@@ -1,0 +1,168 @@
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.core.data import Trajectory, Turn, write_trajectories
+from shoal.envs import names
+
+
+def run(capsys, *arguments):
+    code = main(["envs", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def type_lines(monkeypatch, *lines):
+    answers = iter(lines)
+
+    def answer(prompt=""):
+        try:
+            return next(answers)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", answer)
+
+
+def test_list_names_every_env(capsys):
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert all(name in out for name in names())
+    assert "shoal/Sokoban-v0" in out
+
+
+def test_show_tells_settings_rules_and_a_first_observation(capsys):
+    code, out, _ = run(capsys, "show", "frozen_lake", "desc=4x4")
+    assert code == 0
+    assert "is_slippery = True" in out
+    assert "Whether a move can go to the left or right" in out
+    assert "  P___\n  _O_O\n  ___O\n  O__G" in out
+    assert "Left, Down, Right, Up" in out
+
+
+def test_play_takes_words_prefixes_and_refuses_nonsense(capsys, monkeypatch):
+    type_lines(monkeypatch, "Down", "d", "jump", "r", "right", "Down", "Right")
+    code, out, _ = run(capsys, "play", "frozen_lake", "desc=4x4", "is_slippery=false")
+    assert code == 0
+    assert "'jump' is no action here: Left, Down, Right, Up" in out
+    assert "solved after 7 steps, return 1" in out
+
+
+def test_play_hints_lead_to_the_solution(capsys, monkeypatch):
+    from shoal.envs.sokoban import SokobanEnv
+
+    env = SokobanEnv()
+    env.reset(seed=3)
+    words = [env.projection.words()[action - 1] for action in env.solution().actions]
+    type_lines(monkeypatch, *(line for word in words for line in ("h", word)))
+    _, out, _ = run(capsys, "play", "sokoban", "--seed", "3")
+    hints = [line.removeprefix("hint: ") for line in out.split("\n") if line.startswith("hint: ")]
+    assert hints == words
+    assert f"solved after {len(words)} steps" in out
+    assert "▣" in out  # drawn, not spelled
+
+
+def test_play_ends_politely_when_input_ends(capsys, monkeypatch):
+    type_lines(monkeypatch, "Up")
+    code, out, _ = run(capsys, "play", "sokoban")
+    assert code == 0
+    assert "left after 1 steps" in out
+
+
+def trajectory(number):
+    turns = (
+        Turn("P_\nOG", (1,), (2,), (0.0,), "<action>Right</action>", "Right", True, 0.0, "a"),
+        Turn("_P\nOG", (1,), (2,), (0.0,), "up? [bold]no[/bold]", None, False, 0.5, "b"),
+    )
+    return Trajectory("Lake", 0, number, 0, 7, turns, number == 1, True, False)
+
+
+def test_replay_shows_episodes_from_the_one_asked_for(capsys, tmp_path):
+    file = tmp_path / "episodes.jsonl"
+    write_trajectories(file, [trajectory(0), trajectory(1)])
+    code, out, _ = run(capsys, "play", "frozen_lake", "--replay", str(file), "--episode", "1")
+    assert code == 0
+    assert "episode 1" in out
+    assert "episode 0" not in out
+    assert "☻" in out
+    assert "turn 2: up? [bold]no[/bold]" in out  # a model's text is not markup
+    assert "no valid action, reward 0.5" in out
+    assert "success after 2 turns, return 0.5" in out
+    code, _, err = run(capsys, "play", "frozen_lake", "--replay", str(file), "--episode", "5")
+    assert code == 2
+    assert "no episode 5" in err
+
+
+def test_check_accepts_good_envs_and_names_the_broken_promise(capsys, tmp_path, monkeypatch):
+    assert run(capsys, "check", "shoal.envs.bandit:BanditEnv")[0] == 0
+    (tmp_path / "my_broken_env.py").write_text(
+        "from shoal.envs.bandit import BanditEnv\n"
+        "class Broken(BanditEnv):\n"
+        "    def available_actions(self):\n"
+        "        return ['one', 'two']\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "check", "my_broken_env:Broken")
+    assert code == 1
+    assert "broken  available_actions offers" in out
+    code, out, _ = run(capsys, "check", "gymnasium.envs.classic_control:CartPoleEnv")
+    assert code == 0
+    assert "skipped check_text_env" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("shw",), "Did you mean 'show'"),
+        (("play", "sokobn"), "Did you mean 'sokoban'"),
+        (("show", "sokoban", "num_boxs=1"), "Did you mean 'num_boxes'"),
+        (("show", "sokoban", "num_boxes"), "settings must be key=value"),
+        (("show", "sokoban", "num_boxes=many"), "Expected `int`"),
+        (("check", "nowhere:Env"), "module:Class"),
+        (("check", "shoal.envs.bandit:Nothing"), "module:Class"),
+        (("check", "shoal.envs.bandit:BanditConfig"), "must be a gymnasium.Env class"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(capsys, arguments, message):
+    try:
+        code, out, err = run(capsys, *arguments)
+    finally:
+        sys.path[:] = [entry for entry in sys.path if entry != str(Path.cwd())] + [str(Path.cwd())]
+    assert (code, message in out + err) in {(2, True), (0, True)}
+
+
+def test_arrow_keys_play_in_a_terminal():
+    """A real pseudo-terminal: down, down, right, right, down, right crosses the 4x4 lake."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "shoal", "envs", "play", "frozen_lake", "desc=4x4", "is_slippery=false"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
+    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    keys = [b"\x1b[B", b"s", b"\x1b[C", b"D", b"x", b"\x1b[B", b"\x1b[C"]
+    deadline = time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.3)[0]:
+                try:
+                    chunk = os.read(ours, 65536)
+                except OSError:  # the other end is closed: the game is over
+                    break
+                if not chunk:
+                    break
+                shown += chunk
+            elif keys and b"Each turn" in shown:
+                os.write(ours, keys.pop(0))
+        assert child.wait(timeout=20) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+    assert b"solved after 6 steps" in shown

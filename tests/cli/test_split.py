@@ -1,0 +1,80 @@
+import json
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.splitting import Batch, build_qwen_processor
+from shoal.splitting.synthetic import write_gui_recordings
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("split")
+    ids = write_gui_recordings(base / "recordings", 3, steps=3, size=(90, 60))
+    build_qwen_processor(base / "processor", vocabulary=5000)
+    return base, ids
+
+
+def command(base, out, *more):
+    start = ["split", str(base / "recordings"), "--processor", str(base / "processor"), "--out", str(out)]
+    return start + list(more)
+
+
+def test_split_writes_a_batch_a_summary_and_a_page(folders, tmp_path, capsys):
+    base, ids = folders
+    (tmp_path / "rewards.csv").write_text(
+        "id,reward\n" + "".join(f"{name},{n}\n" for n, name in enumerate(ids))
+    )
+    rewards = ("--rewards", str(tmp_path / "rewards.csv"))
+    assert main(command(base, tmp_path / "run", *rewards, "--num-cpus", "2", "--html", "--sample", "-1")) == 0
+    batch = Batch.load(tmp_path / "run" / "batch")
+    assert batch["reward_tensor"].sum(1).tolist() == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["metrics"]["samples"] == summary["metrics"]["images"] == 9
+    out, err = capsys.readouterr()
+    assert "samples        9" in out
+    assert "split 3 of 3" in err
+    assert "reward 2 on response token" in (tmp_path / "run" / "sample.html").read_text()
+
+
+def test_json_events_keep_standard_output_for_scripts(folders, tmp_path, capsys):
+    base, ids = folders
+    (tmp_path / "rewards.json").write_text(json.dumps(dict.fromkeys(ids, 1.0)))
+    more = ("--rewards", str(tmp_path / "rewards.json"), "--splitter", "window", "--window-size", "2")
+    main(command(base, tmp_path / "run", *more, "--json-events"))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines] == ["batch", "summary"]
+    assert len(Batch.load(lines[0]["path"])["uid"]) == 6
+
+
+def test_a_bad_trajectory_stops_the_command_or_is_named(folders, tmp_path, capsys):
+    base, _ = folders
+    chats = [
+        {"id": "good", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"id": "bad", "messages": [{"role": "user", "content": "a"}]},
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    chatty = ["split", str(tmp_path / "chats.jsonl"), "--processor", str(base / "processor"), "--out"]
+    assert main([*chatty, str(tmp_path / "a")]) == 2
+    assert "trajectory 'bad'" in capsys.readouterr().err
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "failed"
+    assert main([*chatty, str(tmp_path / "b"), "--on-error", "skip"]) == 0
+    assert json.loads((tmp_path / "b" / "summary.json").read_text())["metrics"]["skipped_ids"] == ["bad"]
+    assert "skipped trajectory 'bad'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2]", "2 rewards for 3"),
+        ('{"x": 1}', "no reward for"),
+        ("3", "object of id"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_refused(folders, tmp_path, capsys, content, message):
+    base, _ = folders
+    (tmp_path / "rewards.json").write_text(content)
+    assert main(command(base, tmp_path, "--rewards", str(tmp_path / "rewards.json"))) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,358 @@
+"""Other people's environments through their adapters, each really played."""
+
+import json
+import queue
+import random
+import threading
+import urllib.error
+import urllib.request
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shoal.envs
+from shoal.core.errors import ConfigError, EnvError, UnknownNameError
+from shoal.envs.adapters.gymnasium import plain_drawing, read_numbers, write_value
+from shoal.testing import check_text_env
+
+GYMNASIUM = ["CartPole-v1", "MountainCar-v0", "FrozenLake-v1", "Blackjack-v1", "Pendulum-v1", "Taxi-v4"]
+
+
+@pytest.mark.parametrize("env_id", GYMNASIUM)
+@pytest.mark.filterwarnings("ignore")
+def test_gymnasium_envs_keep_the_promises_of_text_envs(env_id):
+    check_text_env(lambda: shoal.envs.make("gymnasium", id=env_id, max_steps=25), seeds=range(2))
+
+
+def test_a_gymnasium_env_is_stepped_exactly_as_without_the_adapter():
+    env = shoal.envs.make("gymnasium", id="CartPole-v1")
+    env.reset(seed=9)
+    plain = gymnasium.make("CartPole-v1")
+    plain.reset(seed=0)
+    plain.unwrapped.state = tuple(env.inner.unwrapped.state)
+    over, total = False, 0.0
+    choose = random.Random(1)
+    while not over:
+        word = choose.choice(["push left", "push right"])
+        text, reward, terminated, truncated, _ = env.step(
+            env.projection(f"<action>{word}</action>").actions[0]
+        )
+        values, expected, their_end, _, _ = plain.step(int(word == "push right"))
+        assert (reward, terminated) == (expected, their_end)
+        numbers = [float(line.rpartition(": ")[2]) for line in text.split("\n")]
+        assert numbers == pytest.approx(values.tolist(), rel=6e-3)  # three digits are shown
+        total += reward
+        over = terminated or truncated
+    assert text.startswith("cart position: ")
+    assert total > 5
+
+
+def test_success_is_reaching_the_threshold():
+    env = shoal.envs.make("gymnasium", id="CartPole-v1", success_return=3, max_steps=3)
+    env.reset(seed=0)
+    assert [env.step(1 + step % 2)[4]["success"] for step in range(3)] == [False, False, True]
+
+
+def test_numbers_are_actions_of_box_spaces():
+    env = shoal.envs.make("gymnasium", id="Pendulum-v1", max_steps=5)
+    env.reset(seed=0)
+    assert env.projection("<action>-1.5</action>").actions == ("-1.5",)
+    assert env.step("-1.5")[4]["action_is_valid"]
+    for text in ("2.5", "left", "1 2", "nan", "1e999", "", "٣", "1_0"):
+        assert not env.projection(f"<action>{text}</action>").valid
+    assert not env.step("5")[4]["action_is_valid"]
+
+
+SPACES = [
+    spaces.Box(-2, 2, (3,), np.float32),
+    spaces.Box(0, 9, (2, 2), np.int64),
+    spaces.MultiDiscrete([3, 4]),
+    spaces.MultiBinary(4),
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(SPACES), st.integers(0, 1000))
+def test_what_is_written_of_a_space_can_be_read_back(space, seed):
+    space.seed(seed)
+    value = space.sample()
+    text = write_value(space, value, digits=12)
+    assert np.allclose(read_numbers(space, text), value, rtol=1e-9, atol=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(SPACES), st.text())
+def test_any_text_is_read_as_a_value_of_the_space_or_not_at_all(space, text):
+    value = read_numbers(space, text)
+    assert value is None or space.contains(value)
+
+
+def test_composite_observations_are_written_a_part_a_line():
+    space = spaces.Dict({"pos": spaces.Box(0, 1, (2,)), "left": spaces.Discrete(3)})
+    value = {"pos": np.array([0.25, 1], np.float32), "left": 2}
+    assert sorted(write_value(space, value).split("\n")) == ["left: 2", "pos: 0.25 1"]
+    assert plain_drawing("\x1b[1mS\x1b[0m\x1b[41mF\x1b[0m") == "S[F]"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, "id must name"),
+        ({"id": "NoSuchEnv-v0"}, "NoSuchEnv"),
+        ({"id": "CarRacing-v3"}, "27648 numbers"),
+        ({"id": "CartPole-v1", "action_names": ["left"]}, "2 actions, but action_names has 1"),
+        ({"id": "CartPole-v1", "show": "ansi"}, "show='values'"),
+        ({"id": "CartPole-v1", "kwargs": {"wings": 2}}, "wings"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_gymnasium_settings_that_cannot_work_are_refused(config, reason):
+    with pytest.raises(ConfigError, match=reason):
+        shoal.envs.make("gymnasium", **config)
+
+
+# --- reasoning-gym
+
+
+def test_reasoning_gym_scores_its_own_answers_right():
+    pytest.importorskip("reasoning_gym")
+    env = shoal.envs.make("reasoning_gym", dataset="leg_counting", size=50, max_steps=2)
+    check_text_env(lambda: shoal.envs.make("reasoning_gym", dataset="leg_counting", size=50), seeds=range(2))
+    questions = set()
+    for seed in range(8):
+        question, _ = env.reset(seed=seed)
+        questions.add(question)
+        answer = env._item["answer"]
+        assert env.step("wrong")[1:4] == (0.0, False, False)
+        _, reward, terminated, _, info = env.step(answer)
+        assert (reward, terminated, info["success"]) == (1.0, True, True)
+    assert len(questions) > 4
+
+
+def test_reasoning_gym_scorers_that_would_run_the_answer_are_refused(capfd):
+    pytest.importorskip("reasoning_gym")
+    for dataset in ("countdown", "puzzle24", "string_insertion", "n_queens"):
+        with pytest.raises(ConfigError, match="run code"):
+            shoal.envs.make("reasoning_gym", dataset=dataset)
+    with pytest.raises(UnknownNameError, match="Did you mean 'leg_counting'"):
+        shoal.envs.make("reasoning_gym", dataset="leg_count")
+    # why: trusted, such a scorer executes the text
+    env = shoal.envs.make("reasoning_gym", dataset="string_insertion", size=5, trust_scorer=True)
+    env.reset(seed=0)
+    env.step('[print("executed")]')
+    assert "executed" in capfd.readouterr().out
+
+
+# --- textarena
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_textarena_games_are_played_to_the_end():
+    pytest.importorskip("textarena")
+    env = shoal.envs.make("textarena", id="GuessTheNumber-v0")
+    check_text_env(lambda: shoal.envs.make("textarena", id="FrozenLake-v0", max_steps=6), seeds=range(2))
+    observation, _ = env.reset(seed=4)
+    low, high, over = 1, 20, False
+    while not over:  # by halving, a number from 1 to 20 takes at most five guesses
+        guess = (low + high) // 2
+        observation, reward, over, _, info = env.step(f"[{guess}]")
+        last = observation.rpartition("[Enter")[0] or observation
+        low, high = (guess + 1, high) if "higher" in last.split("\n")[-1].lower() else (low, guess - 1)
+    assert info["success"]
+    assert reward == 1.0
+    env.reset(seed=4)
+    assert not env.step("no number")[4]["action_is_valid"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_textarena_games_that_do_not_start_say_why():
+    pytest.importorskip("textarena")
+    env = shoal.envs.make("textarena", id="NoSuchGame-v0")
+    with pytest.raises(EnvError, match="cannot start 'NoSuchGame-v0'"):
+        env.reset(seed=0)
+
+
+# --- textworld
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_textworld_games_are_generated_kept_and_won(tmp_path):
+    pytest.importorskip("textworld")
+    settings_of = {"cache": str(tmp_path), "num_games": 1, "nb_rooms": 2, "quest_length": 2}
+    env = shoal.envs.make("textworld", **settings_of)
+    check_text_env(lambda: shoal.envs.make("textworld", **settings_of, max_steps=5), seeds=range(2))
+    assert len(list(tmp_path.iterdir())) == 1
+    env.reset(seed=0)
+    import textworld
+
+    game = textworld.Game.load(str(next(tmp_path.glob("*/game.json"))))
+    for command in game.metadata["walkthrough"]:
+        assert command in env.available_actions()
+        _, _, terminated, _, info = env.step(command)
+    assert terminated
+    assert info["success"]
+
+
+# --- the OpenEnv convention, between two ends of our own; foreign ends below
+
+
+@pytest.fixture(scope="module")
+def port():
+    from shoal.envs.adapters.openenv_server import serve
+
+    ready = queue.Queue()
+
+    def run():
+        serve("sokoban", lambda: shoal.envs.make("sokoban", max_steps=12), port=0, on_ready=ready.put)
+
+    threading.Thread(target=run, daemon=True).start()
+    return ready.get(timeout=30)
+
+
+def test_an_env_behind_a_server_plays_the_same_episodes(port):
+    def remote():
+        return shoal.envs.make("openenv", url=f"http://127.0.0.1:{port}", max_steps=12)
+
+    check_text_env(remote, seeds=range(2))
+    env, local = remote(), shoal.envs.make("sokoban", max_steps=12)
+    choose = random.Random(0)
+    for seed in range(5):
+        text, info = env.reset(seed=seed)
+        expected, expected_info = local.reset(seed=seed)
+        over = False
+        while not over:
+            assert text == expected
+            assert info["available_actions"] == expected_info["available_actions"]
+            word = choose.choice([*local.projection.words(), "jump"])
+            text, *mine, info = env.step(word)
+            action = local.projection.action_of(word)
+            expected, *theirs, expected_info = local.step(0 if action is None else action)
+            assert mine == theirs
+            for key in ("success", "action_is_valid", "action_is_effective", "step", "seed"):
+                assert info[key] == expected_info[key]
+            over = mine[1] or mine[2]
+    assert env.instructions == local.instructions
+    env.close()
+
+
+def post(port, path, body, headers=None):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", body, {"content-type": "application/json", **(headers or {})}
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        return json.load(response)
+
+
+def test_the_server_answers_plain_http_and_refuses_nonsense(port):
+    start = post(port, "/reset", b'{"seed": 3}')
+    assert start["observation"]["text"] == shoal.envs.make("sokoban").reset(seed=3)[0]
+    step = post(port, "/step", b'{"action": {"text": "<action>up</action>"}}')
+    assert step["reward"] == -0.1
+    assert not step["done"]
+    for body in (b"[]", b"{", b'{"seed": -1}', b'{"seed": true}', b"[" * 100_000):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            post(port, "/reset", body)
+        assert refusal.value.code == 422
+        refusal.value.close()
+
+
+def test_the_server_talks_only_to_programs_of_this_machine(port):
+    for headers in ({"Host": "evil.example"},):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            post(port, "/reset", b"{}", headers)
+        assert refusal.value.code == 400
+        refusal.value.close()
+    from websockets.exceptions import InvalidStatus
+    from websockets.sync.client import connect
+
+    with pytest.raises(InvalidStatus):
+        connect(f"ws://127.0.0.1:{port}/ws", origin="http://evil.example", proxy=None)
+
+
+def test_a_session_survives_broken_messages(port):
+    from websockets.sync.client import connect
+
+    with connect(f"ws://127.0.0.1:{port}/ws", proxy=None) as socket:
+        for message in ("", "[1]", "{", '{"type": "dance"}', '{"type": "step", "data": {}}'):
+            socket.send(message)
+            assert json.loads(socket.recv(timeout=20))["type"] == "error"
+        socket.send('{"type": "step", "data": {"action": "up"}}')
+        assert "never started" in json.loads(socket.recv(timeout=20))["data"]["message"]
+        socket.send('{"type": "reset", "data": {"seed": 1}}')
+        assert json.loads(socket.recv(timeout=20))["type"] == "observation"
+
+
+def test_a_server_that_is_not_there_is_an_env_error():
+    env = shoal.envs.make("openenv", url="http://127.0.0.1:9")
+    with pytest.raises(EnvError, match="did not answer a reset"):
+        env.reset(seed=0)
+    with pytest.raises(ConfigError, match="url must be like"):
+        shoal.envs.make("openenv", url="ftp://x")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_openenvs_own_client_plays_on_our_server(port):
+    client = pytest.importorskip("openenv.core.generic_client")
+    import asyncio
+
+    async def play():
+        async with client.GenericEnvClient(base_url=f"http://127.0.0.1:{port}") as remote:
+            start = await remote.reset(seed=5)
+            step = await remote.step({"action": "Left"})
+            return start, step, await remote.state()
+
+    start, step, state = asyncio.run(play())
+    local = shoal.envs.make("sokoban")
+    assert start.observation["text"] == local.reset(seed=5)[0]
+    assert step.observation["text"] == local.step(3)[0]
+    assert state["step_count"] == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_client_plays_on_openenvs_own_server():
+    server = pytest.importorskip("openenv.core.env_server")
+    import uvicorn
+
+    class Said(server.Action):
+        message: str
+
+    class Heard(server.Observation):
+        echo: str = ""
+
+    class Echo(server.Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed=None, episode_id=None, **more):
+            self.turns = 0
+            return Heard(echo=f"hello {seed}")
+
+        def step(self, action, timeout_s=None, **more):
+            self.turns += 1
+            return Heard(echo=action.message, reward=float(len(action.message)), done=self.turns == 2)
+
+        @property
+        def state(self):
+            return server.State(step_count=self.turns)
+
+    app = server.create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=4)
+    running = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="warning"))
+    threading.Thread(target=running.run, daemon=True).start()
+    while not running.started:
+        pass
+    url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+    env = shoal.envs.make(
+        "openenv", url=url, action_field="message", observation_field="echo", success_reward=4
+    )
+    assert env.reset(seed=7)[0] == "hello 7"
+    assert env.step("hi")[:3] == ("hi", 2.0, False)
+    assert env.step('{"message": "json"}')[:3] == ("json", 4.0, True)
+    wrong = shoal.envs.make("openenv", url=url)
+    wrong.reset(seed=1)
+    with pytest.raises(EnvError, match="VALIDATION_ERROR"):
+        wrong.step("x")
+    running.should_exit = True

@@ -1,0 +1,346 @@
+"""Answers that are equal, answers that only look so, and the questions made by rule."""
+
+import json
+import re
+import threading
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.errors import ConfigError, DataError, MissingExtraError
+from shoal.envs import make
+from shoal.envs.math_answers import Number, final_answer, read_number
+from shoal.envs.metamathqa import is_correct, load_questions
+from shoal.envs.word_problems import KINDS, as_text, make_question
+
+SAME = [
+    ("42", "42"),
+    ("42.0", "42"),
+    ("42.", "42"),
+    (".5", "0.5"),
+    ("1,000", "1000"),
+    ("$1,234,567.89", "1234567.89"),
+    (r"10,\!000", "10000"),
+    (r"10\,000", "10000"),
+    (r"10{,}000", "10000"),
+    ("<think>5</think><answer>6</answer>", "6"),
+    ("<answer>so \\boxed{6}</answer> and </p>", "6"),
+    ("1/2", r"\frac12"),
+    (r"\dfrac{1}{2}", "0.5"),
+    (r"\frac{-1}{2}", "-1/2"),
+    (r"-\frac{1}{2}", "-0.5"),
+    ("-1/2", "1/-2"),
+    ("6/8", "3/4"),
+    ("1 1/2", "3/2"),
+    (r"1\frac{1}{2}", "1.5"),
+    ("50%", "0.5"),
+    ("50 percent", "50%"),
+    (r"10\%", "10%"),
+    ("$10", "10"),
+    ("10 dollars", "$10"),
+    ("€5", "5 euros"),
+    ("5 apples", "5"),
+    ("5cm", "5"),
+    (r"5\text{ cm}^2", "5"),
+    ("5 square feet", "5"),
+    ("12 feet", "12 ft"),
+    ("5 kg", "5 kilograms"),
+    ("5 km/h", "5"),
+    (r"90^\circ", "90"),
+    ("x = 5", "5"),
+    (r"\boxed{42}", "42"),
+    (r"first \boxed{7}, no: \boxed{\frac{3}{4}}", "0.75"),
+    ("The answer is: 42", "Some words. The answer is: 42"),
+    ("The answer is $\\boxed{3}$.", "3"),
+    ("the answer is 5 or so\nThe answer is: 6", "6"),
+    ("3*24=72\n#### 72", "72"),
+    (r"\fbox{72}", "72"),
+    ("Final Answer: 72", "72"),
+    ("ANSWER IS 72", "72"),
+    ("the answer isn't clear, the answer : 72", "72"),
+    ("#### 71\nThe answer is: 72", "72"),
+    (r"\(\frac{3}{4}\)", "3/4"),
+    ("$\\$5.00$", "5"),
+    ("**7**", "7"),
+    ("-5", "−5"),
+    ("3 million", "3000000"),
+    ("2 dozen", "24"),
+    (r"1.5 \times 10^3", "1500"),
+    ("1.5e3", "1500"),
+    ("(1, 2)", "(1,2)"),
+    (r"\left( \frac{1}{2}, 3 \right)", "(0.5, 3)"),
+    ("2, 3", "3,2"),
+    (r"\{2,1\}", "{1,2}"),
+    (r"3\sqrt{2}", r"3 \sqrt{2}"),
+    (r"\text{Monday}", "monday"),
+    (r"x^2 + 1", "x^2+1"),
+]
+
+DIFFERENT = [
+    ("50", "50%"),
+    ("0.333333", "1/3"),
+    ("1 2 3 4 5", "5"),
+    ("1 or 5", "5"),
+    ("5 and 6", "5"),
+    ("5, 5", "5"),
+    ("1, 1", "1, 2"),
+    ("the myanswer: 5", "5"),
+    ("not 5", "5"),
+    ("5 minus 3", "5"),
+    ("5-2", "5"),
+    ("2+3", "5"),
+    ("5x", "5"),
+    ("5 x", "5"),
+    ("5!", "5"),
+    ("5²", "5"),
+    ("5 km", "5 miles"),
+    ("5 cents", "$5"),
+    ("5 million", "5"),
+    ("12,34", "1234"),
+    ("--5", "5"),
+    ("(1,2)", "[1,2]"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2)", "(1,2,3)"),
+    ("1_0", "10"),
+    ("0x10", "16"),
+    ("٣", "3"),
+    ("5/0", "5"),
+    (r"3\sqrt{2}", "3"),
+    ("2^{10}", "2"),
+    (r"\boxed{5", "5"),
+    (r"\boxed{}", ""),
+    ("", ""),
+    ("", "5"),
+    ("$5 apples", "5"),
+    ("9**9**9", "9"),
+    ('__import__("os")', "1"),
+    (r"\boxed{5} so the answer is 6", "5"),
+]
+
+
+@pytest.mark.parametrize(("response", "truth"), SAME)
+def test_equal_answers_are_equal_both_ways(response, truth):
+    assert is_correct(response, truth)
+    assert is_correct(truth, response)
+
+
+@pytest.mark.parametrize(("response", "truth"), DIFFERENT)
+def test_answers_that_only_look_alike_differ_both_ways(response, truth):
+    assert not is_correct(response, truth)
+    assert not is_correct(truth, response)
+
+
+fractions = st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=500)
+
+
+def spellings(value):
+    """Ways of writing one number, each by a rule of its own."""
+    over, under = value.numerator, value.denominator
+    yield f"{over}/{under}"
+    yield rf"\frac{{{over}}}{{{under}}}"
+    yield rf"The answer is: $\boxed{{\dfrac{{{over}}}{{{under}}}}}$."
+    yield f"{over * 3} / {under * 3} dollars"
+    yield f"{over * 100}/{under}%"
+    if under == 1:
+        yield from (f"{over:,}", f"{over}.00", f"#### {over:,}", f"n = {over}")
+        yield f"{'-' if over < 0 else ''}${abs(over):,}"
+    if 1000 % under == 0:
+        yield f"{over * 1000 // under}e-3"
+
+
+@settings(max_examples=40)
+@given(fractions, fractions)
+def test_numbers_are_compared_exactly_in_every_spelling(one, other):
+    for left in spellings(one):
+        for right in spellings(one):
+            assert is_correct(left, right)
+        for right in spellings(other):
+            assert is_correct(left, right) == (one == other)
+
+
+@given(fractions)
+def test_what_is_written_is_read_back(value):
+    assert read_number(as_text(value)) == Number(value)
+
+
+@given(st.text(max_size=400), st.text(max_size=60))
+def test_no_text_raises_and_equality_has_no_direction(response, truth):
+    assert is_correct(response, truth) == is_correct(truth, response)
+    if (answer := final_answer(response)) is not None:
+        assert is_correct(answer, answer) in (True, False)
+
+
+HOSTILE = [
+    r"\boxed{", "answer is ", "answer : ", "####", "1,000", "(", "9", " ", "1 ", r"\frac{1}", r"\text{",
+    "a = ", "1/", "$",
+    "{", r"\left", "x_", "5 km ", ",", r"\boxed{1}", "'s", "\n", "5%", "-", "answer\t", r"\frac{1}{2}",
+]  # fmt: skip
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_hostile_responses_cost_little(piece):
+    """Nothing is timed: at a million characters only a bounded checker is done in time."""
+    for size in (250, 10_000, 1_000_000):
+        text = piece * (size // len(piece))
+        for shown in (
+            text,
+            rf"\boxed{{{text}}}",
+            rf"\boxed{{{text[:240]}}}",
+            f"The answer is: {text}",
+            text + "5",
+        ):
+            for _ in range(5):
+                assert is_correct(shown, "5") in (True, False)
+                is_correct("5", shown)
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_worked_solutions_are_right_line_by_line(steps):
+    for seed in range(60):
+        question = make_question(np.random.default_rng(seed), steps)
+        *lines, last = question.solution.split("\n")
+        assert last == f"The answer is: {question.answer}"
+        assert is_correct(question.solution, question.answer)
+        for line in lines:
+            left, right = line.split(" = ")
+            assert re.fullmatch(r"[0-9./*+\- ]+", left)
+            # Numbers like 2.5 and 24/7 are written without spaces around their signs, operations with.
+            assert _compute(left.split(" ")) == Fraction(right)
+        assert Fraction(lines[-1].split(" = ")[1]) == Fraction(question.answer)
+
+
+def _compute(parts):
+    """`a op b op c …` with * and / before + and -, on exact numbers."""
+    values, signs = [Fraction(parts[0])], []
+    for sign, part in zip(parts[1::2], parts[2::2], strict=True):
+        if sign in "*/":
+            values[-1] = values[-1] * Fraction(part) if sign == "*" else values[-1] / Fraction(part)
+        else:
+            signs.append(sign)
+            values.append(Fraction(part))
+    total = values[0]
+    for sign, value in zip(signs, values[1:], strict=True):
+        total += value if sign == "+" else -value
+    return total
+
+
+def test_questions_are_of_all_kinds_and_hardly_repeat():
+    texts, solutions = set(), []
+    for seed in range(500):
+        question = make_question(np.random.default_rng(seed), 3)
+        texts.add(question.text)
+        solutions.append(question.solution)
+        assert len(question.text) < 600
+    assert len(texts) > 490
+    assert len(KINDS) == 6
+    marks = ("has", "pays", "price", "drives", "old", "divided")
+    assert sum(any(mark in text for text in texts) for mark in marks) >= 5
+
+
+def test_each_attempt_halves_what_a_right_answer_is_worth():
+    env = make("metamathqa")
+    for before in range(5):
+        question, _ = env.reset(seed=7)
+        for _ in range(before):
+            observation, reward, terminated, truncated, info = env.step("no idea")
+            assert (reward, terminated, truncated, info["success"]) == (0.0, False, False, False)
+            assert observation.startswith(question)
+            assert "incorrect" in observation
+        _, reward, terminated, _, info = env.step(f"It is \\boxed{{{env.question.answer}}}")
+        assert (reward, terminated, info["success"]) == (0.5**before, True, True)
+
+
+def test_the_last_wrong_answer_ends_the_episode_without_success():
+    env = make("metamathqa", max_steps=2, invalid_penalty=-0.1, decay=1.0)
+    env.reset(seed=7)
+    _, reward, terminated, _, info = env.step(env.projection("no tag").actions[0])
+    assert (reward, terminated, info["action_is_valid"]) == (-0.1, False, False)
+    _, reward, terminated, truncated, info = env.step("wrong")
+    assert (reward, terminated, truncated, info["success"]) == (0.0, True, False, False)
+
+
+def test_questions_come_from_files_of_either_project(tmp_path):
+    path = tmp_path / "metamath.json"
+    path.write_text(
+        json.dumps([{"query": "1+1?", "response": "Sum: 2\nThe answer is: 2", "type": "GSM_AnsAug"}])
+    )
+    assert load_questions(str(path))[0].answer == "2"
+    other = tmp_path / "gsm8k.jsonl"
+    other.write_text(json.dumps({"question": "2+2?", "answer": "2+2=<<2+2=4>>4\n#### 4"}) + "\n")
+    env = make("metamathqa", source=str(other))
+    assert env.reset(seed=0)[0] == "2+2?"
+    assert env.step("4")[1] == 1.0
+    path.write_text(
+        json.dumps([{"query": "?", "response": "The answer is: 1"}, {"query": "?", "response": "x" * 999}])
+    )
+    with pytest.raises(DataError, match="record 1: its answer has no end"):
+        load_questions(str(path))
+
+
+def test_settings_that_cannot_work_are_refused():
+    for refused in (
+        {"checker": "guess"},
+        {"decay": 2.0},
+        {"min_reasoning": 5},
+        {"max_steps": 0},
+        {"split": "test"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(refused))):
+            make("metamathqa", **refused)
+
+
+@pytest.fixture
+def verifier():
+    pytest.importorskip("math_verify")
+    from shoal.envs.math_verifier import MathVerifier
+
+    verifier = MathVerifier(seconds=3.0)
+    yield verifier
+    verifier.close()
+
+
+def test_math_verify_knows_algebra_and_survives_hostile_answers(verifier):
+    assert verifier.same("2^{10}", "1024")
+    assert not verifier.same("3", "4")
+    process = verifier._process
+    assert not verifier.same("1000000!", "5")  # does not end in time
+    assert verifier.kills == 1
+    assert process.poll() is not None  # killed and reaped, not left behind
+    assert verifier.same("(x-1)(x+1)", "x^2-1")  # by a new process
+    assert not verifier.same("1" * 300, "1" * 300)  # too long to hand over
+    assert not verifier.same('__import__("os").system("true")', "0")
+    results = []
+    thread = threading.Thread(target=lambda: results.append(verifier.same("0.5", r"\frac12")))
+    thread.start()
+    thread.join()
+    assert results == [True]
+
+
+def test_a_verifier_that_was_killed_from_outside_is_replaced(verifier):
+    assert verifier.same("1", "1")
+    verifier._process.kill()
+    verifier._process.wait()
+    assert not verifier.same("1", "1")  # this answer is lost, the next is not
+    assert verifier.same("1", "1")
+
+
+def test_the_math_verify_checker_adds_to_the_exact_one():
+    pytest.importorskip("math_verify")
+    env = make("metamathqa", checker="math_verify")
+    env.reset(seed=0)
+    root = f"\\sqrt{{{env.question.answer}^2}}"
+    assert env.step(root)[1] == 1.0
+    env.close()
+    strict = make("metamathqa")
+    strict.reset(seed=0)
+    assert strict.step(root)[1] == 0.0
+
+
+def test_math_verify_that_is_not_installed_is_told(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"shoal\[math\]"):
+        make("metamathqa", checker="math_verify")

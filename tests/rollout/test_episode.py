@@ -1,0 +1,244 @@
+import logging
+
+import pytest
+
+from shoal.core.data import decode_trajectory, encode_trajectory
+from shoal.core.errors import ConfigError, EngineError
+from shoal.envs import make
+from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.drift import find_drift
+from shoal.rollout.engine import Completion, Request, Sampling
+from shoal.rollout.engines.chat_codec import ChatCodec
+from shoal.rollout.engines.chat_template import TemplateTokenizer
+from shoal.rollout.engines.scripted import RandomEngine, ScriptedEngine
+from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.factory import make_environments
+from shoal.rollout.prompts import PromptConfig, Prompter
+
+WORDS = ["Left", "Down", "Right", "Up"]
+LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}
+
+
+def collect(engine, prompt=None, env_config=LAKE, sampling=None, **tag):
+    side = {"env_groups": 1, "group_size": 2, "env_configs": {"tags": ["Lake"]}}
+    kinds = {"Lake": {"env_type": "frozen_lake", "env_config": env_config, **tag}}
+    config = {
+        "custom_envs": kinds,
+        "es_manager": {"train": side, "val": side},
+        "vector": {"backend": "serial"},
+    }
+    train, _ = make_environments(config)
+    prompt = prompt or PromptConfig(history=0, first="{observation}", later="{observation}")
+    playing = TrajectoryCollector(train.pool, train.tags, train.roles, 2, engine, prompt, 0)
+    return playing.collect(0, sampling or Sampling(60))
+
+
+# --- several actions in a turn
+def test_one_response_may_hold_several_actions_where_the_config_says_so():
+    way = "<action>Down||Down||Right||Right||Down||Right||Left</action>"
+    engine = ScriptedEngine(lambda prompt, key: way, WORDS)
+    for trajectory in collect(engine, max_actions_per_turn=7):
+        assert trajectory.success
+        (turn,) = trajectory.turns
+        assert (turn.reward, turn.action_is_valid) == (1.0, True)
+        assert turn.action == "Down, Down, Right, Right, Down, Right, Left"
+    for trajectory in collect(engine, max_actions_per_turn=6):
+        assert not any(turn.action_is_valid for turn in trajectory.turns)
+    with pytest.raises(ConfigError, match="max_actions_per_turn must be at least 1"):
+        collect(engine, max_actions_per_turn=0)
+
+
+# --- templates of one kind of env
+def test_a_kind_of_env_may_have_templates_of_its_own():
+    seen = []
+
+    def answer(prompt, key):
+        seen.append(prompt)
+        return "<action>Down</action>"
+
+    side = {"env_groups": 2, "group_size": 1, "env_configs": {"tags": ["A", "B"]}}
+    kinds = {
+        "A": {"env_type": "frozen_lake", "env_config": LAKE, "prompt": {"first": "own"}},
+        "B": {"env_type": "frozen_lake", "env_config": LAKE},
+    }
+    config = {
+        "custom_envs": kinds,
+        "es_manager": {"train": side, "val": side},
+        "vector": {"backend": "serial"},
+    }
+    train, _ = make_environments(config)
+    base = PromptConfig(first="general", later="general")
+    TrajectoryCollector(
+        train.pool, train.tags, train.roles, 1, ScriptedEngine(answer, WORDS), base, 0
+    ).collect(0, Sampling(20))
+    assert seen[:2] == ["own", "general"]
+    for wrong, message in [
+        ({"frist": "x"}, "custom_envs.A.*prompt.frist"),
+        ({"mode": "append"}, "one for all envs"),
+    ]:
+        kinds["A"] = {"env_type": "frozen_lake", "prompt": wrong}
+        with pytest.raises(ConfigError, match=message):
+            make_environments(config)
+
+
+# --- pictures
+def test_pictures_are_carried_in_the_trajectory_and_to_engines_that_take_them():
+    class Sees(RandomEngine):
+        def __init__(self):
+            super().__init__(WORDS)
+            self.tokenizer, self.seen = ChatCodec(), []
+
+        def generate(self, requests):
+            self.seen += requests
+            return super().generate(requests)
+
+    for mode, counts in (("window", {1}), ("append", {1, 2, 3, 4, 5, 6, 7, 8, 9})):
+        engine = Sees()
+        prompt = PromptConfig(mode=mode, history=0, first="look", later="look")
+        trajectories = collect(engine, prompt, {**LAKE, "observation": "rgb"})
+        pictures = [turn.image for t in trajectories for turn in t.turns]
+        assert all(picture.startswith("data:image/png;base64,") for picture in pictures)
+        assert {len(request.images) for request in engine.seen} <= counts
+        for request in engine.seen:
+            engine.tokenizer.messages(request.prompt_ids, request.images)  # as many marks as pictures
+        assert len({t.turns[0].anchor for t in trajectories}) == 1
+        for trajectory in trajectories:
+            assert decode_trajectory(encode_trajectory(trajectory)) == trajectory
+
+
+def test_an_engine_that_takes_no_pictures_is_not_shown_an_empty_prompt():
+    with pytest.raises(EngineError, match="Lake shows pictures only, and this engine takes none"):
+        collect(RandomEngine(WORDS), env_config={**LAKE, "observation": "rgb"})
+
+
+# --- token exactness
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRIPS = (  # like templates that cut the thoughts out of earlier turns
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Words:
+    """The little of a tokenizer that a template needs: one id a character, control tokens whole."""
+
+    control = ("<|im_start|>", "<|im_end|>")
+    eos_token_id, all_special_ids = 1, (0, 1)
+
+    def __init__(self, template):
+        from jinja2 import Template
+
+        self.chat_template, self._template = template, Template(template)
+
+    def __call__(self, text, add_special_tokens=False, split_special_tokens=False):
+        ids = []
+        while text:
+            special = next((i for i, c in enumerate(self.control) if text.startswith(c)), None)
+            if special is not None and not split_special_tokens:
+                ids.append(special)
+                text = text[len(self.control[special]) :]
+            else:
+                ids.append(ord(text[0]) + 2)
+                text = text[1:]
+        return {"input_ids": ids}
+
+    def decode(self, ids, skip_special_tokens=False, **_):
+        return "".join(chr(i - 2) if i > 1 else "" if skip_special_tokens else self.control[i] for i in ids)
+
+    def apply_chat_template(self, chat, tokenize=False, add_generation_prompt=False):
+        return self._template.render(messages=chat, add_generation_prompt=add_generation_prompt)
+
+
+class Templated(ScriptedEngine):
+    def __init__(self, template, answer):
+        super().__init__(answer)
+        self.tokenizer = TemplateTokenizer(Words(template))
+
+    def generate(self, requests):
+        said = [(*self.tokenizer.encode(self._answer("", r.key)), 1) for r in requests]
+        return [Completion(ids, (0.0,) * len(ids), "stop") for ids in said]
+
+
+THINKING = "<think>hm</think><action>Down</action>"
+
+
+def append(**settings):
+    return PromptConfig(mode="append", first="{observation}", later="{observation}", **settings)
+
+
+@pytest.mark.parametrize(("template", "text"), [(CHATML, THINKING), (STRIPS, "<action>Down</action>")])
+def test_a_template_that_only_appends_does_not_drift(template, text, caplog):
+    with caplog.at_level(logging.WARNING):
+        collect(Templated(template, lambda prompt, key: text), append(on_drift="raise"))
+    assert not caplog.records
+
+
+def test_a_template_that_cuts_thoughts_is_named_with_the_message_and_its_text(caplog):
+    engine = Templated(STRIPS, lambda prompt, key: THINKING)
+    with pytest.raises(
+        EngineError, match=r"in message 1 \(assistant\) the model saw '.*<think>hm.*writes '.*<action>"
+    ):
+        collect(engine, append(on_drift="raise"))
+    with caplog.at_level(logging.WARNING):
+        trajectories = collect(engine, append())
+    assert len(caplog.records) == 1
+    for trajectory in trajectories:  # the tokens are those that were sampled all the same
+        for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+            known = before.prompt_ids + before.response_ids
+            assert after.prompt_ids[: len(known)] == known
+    caplog.clear()
+    collect(engine, append(on_drift="ignore"))
+    assert not caplog.records
+
+
+def test_what_stands_between_messages_is_named_too():
+    tokenizer = TemplateTokenizer(Words(CHATML))
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    whole = tokenizer.start(chat)
+    assert find_drift(tokenizer, chat, whole) is None
+    newline = len(tokenizer.start(chat[:1])) + 2  # after "b" and the end of its turn
+    drift = find_drift(tokenizer, chat, whole[:newline] + whole[newline + 1 :])
+    assert drift.piece == "what the template puts before message 2 (user)"
+    drift = find_drift(tokenizer, chat, whole[:-1])
+    assert drift.piece == "what the template puts after the last message"
+    assert find_drift(ChatCodec(), chat, (1, 2)) is None
+
+
+def test_a_prompt_that_does_not_extend_the_one_before_is_refused_with_the_place():
+    class Rewrites(Prompter):
+        def prompt(self, scene, before=None):
+            ids = super().prompt(scene, before)
+            return ids if before is None else ids[:3] + self.tokenizer.encode("!") + ids[4:]
+
+        def variant(self, settings):
+            return self
+
+    engine = RandomEngine(WORDS)
+    env = make("frozen_lake", **LAKE)
+    role = Role("Lake", env.instructions, env.projection, 5)
+    episode = Episode(Place(0, 0, 0, 0, 0), role, Rewrites(append(), engine.tokenizer), Sampling(20))
+    episode.begin(*env.reset(seed=0))
+    request = episode.request()
+    assert isinstance(request, Request)
+    for action in episode.respond(engine.generate([request])[0]):
+        episode.observe(*env.step(action))
+    episode.end_turn()
+    assert not episode.over
+    with pytest.raises(EngineError, match="turn 1 does not extend the one before: at token 3, in its prompt"):
+        episode.request()
+
+
+def test_arrays_that_are_no_pictures_are_refused():
+    env = make("frozen_lake", **LAKE, observation="grid")
+    role = Role("Lake", env.instructions, env.projection, 5)
+    episode = Episode(Place(0, 0, 0, 0, 0), role, Prompter(append(), ChatCodec()), Sampling(20))
+    with pytest.raises(ValueError, match="a picture must be"):
+        episode.begin(*env.reset(seed=0))

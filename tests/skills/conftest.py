@@ -1,0 +1,111 @@
+"""Doubles for skills: a launcher that trains nothing, and a config that trains for an instant."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.core.seeding import stream
+from shoal.skills.crafting import CraftingWorld
+from shoal.skills.network import Network, Shape
+from shoal.skills.runs import Run, fail_training, finish_training
+from shoal.skills.tasks import TrainingConfig
+
+QUICK = TrainingConfig(
+    total_timesteps=2048,
+    num_envs=32,
+    num_steps=16,
+    layer_size=8,
+    bank_worlds=64,
+    evaluation_episodes=32,
+    min_success=0.0,
+    checkpoint_every=1,
+    evaluate_every=1,
+)
+
+
+def some_net(*names: str | int, hidden: int = 8) -> Network:
+    shape = Shape(CraftingWorld.obs_size, hidden, CraftingWorld.n_actions)
+    return Network.initial(shape, stream(0, *names))
+
+
+class ScriptedLauncher:
+    """Runs `script(run_folder, attempt)` in a thread instead of a training; by default it finishes at once.
+
+    The script may return the words for how it ended, or raise. `gate` holds trainings back until it is set.
+    """
+
+    name = "scripted"
+
+    def __init__(self, script: Callable[[Path, int], str | None] | None = None) -> None:
+        self.script = script or self.finish
+        self.launched: list[tuple[str, int]] = []
+        self.running: set[str] = set()
+        self.most_running = 0
+        self.killed: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self._lock = threading.Lock()
+
+    def finish(self, folder: Path, attempt: int) -> None:
+        run = Run.open(folder)
+        experts = {local: some_net(index).params() for local, index in run.local_to_global.items()}
+        own = next(local for local, index in run.local_to_global.items() if index == run.expert)
+        finish_training(folder, {own: experts[own]}, {own: 1000}, attempt=attempt, success=0.9)
+
+    def launch(
+        self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path
+    ) -> dict[str, Any]:
+        folder, attempt = Path(command[-3]), int(command[-1])
+        self.launched.append((Run.open(folder).spec["skill"], attempt))
+        return {"folder": str(folder), "attempt": attempt}
+
+    def watch(self, handle: dict[str, Any], ended: Callable[[str], None]) -> bool:
+        name = Run.open(handle["folder"]).spec["skill"]
+        with self._lock:
+            self.running.add(name)
+            self.most_running = max(self.most_running, len(self.running))
+
+        def work() -> None:
+            self.gate.wait()
+            words = "exit status 0"
+            try:
+                words = self.script(Path(handle["folder"]), handle["attempt"]) or words
+            except Exception as error:
+                fail_training(handle["folder"], handle["attempt"], str(error))
+                words = "exit status 1"
+            with self._lock:
+                self.running.discard(name)
+            ended(words)
+
+        threading.Thread(target=work, daemon=True).start()
+        return True
+
+    def kill(self, handle: dict[str, Any]) -> None:
+        self.killed.append(handle["attempt"])
+        self.gate.set()
+
+
+@pytest.fixture
+def scripted() -> type[ScriptedLauncher]:
+    return ScriptedLauncher
+
+
+@pytest.fixture
+def quick() -> TrainingConfig:
+    return QUICK
+
+
+@pytest.fixture
+def net() -> Callable[..., Network]:
+    return some_net
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return stream(0, "test")

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.cli.skills_train import parse
+from shoal.skills.store import Store
+
+QUICK = [
+    "--num_envs", "32", "--num-steps", "16", "--layer_size", "8", "--bank-worlds", "64", "--evaluation_episodes", "32",
+    "--min-success", "0", "--total_timesteps", "4e3", "--patience_frames", "1e9", "--evaluation-worlds", "16",
+]  # fmt: skip
+
+
+def skills(*arguments: str) -> int:
+    return main(["skills", *arguments])
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert skills("train", "--max_nodes", "1", "--graph-path", str(path), *QUICK) == 0
+    return path
+
+
+def test_a_run_leaves_a_summary_pictures_state_and_config(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text())
+    assert (summary["command"], summary["status"], summary["seed"]) == ("skills train", "completed", 0)
+    assert summary["metrics"]["skills_completed"] == 1
+    assert 0 <= summary["metrics"]["chain_success"] <= 1
+    assert set(summary["metrics"]["skill_success"]) == {"Collect Wood"}
+    assert (trained / "graph.png").read_bytes()[:4] == b"\x89PNG"
+    assert (trained / "chain.gif").read_bytes()[:3] == b"GIF"
+    assert (
+        json.loads((trained / "scheduler_state.json").read_text())["skills"]["Collect_Wood"]["status"]
+        == "completed"
+    )
+    assert "max_nodes: 1" in (trained / "config.yaml").read_text()
+    assert json.loads((trained / "metrics.jsonl").read_text().splitlines()[0])["skill"] == "Collect Wood"
+
+
+def test_a_folder_in_use_is_only_continued_when_asked(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = ["train", "--max_nodes", "2", "--graph-path", str(trained), *QUICK]
+    assert skills(*again) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert skills(*again, "--resume") in (0, 1)  # a table may not be learned from so poor a wood expert
+    assert [len(Store(trained).attempts(name)) for name in ("Collect Wood",)] == [1]
+    assert len(Store(trained).skills()) == 2
+
+
+def test_status_history_eval_logs_and_export_tell_of_the_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = ["--graph-path", str(trained)]
+    assert skills("status", *at) == 0
+    assert "Collect Wood" in capsys.readouterr().out
+    assert skills("status", "--json", *at) == 0
+    assert json.loads(capsys.readouterr().out)["skills"]["Collect_Wood"]["expert_idx"] == 0
+    assert skills("history", "Collect Wood", *at) == 0
+    assert "-> " in capsys.readouterr().out
+    assert skills("eval", "--episodes", "16", *at) == 0
+    assert "whole chain, 16 unseen worlds" in capsys.readouterr().out
+    assert (trained / "evaluations" / "seed-12345" / "summary.json").exists()
+    assert skills("export", str(tmp_path / "out"), *at) == 0
+    assert (tmp_path / "out/skills/0_Collect_Wood/expert_0_policy/params.safetensors").exists()
+    assert skills("rollback", "0", "1", *at) == 0
+    assert skills("rollback", "0", "7", *at) == 2
+    assert "there is no version 7" in capsys.readouterr().err
+
+
+def test_logs_print_what_the_training_wrote(trained: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert skills("logs", "Collect_Wood", "--graph-path", str(trained)) == 0
+    assert b'"event": "trained"' in capfdbinary.readouterr().out
+
+
+def test_events_are_json_lines_and_a_merge_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        skills(
+            "train", "--json-events", "--max_nodes", "1", "--graph-path", str(tmp_path), "--no-film", *QUICK
+        )
+        == 0
+    )
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds == ["added", "running", "merging", "completed", "merge", "summary"]
+    assert events[4]["heads"] == {"0": {"version": 1, "frames": events[4]["heads"]["0"]["frames"]}}
+
+
+def test_a_run_with_a_failed_skill_ends_non_zero_and_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--max_nodes", "2", "--max_retries", "0", "--graph-path", str(tmp_path), *QUICK]
+    assert skills(*arguments, "--min-success", "1.1") == 1
+    err = capsys.readouterr().err
+    assert "Collect Wood: failed: NotLearnedError: not learned" in err
+    assert "Place Table: blocked: Collect Wood failed" in err
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    assert skills("cancel", "Collect Wood", "--graph-path", str(tmp_path)) == 2
+    assert "there is nothing to cancel" in capsys.readouterr().err
+    assert skills("cancel", "Place Table", "--graph-path", str(tmp_path)) == 0
+    assert Store(tmp_path).skill("Place Table").status == "skipped"
+
+
+def test_the_flags_of_the_reference_are_understood_with_dashes_and_underscores() -> None:
+    old = parse(
+        "--max_nodes 3 --max_parallel_skills 2 --scheduler_poll_interval 30 --max_retries 2 --total_timesteps 5e7"
+        " --num_envs 64 --lr 2e-4 --num_steps 16 --update_epochs 4 --num_minibatches 8 --gamma 0.99 --gae_lambda 0.9"
+        " --clip_eps 0.1 --ent_coef 0.02 --vf_coef 0.4 --max_grad_norm 1.0 --no-anneal_lr --layer_size 32 --seed 7"
+        " --graph-path x --success_state_rate 0.9 --llm_name m --skill_timesteps_budget 1e6 --target_skill T"
+        " --gpu_ids 0 --conda_env c --no-use_wandb --env_name Craftax-Symbolic-v1".split()
+    )
+    new = parse([word.replace("_", "-") if word.startswith("--") else word for word in
+                 "--max_nodes 3 --max_parallel_skills 2 --scheduler_poll_interval 30 --max_retries 2"
+                 " --total_timesteps 5e7 --num_envs 64 --lr 2e-4 --num_steps 16 --update_epochs 4"
+                 " --num_minibatches 8 --gamma 0.99 --gae_lambda 0.9 --clip_eps 0.1 --ent_coef 0.02 --vf_coef 0.4"
+                 " --max_grad_norm 1.0 --no-anneal_lr --layer_size 32 --seed 7 --graph-path x"
+                 " --success_state_rate 0.9 --llm_name m --skill_timesteps_budget 1e6 --target_skill T --gpu_ids 0"
+                 " --conda_env c --no-use_wandb --env_name Craftax-Symbolic-v1".split()])  # fmt: skip
+    assert old == new
+    assert (old.config.lr, old.config.num_envs, old.max_nodes, old.use_wandb) == (2e-4, 64, 3, False)
+    assert old.config.bank_worlds == 256  # what suits Craftax, since --env_name says so
+    assert parse([]).config.bank_worlds == 2048
+
+
+def test_help_names_every_verb_and_a_wrong_one_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert skills("--help") == 0
+    out = capsys.readouterr().out
+    for verb in "train status retry cancel logs attach eval history rollback export migrate".split():
+        assert verb in out
+        with pytest.raises(SystemExit) as caught:
+            skills(verb, "--help")
+        assert caught.value.code == 0
+        assert "--graph-path" in capsys.readouterr().out
+    assert skills("trian") == 2
+    assert "Did you mean 'train'" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_graph_and_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert skills("train", "--dry-run", "--max_nodes", "2", "--graph-path", str(tmp_path / "x")) == 0
+    assert (
+        "Place Table: needs Collect Wood; plan Collect Wood x2 -> Place Table x1" in capsys.readouterr().out
+    )
+    assert not (tmp_path / "x").exists()

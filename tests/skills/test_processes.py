@@ -1,0 +1,256 @@
+"""Real training processes: adopted, killed, resumed, watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.skills.crafting import FEATURES
+from shoal.skills.launchers import TmuxLauncher, start_time, training_environment
+from shoal.skills.proposers import knowledge_base
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import load_skills
+from shoal.skills.store import Store
+from shoal.skills.tasks import TrainingConfig
+
+SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
+LONG = {"patience_frames": 1e9, "success_state_rate": 2.0, "evaluate_every": 16, "checkpoint_every": 4}
+SCHEDULE = """
+import json, sys
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.tasks import TrainingConfig
+s = SkillScheduler(sys.argv[1], 2, 0.2, config=TrainingConfig(**json.loads(sys.argv[2])), analyse=False,
+                   on_event=lambda e: print(json.dumps(e), flush=True))
+s.run()
+"""
+
+
+def config_of(quick, **change) -> dict:
+    from dataclasses import asdict
+
+    return asdict(replace(quick, **change))
+
+
+def start(base: Path, config: dict) -> subprocess.Popen[str]:
+    env = {**os.environ, **training_environment(2)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCHEDULE, str(base), json.dumps(config)],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def add_wood(base: Path, config: dict) -> None:
+    s = SkillScheduler(base, config=TrainingConfig(**config))
+    s.add_skill("Collect Wood", SKILLS["Collect Wood"])
+    s.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(tmp_path: Path):
+    """End what a failed test left running, and say so."""
+    yield
+    left = [
+        int(entry.parent.name)
+        for entry in Path("/proc").glob("[0-9]*/cmdline")
+        if _mentions(entry, str(tmp_path)) and int(entry.parent.name) != os.getpid()
+    ]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes {left} were still running"
+
+
+def _mentions(entry: Path, text: str) -> bool:
+    try:
+        return text in entry.read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def head_sha(base: Path) -> str:
+    store = Store(base)
+    head = store.head(0)
+    store.close()
+    assert head is not None
+    return head.sha256
+
+
+def test_a_training_survives_its_scheduler_and_is_adopted(tmp_path: Path, quick) -> None:
+    config = config_of(quick, total_timesteps=40_000, **LONG)
+    add_wood(tmp_path, config)
+    process = start(tmp_path, config)
+    store = Store(tmp_path)
+    wait_for(lambda: store.attempts() and store.attempts()[0].handle)
+    handle = store.attempts()[0].handle
+    assert handle is not None
+    process.kill()
+    process.communicate()
+    assert start_time(handle["pid"]) == handle["began"]  # it goes on
+    second = start(tmp_path, config)
+    second.communicate(timeout=60)
+    assert store.skill("Collect Wood").status == "completed"
+    assert len(store.attempts()) == 1  # adopted, not launched again
+    assert start_time(handle["pid"]) != handle["began"]
+
+
+def test_a_killed_training_resumes_from_its_checkpoint_and_gives_the_same_expert(
+    tmp_path: Path, quick
+) -> None:
+    config = config_of(quick, total_timesteps=30_000, **LONG)
+    for name in ("whole", "killed"):
+        add_wood(tmp_path / name, config)
+    start(tmp_path / "whole", config).communicate(timeout=60)
+    process = start(tmp_path / "killed", config)
+    store = Store(tmp_path / "killed")
+    run = tmp_path / "killed" / "training_runs" / "skill_0_Collect_Wood"
+    wait_for(lambda: len(list(run.glob("0_policies/checkpoint-*"))) > 1 and store.attempts()[0].handle)
+    os.kill(store.attempts()[0].handle["pid"], signal.SIGKILL)  # type: ignore[index]
+    process.communicate(timeout=60)
+    assert [attempt.outcome for attempt in store.attempts()] == ["failed", "merged"]
+    assert "killed by signal 9" in (store.attempts()[0].reason or "")
+    assert head_sha(tmp_path / "killed") == head_sha(tmp_path / "whole")
+    lines = (tmp_path / "killed/skills/0_Collect_Wood/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["update"] for row in rows] == list(range(1, len(rows) + 1))  # no update twice, none missing
+
+
+def test_experts_do_not_depend_on_how_many_train_at_once(tmp_path: Path, quick) -> None:
+    def train(slots: int) -> dict[str, str]:
+        s = SkillScheduler(tmp_path / str(slots), slots, config=quick, analyse=False)
+        for name in ("Collect Wood", "Drink Water", "Collect Sapling"):
+            s.add_skill(name, SKILLS[name])
+        assert s.run()
+        found = {row.name: s.store.head(row.expert).sha256 for row in s.store.skills()}  # type: ignore[arg-type,union-attr]
+        s.close()
+        return {name: _weights(s.base_dir, sha) for name, sha in found.items()}
+
+    assert train(1) == train(3)
+
+
+def _weights(base: Path, sha: str) -> str:
+    from shoal.skills.experts import decode
+
+    arrays, _ = decode((base / "experts" / f"{sha}.safetensors").read_bytes(), sha)
+    return "".join(arrays[key].tobytes().hex()[:64] for key in sorted(arrays))
+
+
+def test_experts_that_go_on_learning_are_merged_with_an_evaluation(tmp_path: Path, quick) -> None:
+    config = replace(quick, train_deps="on", bank_worlds=256, total_timesteps=6000)
+    s = SkillScheduler(tmp_path, 2, config=config, analyse=False, merge="auto")
+    for name in ("Collect Wood", "Place Table"):
+        s.add_skill(name, SKILLS[name])
+    assert s.run()
+    versions = s.store.versions(0)
+    assert [row.kind for row in versions[:2]] == ["run", "run"]
+    first, second = versions[:2]
+    assert second.parent == first.id
+    assert second.frames == first.frames + second.acted
+    assert 0 < second.acted < s.store.skill("Place Table").result["frames"]  # only where it acted itself
+    assert second.episodes is not None
+    assert second.episodes >= 256
+    assert s.store.head(1) is not None
+
+
+def test_a_launch_recorded_but_never_made_is_made_again(tmp_path: Path, quick) -> None:
+    s = SkillScheduler(tmp_path, config=quick)
+    s.add_skill("Collect Wood", SKILLS["Collect Wood"])
+    s.store.assign_expert("Collect Wood")
+    s.store.begin_attempt(
+        "Collect Wood", tmp_path / "training_runs" / "skill_0_Collect_Wood"
+    )  # and then we died
+    assert s.run()
+    assert [attempt.outcome for attempt in s.store.attempts()] == ["lost", "merged"]
+
+
+def test_a_training_that_ended_while_nobody_looked_is_merged_not_repeated(tmp_path: Path, quick) -> None:
+    add_wood(tmp_path, config_of(quick))
+    process = start(tmp_path, config_of(quick))
+    store = Store(tmp_path)
+    wait_for(lambda: store.attempts() and store.attempts()[0].handle)
+    process.send_signal(signal.SIGSTOP)
+    wait_for((tmp_path / "training_runs/skill_0_Collect_Wood/DONE.json").exists)
+    process.kill()
+    process.communicate()
+    assert store.skill("Collect Wood").status == "running"
+    assert SkillScheduler(tmp_path, config=quick).run()
+    assert [attempt.outcome for attempt in store.attempts()] == ["merged"]
+
+
+def test_a_training_that_did_not_learn_says_so(tmp_path: Path, quick) -> None:
+    s = SkillScheduler(tmp_path, max_retries=0, config=replace(quick, min_success=1.1, total_timesteps=600))
+    s.add_skill("Collect Wood", SKILLS["Collect Wood"])
+    assert not s.run()
+    assert "not learned: success" in s.get_failed_skills()["Collect Wood"]
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_tmux_trainings_are_the_same_and_can_be_attached_to(tmp_path: Path, quick) -> None:
+    launcher = TmuxLauncher(f"shoal-test-{os.getpid()}")
+    try:
+        s = SkillScheduler(tmp_path / "tmux", launcher=launcher, config=quick, analyse=False)
+        s.add_skill("Collect Wood", SKILLS["Collect Wood"])
+        assert s.run()
+        attempt = s.store.attempts()[0]
+        assert attempt.handle is not None
+        assert attempt.handle["session"] == "shoal_e0_Collect_Wood"
+        log = tmp_path / "tmux" / "skills" / "0_Collect_Wood" / "training-1.log"
+        assert '"event": "trained"' in log.read_text()
+    finally:
+        launcher._tmux("kill-server", check=False)
+    local = SkillScheduler(tmp_path / "local", config=quick, analyse=False)
+    local.add_skill("Collect Wood", SKILLS["Collect Wood"])
+    assert local.run()
+    assert head_sha(tmp_path / "tmux") == head_sha(tmp_path / "local")
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_names_reach_tmux_as_names_and_not_as_commands(tmp_path: Path) -> None:
+    launcher = TmuxLauncher(f"shoal-test-names-{os.getpid()}")
+    marker = tmp_path / "P"
+    try:
+        hostile = f"x; touch {marker} #"
+        handle = launcher.launch(
+            [sys.executable, "-c", "import time; time.sleep(30)", f"$(touch {marker})", f"; touch {marker}"],
+            hostile, {"ODD": f"`touch {marker}`"}, tmp_path / "log",
+        )  # fmt: skip
+        time.sleep(0.5)
+        assert not marker.exists()
+        launcher.kill(handle)
+    finally:
+        launcher._tmux("kill-server", check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_ray_trainings_are_the_same(tmp_path: Path, quick) -> None:
+    ray = pytest.importorskip("ray")
+    from shoal.skills.launchers import RayLauncher
+
+    try:
+        s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(cpus=0.5), config=quick, analyse=False)
+        for name in ("Collect Wood", "Drink Water"):
+            s.add_skill(name, SKILLS[name])
+        assert s.run()
+    finally:
+        ray.shutdown()
+    local = SkillScheduler(tmp_path / "local", config=quick, analyse=False)
+    local.add_skill("Collect Wood", SKILLS["Collect Wood"])
+    assert local.run()
+    assert head_sha(tmp_path / "ray") == head_sha(tmp_path / "local")

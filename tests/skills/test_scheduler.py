@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.core.errors import ConfigError, WorkerError
+from shoal.skills.runs import Run, finish_training
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import Skill, parse_skill
+
+
+def skill(
+    name: str, gain: str, uses: dict[str, int] | None = None, holds: dict[str, int] | None = None
+) -> Skill:
+    return parse_skill(
+        {
+            "name": name,
+            "gain": {gain: 1},
+            "done": {"feature": gain},
+            "consumption": uses or {},
+            "requirements": {**(uses or {}), **(holds or {})},
+        }
+    )
+
+
+WOOD, TABLE = skill("Collect Wood", "wood"), skill("Place Table", "table", {"wood": 2})
+PICKAXE = skill("Make Wood Pickaxe", "wood_pickaxe", {"wood": 1}, {"table": 1})
+WATER, SAPLING = skill("Drink Water", "drink"), skill("Collect Sapling", "sapling")
+
+
+def scheduler(base: Path, launcher, **more) -> SkillScheduler:
+    more = {"analyse": False, "poll_interval": 0.2, **more}
+    return SkillScheduler(base, more.pop("max_parallel", 2), launcher=launcher, **more)
+
+
+def test_three_skills_with_dependencies_are_trained_in_order(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+    s = scheduler(tmp_path, launcher)
+    for one in (PICKAXE, TABLE, WOOD):  # the order of adding must not matter
+        s.add_skill(one.name, one, dependencies={"Make Wood Pickaxe": ["Collect Wood", "Place Table"],
+                                                 "Place Table": ["Collect Wood"]}.get(one.name, []))  # fmt: skip
+    assert s.run()
+    assert [name for name, _ in launcher.launched] == ["Collect Wood", "Place Table", "Make Wood Pickaxe"]
+    assert [data["expert_idx"] for data in s.get_completed_skills().values()] == [2, 1, 0]
+    state = json.loads((tmp_path / "scheduler_state.json").read_text())
+    assert {name: data["status"] for name, data in state["skills"].items()} == dict.fromkeys(
+        ["Make_Wood_Pickaxe", "Place_Table", "Collect_Wood"], "completed"
+    )
+    assert state["expert_assignments"] == {"Collect Wood": 0, "Place Table": 1, "Make Wood Pickaxe": 2}
+    assert state["next_expert_idx"] == 3
+    assert state["currently_running"] == []
+
+
+def test_dependencies_follow_from_requirements_when_they_are_not_given(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path, scripted())
+    for one in (WOOD, TABLE, PICKAXE):
+        s.add_skill(one.name, one)
+    assert s.store.skill("Make Wood Pickaxe").dependencies == ("Collect Wood", "Place Table")
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_as_many_trainings_run_at_once_as_there_are_slots(tmp_path: Path, scripted, slots: int) -> None:
+    launcher = scripted()
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, max_parallel=slots)
+    for one in (WOOD, WATER, SAPLING):
+        s.add_skill(one.name, one)
+    timer = threading.Timer(0.5, launcher.gate.set)
+    timer.start()
+    assert s.run()
+    assert launcher.most_running == slots
+
+
+def test_a_failing_training_is_launched_n_more_times_and_then_fails(tmp_path: Path, scripted) -> None:
+    def fail(folder: Path, attempt: int) -> None:
+        raise RuntimeError("nan loss")
+
+    launcher = scripted(fail)
+    s = scheduler(tmp_path, launcher, max_retries=2)
+    failed = []
+    s.set_callbacks(on_skill_failed=lambda name, data: failed.append((name, data["reason"])))
+    s.add_skill(WOOD.name, WOOD)
+    assert not s.run()
+    assert len(launcher.launched) == 3  # one launch and two retries
+    assert failed == [("Collect Wood", "nan loss")]
+    assert [attempt.outcome for attempt in s.store.attempts()] == ["failed"] * 3
+
+
+def test_a_retry_that_succeeds_unblocks_what_waits_for_it(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+    tries = []
+
+    def second_time(folder: Path, attempt: int) -> None:
+        tries.append(attempt)
+        if len(tries) == 1:
+            raise RuntimeError("once")
+        launcher.finish(folder, attempt)
+
+    launcher.script = second_time
+    s = scheduler(tmp_path, launcher)
+    for one in (WOOD, TABLE):
+        s.add_skill(one.name, one)
+    assert s.run()
+    assert [name for name, _ in launcher.launched] == ["Collect Wood", "Collect Wood", "Place Table"]
+
+
+def test_a_failed_dependency_blocks_its_dependents_by_name_and_others_go_on(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+
+    def not_wood(folder: Path, attempt: int) -> None:
+        if Run.open(folder).spec["skill"] == "Collect Wood":
+            raise RuntimeError("too hard")
+        launcher.finish(folder, attempt)
+
+    launcher.script = not_wood
+    s = scheduler(tmp_path, launcher, max_retries=0)
+    for one in (WOOD, TABLE, PICKAXE, WATER):
+        s.add_skill(one.name, one)
+    assert not s.run()
+    assert s.get_failed_skills() == {
+        "Collect Wood": "too hard",
+        "Place Table": "Collect Wood failed",
+        "Make Wood Pickaxe": "Collect Wood failed; Place Table blocked",
+    }
+    assert list(s.get_completed_skills()) == ["Drink Water"]
+
+
+def test_a_later_retry_of_the_dependency_opens_the_subtree_again(tmp_path: Path, scripted) -> None:
+    from shoal.cli.skills import retry
+
+    def fail(folder: Path, attempt: int) -> None:
+        raise RuntimeError("no")
+
+    s = scheduler(tmp_path, scripted(fail), max_retries=0)
+    for one in (WOOD, TABLE, PICKAXE):
+        s.add_skill(one.name, one)
+    assert not s.run()
+    assert retry(["Collect_Wood", "--graph-path", str(tmp_path)]) == 0
+    again = scheduler(tmp_path, scripted())
+    assert [row.status for row in again.store.skills()] == ["waiting"] * 3
+    assert again.run()
+
+
+def test_skills_that_wait_for_each_other_are_blocked_and_the_circle_is_shown(
+    tmp_path: Path, scripted
+) -> None:
+    s = scheduler(tmp_path, scripted())
+    s.add_skill(WOOD.name, WOOD, dependencies=["Drink Water"])
+    s.add_skill(WATER.name, WATER, dependencies=["Collect Wood"])
+    s.add_skill(SAPLING.name, SAPLING, dependencies=["Plant Sapling"])
+    assert not s.run()
+    assert s.get_failed_skills() == {
+        "Collect Wood": "skills wait for each other: Collect Wood -> Drink Water -> Collect Wood",
+        "Drink Water": "skills wait for each other: Drink Water -> Collect Wood -> Drink Water",
+        "Collect Sapling": "needs Plant Sapling, which is unknown",
+    }
+
+
+def test_a_process_that_exits_well_without_a_result_has_failed(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path, scripted(lambda folder, attempt: "exit status 0"), max_retries=0)
+    s.add_skill(WOOD.name, WOOD)
+    assert not s.run()
+    assert "is not done: it has no DONE.json" in s.get_failed_skills()["Collect Wood"]
+
+
+def test_the_mark_of_an_earlier_launch_does_not_make_this_one_a_success(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+    launcher.script = lambda folder, attempt: launcher.finish(folder, attempt + 100)
+    s = scheduler(tmp_path, launcher, max_retries=0)
+    s.add_skill(WOOD.name, WOOD)
+    assert not s.run()
+    assert "mark of launch 101, not of launch 1" in s.get_failed_skills()["Collect Wood"]
+
+
+def test_a_broken_result_is_a_failure_not_an_expert(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+
+    def tear(folder: Path, attempt: int) -> None:
+        launcher.finish(folder, attempt)
+        path = Run.open(folder).policies / "result.safetensors"
+        path.write_bytes(path.read_bytes()[:-5])
+
+    launcher.script = tear
+    s = scheduler(tmp_path, launcher, max_retries=0)
+    s.add_skill(WOOD.name, WOOD)
+    assert not s.run()
+    assert s.store.versions() == []
+
+
+def test_a_completed_skill_can_be_continued_within_its_budget(tmp_path: Path, scripted, quick) -> None:
+    from dataclasses import replace
+
+    launcher = scripted()
+    s = scheduler(tmp_path, launcher, config=replace(quick, total_timesteps=2500), merge="most-frames")
+    s.add_skill(WOOD.name, WOOD)
+    assert s.run()
+    assert s.enqueue_continuation("Collect Wood", 10_000) == 1500  # 1000 of 2500 steps are used
+    assert s.run()
+    head = s.store.head(0)
+    assert head is not None
+    assert head.frames == 2000  # 1000 before, 1000 more
+    assert head.parent == 1
+    assert s.store.skill("Collect Wood").budget_used == 2000
+    s.add_skill(WATER.name, WATER)
+    with pytest.raises(ValueError, match="only a completed skill"):
+        s.enqueue_continuation("Drink Water", 5)
+
+
+def test_a_run_has_nothing_to_do_the_second_time(tmp_path: Path, scripted) -> None:
+    first = scheduler(tmp_path, scripted())
+    first.add_skill(WOOD.name, WOOD)
+    assert first.run()
+    launcher = scripted()
+    assert scheduler(tmp_path, launcher).run()
+    assert launcher.launched == []
+
+
+def test_two_schedulers_on_one_folder_the_second_refuses(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+    launcher.gate.clear()
+    first = scheduler(tmp_path, launcher)
+    first.add_skill(WOOD.name, WOOD)
+    thread = threading.Thread(target=first.run)
+    thread.start()
+    while not launcher.running:
+        pass
+    with pytest.raises(WorkerError, match="another scheduler .process [0-9]+. is running"):
+        scheduler(tmp_path, scripted()).run()
+    launcher.gate.set()
+    thread.join(timeout=20)
+    assert first.get_status("Collect Wood") == "completed"
+
+
+def test_stop_merges_what_runs_and_launches_nothing_more(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+    s = scheduler(tmp_path, launcher, max_parallel=1)
+    s.set_callbacks(on_skill_complete=lambda name, data: s.stop())
+    for one in (WOOD, WATER, SAPLING):
+        s.add_skill(one.name, one)
+    assert not s.run()
+    assert [s.get_status(one.name) for one in (WOOD, WATER, SAPLING)] == ["completed", "waiting", "waiting"]
+    assert (tmp_path / "skills" / "0_Collect_Wood" / "expert_0_policy" / "params.safetensors").exists()
+
+
+def test_cancelling_a_running_training_ends_it_and_blocks_its_dependents(tmp_path: Path, scripted) -> None:
+    launcher = scripted(lambda folder, attempt: "killed by signal 9")
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, max_retries=5)
+    for one in (WOOD, TABLE):
+        s.add_skill(one.name, one)
+    thread = threading.Thread(target=s.run)
+    thread.start()
+    while not launcher.running:
+        pass
+    s.store.update_skill("Collect Wood", cancel=1)
+    thread.join(timeout=20)
+    assert launcher.killed == [1]
+    assert s.get_failed_skills() == {"Collect Wood": "cancelled", "Place Table": "Collect Wood skipped"}
+    assert len(launcher.launched) == 1
+
+
+def test_an_error_in_the_merge_is_the_skills_failure_not_the_schedulers_end(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+
+    def odd(folder: Path, attempt: int) -> None:
+        run = Run.open(folder)
+        import numpy as np
+
+        finish_training(folder, {0: {"only": np.zeros(1)}}, {0: 5}, attempt=attempt)
+        if run.spec["skill"] == "Collect Wood":
+            (run.folder / "0_policies" / "remap.json").write_text('{"local_to_global": {"0": "x"}}')
+
+    launcher.script = odd
+    s = scheduler(tmp_path, launcher, max_retries=0)
+    for one in (WOOD, WATER):
+        s.add_skill(one.name, one)
+    assert not s.run()
+    assert s.get_status("Collect Wood") == "failed"
+    assert s.get_status("Drink Water") == "completed"
+
+
+def test_memory_holds_back_a_second_training_but_never_the_first(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+    s = scheduler(tmp_path, launcher, max_parallel=3, available_memory=lambda: 10 << 20)
+    for one in (WOOD, WATER, SAPLING):
+        s.add_skill(one.name, one)
+    assert s.run()
+    assert launcher.most_running == 1
+
+
+def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripted) -> None:
+    from shoal.skills.store import Store
+
+    told = []
+
+    def hear(event: dict) -> None:
+        if event["event"] == "merge":
+            other = Store(tmp_path)  # another connection sees what the event speaks of
+            assert other.skill(event["skill"]).status == "completed"
+            assert other.head(0) is not None
+            other.close()
+        told.append(event["step"])
+
+    s = scheduler(tmp_path, scripted(), on_event=hear)
+    s.add_skill(WOOD.name, WOOD)
+    assert s.run()
+    assert told == sorted(set(told))
+    assert [event["kind"] for event in s.store.events()] == [
+        "added",
+        "running",
+        "merging",
+        "completed",
+        "merge",
+    ]
+
+
+def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
+    for wrong in ({"max_parallel": 0}, {"max_retries": -1}, {"poll_interval": 0.0}):
+        with pytest.raises(ConfigError, match="at least"):
+            SkillScheduler(tmp_path, **wrong)
+    with pytest.raises(ConfigError, match="merge must be one of"):
+        SkillScheduler(tmp_path, merge="best")
+    with pytest.raises(ConfigError, match="Did you mean 'local'"):
+        SkillScheduler(tmp_path, launcher="locl")
+
+
+def test_a_folder_belongs_to_one_world(tmp_path: Path, scripted) -> None:
+    scheduler(tmp_path, scripted()).run()
+    with pytest.raises(ConfigError, match="holds skills of 'crafting', not of 'craftax'"):
+        scheduler(tmp_path, scripted(), world="craftax").run()

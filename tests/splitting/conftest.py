@@ -1,0 +1,31 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def processor_folder(tmp_path_factory):
+    from shoal.splitting.processors import build_qwen_processor
+
+    return build_qwen_processor(tmp_path_factory.mktemp("processor") / "qwen", vocabulary=20_000)
+
+
+@pytest.fixture(scope="session")
+def processor(processor_folder):
+    from shoal.splitting.processors import load_processor
+
+    return load_processor(processor_folder)
+
+
+@pytest.fixture
+def make_root(tmp_path):
+    """A folder of synthetic recordings; returns (root, ids)."""
+    from shoal.splitting.synthetic import write_gui_recordings
+
+    def make(count=1, name="recordings", **options):
+        return tmp_path / name, write_gui_recordings(tmp_path / name, count, **options)
+
+    return make

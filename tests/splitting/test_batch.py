@@ -1,0 +1,154 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.core.errors import DataError
+from shoal.splitting import Batch, StepwiseTrajectorySplitter, TrajectorySplitter
+
+from test_executors import assert_same_batches  # isort: skip
+
+
+@pytest.fixture
+def make_batch(processor, make_root):
+    def make(cls=StepwiseTrajectorySplitter, rewards=(1.0, 2.0), **options):
+        root, ids = make_root(2, steps=3, size=(120, 80), seed=3)
+        return cls(processor, root, padding="longest", **options).split(ids, rewards)
+
+    return make
+
+
+@pytest.mark.parametrize("store", ["u8", "float32", "bfloat16", "path"])
+def test_a_batch_survives_the_disk(make_batch, tmp_path, store):
+    batch = make_batch(store=store)
+    folder = batch.save(tmp_path / "batch")
+    assert_same_batches(Batch.load(folder), batch)
+    assert_same_batches(Batch.load(batch.save(folder)), batch)  # and is replaced as a whole
+
+
+def test_a_batch_survives_pickling(make_batch):
+    batch = make_batch()
+    data = pickle.dumps(batch)
+    assert_same_batches(pickle.loads(data), batch)
+    assert len(data) < 1.3 * (batch.summary()["pixel_bytes"] + batch.summary()["tensor_bytes"])
+
+
+def test_an_altered_batch_is_refused(make_batch, tmp_path):
+    folder = make_batch().save(tmp_path / "batch")
+    data = bytearray((folder / "batch.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "batch.safetensors").write_bytes(data)
+    with pytest.raises(DataError, match=r"batch\.safetensors was altered"):
+        Batch.load(folder)
+
+
+def test_pixels_of_a_trajectory_are_held_once(make_batch):
+    small, large = make_batch(store="u8"), make_batch(store="float32")
+    images = 2 * 3
+    per_image = small.summary()["pixel_bytes"] / images
+    assert small.summary()["image_references"] == 2 * (1 + 2 + 3)
+    assert large.summary()["pixel_bytes"] == 8 * small.summary()["pixel_bytes"]
+    naive = sum(item["pixel_values"].nbytes for item in small["multi_modal_inputs"])
+    assert naive == 12 * 8 * per_image
+    views = [item["pixel_values"].untyped_storage().data_ptr() for item in large["multi_modal_inputs"]]
+    assert len(set(views)) == 2
+    assert make_batch(store="path").summary()["pixel_bytes"] == 0
+
+
+def test_bfloat16_pixels_are_the_rounded_ones(make_batch):
+    half, full = make_batch(store="bfloat16"), make_batch(store="float32")
+    for got, want in zip(half["multi_modal_inputs"], full["multi_modal_inputs"], strict=True):
+        assert got["pixel_values"].dtype == torch.bfloat16
+        assert torch.equal(got["pixel_values"], want["pixel_values"].to(torch.bfloat16))
+
+
+def test_inputs_behave_as_a_mapping_of_tensors(make_batch):
+    inputs = make_batch()["multi_modal_inputs"][0]
+    assert sorted(inputs.keys()) == ["image_grid_thw", "pixel_values"]
+    assert "pixel_values" in inputs
+    assert inputs.get("video_grid_thw") is None
+    assert {**inputs}["pixel_values"].dtype == torch.float32
+    with pytest.raises(KeyError):
+        inputs["pixels"]
+
+
+def test_samples_are_the_rows_without_padding(make_batch):
+    batch = make_batch(TrajectorySplitter)
+    for row, sample in enumerate(batch.samples()):
+        on = batch["attention_mask"][row].bool()
+        assert batch["input_ids"][row, on].tolist() == sample.input_ids.tolist()
+        assert torch.equal(batch["position_ids"][row][:, on], torch.from_numpy(sample.position_ids).long())
+        assert batch["response_mask"][row].sum() == sample.response_mask.sum()
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_jagged_tensordict_holds_the_unpadded_rows(make_batch, rows):
+    pytest.importorskip("tensordict")
+    batch = make_batch(position_rows=rows)
+    data = batch.to_tensordict(jagged=True)
+    for row, sample in enumerate(batch.samples()):
+        assert torch.equal(data["input_ids"][row], torch.from_numpy(sample.input_ids).long())
+        assert torch.equal(data["responses"][row], torch.from_numpy(sample.response_ids).long())
+        assert data["position_ids"][row].shape == (rows, sample.n_tokens)
+        assert torch.equal(data["position_ids"][row][-3:], torch.from_numpy(sample.position_ids).long())
+        assert data["reward_tensor"][row].sum() == sample.rewards.sum()
+    assert data["uid"] == batch["uid"].tolist()
+    padded = batch.to_tensordict(jagged=False)
+    assert torch.equal(padded["input_ids"], batch["input_ids"])
+
+
+def test_verl_takes_the_batch(make_batch):
+    pytest.importorskip("verl")
+    batch = make_batch()
+    data = batch.to_dataproto(meta_info={"step": 3})
+    assert len(data) == len(batch["uid"])
+    assert torch.equal(data.batch["position_ids"], batch["position_ids"])
+    assert data.non_tensor_batch["uid"].tolist() == batch["uid"].tolist()
+    assert data.meta_info["step"] == 3
+    joined = type(data).concat(data.chunk(2))
+    assert torch.equal(joined.batch["input_ids"], batch["input_ids"])
+    pixels = torch.cat([item["pixel_values"] for item in joined.non_tensor_batch["multi_modal_inputs"]])
+    assert torch.equal(pixels, torch.cat([item["pixel_values"] for item in batch["multi_modal_inputs"]]))
+    plain = batch.to_dataproto(expand=True).non_tensor_batch["multi_modal_inputs"]
+    assert type(plain[0]) is dict
+    assert torch.equal(plain[0]["pixel_values"], batch["multi_modal_inputs"][0]["pixel_values"])
+
+
+def test_verl_computes_advantages_that_see_the_reward(make_batch):
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+    batch = make_batch(TrajectorySplitter)
+    values = torch.zeros_like(batch["reward_tensor"])
+    _, returns = core_algos.compute_gae_advantage_return(
+        batch["reward_tensor"], values, batch["response_mask"].float(), 1.0, 1.0
+    )
+    first = [int(mask.nonzero()[0]) for mask in batch["response_mask"]]
+    assert [returns[row, at].item() for row, at in enumerate(first)] == [1.0, 2.0]
+
+
+def test_the_page_shows_roles_masks_images_and_reward(make_batch, processor):
+    from shoal.splitting.page import sample_page
+
+    for store in ("u8", "float32", "bfloat16", "path"):
+        page = sample_page(make_batch(store=store), -1, processor.tokenizer)
+        assert page.count("<img") == 3
+        assert "<span class='reward'>&lt;|im_end|&gt;</span>" in page
+        assert "<div class='border'>response</div>" in page
+        assert "<span class='trained'>Thought:" in page
+        assert "<script" not in page
+
+
+def test_a_picture_is_rebuilt_from_its_patches(make_batch, processor, tmp_path):
+    from PIL import Image
+
+    from shoal.splitting.images import fitted_size
+
+    shown = {}
+    for store in ("u8", "float32", "path"):
+        batch = make_batch(store=store)
+        shown[store] = batch.pixels[0].picture(1)
+    path = next((tmp_path / "recordings").glob("*000*/image_0001.png"))
+    image = Image.open(path).convert("RGB")
+    wanted = np.asarray(image.resize(fitted_size(*image.size, 28, 3136, 12845056), Image.Resampling.BICUBIC))
+    for store, values in shown.items():
+        assert np.array_equal(values, wanted), store

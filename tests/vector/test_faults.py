@@ -1,0 +1,391 @@
+"""Faults cost time, never data: each is noticed soon, named, and hits only its own worker's environments."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.vector import make_vec
+from shoal.vector.slots import shared_file
+from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty
+
+ROOT = Path(__file__).parents[2]
+
+
+def vec(fault: str, n: int = 4, **options: Any) -> Any:
+    """`n` environments, one per worker; number 1 is faulty."""
+    fns = [
+        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(n)
+    ]
+    options.setdefault("num_workers", n)
+    return make_vec(fns, backend="process", **options)
+
+
+def steps_until(envs: Any, n: int = 4) -> None:
+    for _ in range(3):
+        envs.step([1] * n)
+
+
+@pytest.mark.parametrize("fault", DEATHS)
+def test_a_dead_worker_is_named_with_env_pid_cause_and_action(fault: str) -> None:
+    envs = vec(fault)
+    envs.reset(seed=0)
+    steps_until(envs)
+    pids = [row["pid"] for row in envs.stats()["workers"]]
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError) as caught:
+        envs.step([1, 9, 1, 1])
+    assert time.monotonic() - start < 2.0
+    message = str(caught.value)
+    assert "env 1 " in message
+    assert f"pid {pids[1]}" in message
+    assert "action" in message
+    assert "9" in message
+    assert {"kill": "SIGKILL", "exit": "code 7", "segv": "SIGSEGV"}[fault] in message
+    if fault == "segv":
+        assert "misbehave" in str(caught.value.__cause__)  # the stack of the crash
+    start = time.monotonic()
+    envs.close()
+    envs.close()
+    assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize("fault", EXCEPTIONS)
+@pytest.mark.parametrize("backend", ["serial", "process", "thread"])
+def test_an_exception_names_its_env_and_keeps_type_and_traceback(fault: str, backend: Any) -> None:
+    fns = [functools.partial(Faulty, fault) if i == 1 else CountEnv for i in range(3)]
+    envs = make_vec(fns, backend=backend)
+    envs.reset(seed=0)
+    with pytest.raises(WorkerError) as caught:
+        envs.step([1, 9, 1])
+    assert "env 1" in str(caught.value)
+    if fault == "raise":
+        assert isinstance(caught.value, ZeroDivisionError)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    if fault == "unpicklable":
+        assert "1 and 2" in str(caught.value)
+    obs, _ = envs.reset(seed=5)  # a reset brings all of them back
+    assert obs[:, 0].tolist() == [5, 6, 7]
+    assert envs.step([2, 2, 2])[1].tolist() == [21.0, 21.0, 21.0]
+    envs.close()
+
+
+@pytest.mark.parametrize("fault", HANGS)
+def test_a_hung_env_is_killed_and_named_with_the_place_where_it_hung(fault: str) -> None:
+    envs = vec(fault, step_timeout=0.5)
+    envs.reset(seed=0)
+    start = time.monotonic()
+    with pytest.raises(WorkerTimeoutError) as caught:
+        envs.step([1, 9, 1, 1])
+    assert 0.4 < time.monotonic() - start < 2.5
+    assert "env 1 " in str(caught.value)
+    assert "misbehave" in str(caught.value.__cause__)
+    envs.close()
+
+
+@pytest.mark.parametrize("fault", [*DEATHS, *HANGS, *EXCEPTIONS])
+def test_restart_replaces_only_the_envs_of_the_failed_worker(fault: str) -> None:
+    fns = [
+        functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(6)
+    ]
+    timeout = 0.5 if fault in HANGS else None
+    envs = make_vec(fns, backend="process", num_workers=3, on_failure="restart", step_timeout=timeout)
+    envs.reset(seed=0)
+    before = envs.step([1] * 6)[0]
+    obs, rewards, terminated, truncated, infos = envs.step([1, 9, 1, 1, 1, 1])
+    lost = [1] if fault in EXCEPTIONS else [0, 1]
+    kept = [i for i in range(6) if i not in lost]
+    assert np.flatnonzero(truncated).tolist() == lost
+    assert not terminated.any()
+    assert infos["worker_restarted"].tolist() == [i in lost for i in range(6)]
+    assert rewards[lost].tolist() == [0.0] * len(lost)
+    assert rewards[kept].tolist() == [12.0] * len(kept)
+    assert obs[kept, 2].tolist() == [2.0] * len(kept)  # they went on as if nothing had happened
+    assert obs[lost, 2].tolist() == [0.0] * len(lost)  # new episodes …
+    assert (obs[lost, 0] != before[lost, 0]).all()  # … from other seeds
+    for i in lost:
+        assert infos["final_obs"][i].tolist() == before[i].tolist()
+        assert "env 1" in infos["worker_error"][i]
+    assert envs.step([1] * 6)[1].tolist() == [11.0 if i in lost else 13.0 for i in range(6)]
+    envs.close()
+
+
+def test_restarts_are_the_same_every_time() -> None:
+    seen = []
+    for _ in range(2):
+        envs = vec("kill", on_failure="restart")
+        envs.reset(seed=3)
+        seen.append(envs.step([1, 9, 1, 1])[0].tolist())
+        envs.close()
+    assert seen[0] == seen[1]
+
+
+def test_an_env_that_fails_too_often_raises() -> None:
+    envs = vec("exit", on_failure="restart", max_restarts=2)
+    envs.reset(seed=0)
+    for _ in range(2):
+        assert envs.step([1, 9, 1, 1])[3].tolist() == [False, True, False, False]
+    with pytest.raises(WorkerDiedError, match="env 1"):
+        envs.step([1, 9, 1, 1])
+    envs.close()
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise"])
+def test_masked_envs_are_left_out_for_good(fault: str) -> None:
+    envs = vec(fault, on_failure="mask")
+    envs.reset(seed=0)
+    _, rewards, _, truncated, infos = envs.step([1, 9, 1, 1])
+    assert truncated.tolist() == [False, True, False, False]
+    assert infos["worker_masked"][1]
+    assert envs.active.tolist() == [True, False, True, True]
+    for t in (2, 3):
+        _, rewards, _, truncated, _ = envs.step([1, 9, 1, 1])
+        assert rewards.tolist() == [10.0 + t, 0.0, 10.0 + t, 10.0 + t]
+        assert not truncated.any()
+    envs.reset(seed=1)
+    assert envs.step([1, 9, 1, 1])[1].tolist() == [11.0, 0.0, 11.0, 11.0]
+    envs.close()
+
+
+def test_envs_lost_with_a_neighbour_report_it_when_they_are_stepped_next() -> None:
+    fns = [functools.partial(Faulty, "kill"), CountEnv, CountEnv]
+    envs = make_vec(fns, backend="process", num_workers=1, on_failure="restart", autoreset="disabled")
+    envs.reset(seed=0)
+    envs.step([1, 1, 1])
+    assert envs.step_some([0], [9])[0].truncated
+    second = envs.step_some([1], [4])[0]
+    assert second.truncated
+    assert second.info["worker_restarted"]
+    assert second.reward == 0.0
+    ((obs, _),) = envs.reset_some([2], [8])  # a reset settles it
+    assert obs.tolist() == [8, 1, 0, 0]
+    assert not envs.step_some([2], [1])[0].truncated
+    envs.close()
+
+
+def test_a_late_reply_is_dropped_and_never_delivered_as_the_next_one() -> None:
+    class Slow(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            if action == 5:
+                time.sleep(0.4)
+
+    envs = make_vec([Slow, functools.partial(CountEnv, 1000)], backend="process", num_workers=2)
+    envs.reset(seed=0)
+    envs.step_async([5, 1])
+    with pytest.raises(TimeoutError):
+        envs.step_wait(timeout=0.05)
+    for action in (2, 3, 4):
+        obs, rewards, *_ = envs.step([action, action])
+        assert obs[:, 3].tolist() == [action, action]
+        assert [reward // 10 for reward in rewards] == [action, action]
+    envs.close()
+
+
+def test_garbage_on_stdout_changes_nothing() -> None:
+    envs = vec("garbage")
+    envs.reset(seed=0)
+    assert envs.step([1, 9, 1, 1])[1].tolist() == [11.0, 91.0, 11.0, 11.0]
+    envs.close()
+
+
+def test_an_info_that_cannot_be_sent_names_its_env() -> None:
+    envs = vec("info")
+    envs.reset(seed=0)
+    with pytest.raises(WorkerError, match="env 1"):
+        envs.step([1, 9, 1, 1])
+    envs.close()
+
+
+def test_an_env_that_cannot_be_made_says_which_and_why() -> None:
+    def broken() -> Any:
+        raise ZeroDivisionError("no such level")
+
+    with pytest.raises(WorkerError, match="env 2.*no such level") as caught:
+        make_vec([CountEnv, CountEnv, broken], backend="process", num_workers=2)
+    assert isinstance(caught.value, ZeroDivisionError)
+
+
+def test_what_cannot_be_sent_to_a_worker_is_a_clear_error() -> None:
+    lock = __import__("threading").Lock()
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        make_vec(lambda: (lock, CountEnv())[1], 2, backend="process")
+
+
+@pytest.mark.parametrize("moment", ["idle", "pending", "dead", "hung"])
+def test_close_is_quick_in_every_state(moment: str) -> None:
+    envs = vec("kill" if moment == "dead" else "stubborn hang")
+    envs.reset(seed=0)
+    if moment == "pending":
+        envs.step_async([1, 1, 1, 1])
+    if moment in ("dead", "hung"):
+        envs.step_async([1, 9, 1, 1])
+        time.sleep(0.2)
+    workers = [psutil.Process(row["pid"]) for row in envs.stats()["workers"]]
+    start = time.monotonic()
+    envs.close()
+    assert time.monotonic() - start < 5.0
+    assert not any(process.is_running() for process in workers)
+    envs.close()
+
+
+def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -> None:
+    def once() -> None:
+        envs = make_vec(CountEnv, 2, backend="process", num_workers=1)
+        envs.reset(seed=0)
+        envs.step([1, 1])
+        envs.close()
+
+    for _ in range(10):
+        once()
+    me = psutil.Process()
+    files, memory, shared = me.num_fds(), me.memory_info().rss, sorted(os.listdir("/dev/shm"))
+    processes = {child.pid for child in me.children(recursive=True)}
+    for _ in range(90):
+        once()
+    assert me.num_fds() == files
+    assert me.memory_info().rss - memory < 16 * 2**20
+    assert [name for name in sorted(os.listdir("/dev/shm")) if name not in shared] == []
+    later = [child for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    assert [child.pid for child in later if child.pid not in processes] == []
+
+
+PARENT = """
+import functools, os, sys, time
+sys.path.insert(0, {root!r})
+from shoal.vector import make_vec
+from tests.vector.faulty import CountEnv, Faulty
+fns = [functools.partial(Faulty, "stubborn hang"), CountEnv, CountEnv]
+envs = make_vec(fns, backend="process", num_workers=3, start_method={method!r})
+envs.reset(seed=0)
+print(*[row["pid"] for row in envs.stats()["workers"]], flush=True)
+envs.step_async([9, 1, 1])
+if {end!r} == "exit":
+    time.sleep(0.3)
+    os._exit(1)
+if {end!r} == "return":
+    sys.exit()
+envs.step_wait()
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT", "exit", "return"])
+def test_no_worker_outlives_its_parent(method: str, end: str) -> None:
+    if method != "forkserver" and end not in ("SIGKILL", "return"):
+        pytest.skip("one start method is enough for the milder ends")
+    program = PARENT.format(root=str(ROOT), method=method, end=end)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ
+    )
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 3
+    time.sleep(0.3)
+    if end.startswith("SIG"):
+        parent.send_signal(getattr(signal, end))
+    parent.wait(8)
+    parent.stdout.close()
+    deadline = time.monotonic() + 3.0
+    while time.monotonic() < deadline and any(map(_alive, pids)):
+        time.sleep(0.05)
+    assert not any(map(_alive, pids))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_running() -> None:
+    me = psutil.Process()
+    make_vec(CountEnv, 2, backend="process", num_workers=1).close()  # the starter is there already
+    before = {child.pid for child in me.children(recursive=True)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (me.num_fds() + 30, hard))
+    try:
+        with pytest.raises(ConfigError, match="too many open files"):
+            make_vec(CountEnv, 40, backend="process", num_workers=40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    after = {child.pid for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+    assert after <= before
+
+
+def test_too_little_shared_memory_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="not enough shared memory"):
+        shared_file(1 << 50)
+
+
+def test_workers_start_after_threads_of_another_library_are_running() -> None:
+    import threading
+
+    lock, stop = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            stop.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        envs = make_vec(CountEnv, 2, backend="process")
+        envs.reset(seed=0)
+        assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
+        envs.close()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_an_interrupt_leaves_the_pool_usable() -> None:
+    class Slow(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            if action == 5:
+                time.sleep(1.0)
+
+    envs = make_vec([Slow, CountEnv], backend="process", num_workers=2)
+    envs.reset(seed=0)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            envs.step([5, 1])
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    obs, *_ = envs.step([3, 3])
+    assert obs[:, 3].tolist() == [3, 3]
+    envs.close()
+
+
+def test_a_thread_that_hangs_is_given_up_and_cannot_write_into_its_successors_rows() -> None:
+    class Sleeper(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            if action == 9:
+                time.sleep(1.0)
+
+    envs = make_vec([Sleeper, CountEnv], backend="thread", step_timeout=0.3, on_failure="restart")
+    envs.reset(seed=0)
+    _, _, _, truncated, infos = envs.step([9, 1])
+    assert truncated.tolist() == [True, False]
+    assert infos["worker_restarted"].tolist() == [True, False]
+    for t in range(1, 5):
+        obs, rewards, *_ = envs.step([1, 1])
+        assert rewards[0] == 10.0 + t
+        assert obs[0, 2] == t
+        time.sleep(0.3)  # the old thread wakes up meanwhile
+    envs.close()

@@ -1,0 +1,240 @@
+"""The other faces of a pool: containers, ParallelEnv, EnvPool and PufferLib styles, SB3, checks for users."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+
+from shoal.core.errors import EnvError, UnknownNameError
+from shoal.core.seeding import derive_seed
+from shoal.testing import check_vector_env
+from shoal.vector import (
+    AsyncVectorEnv,
+    EnvPoolStyle,
+    MultiProcessEnvironmentContainer,
+    ParallelEnv,
+    PufferStyle,
+    groups,
+    make_vec,
+)
+from tests.vector.faulty import CountEnv, Faulty
+
+
+class WordEnv(gymnasium.Env[Any, Any]):
+    observation_space = spaces.Text(100)
+    action_space = spaces.Text(100)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        self.seed, self.t = seed, 0
+        return f"start {seed}", {"success": False}
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return f"{action!r} ☃", 0.5, self.t == 3, False, {"success": self.t == 3}
+
+    def available_actions(self) -> list[str]:
+        return [f"go {self.t}"]
+
+    def render(self) -> Any:
+        return f"<{self.t}>"
+
+
+def test_a_container_steps_groups_that_start_alike() -> None:
+    with MultiProcessEnvironmentContainer(WordEnv, env_num=2, group_n=3, seed=42) as container:
+        seen = []
+        for iteration in range(2):
+            obs, infos = container.reset()
+            seeds = [derive_seed(42, "env", iteration, group) for group in (0, 1)]
+            assert obs == [f"start {seeds[i // 3]}" for i in range(6)]
+            assert infos == [{"success": False}] * 6
+            seen.append(obs)
+        assert seen[0] != seen[1]
+        obs, rewards, dones, infos = container.step(["a", None, "b" * 5000, 7, "", "é"])
+        assert obs[:2] == ["'a' ☃", f"start {seeds[0]}"]
+        assert obs[3:] == ["7 ☃", "'' ☃", "'é' ☃"]
+        assert rewards == [0.5, 0.0, 0.5, 0.5, 0.5, 0.5]
+        assert dones == [False] * 6
+        assert container.get_available_actions() == [["go 1"], ["go 0"], *[["go 1"]] * 4]
+        assert container.render() == ["<1>", "<0>", *["<1>"] * 4]
+        container.step(["x"] * 6)
+        assert container.step(["x"] * 6)[2] == [True, False, True, True, True, True]
+        with pytest.raises(EnvError, match=r"\[0\]"):
+            container.step(["x", *[None] * 5])
+        with pytest.raises(ValueError, match="expected 6 actions"):
+            container.step(["x"])
+
+
+def test_a_container_replaces_a_failed_env_and_reports_it_done() -> None:
+    with MultiProcessEnvironmentContainer(
+        functools.partial(Faulty, "kill"), 2, 1, num_workers=2
+    ) as container:
+        container.reset()
+        _, _, dones, infos = container.step([9, 1])
+        assert dones == [True, False]
+        assert infos[0]["worker_restarted"]
+        assert "SIGKILL" in infos[0]["worker_error"]
+
+
+def test_groups_are_the_seeds_of_the_container() -> None:
+    assert groups(42, 2, 2) == [derive_seed(42, "env", 0, g) for g in (0, 0, 1, 1)]
+
+
+def test_parallel_env_takes_lambdas_and_resets_itself() -> None:
+    with ParallelEnv([lambda: CountEnv(2), lambda: CountEnv(3)], start_method="spawn", seed=5) as envs:
+        obs, _ = envs.reset()
+        assert obs[:, 0].tolist() == [5, 6]
+        envs.step([1, 1])
+        obs, _, terminated, _, infos = envs.step([1, 1])
+        assert terminated.tolist() == [True, False]
+        assert infos["final_obs"][0].tolist() == [5, 1, 2, 1]
+        assert obs[:, 1].tolist() == [2, 1]  # the first is in its second episode
+        assert len(envs) == envs.n_envs == 2
+
+
+def test_envpool_style_receives_batches_with_ids() -> None:
+    envs = EnvPoolStyle(make_vec(CountEnv, 4, backend="process", num_workers=2), batch_size=2)
+    envs.async_reset(seed=10)
+    steps = dict.fromkeys(range(4), 0)
+    for _ in range(12):
+        obs, *_, infos = envs.recv()
+        assert obs.shape == (2, 4)
+        for row, i in zip(obs, infos["env_id"].tolist(), strict=True):
+            assert row[0] == 10 + i
+            assert row[2] == steps[i] % 5
+            steps[i] += 1
+        envs.send(np.array([1, 1]), infos["env_id"])
+    envs.close()
+
+
+def test_puffer_style_sends_to_the_batch_it_received() -> None:
+    envs = PufferStyle(make_vec(CountEnv, 4, backend="process", num_workers=2), batch_size=2)
+    envs.async_reset(seed=3)
+    for _ in range(6):
+        obs, _, _, _, _, ids, mask = envs.recv()
+        assert obs[:, 0].tolist() == [3 + i for i in ids]
+        assert mask.all()
+        envs.send(np.array([1, 2]))
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_our_backends_pass_the_check_for_vector_envs(backend: Any, mode: str) -> None:
+    check_vector_env(lambda fns: make_vec(fns, backend=backend, autoreset=mode), CountEnv)
+
+
+def test_gymnasiums_serial_vector_env_passes_the_check_and_broken_ones_do_not() -> None:
+    check_vector_env(SyncVectorEnv, CountEnv)
+
+    class LateByOne(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            result = super().step(actions)
+            stale, self.stale = getattr(self, "stale", result), result
+            return stale
+
+    class WorkerSeeds(SyncVectorEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return super().reset(seed=[seed] * self.num_envs)
+
+    with pytest.raises(AssertionError, match="step 1, env 0"):
+        check_vector_env(LateByOne, CountEnv)
+    with pytest.raises(AssertionError, match="env 1 must be reset with seed 1"):
+        check_vector_env(WorkerSeeds, CountEnv)
+
+
+def test_async_vector_env_takes_gymnasiums_arguments() -> None:
+    envs = AsyncVectorEnv(
+        [CountEnv] * 2, shared_memory=False, context="spawn", daemon=False, max_concurrency=1
+    )
+    assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4]
+    assert len(envs.stats()["workers"]) == 1
+    envs.close()
+    with pytest.raises(ValueError, match="worker"):
+        AsyncVectorEnv([CountEnv], worker=print)
+    with pytest.raises(ValueError, match="max_concurrency"):
+        AsyncVectorEnv([CountEnv], max_concurrency=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_stable_baselines_trains_on_our_vec_env() -> None:
+    sb3 = pytest.importorskip("stable_baselines3")
+    from shoal.vector import SB3VecEnv
+
+    envs = SB3VecEnv([lambda: gymnasium.make("CartPole-v1")] * 4)
+    model = sb3.PPO("MlpPolicy", envs, n_steps=64, seed=0, device="cpu")
+    model.learn(512)
+    assert model.num_timesteps == 512
+    envs.close()
+
+
+def test_names_are_found_or_explained() -> None:
+    envs = make_vec("CartPole-v1", 2, backend="process", env_kwargs={"max_episode_steps": 7})
+    assert envs.call("spec")[1].max_episode_steps == 7
+    envs.close()
+    with pytest.raises(UnknownNameError, match="Did you mean 'CartPole-v1'"):
+        make_vec("CartPol-v1", 2)
+    envs = make_vec("frozen_lake", 2, backend="process", env_kwargs={"is_slippery": False})
+    assert isinstance(envs.reset(seed=1)[0][0], str)
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "proces"}, "Did you mean 'process'"),
+        ({"num_workers": 0}, "num_workers"),
+        ({"on_failure": "ignore"}, "on_failure"),
+        ({"step_timeout": -1.0}, "step_timeout"),
+        ({"autoreset": "never"}, "autoreset"),
+        ({"ring": 1}, "ring"),
+        ({"backend": "process", "start_method": "forge"}, "start method"),
+    ],
+)
+def test_wrong_options_are_explained(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_vec(CountEnv, 2, **options)
+
+
+def test_scripts_need_no_main_guard() -> None:
+    program = """
+import gymnasium
+from shoal.vector import make_vec
+class Mine(gymnasium.Env):
+    observation_space = gymnasium.spaces.Discrete(3)
+    action_space = gymnasium.spaces.Discrete(3)
+    def reset(self, seed=None, options=None): return 1, {}
+    def step(self, action): return 2, 1.0, False, False, {}
+gymnasium.register("Mine-v0", entry_point=Mine)
+envs = make_vec("Mine-v0", 2, backend="process", start_method="spawn")
+print(envs.reset()[0].tolist())
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**__import__("os").environ, "PYTHONPATH": "src"},
+    )
+    assert done.stdout.strip() == "[1, 1]", done.stderr
+
+
+def test_stats_tell_pid_memory_and_restarts_of_each_worker() -> None:
+    envs = make_vec(
+        functools.partial(Faulty, "exit"), 2, backend="process", num_workers=2, on_failure="restart"
+    )
+    envs.reset(seed=0)
+    envs.step([1, 9])
+    stats = envs.stats()
+    assert stats["failures"] == [0, 1]
+    assert [row["restarts"] for row in stats["workers"]] == [0, 1]
+    assert all(row["rss_mib"] > 5 for row in stats["workers"])
+    envs.close()
