@@ -277,3 +277,19 @@ def test_no_process_is_left_behind():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_failing_env_of_the_lockstep_collector_ends_its_episode_alone(calm, backend):
+    from shoal.rollout.prompts import PromptConfig
+
+    settings = config(fault="raise") | {"vector": {"backend": backend, "num_workers": 2}}
+    settings["custom_envs"]["Counter"]["env_type"] = f"{CounterEnv.__module__}:CounterEnv"
+    train, _ = make_environments(settings)
+    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
+    tags, roles, size = train.tags, train.roles, train.group_size
+    playing = TrajectoryCollector(train.pool, tags, roles, size, HashEngine(), prompt, 7)
+    played = playing.collect(4, SAMPLING)
+    playing.close()
+    check_failures(calm, played, "env_error", "KeyError: 'lost'")

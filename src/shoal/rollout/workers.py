@@ -227,6 +227,7 @@ def main(descriptor: int, log: int) -> int:
     """Run tasks until the other side is gone; returns the exit code."""
     del log
     channel = Channel(socket.socket(fileno=descriptor))
+    sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
     lock = threading.Lock()
     busy = threading.Event()
     threading.Thread(target=_beat, args=(channel, lock, busy), daemon=True).start()
