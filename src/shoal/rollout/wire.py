@@ -43,6 +43,7 @@ class Ask(msgspec.Struct, array_like=True, tag="a"):
     temperature: float
     stop: tuple[str, ...]
     seconds: float | None  # since the episode had its last answer
+    images: tuple[str, ...] = ()
 
 
 class Left(msgspec.Struct, array_like=True, tag="l"):
@@ -123,12 +124,14 @@ def ask_of(number: int, request: Request, seconds: float | None) -> Ask:
         sampling.temperature,
         sampling.stop,
         seconds,
+        request.images,
     )
 
 
 def request_of(ask: Ask) -> Request:
     """The request in a message."""
-    return Request(ask.prompt_ids, Key(*ask.key), _sampling(ask.max_tokens, ask.temperature, ask.stop))
+    sampling = _sampling(ask.max_tokens, ask.temperature, ask.stop)
+    return Request(ask.prompt_ids, Key(*ask.key), sampling, images=ask.images)
 
 
 _sampling = lru_cache(maxsize=256)(Sampling)
