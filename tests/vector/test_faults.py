@@ -296,7 +296,7 @@ def test_no_worker_outlives_its_parent(method: str, end: str) -> None:
     time.sleep(0.3)
     if end.startswith("SIG"):
         parent.send_signal(getattr(signal, end))
-    parent.wait(8)
+    parent.wait(30)
     parent.stdout.close()
     deadline = time.monotonic() + 3.0
     while time.monotonic() < deadline and any(map(_alive, pids)):

@@ -110,6 +110,7 @@ class SkillScheduler:
         self._holders = 0
         self._lock = FolderLock(self.base_dir / "scheduler.lock")
         self._told = 0
+        self._merging: set[int] = set()  # attempts whose merge has not been handled here yet
 
     # What people call
 
@@ -267,7 +268,7 @@ class SkillScheduler:
     def _finished(self) -> bool:
         if self._stopping == "leave":
             return True
-        if self._watched or self.store.skills("merging"):
+        if self._watched or self._merging or self.store.skills("merging"):
             return False
         return self._stopping is not None or (not self._holders and not self._launchable())
 
@@ -293,7 +294,8 @@ class SkillScheduler:
         """Say of each waiting skill what keeps it from ever starting, and take it back when that is gone."""
         rows = self.store.skills()
         statuses = {row.name: row.status for row in rows}
-        progress = bool(self._watched or self._holders or self._launchable() or self.store.skills("merging"))
+        busy = self._watched or self._merging or self._holders
+        progress = bool(busy or self._launchable() or self.store.skills("merging"))
         for row in rows:
             if row.status not in ("waiting", "blocked"):
                 continue
@@ -330,7 +332,10 @@ class SkillScheduler:
 
     def _launch_ready(self) -> None:
         for row in self._launchable():
-            if len(self._watched) + len(self.store.skills("merging")) >= self.max_parallel:
+            if (
+                len(self._watched) + max(len(self._merging), len(self.store.skills("merging")))
+                >= self.max_parallel
+            ):
                 return
             if self._watched and not self._fits_memory():
                 return
@@ -415,6 +420,7 @@ class SkillScheduler:
             self._failed(attempt, row, reason)
             return
         self.store.update_skill(row.name, status="merging")
+        self._merging.add(number)
         self._merger.submit(self._merge, attempt).add_done_callback(
             lambda future: self._events.put(("merged", number, future.exception()))
         )
@@ -428,6 +434,7 @@ class SkillScheduler:
         )  # fmt: skip
 
     def _merged(self, number: int, error: BaseException | None) -> None:
+        self._merging.discard(number)
         attempt = self.store.attempt(number)
         row = self.store.skill(attempt.skill)
         if error is not None:
