@@ -677,7 +677,7 @@ def test_cartpole_reaches_475(path):
     from shoal.train.presets import PRESETS
 
     preset = PRESETS["CartPole-v1"]
-    for seed in range(3):
+    for seed in (1, 2, 3):  # the seeds of the benchmark
         with PPO(
             "CartPole-v1", n_envs=preset.n_envs, seed=seed, path=path, backend="serial", **preset.settings
         ) as ppo:

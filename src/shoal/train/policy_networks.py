@@ -186,12 +186,17 @@ def initialize(module: nn.Module, seed: int, name: str, *, last_gain: float) -> 
     """Orthogonal weights (gain sqrt 2, `last_gain` at the end) and zero biases, from the run's seed."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
-    with torch.no_grad():
-        for i, layer in enumerate(layers):
-            gain = last_gain if i == len(layers) - 1 else 2**0.5
-            nn.init.orthogonal_(layer.weight, gain, generator=generator)
-            if layer.bias is not None:
-                layer.bias.zero_()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the bits of a QR decomposition depend on how many threads share it
+    try:
+        with torch.no_grad():
+            for i, layer in enumerate(layers):
+                gain = last_gain if i == len(layers) - 1 else 2**0.5
+                nn.init.orthogonal_(layer.weight, gain, generator=generator)
+                if layer.bias is not None:
+                    layer.bias.zero_()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _tower(leaf: Leaf, features: int) -> nn.Sequential:
