@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import random
@@ -33,18 +34,26 @@ def check_text_env(make: Callable[[], TextEnv[Any]], *, seeds: Iterable[int] = r
     Raises:
         AssertionError: which promise broke, with the seed and step where it did.
     """
-    _check_declarations(make())
-    for seed in seeds:
-        before = random.getstate(), pickle.dumps(np.random.get_state())
-        first = _play(make(), seed)
-        same = before == (random.getstate(), pickle.dumps(np.random.get_state()))
-        _expect(same, f"seed {seed}: the global state of random or numpy.random was changed")
-        _expect(first == _play(make(), seed), f"seed {seed}: two envs gave different episodes from one seed")
-        used = make()
-        used.reset(seed=seed + 1)
-        again = _play(used, seed)
-        _expect(first == again, f"seed {seed}: the episode before changed the episode after reset()")
-        _check_invalid_actions(make(), seed)
+    with contextlib.ExitStack() as opened:
+
+        def fresh() -> TextEnv[Any]:
+            env = make()
+            opened.callback(env.close)
+            return env
+
+        _check_declarations(fresh())
+        for seed in seeds:
+            before = random.getstate(), pickle.dumps(np.random.get_state())
+            first = _play(fresh(), seed)
+            same = before == (random.getstate(), pickle.dumps(np.random.get_state()))
+            _expect(same, f"seed {seed}: the global state of random or numpy.random was changed")
+            alone = first == _play(fresh(), seed)
+            _expect(alone, f"seed {seed}: two envs gave different episodes from one seed")
+            used = fresh()
+            used.reset(seed=seed + 1)
+            again = _play(used, seed)
+            _expect(first == again, f"seed {seed}: the episode before changed the episode after reset()")
+            _check_invalid_actions(fresh(), seed)
 
 
 def _check_declarations(env: TextEnv[Any]) -> None:
