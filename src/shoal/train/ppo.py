@@ -29,6 +29,7 @@ from shoal.core.errors import (
 from shoal.core.executors import available_cpus
 from shoal.rollout.spaces import ActionRows, ObservationRows
 from shoal.rollout.steps import EnvSlice, StepRollout, VectorSteps
+from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.policy_networks import ActorCritic, build_network, n_weights
 from shoal.train.ppo_agent import PPOAgent
 from shoal.train.ppo_checkpoints import (
@@ -42,7 +43,7 @@ from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo_episodes import EpisodeLog
 from shoal.train.ppo_evaluation import Evaluation, evaluate
-from shoal.train.ppo_learners import CompiledLearner, make_learner
+from shoal.train.ppo_learners import make_learner
 from shoal.train.ppo_workers import StartMethod, WorkerSteps
 
 logger = logging.getLogger(__name__)
