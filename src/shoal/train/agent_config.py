@@ -9,6 +9,7 @@ from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.group_advantages import Method
+from shoal.train.packing import Batching
 from shoal.train.token_losses import Aggregation, KLEstimator
 
 Estimator = Literal[
@@ -130,6 +131,9 @@ class Algorithm:
     """Samples of one gradient step."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, that go through the network at once; changes memory, not results."""
+    batching: Batching = "auto"
+    """How samples share the rows of a micro-batch: `padded` (in order), `bucketed` (like lengths together), `packed`
+    (several in a row, attention within each), `auto` (packed where lengths differ enough to pay); changes speed."""
     max_grad_norm: float = 1.0
     filter_groups: FilterGroups = FilterGroups()
     critic: Critic = Critic()

@@ -39,8 +39,11 @@ class TrainableEngine(Protocol):
         """One completion a request, in order."""
         ...
 
-    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
-        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order."""
+    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
+
+        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew.
+        """
         ...
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
