@@ -26,12 +26,16 @@ class TokenRow:
     logprobs: list[float]  # of the written tokens as sampled, 0 elsewhere
     rewards: list[float]  # what a turn was paid, at the turn's last token, 0 elsewhere
     first_turn: int
-    n_turns: int
+    turn_lengths: tuple[int, ...]  # tokens that the model wrote in each turn of the row
+
+    @property
+    def n_turns(self) -> int:
+        """Turns of the row."""
+        return len(self.turn_lengths)
 
 
 def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
     """The rows of a trajectory; every token that the model wrote is in exactly one of them."""
-    written = [turn for turn in enumerate(trajectory.turns) if turn[1].response_ids]
     taken = 0
     for sample in make_samples(trajectory):
         start = int(sample.places[0])
@@ -39,16 +43,16 @@ def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
         mask, logprobs, rewards = [0] * length, [0.0] * length, [0.0] * length
         for place, logprob in zip(sample.places, sample.columns["rollout_logprobs"], strict=True):
             mask[place - start], logprobs[place - start] = 1, float(logprob)
-        first, tokens = taken, 0
-        while tokens < len(sample.places):
-            turn = written[taken][1]
-            tokens += len(turn.response_ids)
-            rewards[int(sample.places[tokens - 1]) - start] = turn.reward
+        first, written = taken, 0
+        while taken < len(trajectory.turns) and written < len(sample.places):
+            turn = trajectory.turns[taken]
+            written += len(turn.response_ids)
+            if written:
+                rewards[int(sample.places[written - 1]) - start] += turn.reward
             taken += 1
+        lengths = tuple(len(turn.response_ids) for turn in trajectory.turns[first:taken])
         ids = list(sample.ids)
-        yield TokenRow(
-            ids[:start], ids[start:], mask, logprobs, rewards, written[first][0], taken - first
-        )
+        yield TokenRow(ids[:start], ids[start:], mask, logprobs, rewards, first, lengths)
 
 
 def bridge_config(config: Any) -> RolloutConfig:

@@ -205,7 +205,7 @@ def _row(trajectory: Trajectory, end: int) -> TokenRow:
     """
     rows = list(token_rows(trajectory))
     if not rows:
-        return TokenRow([end], [end], [0], [0.0], [0.0], 0, 0)
+        return TokenRow([end], [end], [0], [0.0], [0.0], 0, ())
     if len(rows) > 1:
         raise EnvError(f"an episode of {trajectory.env} is {len(rows)} rows of tokens instead of one")
     row = rows[0]
