@@ -208,11 +208,18 @@ class ParallelRolloutManager:
                 for member in range(self.group_size)
             )
         ]
-        return self._play(assignments, sampling)
+        return self.play(assignments, sampling)
 
     rollout = collect
 
-    def _play(self, assignments: list[Assignment], sampling: Sampling) -> list[Trajectory]:
+    def play(self, assignments: Sequence[Assignment], sampling: Sampling) -> list[Trajectory]:
+        """Play these episodes, whichever they are, and return their trajectories in the same order.
+
+        Args:
+            assignments: which episodes, of the config's kinds of env, numbered without gaps from 0.
+            sampling: how tokens are picked.
+        """
+        assignments = list(assignments)
         clock = time.perf_counter()
         self.report = report = RolloutReport(workers=1 if self.backend == "serial" else self._workers)
         self._reports = queue.SimpleQueue()
