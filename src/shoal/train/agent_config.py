@@ -144,11 +144,20 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Supervised steps on uniformly random valid actions: the format is learned, nothing of the task."""
+    """Supervised steps on random play, or on play of the env's expert.
+
+    With `expert: 0`, actions are uniformly random valid ones: the format is learned, and nothing of the task.
+    """
 
     steps: int = 0
     batch_size: int = 64
     learning_rate: float = 1e-3
+    expert: float = 0.0
+    """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.expert <= 1:
+            raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
 
 
 @dataclass(frozen=True)
