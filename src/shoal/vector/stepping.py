@@ -149,9 +149,7 @@ class Stepping:
             except CATCH as error:
                 j = self.at_work
                 done = members.index(j) + 1
-                failures.append(
-                    from_exception(self.first + j, "step", error, actions[done - 1], os.getpid())
-                )
+                failures.append(from_exception(self.first + j, "step", error, actions[done - 1], os.getpid()))
                 self._ended[j] = True
                 rewards[j] = 0.0
                 self.terminated[j] = self.truncated[j] = False
