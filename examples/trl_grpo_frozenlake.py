@@ -43,7 +43,12 @@ CONFIG = {
     },
     "agent_proxy": {
         "max_tokens": 4,
-        "prompt": {"mode": "append", "first": "{observation}", "later": "{observation}", "on_drift": "ignore"},
+        "prompt": {
+            "mode": "append",
+            "first": "{observation}",
+            "later": "{observation}",
+            "on_drift": "ignore",
+        },
     },
 }
 
@@ -93,9 +98,13 @@ def main(steps: int) -> None:
     with TRLRollout(CONFIG, backend="threads") as rollout:
         kinds = rollout.config.custom_envs
         engine = HuggingFaceEngine(model, tokenizer)
-        makers = {tag: lambda kind=kind: envs.make(kind.env_type, **kind.env_config) for tag, kind in kinds.items()}
+        makers = {
+            tag: lambda kind=kind: envs.make(kind.env_type, **kind.env_config) for tag, kind in kinds.items()
+        }
         prompter = Prompter(rollout.config.agent_proxy.prompt, engine.tokenizer)
-        for _ in warm_up(engine, makers, make_roles(kinds, list(kinds)), prompter, Warmup(60, 16, 1e-2), 4096, 0):
+        for _ in warm_up(
+            engine, makers, make_roles(kinds, list(kinds)), prompter, Warmup(60, 16, 1e-2), 4096, 0
+        ):
             pass
         with tempfile.TemporaryDirectory() as folder:
             arguments = GRPOConfig(
