@@ -129,9 +129,7 @@ def results(run: Path, episodes: int) -> dict[str, Any]:
             row[f"{how}_{when}"] = [found[key] for key in ("success", "success_low", "success_high")]
     row["value"] = row["sampled_end"][0]
     row["curve"] = [[m["iteration"], round(m["success"], 4)] for m in metrics if "success" in m]
-    row["heldout_curve"] = [
-        [m["iteration"], m["heldout_success"]] for m in metrics if "heldout_success" in m
-    ]
+    row["heldout_curve"] = [[m["iteration"], m["heldout_success"]] for m in metrics if "heldout_success" in m]
     return row
 
 
@@ -146,7 +144,9 @@ def reached(row: dict[str, Any]) -> bool:
 
 def merge(rows: list[dict[str, Any]]) -> None:
     """New rows take the place of those of the same case and seed, in the order of `CASES`."""
-    with RESULTS.parent.joinpath(".learning.lock").open("w") as lock:  # runs of other cases may be writing too
+    with RESULTS.parent.joinpath(".learning.lock").open(
+        "w"
+    ) as lock:  # runs of other cases may be writing too
         fcntl.flock(lock, fcntl.LOCK_EX)
         _merge(rows)
 
@@ -189,7 +189,9 @@ def say(row: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the named cases, or all, and merge the rows into the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", help=f"some of {', '.join(CASES)}; all if not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--episodes", type=int, default=EPISODES)
