@@ -50,7 +50,7 @@ def warm_up(
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for micro in micro_batches(samples, micro_batch_tokens, engine.pad_id, device):
-            scores = engine.logits_at(micro.ids, micro.lengths, micro.where).float()
+            scores = engine.logits_at(micro.ids, micro.lengths, micro.where, micro.begins).float()
             loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
