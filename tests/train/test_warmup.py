@@ -49,6 +49,7 @@ def first_row(folder, *overrides, name="sokoban"):
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
 
 
+@pytest.mark.slow
 def test_imitating_the_expert_starts_where_random_play_does_not(tmp_path):
     steps = "warmup.steps=250"
     imitator = first_row(tmp_path / "expert", steps, "warmup.expert=1")
@@ -60,7 +61,9 @@ def test_imitating_the_expert_starts_where_random_play_does_not(tmp_path):
 def test_free_text_needs_an_expert_to_warm_up(tmp_path):
     with pytest.raises(ConfigError, match="or warmup.expert=1 where the env has an expert"):
         first_row(tmp_path / "a", "warmup.steps=1", "warmup.expert=0", "engine.context=512", name="countdown")
-    row = first_row(tmp_path / "b", "warmup.steps=1", "warmup.expert=1", "engine.context=512", name="countdown")
+    row = first_row(
+        tmp_path / "b", "warmup.steps=1", "warmup.expert=1", "engine.context=512", name="countdown"
+    )
     assert row["warmup_loss"] > 0
 
 
