@@ -21,7 +21,7 @@ SETTINGS = [
     "agent_proxy.format_penalty=0.5", "agent_proxy.reward_normalization.grouping=batch",
     "algorithm.learning_rate=0.01", "algorithm.kl.coef=0.01", "trainer.eval_every=2", "trainer.save_every=1",
     "use_parallel_envs=false", "trainer.tensorboard=false", "algorithm.entropy_coef=0.1",
-    "agent_proxy.prompt.first={observation}", "model.lora.rank=2", "model.lora.dropout=0.1",
+    "agent_proxy.prompt.first='{observation}'", "model.lora.rank=2", "model.lora.dropout=0.1",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ def played(group, reward, status="ok"):
     from shoal.core.data import Turn
 
     turn = Turn("", (1,), (2,), (-1.0,), "", None, True, reward, "")
-    return Trajectory("e", group, 0, 0, 0, (turn,), False, True, False, status)
+    return Trajectory("e", 0, group, 0, 0, (turn,), False, True, False, status)
 
 
 GROUPS = {0: [0, 0, 0, 0], 1: [1, 0, 0, 0], 2: [1, 1, 0, 0], 3: [4, 0, 4, 0]}
