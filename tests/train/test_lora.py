@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.rollout.test_huggingface_engine import make_engine, requests
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.export import main as export
@@ -11,7 +12,6 @@ from shoal.train.agent import AgentTrainer
 from shoal.train.agent_checkpoints import list_checkpoints
 from shoal.train.composition import compose_config
 from shoal.train.lora import load_lora, weights_sha256
-from tests.rollout.test_huggingface_engine import make_engine, requests
 
 SETTINGS = [
     "engine.name=huggingface", "custom_envs.FrozenLakeEnv=null", "+custom_envs.BanditEnv={env_type: bandit}",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -36,8 +38,12 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[
         for name, part in model.named_modules()
         if "lora_dropout" in name and isinstance(part, nn.Dropout) and part.p > 0
     ]
-    if layers and hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    before = [part.gradient_checkpointing for part in layers]
+    for (
+        part
+    ) in layers:  # set here, since the methods of transformers that do it change names between versions
+        part.gradient_checkpointing = True  # type: ignore[assignment]
+        part._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
     switched = [*layers, *drops]
     for part in switched:
         part.training = True  # of this module alone: its parts keep their mode
@@ -55,5 +61,5 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[
     finally:
         for part in switched:
             part.training = False
-        if layers and hasattr(model, "gradient_checkpointing_disable"):
-            model.gradient_checkpointing_disable()  # type: ignore[operator]
+        for part, was in zip(layers, before, strict=True):
+            part.gradient_checkpointing = was
