@@ -3,13 +3,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.rollout.test_huggingface_engine import make_engine
 
 from shoal.rollout.engines.tiny import TinyEngine
 from shoal.rollout.engines.tiny_network import TinyShape
 from shoal.train.packing import cells, cost, plan_batches
 from shoal.train.samples import Sample, micro_batches, token_values
 from shoal.train.update import logprobs_of
-from tests.rollout.test_huggingface_engine import make_engine
 
 BATCHINGS = ["auto", "padded", "bucketed", "packed"]
 lengths_of = st.lists(st.integers(2, 60), min_size=1, max_size=40)

@@ -11,6 +11,7 @@ from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.group_advantages import Method
 from shoal.train.packing import Batching
+from shoal.train.rollout_filter import FilterType
 from shoal.train.token_losses import Aggregation, KLEstimator
 
 Estimator = Literal[
@@ -26,6 +27,32 @@ Estimator = Literal[
     "bi_level_gae",
 ]
 CRITIC_ESTIMATORS = ("gae", "turn_gae", "bi_level_gae")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (LoRA, arXiv:2106.09685) in the place of training all weights (huggingface)."""
+
+    rank: int = 0
+    """0 trains the weights themselves."""
+    alpha: float = 32.0
+    """The adapters' output is scaled by `alpha / rank`."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ConfigError(f"lora.rank must be at least 0, got {self.rank}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora.dropout must be in [0, 1), got {self.dropout}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What of the model is trained."""
+
+    lora: Lora = Lora()
 
 
 @dataclass(frozen=True)
@@ -114,7 +141,15 @@ class Algorithm:
     batching: Batching = "auto"
     """How samples share the rows of a micro-batch: `padded` (in order), `bucketed` (like lengths together), `packed`
     (several in a row, attention within each), `auto` (packed where lengths differ enough to pay); changes speed."""
+    gradient_checkpointing: bool = False
+    """Compute each layer a second time in the backward pass: less memory, the same gradients, about a third slower."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
     max_grad_norm: float = 1.0
+    rollout_filter_ratio: float = 1.0
+    """Share of the groups played to learn from: those that score highest; 1 keeps all."""
+    rollout_filter_type: FilterType = "std"
+    """Score of a group: the spread of its members' task rewards (`std`), or the best one less the mean (`max_mean`)."""
     filter_groups: FilterGroups = FilterGroups()
     critic: Critic = Critic()
     kl: KLPenalty = KLPenalty()
@@ -133,6 +168,8 @@ class Algorithm:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.rollout_filter_ratio <= 1:
+            raise ConfigError(f"rollout_filter_ratio must be in (0, 1], got {self.rollout_filter_ratio}")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError(f"dual_clip must be above 1, got {self.dual_clip}")
 
@@ -174,6 +211,9 @@ class TrainerConfig:
     """Iterations between files in `trajectories/`."""
     tensorboard: bool = True
     """Write TensorBoard files beside `metrics.jsonl`."""
+    wandb: bool = False
+    """Send the same rows to Weights & Biases (package `wandb`; `WANDB_MODE=offline` keeps them here)."""
+    wandb_project: str = "shoal"
     stop_at_success: float | None = None
     """End early when a held-out evaluation reaches this success rate."""
 
@@ -192,6 +232,7 @@ class AgentConfig:
     """The run folder; `runs/<config name>` (or the next free number) if not given."""
     resume: bool = False
     engine: EngineConfig = EngineConfig()
+    model: ModelConfig = ModelConfig()
     agent_proxy: AgentProxy = AgentProxy()
     es_manager: EsManager = EsManager()
     custom_envs: dict[str, EnvTag] = field(default_factory=dict)

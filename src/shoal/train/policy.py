@@ -72,6 +72,10 @@ def load_engine(folder: Path, *, device: str = "cpu") -> TrainableEngine:
         from shoal.rollout.engines.tiny import TinyEngine
 
         return TinyEngine.load(folder, device=device)
+    if described.get("engine") == "huggingface-lora":
+        from shoal.train.lora import load_lora
+
+        return load_lora(folder, device)
     from shoal.rollout.engines.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine.load(folder, device=device, dtype=described.get("dtype", "float32"))
