@@ -43,7 +43,12 @@ CONFIG = {
     },
     "agent_proxy": {
         "max_tokens": 4,
-        "prompt": {"mode": "append", "first": "{observation}", "later": "{observation}", "on_drift": "ignore"},
+        "prompt": {
+            "mode": "append",
+            "first": "{observation}",
+            "later": "{observation}",
+            "on_drift": "ignore",
+        },
     },
 }
 
@@ -77,7 +82,8 @@ def make_language_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 class Report(TrainerCallback):
     """One line for the last five updates."""
 
-    def on_log(self, args, state, control, logs, **rest):  # type: ignore[no-untyped-def]
+    def on_log(self, args, state, control, logs, **rest):
+        """TRL has means over `logging_steps` updates."""
         if "shoal/success" in logs:
             print(
                 f"update {state.global_step:3d}: success {logs['shoal/success']:.2f}, "
@@ -93,9 +99,13 @@ def main(steps: int) -> None:
     with TRLRollout(CONFIG, backend="threads") as rollout:
         kinds = rollout.config.custom_envs
         engine = HuggingFaceEngine(model, tokenizer)
-        makers = {tag: lambda kind=kind: envs.make(kind.env_type, **kind.env_config) for tag, kind in kinds.items()}
+        makers = {
+            tag: lambda kind=kind: envs.make(kind.env_type, **kind.env_config) for tag, kind in kinds.items()
+        }
         prompter = Prompter(rollout.config.agent_proxy.prompt, engine.tokenizer)
-        for _ in warm_up(engine, makers, make_roles(kinds, list(kinds)), prompter, Warmup(60, 16, 1e-2), 4096, 0):
+        for _ in warm_up(
+            engine, makers, make_roles(kinds, list(kinds)), prompter, Warmup(60, 16, 1e-2), 4096, 0
+        ):
             pass
         with tempfile.TemporaryDirectory() as folder:
             arguments = GRPOConfig(
@@ -103,9 +113,9 @@ def main(steps: int) -> None:
                 per_device_train_batch_size=64,
                 num_generations=16,
                 max_steps=steps,
-                learning_rate=3e-3,
+                learning_rate=1e-3,
                 lr_scheduler_type="constant",
-                entropy_coef=0.01,
+                entropy_coef=0.003,
                 epsilon_high=0.28,
                 bf16=False,
                 use_cpu=True,

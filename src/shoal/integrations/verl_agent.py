@@ -153,7 +153,9 @@ class ShoalAgentLoop(AgentLoopBase):
         for count in range(1, len(ids) + 1):
             if ids[count - 1] in self._tokens.end_ids:
                 return count
-            if stops and any(stop in self._tokens.decode(ids[max(0, count - reach) : count]) for stop in stops):
+            if stops and any(
+                stop in self._tokens.decode(ids[max(0, count - reach) : count]) for stop in stops
+            ):
                 return count
         return len(ids)
 
