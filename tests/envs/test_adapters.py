@@ -240,6 +240,17 @@ def test_an_env_behind_a_server_plays_the_same_episodes(port):
     env.close()
 
 
+def test_talking_to_a_server_leaves_no_thread_and_global_random_alone(port):
+    # websockets' own pings draw from the global generator, in a thread, at any moment
+    before, state = threading.active_count(), random.getstate()
+    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{port}")
+    env.reset(seed=1)
+    assert not [thread for thread in threading.enumerate() if "keepalive" in thread.name]
+    env.close()
+    assert random.getstate() == state
+    assert threading.active_count() <= before
+
+
 def post(port, path, body, headers=None):
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", body, {"content-type": "application/json", **(headers or {})}

@@ -18,9 +18,10 @@ from torch import nn
 
 from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, UnknownNameError
 from shoal.train import ppo as ppo_module
-from shoal.train.ppo import PPO, workers_pay
+from shoal.train.ppo import PPO
 from shoal.train.ppo_checkpoints import list_checkpoints
 from shoal.train.ppo_config import PPOConfig
+from shoal.train.ppo_experience import workers_pay
 from shoal.train.ppo_policy import load_policy
 from shoal.train.ppo_trainer import PPOTrainer
 
@@ -366,7 +367,7 @@ def test_a_killed_worker_costs_time_and_nothing_else():
         with PPO("CartPole-v1", n_envs=4, seed=1, backend="process", num_workers=2, **settings) as ppo:
             for i, _ in enumerate(ppo.updates(64 * 8)):
                 if kill and i == 3:
-                    victim = ppo._collector.envs.call("process_id")[1]
+                    victim = ppo._experience.collector.envs.call("process_id")[1]
                     os.kill(victim, signal.SIGKILL)
             return weights(ppo)
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.rollout.spaces import ActionRows
+from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.compiled_network import NO_MASKS, UpdateBatch, UpdateRates
 from shoal.train.gae import gae
 from shoal.train.policy_networks import MLPActorCritic
-from shoal.train.ppo_learners import CompiledLearner, TorchLearner
+from shoal.train.torch_learner import TorchLearner
 
 SPACES = {
     "discrete": spaces.Discrete(2),

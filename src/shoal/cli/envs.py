@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import gymnasium
 import tyro
 
+from shoal.cli.settings import Settings, parse_settings
 from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import ADAPTERS, BUILT_IN, env_class, gymnasium_id, names
 from shoal.envs.text import TextEnv
 
-Settings = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]")]
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 
 EXAMPLES = """\
@@ -110,21 +110,6 @@ def main(argv: list[str]) -> int:
     return run(tyro.cli(kind, args=argv[1:], prog=f"shoal envs {argv[0]}", description=kind.__doc__))
 
 
-def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
-    """Settings from `key=value` words; values are YAML, and `a.b=c` sets b inside a.
-
-    >>> parse_settings(("dim_room=[7,7]", "kwargs.fast=true"))
-    {'dim_room': [7, 7], 'kwargs': {'fast': True}}
-    """
-    from omegaconf import OmegaConf
-
-    for setting in settings:
-        if "=" not in setting:
-            raise ConfigError(f"settings must be key=value, got {setting!r}")
-    values = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
-    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
-
-
 def _list(command: ListCommand) -> int:
     from rich.console import Console
     from rich.table import Table
@@ -194,8 +179,7 @@ def _play(command: PlayCommand) -> int:
             console.print(f"left after {info['step']} steps, return {total:g}")
             return 0
         if said == "h" and hasattr(env, "solution"):
-            solution = env.solution()
-            hint = env.projection.words()[solution.actions[0] - 1] if solution and solution.actions else None
+            hint = env.expert_action()
             console.print(f"hint: {hint}" if hint else "hint: this position is lost; q quits")
             continue
         action = env.projection.action_of(said)

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("shoal.cli.export", "write the model of a run as a folder of its own"),
     "model": ("shoal.cli.model", "fetch a small language model"),
     "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),
+    "bench": ("shoal.cli.bench", "measure which backend steps an environment fastest here"),
     "skills": ("shoal.cli.skills", "train a graph of skills in parallel"),
 }
 """name: (module with a `main(argv)`, one line of help)"""

@@ -24,6 +24,7 @@ from shoal.core.data import Status, Trajectory
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError, did_you_mean
 from shoal.core.executors import RayExecutor, available_cpus, make_executor
 from shoal.envs.catalogue import env_class
+from shoal.rollout.capabilities import Restartable
 from shoal.rollout.collector import group_numbers, place_of
 from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Episode
@@ -165,9 +166,16 @@ class ParallelRolloutManager:
                 engine_timeout=settings.engine_timeout,
                 request_timeout=settings.request_timeout,
                 retries=settings.engine_retries,
+                restart=self._restarted if isinstance(self.engine, Restartable) else None,
+                max_restarts=settings.engine_restarts,
                 on_report=self._on_report,
             )
         return self._inference
+
+    def _restarted(self) -> Engine:
+        assert isinstance(self.engine, Restartable)
+        self.engine.restart()
+        return self.engine
 
     def worker_pids(self) -> list[int]:
         """The worker processes that run now (of the "processes" backend and of replays)."""

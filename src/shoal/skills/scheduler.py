@@ -27,6 +27,7 @@ from shoal.skills.locks import FolderLock, processes_of
 from shoal.skills.merge import RULES
 from shoal.skills.plan import dependencies as plan_dependencies
 from shoal.skills.processing import process_completed_training
+from shoal.skills.readiness import launchable, obstacles
 from shoal.skills.records import AttemptRow, SkillRow
 from shoal.skills.runs import (
     Run,
@@ -283,52 +284,22 @@ class SkillScheduler:
         self._events.put(("wake",))
 
     def _launchable(self) -> list[SkillRow]:
-        statuses = {row.name: row.status for row in self.store.skills()}
-        return [
-            row
-            for row in self.store.skills("waiting")
-            if all(statuses.get(name) == "completed" for name in row.dependencies)
-        ]
+        return launchable(self.store.skills())
 
     def _unblock(self) -> None:
         """Say of each waiting skill what keeps it from ever starting, and take it back when that is gone."""
         rows = self.store.skills()
-        statuses = {row.name: row.status for row in rows}
-        busy = self._watched or self._merging or self._holders
-        progress = bool(busy or self._launchable() or self.store.skills("merging"))
-        for row in rows:
-            if row.status not in ("waiting", "blocked"):
-                continue
-            dead = [n for n in row.dependencies if statuses.get(n) in ("failed", "skipped", "blocked")]
-            open_ones = [n for n in row.dependencies if statuses.get(n) != "completed"]
-            if dead:
-                reason = "; ".join(f"{name} {statuses[name]}" for name in dead)
-            elif open_ones and not progress:
-                missing = [name for name in open_ones if name not in statuses]
-                reason = (
-                    f"needs {', '.join(missing)}, which is unknown" if missing else self._circle(row, rows)
-                )
+        busy = self._watched or self._merging or self._holders or launchable(rows)
+        progress = bool(busy or any(row.status == "merging" for row in rows))
+        now = {row.name: row for row in rows}
+        for name, reason in obstacles(rows, progress=progress).items():
+            if reason is None and now[name].status == "blocked":
+                self.store.update_skill(name, status="waiting", reason=None)
+            elif reason is not None and (now[name].status, now[name].reason) != ("blocked", reason):
+                self.store.update_skill(name, status="blocked", reason=reason)
             else:
-                if row.status == "blocked":
-                    self.store.update_skill(row.name, status="waiting", reason=None)
-                    self._wake()
                 continue
-            if row.status != "blocked" or row.reason != reason:
-                self.store.update_skill(row.name, status="blocked", reason=reason)
-                self._wake()
-
-    def _circle(self, row: SkillRow, rows: Sequence[SkillRow]) -> str:
-        """The way around on which a skill waits for itself, or for others that do."""
-        by_name = {other.name: other for other in rows}
-        path = [row.name]
-        while path.count(path[-1]) == 1:
-            ahead = [
-                n for n in by_name[path[-1]].dependencies if n in by_name and by_name[n].status != "completed"
-            ]
-            if not ahead:
-                break
-            path.append(ahead[0])
-        return "skills wait for each other: " + " -> ".join(path)
+            self._wake()
 
     def _launch_ready(self) -> None:
         for row in self._launchable():

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.core.errors import ConfigError
+from shoal.rollout.engine_config import EngineConfig as EngineConfig
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.group_advantages import Method
+from shoal.train.packing import Batching
 from shoal.train.token_losses import Aggregation, KLEstimator
 
 Estimator = Literal[
@@ -24,27 +26,6 @@ Estimator = Literal[
     "bi_level_gae",
 ]
 CRITIC_ESTIMATORS = ("gae", "turn_gae", "bi_level_gae")
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """The language model."""
-
-    name: Literal["tiny", "huggingface"] = "tiny"
-    model: str | None = None
-    """For huggingface: a folder, or a name that `shoal model get` knows."""
-    width: int = 64
-    layers: int = 2
-    heads: int = 4
-    context: int = 256
-    """Longest prompt and response together, in tokens (tiny engine)."""
-    device: str = "cpu"
-    threads: int = 1
-    """Threads of the network's arithmetic, set by `shoal train`; with 1, log-probs are bit-equal (level L2)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights (huggingface)."""
-    train_last_layers: int | None = None
-    """Train only that many of the last layers and the final norm (huggingface); None trains all."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +111,9 @@ class Algorithm:
     """Samples of one gradient step."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, that go through the network at once; changes memory, not results."""
+    batching: Batching = "auto"
+    """How samples share the rows of a micro-batch: `padded` (in order), `bucketed` (like lengths together), `packed`
+    (several in a row, attention within each), `auto` (packed where lengths differ enough to pay); changes speed."""
     max_grad_norm: float = 1.0
     filter_groups: FilterGroups = FilterGroups()
     critic: Critic = Critic()
@@ -160,11 +144,20 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Supervised steps on uniformly random valid actions: the format is learned, nothing of the task."""
+    """Supervised steps on random play, or on play of the env's expert.
+
+    With `expert: 0`, actions are uniformly random valid ones: the format is learned, and nothing of the task.
+    """
 
     steps: int = 0
     batch_size: int = 64
     learning_rate: float = 1e-3
+    expert: float = 0.0
+    """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.expert <= 1:
+            raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
 
 
 @dataclass(frozen=True)

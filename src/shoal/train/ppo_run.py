@@ -20,7 +20,7 @@ from shoal.core.errors import (
 )
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
-from shoal.train.ppo import PPO, Metrics, read_config
+from shoal.train.ppo import PPO, Metrics
 from shoal.train.ppo_checkpoints import (
     checkpoint_folder,
     find_checkpoint,
@@ -28,6 +28,7 @@ from shoal.train.ppo_checkpoints import (
     prune_checkpoints,
     save_checkpoint,
 )
+from shoal.train.ppo_checks import read_config
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_curves import write_ppo_curves
 from shoal.train.ppo_evaluation import write_video

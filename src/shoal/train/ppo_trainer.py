@@ -20,7 +20,6 @@ from shoal.rollout.episodes import SeededEpisodes
 from shoal.rollout.spaces import ActionRows, ObservationRows
 from shoal.rollout.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.policy_networks import build_network
-from shoal.train.ppo import choose_device, read_config
 from shoal.train.ppo_agent import PPOAgent
 from shoal.train.ppo_checkpoints import (
     Checkpoint,
@@ -29,6 +28,7 @@ from shoal.train.ppo_checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
+from shoal.train.ppo_checks import choose_device, read_config
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_episodes import EpisodeLog
 from shoal.train.ppo_learners import make_learner

@@ -33,10 +33,12 @@ def prepare_samples(
     def ask(network: TrainableEngine | Critic) -> list[np.ndarray]:
         def compute(micro: MicroBatch) -> torch.Tensor:
             if isinstance(network, Critic):
-                return network(micro.ids, micro.lengths, micro.where)  # type: ignore[no-any-return]
+                return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
             return logprobs_of(network, micro, proxy.temperature)[1]
 
-        return list(token_values(samples, compute, algorithm.micro_batch_tokens, engine.pad_id, device))
+        return token_values(
+            samples, compute, algorithm.micro_batch_tokens, engine.pad_id, device, algorithm.batching
+        )
 
     old = [sample.columns["rollout_logprobs"] for sample in samples]
     corrections: list[np.ndarray] | None = None

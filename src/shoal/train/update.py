@@ -69,7 +69,9 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def logprobs_of(engine: TrainableEngine, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[N, V]` of every token and `[N]` of the trained ones, as sampled at `temperature`."""
-    scores = engine.logits_at(micro.ids, micro.lengths, micro.where).float() / (temperature or 1.0)
+    scores = engine.logits_at(micro.ids, micro.lengths, micro.where, micro.begins).float() / (
+        temperature or 1.0
+    )
     scores = scores.log_softmax(-1)
     return scores, scores.gather(1, micro.targets[:, None])[:, 0]
 
@@ -115,7 +117,8 @@ def gradient_step(
     weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
     parameters = trained_parameters(engine.model)
     optimizer.zero_grad(set_to_none=True)
-    for micro in micro_batches(weighted, config.micro_batch_tokens, engine.pad_id, str(parameters[0].device)):
+    device = str(parameters[0].device)
+    for micro in micro_batches(weighted, config.micro_batch_tokens, engine.pad_id, device, config.batching):
         loss = token_loss(engine, micro, config, temperature, totals)
         if critic is not None:
             loss = loss + critic_loss(critic, micro, config, totals)
@@ -161,7 +164,7 @@ def token_loss(
 
 def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
     """The weighted sum of the critic's loss over a micro-batch."""
-    values = critic(micro.ids, micro.lengths, micro.where)
+    values = critic(micro.ids, micro.lengths, micro.where, micro.begins)
     columns = micro.columns
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())
@@ -172,7 +175,7 @@ def _policy_losses(logprobs: Tensor, micro: MicroBatch, config: Algorithm) -> Te
     old, advantages = micro.columns["old_logprobs"], micro.columns["advantages"]
     low, high = config.clip_ratio_low, config.clip_ratio_high
     if config.policy_loss == "gspo":
-        return sequence_clipped_loss(logprobs, old, advantages, micro.rows, low, high)
+        return sequence_clipped_loss(logprobs, old, advantages, micro.samples, low, high)
     if config.policy_loss == "cispo":
         return truncated_weight_loss(logprobs, old, advantages, high)
     return clipped_token_loss(logprobs, old, advantages, low, high, config.dual_clip)

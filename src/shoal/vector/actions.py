@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from shoal.vector.slots import Slots
 Loose = dict[int, dict[int, Any]]
 """What does not fit in the slots: leaf -> {env: value}; leaf `WHOLE` holds whole actions."""
 WHOLE = -1
+NOTHING_LOOSE: Loose = {}
 
 
 def write_batch(slots: Slots, batch: Any) -> Loose:
@@ -25,6 +27,23 @@ def write_batch(slots: Slots, batch: Any) -> Loose:
         else:  # what has another type or shape than the space says reaches the envs as it is, as in a plain loop
             loose[i] = dict(enumerate(column))
     return loose
+
+
+def plain_target(slots: Slots) -> np.ndarray[Any, Any] | None:
+    """The array that a batch of the space's own type is simply copied to, if actions are one array."""
+    return slots.act[0] if slots.actions.is_leaf and slots.actions.leaves[0].kind == "fixed" else None
+
+
+def reader(slots: Slots, first: int, count: int) -> Callable[[], list[Any]]:
+    """`read` for all environments of a share whose actions are all in the slots."""
+    target = plain_target(slots)
+    if target is None:
+        members = range(count)
+        return lambda: read(slots, first, members, {})
+    rows = target[first : first + count]
+    if rows.ndim == 1:
+        return functools.partial(list, rows)  # of scalars, which are copies
+    return lambda: list(rows.copy())
 
 
 def write_some(slots: Slots, ids: Sequence[int], actions: Sequence[Any]) -> Loose:

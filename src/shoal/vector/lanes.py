@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shoal.vector.actions import Loose, read
+from shoal.vector.actions import Loose, read, reader
 from shoal.vector.failures import Failure
 from shoal.vector.share import Extras, Share
 
@@ -74,10 +74,14 @@ class InlineLane:
         self.share = share
         self.first, self.count = share.first, share.count
         self._all = range(share.count)
+        self._read = reader(share.slots, share.first, share.count)
         self._job: tuple[Any, ...] | None = None
 
     def start_step(self, members: Sequence[int] | None, loose: Loose, ring: int) -> None:
         """Take the actions now: the caller may reuse the slots."""
+        if members is None and not loose:
+            self._job = ("step", self._read(), self._all, ring)
+            return
         chosen = self._all if members is None else members
         self._job = ("step", read(self.share.slots, self.first, chosen, loose), chosen, ring)
 
@@ -98,6 +102,8 @@ class InlineLane:
         assert self._job is not None
         operation, *args = self._job
         self._job = None
+        if operation == "step":
+            return self.share.step(*args)
         result: Extras | None = getattr(self.share, operation)(*args)
         return result
 

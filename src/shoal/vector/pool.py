@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from shoal.core.errors import WorkerTimeoutError
 from shoal.core.seeding import derive_seed
-from shoal.vector.actions import Loose, write_batch, write_some
+from shoal.vector.actions import NOTHING_LOOSE, Loose, plain_target, write_batch, write_some
 from shoal.vector.failures import Failure
 from shoal.vector.flight import Flight
 from shoal.vector.infos import batch_infos
@@ -81,6 +81,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.num_envs = slots.n_envs
         self.lanes, self.slots = list(lanes), slots
         self.autoreset_mode = autoreset
+        self._same_step = autoreset is AutoresetMode.SAME_STEP
         self.metadata = {**description.metadata, "autoreset_mode": autoreset}
         self.render_mode, self.spec = description.render_mode, description.spec
         self.observation_spaces = description.observation_spaces
@@ -106,6 +107,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._pending: list[Pending] = []
         self._paid: list[Record] = []
         self._lane_of = [lane for lane in self.lanes for _ in range(lane.count)]
+        self._whole: list[Pending] = [
+            (lane, range(lane.count)) for lane in sorted(self.lanes, key=lambda lane: not lane.inline)
+        ]
+        """Every lane with all of its envs; the caller's own first, to be finished first."""
+        self._plain_actions = plain_target(slots)
+        self._small = self.results.small_places() if copy_observations else None
         self._finalizer = weakref.finalize(self, _close, self.lanes, backend, os.getpid())
 
     # --- gymnasium's synchronous interface
@@ -146,8 +153,19 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
-        self._ready("step_async")
-        self._step_all(write_batch(self.slots, actions))
+        if self.closed or self._state is not None or self.flight.ids:
+            self._ready("step_async")
+        target = self._plain_actions
+        if (
+            target is not None
+            and type(actions) is np.ndarray
+            and actions.dtype is target.dtype
+            and actions.shape == target.shape
+        ):
+            target[...] = actions
+            self._step_all(NOTHING_LOOSE)
+        else:
+            self._step_all(write_batch(self.slots, actions))
 
     def step_async_each(self, actions: Sequence[Any]) -> None:
         """`step_async` with one action per environment, not batched."""
@@ -164,7 +182,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
-        self._expect("step")
+        if self.closed or self._state != "step":
+            self._expect("step")
         records = self._collect(timeout, "step")
         slots = self.slots
         return (
@@ -437,11 +456,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return [i for i in active if i not in paid]
 
     def _begin_step(self, chosen: list[int] | None, loose: Loose) -> None:
-        self._turn_ring(chosen)
+        if self.slots.ring > 1:
+            self._turn_ring(chosen)
         if chosen is None:
             for lane in self.lanes:
-                lane.start_step(None, for_lane(loose, lane), self._ring)
-                self._pending.append((lane, range(lane.count)))
+                lane.start_step(None, for_lane(loose, lane) if loose else loose, self._ring)
+            self._pending = self._whole
         else:
             for lane, members in self.by_lane(chosen):
                 lane.start_step(members, for_lane(loose, lane), self._ring)
@@ -469,20 +489,23 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._ring = self.handouts.next_place()
         else:
             self._ring = (self._ring + 1) % self.slots.ring
-        if self.slots.ring > 1:
-            stepping = np.zeros(self.num_envs, dtype=np.bool_)
-            stepping[... if chosen is None else list(chosen)] = True
+        if chosen is None:
             for lane in self.lanes:
-                self.turn_lane(lane, stepping[lane.first : lane.first + lane.count], self._ring)
+                lane.ring = self._ring
+            return
+        stepping = np.zeros(self.num_envs, dtype=np.bool_)
+        stepping[list(chosen)] = True
+        for lane in self.lanes:
+            self.turn_lane(lane, stepping[lane.first : lane.first + lane.count], self._ring)
 
     def turn_lane(self, lane: Lane, stepping: np.ndarray[Any, Any], ring: int) -> None:
         """Move one lane to a place of the ring, with the observations of those that do not step."""
         before, lane.ring = lane.ring, ring
         if before != ring and not stepping.all():
             rest = lane.first + np.flatnonzero(~stepping)
-            for array in self.slots.obs:
-                if array is not None and array.shape[:1] == (self.slots.ring,) and array.ndim > 1:
-                    array[ring, rest] = array[before, rest]
+            for leaf in self.slots.observations.fixed:
+                array = self.slots.obs[leaf]
+                array[ring, rest] = array[before, rest]
 
     def _gather(self, pending: list[Pending], timeout: float | None, word: str) -> list[Extras | None]:
         """The replies of lanes at work: first the caller's own share, then the others as they come."""
@@ -503,7 +526,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _collect(self, timeout: float | None, word: str) -> list[Record]:
         """Finish a reset or step: keep what came beside the slots, deal with failures, return the infos."""
         pending, self._pending, self._state = self._pending, [], None
-        replies = self._gather(pending, timeout, word)
+        if pending is self._whole and timeout is None:
+            replies = [lane.finish() for lane, _ in pending]
+        else:
+            replies = self._gather(pending, timeout, word)
         records, self._paid = self._paid, []
         return self.take(pending, replies, records, word)
 
@@ -518,13 +544,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self.results.keep(lane, members, reply, but)
                 records += reply.infos
                 failures += reply.failures
-        if word == "step" and self.autoreset_mode is AutoresetMode.SAME_STEP:
-            slots = self.slots
-            if slots.terminated.any() or slots.truncated.any():
-                self.results.add_plain_ends(
-                    records, (lane.first + j for lane, members in pending for j in members)
-                )
+        if self._same_step and word == "step" and self.slots.any_end():
+            self.results.add_plain_ends(
+                records, (lane.first + j for lane, members in pending for j in members)
+            )
         if failures:
+            failures.sort(key=lambda failure: failure.env)
             self.tell(failures)
             stepped = {lane.first + j for lane, members in pending for j in members}
             replaced = self.recovery.handle(failures, stepped, word)
@@ -549,6 +574,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _batch(self) -> Any:
         if self.handouts is not None:
             return self.handouts.give(self._ring)
+        if self._small is not None:
+            return self._small[self._ring].copy()
         return self.results.batch(self._ring, self.copy)
 
     def _observation(self, i: int) -> Any:

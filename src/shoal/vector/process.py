@@ -63,7 +63,6 @@ class ProcessLane:
         self.abandoned = False  # … and nobody wants that reply any more
         self.doing = ""
         self._queued: tuple[int, Any, int] | None = None
-        self._begun = 0.0
         self._progress = (0, 0.0)
         self.lost: Failure | None = None
         self.channel: Channel | None = None
@@ -93,7 +92,7 @@ class ProcessLane:
 
     def _send(self, operation: int, message: Any, ring: int) -> None:
         self.busy, self.abandoned = True, False
-        if self.lost is not None or not self.process.alive():
+        if self.lost is not None:
             return  # `finish` tells
         data = None if message is None else dumps(message)
         command = self.command
@@ -103,8 +102,8 @@ class ProcessLane:
         command[words.RING] = ring
         command[words.BELL_MODE] = self._belled = self.rings_bell
         command[words.SEQUENCE] = self.sequence
-        self._begun = time.monotonic() if self.step_timeout is not None else 0.0
-        self._progress = (-1, self._begun)
+        if self.step_timeout is not None:
+            self._progress = (-1, time.monotonic())
         self.wake.release()
         if data is not None:
             assert self.channel is not None
@@ -154,8 +153,11 @@ class ProcessLane:
         reply, sequence = self.reply, self.sequence
         if self.lost is not None:
             raise WorkerGoneError(self.lost)
-        if self.patience.look(reply, words.REPLY_SEQUENCE, sequence, until_equal=True) and self._belled:
-            return  # (it rang the common bell, not this lane's)
+        if self._belled:  # (it rings the common bell, not this lane's)
+            if reply[words.REPLY_SEQUENCE] == sequence:
+                return
+        elif self.patience.look(self.ready.acquire) and reply[words.REPLY_SEQUENCE] == sequence:
+            return
         while True:
             if deadline is None:
                 pause = SLICE

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.vector.lanes import Lane
-from shoal.vector.share import IN_SLOT, Extras
+from shoal.vector.stepping import IN_SLOT, Extras
 from shoal.vector.slots import Slots
 
 Record = tuple[int, Any, dict[str, Any] | None, dict[str, Any]]
@@ -91,6 +91,13 @@ class Results:
             for j, value in zip(members, values, strict=True):
                 if lane.first + j not in but:
                     kept[lane.first + j] = value
+
+    def small_places(self) -> list[np.ndarray[Any, Any]] | None:
+        """The places of the ring, where observations are one array that is cheap to copy."""
+        layout = self.slots.observations
+        if not (layout.is_leaf and layout.fixed) or self.slots.obs[0][0].nbytes >= RECYCLE_FROM:
+            return None
+        return list(self.slots.obs[0])
 
     def batch(self, ring: int, copy: bool) -> Any:
         """The observations of all environments at one place of the ring."""

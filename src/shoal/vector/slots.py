@@ -17,6 +17,7 @@ import numpy as np
 
 from shoal.core.errors import ConfigError
 from shoal.vector.spaces import Layout, Leaf
+from shoal.vector.timing import BUCKETS
 
 LINE = 64
 """Bytes of a lane's command line and of its reply line: one cache line each, so they never share one."""
@@ -57,6 +58,7 @@ class Slots:
         reply = plan.add("u4", (n_lanes, LINE // 4))
         signals = plan.add("u1", (2 * n_lanes + 1, LINE))
         vectors = [plan.add(code, (n_envs,)) for code in ("f8", "?", "?", "?")]
+        times = plan.add("u4", (n_envs, BUCKETS))
         act = [_place(plan, leaf, (n_envs,), text_bytes) for leaf in actions.leaves]
         obs = [_place(plan, leaf, (ring, n_envs), text_bytes) for leaf in observations.leaves]
         final = [_place(plan, leaf, (n_envs,), 0) for leaf in observations.leaves]
@@ -71,10 +73,18 @@ class Slots:
         self.reply = plan.words(memory, reply)
         self.signal_bytes = plan.array(memory, signals)
         self.rewards, self.terminated, self.truncated, self.mask = (plan.array(memory, v) for v in vectors)
+        flags = memory[vectors[1][0] : vectors[2][0] + n_envs]
+        self.flags = np.frombuffer(flags, np.bool_)
+        """Both kinds of ends in one array, with what lies between them."""
+        self.times = plan.array(memory, times)
         self.act = [plan.array(memory, place) for place in act]
         self.obs = [plan.array(memory, place) for place in obs]
         self.final = [plan.array(memory, place) for place in final]
         self._memory, self._obs_places = memory, obs
+
+    def any_end(self) -> bool:
+        """Whether an episode ended in the last step."""
+        return b"\x01" in self.flags.tobytes()
 
     def handouts(self, leaf: int) -> list[np.ndarray[Any, Any]]:
         """For a fixed leaf one flat array per place of the ring, each an owner that views of it refer to."""

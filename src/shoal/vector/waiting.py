@@ -1,4 +1,4 @@
-"""Waiting for another process: a bounded look at shared memory first, then sleep on a semaphore in it.
+"""Waiting for another process on a semaphore in shared memory: a bounded look first, then sleep.
 
 The semaphores live inside the mapped block and have no name, so nothing can be left behind in `/dev/shm`.
 """
@@ -10,7 +10,6 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 SLICE = 0.1
 """Seconds between two looks whether the other side still lives."""
@@ -56,9 +55,9 @@ class Patience:
         self._misses = 0
         self._skips = 0
 
-    def look(self, line: Any, index: int, value: int, *, until_equal: bool) -> bool:
-        """True as soon as `line[index]` equals (or, with `until_equal=False`, differs from) `value`."""
-        if (line[index] == value) is until_equal:
+    def look(self, acquire: Callable[..., bool]) -> bool:
+        """Try to take a semaphore for a while; True when it was taken."""
+        if acquire(False):
             return True
         if self.most <= 0.0:
             return False
@@ -69,7 +68,7 @@ class Patience:
         end = now() + self.most
         while now() < end:
             give_way()
-            if (line[index] == value) is until_equal:
+            if acquire(False):
                 self._misses = 0
                 return True
         self._misses = min(self._misses + 1, 6)

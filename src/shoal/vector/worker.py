@@ -18,14 +18,15 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from shoal.vector import slots as slot_words
-from shoal.vector.actions import read
+from shoal.vector.actions import read, reader
 from shoal.vector.channel import Channel, ChannelClosedError, dumps
 from shoal.vector.failures import Failure, from_exception, portable
-from shoal.vector.share import CATCH, EnvFn, Extras, Share, members_of
+from shoal.vector.share import CATCH, EnvFn, Extras, Share
 from shoal.vector.slots import Slots, address_of
 from shoal.vector.spaces import Layout
 from shoal.vector.strips import strips_of
 from shoal.vector.waiting import Patience, Signal
+from shoal.vector.writers import members_of
 
 STEP, STEP_SOME, MESSAGE, CLOSE = 1, 2, 3, 4
 HAS_EXTRAS, HAS_TEXT = 1, 2
@@ -170,18 +171,18 @@ class LaneServer:
         self.patience = Patience(spin)
         self.strips = strips_of(slots, share.first, share.count)
         self.all = range(share.count)
+        self.read = reader(slots, share.first, share.count)
 
     def serve(self) -> None:
         """Until `CLOSE`."""
         command, reply, channel = self.command, self.reply, self.channel
-        done = command[slot_words.SEQUENCE]
         parent = os.getppid()
         look, wake = self.patience.look, self.wake.acquire
         while True:
-            look(command, slot_words.SEQUENCE, done, until_equal=False)
-            while not wake(True, 1.0):
-                if os.getppid() != parent:
-                    os._exit(1)
+            if not look(wake):
+                while not wake(True, 1.0):
+                    if os.getppid() != parent:
+                        os._exit(1)
             done = command[slot_words.SEQUENCE]
             operation = command[slot_words.OPERATION]
             if operation == CLOSE:
@@ -215,7 +216,8 @@ class LaneServer:
     def _do(self, operation: int, message: Any, ring: int) -> Extras | None:
         share = self.share
         if operation == STEP:
-            return share.step(read(self.slots, share.first, self.all, message or {}), self.all, ring)
+            actions = read(self.slots, share.first, self.all, message) if message else self.read()
+            return share.step(actions, self.all, ring)
         if operation == STEP_SOME:
             stop = share.first + share.count
             members = members_of(self.slots.mask[share.first : stop].tolist())

@@ -164,6 +164,7 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
             open_timeout=self.config.connect_seconds,
             max_size=MAX_MESSAGE,
             proxy=None,
+            ping_interval=None,  # pings draw from the global `random`; answer_seconds bounds every wait
         )
         return self._session.enter_context(connection)
 

@@ -187,7 +187,13 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
     make().close()  # a wrong setting shows now and not in the first session
     app = create_app(name, make)
     settings = uvicorn.Config(
-        app, HOST, port, log_level="warning", ws_max_size=MAX_MESSAGE, ws="websockets-sansio"
+        app,
+        HOST,
+        port,
+        log_level="warning",
+        ws_max_size=MAX_MESSAGE,
+        ws="websockets-sansio",
+        ws_ping_interval=None,  # pings draw from the global `random`; idle sessions end by themselves
     )
     Server(settings).run()
 

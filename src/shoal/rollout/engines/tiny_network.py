@@ -88,18 +88,19 @@ class TinyNetwork(nn.Module):
 
         Args:
             ids: tokens; in a left-padded batch the first `start[b]` of the whole context are padding.
-            start: `[B]` where each row's context begins.
+            start: `[B]` where each row's context begins, or `[B, 1 or T]` where that of each token does.
             cache: one `[2, B, H, S, W/H]` a layer, filled from `at` on.
             at: how many tokens stand in the cache already.
         """
         length = ids.shape[1]
         places = torch.arange(at, at + length, device=ids.device)
         seen = torch.arange(at + length, device=ids.device)
-        allowed = (seen[None, None] <= places[None, :, None]) & (seen[None, None] >= start[:, None, None])
+        first = start if start.ndim == 2 else start[:, None]
+        allowed = (seen[None, None] <= places[None, :, None]) & (seen[None, None] >= first[:, :, None])
         allowed = allowed | (seen[None, None] == places[None, :, None])  # a padding query sees itself: no NaN
         mask = torch.zeros(allowed.shape, dtype=self.head.weight.dtype, device=ids.device)
         mask = mask.masked_fill(~allowed, float("-inf"))[:, None]
-        x = self.embedding(ids) + self.position((places[None] - start[:, None]).clamp(min=0))
+        x = self.embedding(ids) + self.position((places[None] - first).clamp(min=0))
         for index, block in enumerate(self.blocks):
             x = block(x, mask, None if cache is None else cache[index], at)
         normalised: Tensor = self.norm(x)

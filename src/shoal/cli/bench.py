@@ -1,0 +1,210 @@
+"""`shoal bench ENV`: how fast each backend steps an environment on this machine, and which one to take."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import gymnasium
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from shoal.cli.settings import Settings, parse_settings
+from shoal.core.errors import ConfigError, ShoalError
+from shoal.core.run_folder import RunFolder
+from shoal.testing import check_vector_env
+from shoal.vector import make_vec
+from shoal.vector.plan import probe
+from shoal.vector.share import EnvFn
+from shoal.vector.sources import env_fn_of
+
+Make = Callable[[Sequence[EnvFn]], Any]
+ROUNDS = 5
+ACTIONS = 16
+CHECKED_ENVS, CHECKED_STEPS = 3, 40
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Measure how fast an environment is stepped here. Each way is compared with a plain loop, then timed."""
+
+    env: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
+    """A Gymnasium id, or a name that `shoal envs list` shows."""
+    settings: Settings = ()
+    """Settings of the env, such as `dim_room=[7,7]`."""
+    num_envs: int = 32
+    num_workers: int | None = None
+    """Worker processes or threads (default: one per core)."""
+    backends: tuple[Literal["auto", "serial", "process", "thread", "ray"], ...] = (
+        "auto", "serial", "process", "thread",
+    )  # fmt: skip
+    peers: bool = True
+    """Also measure Gymnasium's SyncVectorEnv and AsyncVectorEnv."""
+    seconds: float = 2.0
+    """Time to measure each way."""
+    seed: int = 0
+    run_dir: Path | None = None
+    """Folder for `summary.json` (nothing is written without it)."""
+    format: Literal["table", "json"] = "table"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one way of stepping gave; `problem` says why it could not be measured or is not the same."""
+
+    name: str
+    steps_per_second: float | None = None
+    cpu_microseconds: float | None = None  # of this process and its threads, per environment step
+    problem: str | None = None
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print."""
+    options = tyro.cli(BenchOptions, args=argv, prog="shoal bench", description=BenchOptions.__doc__)
+    if options.num_envs < 1 or options.seconds <= 0:
+        raise ConfigError(
+            f"--num-envs must be at least 1 and --seconds positive, got {options.num_envs} and {options.seconds}"
+        )
+    fn = env_fn_of(options.env, parse_settings(options.settings))
+    cost = probe(fn)
+    folder = RunFolder(options.run_dir, "bench", options.seed) if options.run_dir is not None else None
+    speeds = measure(ways(options), fn, options)
+    loop = _loop_speed(fn, options)
+    result = {
+        "env": options.env,
+        "num_envs": options.num_envs,
+        "step_seconds": cost.wall,
+        "step_cpu_seconds": cost.cpu,
+        "observation_bytes": cost.nbytes,
+        "loop_steps_per_second": loop,
+        "ways": [asdict(speed) for speed in speeds],
+    }
+    if folder is not None:
+        known = {speed.name: speed.steps_per_second for speed in speeds}
+        folder.finish({**result, "steps_per_second": max(filter(None, known.values()), default=None)})
+    if options.format == "json":
+        print(json.dumps(result))
+    else:
+        _show(Console(highlight=False), options, result, speeds, loop)
+    return 0 if any(speed.steps_per_second for speed in speeds) else 1
+
+
+def ways(options: BenchOptions) -> dict[str, Make]:
+    """What to measure, by name: each makes a vector env of the functions it is given."""
+
+    def shoal(backend: Any) -> Make:
+        workers = None if backend in ("auto", "serial") else options.num_workers
+        return lambda fns: make_vec(fns, backend=backend, num_workers=workers, autoreset="next_step")
+
+    found: dict[str, Make] = {backend: shoal(backend) for backend in dict.fromkeys(options.backends)}
+    if options.peers:
+        found["gymnasium sync"] = gymnasium.vector.SyncVectorEnv
+        found["gymnasium async"] = gymnasium.vector.AsyncVectorEnv
+    return found
+
+
+def measure(found: dict[str, Make], fn: EnvFn, options: BenchOptions) -> list[Speed]:
+    """Compare each way with a plain loop, then time those that can run, in turns."""
+    speeds: dict[str, Speed] = {}
+    windows: dict[str, list[tuple[float, float]]] = {}
+    for name, make in found.items():
+        problem = _difference(make, fn, options.seed)
+        if problem is not None:
+            speeds[name] = Speed(name, problem=problem)
+        else:
+            windows[name] = []
+    vectors: dict[str, Any] = {}
+    try:
+        for name in windows:
+            vectors[name] = found[name]([fn] * options.num_envs)
+            vectors[name].reset(seed=options.seed)
+        for _ in range(ROUNDS):
+            for name, rows in windows.items():
+                rows.append(_window(vectors[name], options.seconds / ROUNDS, options.seed))
+    finally:
+        for vector in vectors.values():
+            vector.close()
+    for name, rows in windows.items():
+        steps, cpu = (statistics.median(column) for column in zip(*rows, strict=True))
+        speeds[name] = Speed(name, steps, cpu * 1e6)
+    return [speeds[name] for name in found]
+
+
+def _difference(make: Make, fn: EnvFn, seed: int) -> str | None:
+    try:
+        check_vector_env(make, fn, num_envs=CHECKED_ENVS, steps=CHECKED_STEPS, seed=seed)
+    except AssertionError as error:
+        return f"not the results of a plain loop: {error}"
+    except (ShoalError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
+        return f"cannot run: {type(error).__name__}: {error}"
+    return None
+
+
+def _window(vector: Any, seconds: float, seed: int) -> tuple[float, float]:
+    """(environment steps a second, seconds of this process's time a step)."""
+    vector.action_space.seed(seed)
+    actions = [vector.action_space.sample() for _ in range(ACTIONS)]
+    vector.step(actions[0])
+    count, start, cpu = 0, time.perf_counter(), time.process_time()
+    while (now := time.perf_counter()) - start < seconds:
+        vector.step(actions[count % ACTIONS])
+        count += 1
+    steps = count * vector.num_envs
+    return steps / (now - start), (time.process_time() - cpu) / steps
+
+
+def _loop_speed(fn: EnvFn, options: BenchOptions) -> float:
+    """Steps a second of one environment in a plain loop, its resets included."""
+    env = fn()
+    try:
+        env.action_space.seed(options.seed)
+        actions = [env.action_space.sample() for _ in range(ACTIONS)]
+        env.reset(seed=options.seed)
+        count, start = 0, time.perf_counter()
+        while (now := time.perf_counter()) - start < options.seconds / ROUNDS:
+            _, _, terminated, truncated, _ = env.step(actions[count % ACTIONS])
+            count += 1
+            if terminated or truncated:
+                env.reset()
+        return count / (now - start)
+    finally:
+        env.close()
+
+
+def _show(
+    console: Console, options: BenchOptions, result: dict[str, Any], speeds: Sequence[Speed], loop: float
+) -> None:
+    step, cpu = result["step_seconds"] * 1e6, result["step_cpu_seconds"] * 1e6
+    console.print(
+        f"{options.env}: a step takes {step:.3g} µs, of which {cpu:.3g} µs compute; an observation has "
+        f"{result['observation_bytes']} bytes; {loop:,.0f} steps/s in a plain loop"
+    )
+    table = Table(title=f"{options.num_envs} environments", title_justify="left")
+    table.add_column("way", no_wrap=True)
+    for column in ("steps/s", "of a plain loop", "caller's µs a step"):
+        table.add_column(column, justify="right")
+    table.add_column("same results")
+    for speed in speeds:
+        if speed.steps_per_second is None or speed.cpu_microseconds is None:
+            table.add_row(speed.name, "-", "-", "-", "no, see below")
+        else:
+            rate = speed.steps_per_second
+            table.add_row(
+                speed.name, f"{rate:,.0f}", f"{rate / loop:.2f}", f"{speed.cpu_microseconds:.2f}", "yes"
+            )
+    console.print(table)
+    for speed in speeds:
+        if speed.problem is not None:
+            console.print(f"{speed.name}: {speed.problem}", markup=False)
+    ours = [s for s in speeds if s.steps_per_second and not s.name.startswith("gymnasium")]
+    if ours:
+        best = max(ours, key=lambda speed: speed.steps_per_second or 0.0)
+        console.print(
+            f"fastest of shoal here: make_vec({options.env!r}, {options.num_envs}, backend={best.name!r})"
+        )

@@ -1,0 +1,67 @@
+import json
+
+import gymnasium
+import pytest
+
+from shoal.cli.bench import BenchOptions, Speed, measure
+from shoal.cli.main import main
+
+
+def test_it_measures_each_way_and_says_which_to_take(capsys, tmp_path):
+    arguments = ["CartPole-v1", "--num-envs", "4", "--seconds", "0.05", "--backends", "serial", "thread"]
+    assert main(["bench", *arguments, "--run-dir", str(tmp_path / "run"), "--format", "json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [way["name"] for way in result["ways"]] == [
+        "serial",
+        "thread",
+        "gymnasium sync",
+        "gymnasium async",
+    ]
+    assert all(way["steps_per_second"] > 0 and way["problem"] is None for way in result["ways"])
+    assert result["observation_bytes"] == 16  # four float32
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    best = max(way["steps_per_second"] for way in result["ways"])
+    assert summary["command"] == "bench"
+    assert summary["metrics"]["steps_per_second"] == best
+    assert main(["bench", *arguments, "--no-peers"]) == 0
+    out = capsys.readouterr().out
+    assert "fastest of shoal here: make_vec('CartPole-v1', 4, backend='" in out
+    assert "gymnasium" not in out
+
+
+def test_settings_reach_the_environment(capsys):
+    assert main(["bench", "sokoban", "dim_room=[5,5]", "--num-envs", "2", "--seconds", "0.05", "--backends",
+                 "serial", "--no-peers", "--format", "json"]) == 0  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["observation_bytes"] == 5 * 6 - 1
+
+
+class Drifting(gymnasium.Wrapper):
+    """Its episodes depend on how many there were before."""
+
+    resets = 0
+
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        Drifting.resets += 1
+        return obs + Drifting.resets, info
+
+
+def test_what_differs_from_a_plain_loop_is_named_and_not_timed():
+    options = BenchOptions("CartPole-v1", num_envs=2, seconds=0.05)
+
+    def broken(fns):
+        raise TypeError("no such space")
+
+    speeds = measure(
+        {"drifting": gymnasium.vector.SyncVectorEnv, "broken": broken},
+        lambda: Drifting(gymnasium.make("CartPole-v1")),
+        options,
+    )
+    assert "not the results of a plain loop: reset 0: env 0" in speeds[0].problem
+    assert speeds[1] == Speed("broken", problem="cannot run: TypeError: no such space")
+
+
+@pytest.mark.parametrize("wrong", [["--num-envs", "0"], ["--seconds", "0"]])
+def test_nonsense_is_refused(capsys, wrong):
+    assert main(["bench", "CartPole-v1", *wrong]) == 2
+    assert "must be at least 1 and --seconds positive" in capsys.readouterr().err
