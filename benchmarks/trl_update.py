@@ -46,8 +46,8 @@ from shoal.train.update import logprobs_of, trained_parameters, update  # noqa: 
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
 VOCABULARY, GROUP, RATE = 2048, 8, 1e-4
-TRL_MICRO_BATCHES = (16, 8, 4, 2)
-SHOAL_MICRO_BATCH_TOKENS = (1024, 2048, 4096)
+TRL_MICRO_BATCHES = (32, 8, 4)
+SHOAL_MICRO_BATCH_TOKENS = (1024, 4096, 16384)
 rows: list[dict[str, Any]] = []
 
 
@@ -60,7 +60,7 @@ class Case:
     turns: tuple[int, int]
     response: tuple[int, int]
     observation: tuple[int, int]
-    episodes: int = 64
+    episodes: int = 32
 
 
 CASES = (
@@ -175,7 +175,7 @@ def run_shoal(samples: list[Sample], tokenizer: Any, updates: int, micro_batch_t
 def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: int) -> Result:
     """TRL's own loop over the same episodes, with `micro_batch` rows at a time."""
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from transformers.utils import logging as transformers_logging
     from trl import GRPOConfig, GRPOTrainer
 
@@ -249,6 +249,7 @@ def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: in
             rollout_func=recorded,
             callbacks=[Clock()],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     del result.losses[updates:]
     result.seconds = result.seconds[1:]  # the first step includes generation and scoring

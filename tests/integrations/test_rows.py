@@ -34,8 +34,10 @@ def test_every_written_token_is_in_one_row_with_its_log_prob(parts, grows):
         for token, logprob, mask in zip(row.response_ids, row.logprobs, row.mask, strict=True)
         if mask
     ]
-    assert written == [pair for t in trajectory.turns for pair in zip(t.response_ids, t.logprobs, strict=True)]
-    assert [row.prompt_ids for row in rows][0] == list(trajectory.turns[0].prompt_ids)
+    assert written == [
+        pair for t in trajectory.turns for pair in zip(t.response_ids, t.logprobs, strict=True)
+    ]
+    assert rows[0].prompt_ids == list(trajectory.turns[0].prompt_ids)
     for row in rows:
         last = trajectory.turns[row.first_turn + row.n_turns - 1]
         assert tuple(row.prompt_ids + row.response_ids) == last.prompt_ids + last.response_ids

@@ -26,8 +26,6 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 
 
-
-
 def config(**proxy):
     lake = {"env_type": "frozen_lake", "env_config": {"size": 3, "p": 0.9}, "max_actions_per_traj": 3}
     arms = {"env_type": "tests.integrations.doubles:LetterEnv"}
@@ -102,7 +100,7 @@ def test_groups_share_their_start_and_the_same_seed_plays_the_same(make_model, t
 
 
 def test_trl_sees_the_tokens_their_log_probs_and_masks(make_model, tokenizer, tmp_path):
-    calls, batches, trainer = played(make_model, tokenizer, tmp_path, steps=1)
+    calls, batches, _ = played(make_model, tokenizer, tmp_path, steps=1)
     (call,), (batch,) = calls, batches
     for place, trajectory in enumerate(call):
         real = batch["completion_mask"][place].bool()
@@ -112,7 +110,10 @@ def test_trl_sees_the_tokens_their_log_probs_and_masks(make_model, tokenizer, tm
         prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
         last = trajectory.turns[-1]
         whole = prompt + batch["completion_ids"][place][real].tolist()
-        assert tuple(whole)[: len(last.prompt_ids) + len(last.response_ids)] == last.prompt_ids + last.response_ids
+        assert (
+            tuple(whole)[: len(last.prompt_ids) + len(last.response_ids)]
+            == last.prompt_ids + last.response_ids
+        )
         rewards = [t.reward for t in call]
     expected = group_relative(rewards, [t.group for t in call])  # TRL adds 1e-4 to the spread
     np.testing.assert_allclose(batch["advantages"], expected, atol=2e-3)

@@ -95,7 +95,9 @@ def test_tensors_are_what_verl_expects(engine):
         real = batch["input_ids"][place][batch["attention_mask"][place].bool()]
         assert tuple(real.tolist()) == last.prompt_ids + last.response_ids
         written = batch["response_mask"][place].bool()
-        assert batch["responses"][place][written].tolist() == [i for t in trajectory.turns for i in t.response_ids]
+        assert batch["responses"][place][written].tolist() == [
+            i for t in trajectory.turns for i in t.response_ids
+        ]
         expected = [p for t in trajectory.turns for p in t.logprobs]
         np.testing.assert_allclose(batch["rollout_log_probs"][place][written], expected, rtol=1e-6)
     np.testing.assert_allclose(batch["rm_scores"].sum(-1), [t.reward for t in trajectories])
@@ -136,7 +138,9 @@ def test_advantages_of_verl_and_of_shoal_are_the_same(estimator, compute, settin
     )
     assert found.abs().max() > 0.1
     torch.testing.assert_close(data.batch["advantages"], found.float(), atol=2e-5, rtol=0)
-    np.testing.assert_allclose(data.batch["advantages"], spread(trajectories, turns, found.shape[1]), atol=1e-6)
+    np.testing.assert_allclose(
+        data.batch["advantages"], spread(trajectories, turns, found.shape[1]), atol=1e-6
+    )
 
 
 def test_token_gae_of_verl_and_of_shoal_are_the_same(engine):
