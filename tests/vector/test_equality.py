@@ -367,6 +367,6 @@ def test_the_plan_moves_work_only_where_that_pays() -> None:
     assert (spread.workers, spread.caller_share, spread.threads) == (3, 3, False)
     light = choose(StepCost(6e-6, 6e-6), 32, cpus=2)
     assert light.workers == 1
-    assert 12 <= light.caller_share < 16  # the caller also deals the work out and collects it
+    assert light.caller_share == 16  # dealing the work out costs the caller less than one step
     waiting = choose(StepCost(5e-3, 1e-4), 32, cpus=2)
     assert (waiting.workers, waiting.caller_share, waiting.threads) == (2, 0, True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import subprocess
 import sys
+import time
 from typing import Any
 
 import gymnasium
@@ -25,7 +27,18 @@ from shoal.vector import (
     groups,
     make_vec,
 )
+from shoal.vector.timing import BUCKETS, bucket_of, quantiles
 from tests.vector.faulty import CountEnv, Faulty
+
+
+class SlowEnv(CountEnv):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().step(action)
 
 
 class WordEnv(gymnasium.Env[Any, Any]):
@@ -238,3 +251,28 @@ def test_stats_tell_pid_memory_and_restarts_of_each_worker() -> None:
     assert [row["restarts"] for row in stats["workers"]] == [0, 1]
     assert all(row["rss_mib"] > 5 for row in stats["workers"])
     envs.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_stats_tell_how_long_each_environment_takes_and_how_long_the_caller_waits(backend: Any) -> None:
+    fns = [functools.partial(SlowEnv, seconds) for seconds in (0.0, 0.004)]
+    with contextlib.closing(make_vec(fns, backend=backend)) as envs:
+        envs.reset(seed=0)
+        assert np.isnan(envs.stats()["step_p50"]).all()
+        for _ in range(5):
+            envs.step(np.zeros(2, np.int64))
+        stats = envs.stats()
+    assert 0 < stats["step_p50"][0] < 0.9 * stats["step_p50"][1]
+    assert 0.9 * 0.004 <= stats["step_p50"][1] <= stats["step_p99"][1]
+    assert (stats["wait_share"] > 0) is (backend != "serial")
+    assert stats["wait_share"] <= 1
+
+
+def test_quantiles_of_step_times_are_those_of_what_was_counted() -> None:
+    rows = np.zeros((2, BUCKETS), np.uint32)
+    for seconds in [1e-3] * 98 + [1.0] * 2:
+        rows[0, bucket_of(seconds)] += 1
+    (median, nothing), (late, _) = quantiles(rows, 0.5, 0.99)
+    assert median == pytest.approx(1e-3, rel=0.1)
+    assert late == pytest.approx(1.0, rel=0.1)
+    assert np.isnan(nothing)

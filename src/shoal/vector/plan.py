@@ -16,8 +16,8 @@ from shoal.vector.share import EnvFn
 
 PROBE_SECONDS = 0.05
 PROBE_STEPS = 300
-HANDOVER = 15e-6
-"""Seconds of the caller's time that one vector step with workers costs it."""
+HANDOVER = 10e-6
+"""Seconds that a vector step with workers takes beyond its longest share."""
 WRITE, READ = 0.4e-9, 0.1e-9
 """Seconds per byte to write memory that another core has just read, and to read what it has just written."""
 WORTH_IT = 0.9
@@ -104,8 +104,8 @@ def _together(cost: StepCost, n_envs: int, parts: int, caller_share: int) -> flo
     """Seconds of one vector step when the caller steps `caller_share` envs and workers the others."""
     moved = n_envs - caller_share
     worker = -(-moved // (parts - 1)) * (cost.wall + cost.nbytes * WRITE)
-    caller = caller_share * cost.wall + HANDOVER
-    return max(worker, caller) + moved * cost.nbytes * READ
+    caller = caller_share * cost.wall
+    return max(worker, caller) + HANDOVER + moved * cost.nbytes * READ
 
 
 def _nbytes(value: Any) -> int:

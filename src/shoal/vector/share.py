@@ -107,7 +107,6 @@ class Share(Stepping):
         self.rewards, self.terminated, self.truncated = (
             item.copy() for item in (self.rewards, self.terminated, self.truncated)
         )
-        self._reward_words = memoryview(self.rewards)
         if self._final is not None:
             self._final = self._final.copy()
         for writers in self._writers:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -91,7 +90,6 @@ class Stepping:
     def _point_at(self, slots: Slots) -> None:
         stop = self.first + self.count
         self.rewards = slots.rewards[self.first : stop]
-        self._reward_words = memoryview(self.rewards)
         self.terminated, self.truncated = (
             slots.terminated[self.first : stop],
             slots.truncated[self.first : stop],
@@ -151,9 +149,7 @@ class Stepping:
             except CATCH as error:
                 j = self.at_work
                 done = members.index(j) + 1
-                failures.append(
-                    from_exception(self.first + j, "step", error, actions[done - 1], os.getpid())
-                )
+                failures.append(from_exception(self.first + j, "step", error, actions[done - 1], os.getpid()))
                 self._ended[j] = True
                 rewards[j] = 0.0
                 self.terminated[j] = self.truncated[j] = False
@@ -289,7 +285,7 @@ class Stepping:
         try:
             total = sum(rewards)
             if len(members) == self.count:
-                self._reward_words[:] = array("d", rewards)
+                self.rewards[...] = rewards
             else:
                 self.rewards[members] = [rewards[j] for j in members]
             if total == total or not self.check_nan:
