@@ -1,5 +1,6 @@
 """TRL's own GRPOTrainer on shoal's envs, for real: skipped where TRL is not installed (`make test-integrations`)."""
 
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
+SETTINGS = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,21 +50,7 @@ def config(**proxy):
 
 
 def make_trainer(rollout, model, tokenizer, folder, **settings):
-    defaults = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_steps": 2,
-        "learning_rate": 1e-3,
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-    }
+    defaults = SETTINGS | {"output_dir": str(folder)}
     return GRPOTrainer(
         model=model,
         reward_funcs=settings.pop("reward_funcs", episode_reward),
@@ -204,6 +205,56 @@ def test_an_env_is_a_tool_of_its_start_state():
     assert env.get_reward() == pytest.approx(total)
     with pytest.raises(ConfigError, match="column `start`"):
         env.reset()
+
+
+def test_trl_plays_an_env_by_its_tools(make_model, tokenizer, tmp_path):
+    import trl
+    from datasets import Dataset
+
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    rows = {"prompt": [[{"role": "user", "content": ""}]] * 2, "start": [0, 1]}
+    moves = ("Down", "Right", "Left", "Up")
+    trainer = GRPOTrainer(
+        model=make_model(tokenizer, context=4096),
+        args=GRPOConfig(
+            **(SETTINGS | {"output_dir": str(tmp_path), "max_steps": 1, "max_completion_length": 2000})
+        ),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tokenizer,
+        environment_factory=tool_environment("tests.integrations.doubles:LetterEnv", seed=3),
+    )
+    asked = []
+
+    def write(prompt_ids, *rest, **settings):
+        """Each row calls the tool once with a word of its own, then ends: what a trained model would do."""
+        asked.append([tokenizer.decode(ids) for ids in prompt_ids])
+        if len(asked) == 1:
+            calls = [json.dumps({"name": "act", "arguments": {"action": moves[i % 4]}}) for i in range(8)]
+            texts = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+        else:
+            texts = ["done"] * len(prompt_ids)
+        ids = [tokenizer(f"{text}<|im_end|>", add_special_tokens=False)["input_ids"] for text in texts]
+        return ids, None
+
+    trainer._generate_single_turn = write
+    trainer.train()
+    assert "act" in asked[0][0]  # the tool's description stands in the prompt
+    for place, prompt in enumerate(asked[0]):
+        env = envs.make("tests.integrations.doubles:LetterEnv")
+        start = place_starts(asked[0])[place]
+        assert env.reset(seed=derive_seed(3, "env", 0, start))[0] in prompt
+    paid = [sum(map(ord, f"<action>{move}</action>")) % 2 for move in moves]
+    logged = next(row for row in trainer.state.log_history if "reward" in row)
+    assert logged["reward"] == pytest.approx(np.mean(paid))
+
+
+def place_starts(prompts):
+    """Which of the two start states each prompt shows; rows of a group come together."""
+    first = envs.make("tests.integrations.doubles:LetterEnv").reset(seed=derive_seed(3, "env", 0, 0))[0]
+    shown = [0 if first in prompt else 1 for prompt in prompts]
+    assert sorted(shown) == [0] * 4 + [1] * 4
+    assert len(set(shown[:4])) == 1
+    return shown
 
 
 def test_the_example_learns():
