@@ -38,7 +38,8 @@ from shoal.train.update import logprobs_of, trained_parameters, update  # noqa: 
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
 VOCABULARY, GROUP, RATE = 2048, 8, 1e-4
-TRL_MICRO_BATCHES = (64, 16, 8)
+TRL_MICRO_BATCHES = (32, 8, 4)
+SHOAL_MICRO_BATCH_TOKENS = (1024, 4096, 16384)
 rows: list[dict[str, Any]] = []
 
 
@@ -51,7 +52,7 @@ class Case:
     turns: tuple[int, int]
     response: tuple[int, int]
     observation: tuple[int, int]
-    episodes: int = 64
+    episodes: int = 32
 
 
 CASES = (
@@ -166,7 +167,7 @@ def run_shoal(samples: list[Sample], tokenizer: Any, updates: int, micro_batch_t
 def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: int) -> Result:
     """TRL's own loop over the same episodes, with `micro_batch` rows at a time."""
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from transformers.utils import logging as transformers_logging
     from trl import GRPOConfig, GRPOTrainer
 
@@ -240,6 +241,7 @@ def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: in
             rollout_func=recorded,
             callbacks=[Clock()],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     del result.losses[updates:]
     result.seconds = result.seconds[1:]  # the first step includes generation and scoring
@@ -252,3 +254,68 @@ def agree(shoal: Result, trl: Result) -> None:
     np.testing.assert_allclose(shoal.losses, trl.losses, rtol=2e-3, atol=2e-5)
     for name, value in shoal.weights.items():
         torch.testing.assert_close(trl.weights[name], value, rtol=0, atol=RATE)
+
+
+def add_row(case: str, subject: str, value: float, unit: str, result: Result | None = None) -> None:
+    rows.append(
+        {
+            "case": case,
+            "subject": subject,
+            "value": round(value, 4),
+            "unit": unit,
+            "cpu_seconds": round(result.cpu_seconds, 2) if result else None,
+            "runs": len(result.seconds) if result else None,
+        }
+    )
+    print(f"{case:32s} {subject:36s} {value:8.3f} {unit}", flush=True)
+
+
+def measure(case: Case, updates: int) -> None:
+    """Both on one case; the fastest setting of each counts, and all settings are shown."""
+    tokenizer = make_tokenizer()
+    samples = make_batch(make_episodes(case, 0), HuggingFaceEngine(make_model(), tokenizer))
+    best: dict[str, float] = {}
+    first: Result | None = None
+    for size in SHOAL_MICRO_BATCH_TOKENS:
+        result = run_shoal(samples, tokenizer, updates, size)
+        first = first or result
+        best["shoal"] = min(best.get("shoal", np.inf), seconds := statistics.median(result.seconds[1:]))
+        add_row(case.name, f"shoal, {size} tokens at once", seconds, "s/update", result)
+    assert first is not None
+    for size in TRL_MICRO_BATCHES:
+        result = run_trl(samples, tokenizer, updates, size)
+        agree(first, result)
+        best["TRL"] = min(best.get("TRL", np.inf), seconds := statistics.median(result.seconds))
+        add_row(case.name, f"TRL GRPOTrainer, {size} rows at once", seconds, "s/update", result)
+        gc.collect()
+    add_row(case.name, "TRL's best / shoal's best", best["TRL"] / best["shoal"], "times")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    try:
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
+    except importlib.metadata.PackageNotFoundError as error:
+        sys.exit(f"{error.name} is not installed: run make bench-update")
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(options.threads)
+    for case in CASES:
+        if options.only in case.name:
+            measure(case, options.updates)
+    report = {
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "threads": options.threads},
+        "versions": {"python": platform.python_version(), **versions},
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
+    if not options.only:
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -82,7 +82,8 @@ def make_language_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 class Report(TrainerCallback):
     """One line for the last five updates."""
 
-    def on_log(self, args, state, control, logs, **rest):  # type: ignore[no-untyped-def]
+    def on_log(self, args, state, control, logs, **rest):
+        """TRL has means over `logging_steps` updates."""
         if "shoal/success" in logs:
             print(
                 f"update {state.global_step:3d}: success {logs['shoal/success']:.2f}, "
@@ -112,9 +113,9 @@ def main(steps: int) -> None:
                 per_device_train_batch_size=64,
                 num_generations=16,
                 max_steps=steps,
-                learning_rate=3e-3,
+                learning_rate=1e-3,
                 lr_scheduler_type="constant",
-                entropy_coef=0.01,
+                entropy_coef=0.003,
                 epsilon_high=0.28,
                 bf16=False,
                 use_cpu=True,

@@ -54,6 +54,6 @@ def tokenizer():
     return make_tokenizer(("<action>", "</action>", "up", "down", "left", "right"))
 
 
-@pytest.fixture
-def model(tokenizer):
-    return make_model(tokenizer)
+@pytest.fixture(name="make_model")
+def model_maker():
+    return make_model

@@ -200,8 +200,10 @@ def _engine(model: Any, tokenizer: Any, max_batch: int) -> Engine:
 
 
 def _row(trajectory: Trajectory, end: int) -> TokenRow:
-    """The episode as one row. TRL takes a last token other than the end token for a row cut short, so an
-    episode that the env ended gets one; it is masked, as are rows without a single token of the model.
+    """The episode as one row, without anything to learn where the model wrote nothing.
+
+    TRL takes a last token other than the end token for a row cut short, so an episode that the env ended gets one,
+    masked.
     """
     rows = list(token_rows(trajectory))
     if not rows:
