@@ -12,9 +12,17 @@ agree before a time is kept.
 
 from __future__ import annotations
 
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

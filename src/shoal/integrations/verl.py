@@ -80,11 +80,7 @@ def to_dataproto(
 
 
 def agent_loop_outputs(trajectory: Trajectory) -> list[Any]:
-<<<<<<< HEAD
-    """Verl's `AgentLoopOutput` of each stretch of context; the last carries the episode's reward."""
-=======
     """An `AgentLoopOutput` of verl for each stretch of context; the last carries the episode's reward."""
->>>>>>> s2-bridges
     try:
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
     except ImportError as error:
