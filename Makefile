@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout bench-update test-integrations
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -67,5 +67,22 @@ bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3 
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
 	$(BIN)/python benchmarks/rollout.py
 
+bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
+	.venv-trl/bin/python benchmarks/trl_update.py
+
+# Packages that other trainers and servers pin differently; each environment has exact versions of all it needs.
+.venv-%/.installed: requirements/integrations-%.txt requirements/torch.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/integrations-$*.txt
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.installed  ## the bridges to TRL, verl and vLLM
+	.venv-trl/bin/python -m pytest tests/integrations --timeout 600
+	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
+	$(BIN)/shoal model get smollm2
+	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/test_vllm_server.py --timeout 900
+
 clean:            ## remove .venv and build leftovers
-	rm -rf $(VENV) .venv-bench-* build src/*.egg-info
+	rm -rf $(VENV) .venv-* build src/*.egg-info

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from tests.rollout.fake_server import FakeServer
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
@@ -62,3 +63,24 @@ def test_help_tells_how(capsys):
         main(["rollout", "--help"])
     assert end.value.code == 0
     assert "--compare" in capsys.readouterr().out
+
+
+def test_a_server_plays_by_its_messages_on_worker_processes(tmp_path, capsys, monkeypatch):
+    server = FakeServer("openai")
+    server.say = lambda said: "<action>Down</action>"
+    monkeypatch.setenv("MY_KEY", "sesame")
+    run = tmp_path / "run"
+    named = ["engine.name=openai", f"engine.server.url={server.url}", "engine.server.api_key_env=MY_KEY"]
+    try:
+        assert main(["rollout", *SMALL, *named, f"run_dir={run}"]) == 0
+        played = list(read_trajectories(run / "trajectories" / "rollout.jsonl"))
+        assert {t.status for t in played} == {"ok"}
+        assert all(turn.response == "<action>Down</action>" for t in played for turn in t.turns)
+        assert main(["rollout", "--verify", str(run)]) == 0
+        assert "promised L0" in capsys.readouterr().out
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert all("sesame" not in file.read_text() for file in run.rglob("*") if file.is_file())
+    assert main(["train", *named, f"run_dir={tmp_path / 'train'}"]) == 2
+    assert "engine.name=openai is for rollouts and evaluation" in capsys.readouterr().err

@@ -18,7 +18,7 @@ def make():
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(ray_finds_shoal):
     ray = pytest.importorskip("ray")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -48,7 +48,49 @@ def test_replicas_write_what_one_engine_writes_also_after_one_has_died_and_with_
     assert remote.generate(asked) == expected
     cluster.kill(remote._actors[1])
     assert remote.generate(asked) == expected  # the new replica has the last weights
+    cluster.kill(remote._actors[0])
+    for engine in (local, remote):
+        engine.load_weights({name: tensor * 0.7 for name, tensor in weights.items()}, 5)
+    assert remote.generate(asked) == local.generate(asked)  # also one that died just before
+    remote.restart()
+    assert remote.generate(asked) == local.generate(asked)
     assert remote.capabilities.trainable
     with pytest.raises(EngineError, match="replica 0.*must have at least one token"):
         remote.generate([Request((), Key(0, 0, 0, 0, 0))])
     remote.close()
+
+
+def broken():
+    raise ValueError("no such model")
+
+
+def test_replicas_that_cannot_start_say_why(cluster):
+    from shoal.rollout.engines.ray_actors import RayEngine
+
+    with pytest.raises(EngineError, match="could not start.*no such model"):
+        RayEngine(broken)
+    with pytest.raises(EngineError, match="no replica has started within 1 s: the cluster has.*CPU"):
+        RayEngine(make, resources={"num_gpus": 64}, timeout=1)
+
+
+def test_a_run_that_samples_on_replicas_learns_what_one_engine_learns(cluster, tmp_path):
+    from shoal.train.agent import AgentTrainer
+    from shoal.train.composition import compose_config
+
+    rows = []
+    for place, named in enumerate(
+        (["engine.name=tiny"], ["engine.name=ray", "engine.replicas.engine=tiny", "engine.replicas.count=2"])
+    ):
+        settings = [
+            "trainer.iterations=2",
+            "warmup.steps=3",
+            "algorithm.kl.coef=0.1",
+            "es_manager.train.env_groups=2",
+            "es_manager.train.group_size=4",
+            "es_manager.val.env_groups=4",
+            f"run_dir={tmp_path / str(place)}",
+        ]
+        with AgentTrainer(compose_config("demo", [*settings, *named])) as trainer:
+            rows.append([{k: v for k, v in row.items() if "second" not in k} for row in trainer.train()])
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 3

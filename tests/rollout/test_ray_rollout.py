@@ -1,6 +1,5 @@
 """Rollouts on a Ray cluster of three nodes, all on this machine."""
 
-import os
 import threading
 
 import pytest
@@ -15,13 +14,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ign
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(ray_finds_shoal):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    # Workers of Ray start from its own node processes and find shoal as the user's cluster would: installed.
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(p) for p in __import__("sys").path if p])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=1, include_dashboard=False)
@@ -30,10 +26,6 @@ def cluster():
     yield cluster
     ray.shutdown()
     cluster.shutdown()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
 
 
 def play(backend, engine=None, n_jobs=3, **changes):

@@ -15,7 +15,15 @@ from shoal.train.agent import AgentTrainer
 from shoal.train.agent_checkpoints import list_checkpoints
 from shoal.train.composition import compose_config, config_names
 
-CLOCKS = ("seconds_rollout", "seconds_update", "tokens_per_second")
+CLOCKS = (
+    "seconds_rollout",
+    "seconds_update",
+    "tokens_per_second",
+    "update_tokens_per_second",
+    "share_rollout",
+    "share_update",
+    "share_idle",
+)
 WORKERS = ("rollout_workers", "rollout_batches", "engine_busy", "worker_deaths", "replayed_episodes")
 SMALL = [
     "warmup.steps=20",

@@ -48,7 +48,7 @@ def random_samples(n, seed):
     return samples
 
 
-def gradient(samples, config, max_tokens):
+def gradient(samples, config, max_tokens, batching="bucketed"):
     ENGINE.model.zero_grad()
     CRITIC.zero_grad()
     totals = Totals()
@@ -56,7 +56,7 @@ def gradient(samples, config, max_tokens):
         [len(s.places) for s in samples], config.loss_aggregation, config.loss_constant
     )
     weighted = [s.with_column("weights", w) for s, w in zip(samples, weights, strict=True)]
-    for micro in micro_batches(weighted, max_tokens, ENGINE.pad_id, "cpu"):
+    for micro in micro_batches(weighted, max_tokens, ENGINE.pad_id, "cpu", batching):
         loss = token_loss(ENGINE, micro, config, 1.0, totals)
         (loss + critic_loss(CRITIC, micro, config, totals)).backward()
     parameters = [*ENGINE.model.parameters(), *CRITIC.parameters()]
@@ -64,13 +64,20 @@ def gradient(samples, config, max_tokens):
 
 
 @pytest.mark.parametrize("config", LOSSES)
-@given(st.integers(1, 12), st.integers(1, 300), st.integers(0, 1000))
-@settings(max_examples=10, deadline=None)
-def test_the_gradient_does_not_depend_on_micro_batches_order_or_padding(config, n, max_tokens, seed):
+@given(
+    st.integers(1, 12),
+    st.integers(1, 300),
+    st.integers(0, 1000),
+    st.sampled_from(["auto", "padded", "bucketed", "packed"]),
+)
+@settings(max_examples=20, deadline=None)
+def test_the_gradient_does_not_depend_on_micro_batches_order_padding_or_packing(
+    config, n, max_tokens, seed, batching
+):
     samples = random_samples(n, seed)
-    whole, totals = gradient(samples, config, 10**9)
+    whole, totals = gradient(samples, config, 10**9, "padded")
     order = np.random.default_rng(seed).permutation(n)
-    split, split_totals = gradient([samples[i] for i in order], config, max_tokens)
+    split, split_totals = gradient([samples[i] for i in order], config, max_tokens, batching)
     torch.testing.assert_close(split, whole, atol=2e-6, rtol=1e-4)
     assert split_totals.tokens == totals.tokens == sum(len(s.places) for s in samples)
     assert split_totals.loss == pytest.approx(totals.loss, abs=1e-5)
@@ -117,11 +124,11 @@ def test_every_token_that_was_written_is_learned_from_exactly_once(lengths, appe
     assert [s.ids[place] for s in samples for place in s.places] == list(range(100, 100 + written))
 
 
-@given(st.integers(1, 300))
-@settings(max_examples=10, deadline=None)
-def test_values_of_tokens_come_back_to_their_samples(max_tokens):
+@given(st.integers(1, 300), st.sampled_from(["padded", "bucketed", "packed"]))
+@settings(max_examples=20, deadline=None)
+def test_values_of_tokens_come_back_to_their_samples(max_tokens, batching):
     samples = random_samples(9, 1)
-    found = token_values(samples, lambda micro: micro.targets * 1.0, max_tokens, 0, "cpu")
+    found = token_values(samples, lambda micro: micro.targets * 1.0, max_tokens, 0, "cpu", batching)
     assert [values.tolist() for values in found] == [[s.ids[p] for p in s.places] for s in samples]
 
 

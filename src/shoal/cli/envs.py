@@ -179,8 +179,7 @@ def _play(command: PlayCommand) -> int:
             console.print(f"left after {info['step']} steps, return {total:g}")
             return 0
         if said == "h" and hasattr(env, "solution"):
-            solution = env.solution()
-            hint = env.projection.words()[solution.actions[0] - 1] if solution and solution.actions else None
+            hint = env.expert_action()
             console.print(f"hint: {hint}" if hint else "hint: this position is lost; q quits")
             continue
         action = env.projection.action_of(said)

@@ -1,4 +1,4 @@
-"""`shoal eval`: play held-out episodes with a trained run, a model folder or a model name, and say how well it does."""
+"""`shoal eval`: play held-out episodes with a trained run, a model, or whatever a server serves, and say how well."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, EngineError
+
+SERVER = "openai:"
+"""What the name of a model on a server begins with."""
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Play held-out episodes and report the success rate with its 95% interval."""
+    """Play held-out episodes and report the success rate with its 95% interval.
+
+    shoal eval runs/demo --episodes 400; shoal eval MODEL_FOLDER --env bandit;
+    shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown
+
+    Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
+    """
 
     model: Annotated[str, tyro.conf.Positional]
-    """A run folder, a Hugging Face model folder, or a name that `shoal model list` shows."""
+    """A run folder, a Hugging Face model folder, a name that `shoal model list` shows, or `openai:MODEL` for a
+    model on any OpenAI-compatible server (`openai:` alone takes the first that it lists)."""
     env: str | None = None
     """Env to play (`shoal envs list`); the run's own held-out envs if not given."""
     env_config: dict[str, str] = field(default_factory=dict)
@@ -31,7 +41,17 @@ class EvalOptions:
     checkpoint: str = "newest"
     """Of a run: newest, best, or an iteration."""
     max_tokens: int | None = None
-    """Tokens of a response; what the run was trained with, or 64."""
+    """Tokens of a response; what the run was trained with, 64 for a model folder, 512 for a server."""
+    base_url: str = "http://127.0.0.1:8000/v1"
+    """Of the server (`openai:MODEL`)."""
+    api_key_env: str | None = None
+    """Environment variable with the server's key."""
+    concurrency: int = 16
+    """Requests that the server gets at once."""
+    timeout: float = 120.0
+    """Seconds that the server has for an answer."""
+    retries: int = 4
+    """Attempts after the first, where the server is busy or out of reach."""
     out: Path | None = None
     """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`."""
     format: Literal["table", "json"] = "table"
@@ -46,6 +66,9 @@ def main(argv: list[str]) -> int:
 
     trajectories = _play(options)
     whole = [t for t in trajectories if t.status == "ok"]
+    failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
+    if not whole:
+        raise EngineError(f"none of {len(trajectories)} episodes came to an end; the first: {failures[0]}")
     rate = success_rate(trajectories)
     reward, half = mean_interval([t.reward for t in whole])
     turns, _ = mean_interval([float(len(t.turns)) for t in whole])
@@ -59,8 +82,12 @@ def main(argv: list[str]) -> int:
         "turns": turns,
         "valid_actions": sum(valid) / max(1, len(valid)),
         "episodes": len(whole),
-        "failed_episodes": len(trajectories) - len(whole),
+        "failed_episodes": len(failures),
     }
+    if failures:
+        print(
+            f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}", file=sys.stderr
+        )
     if options.format == "json":
         print(json.dumps(result))
     else:
@@ -80,8 +107,11 @@ def _play(options: EvalOptions) -> list[Any]:
     from shoal.core.seeding import derive_seed
     from shoal.rollout.collector import TrajectoryCollector
     from shoal.rollout.engine import Sampling
+    from shoal.rollout.engines.making import close_engine
     from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager, make_set
 
+    if options.env is None and options.model.startswith(SERVER):
+        raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
     engine, run = _engine(options)
     torch.set_num_threads(run.engine.threads)
     if options.env is None:
@@ -113,6 +143,7 @@ def _play(options: EvalOptions) -> list[Any]:
         return played[: options.episodes]
     finally:
         made.pool.close()
+        close_engine(engine)
 
 
 def _engine(options: EvalOptions) -> tuple[Any, Any]:
@@ -125,6 +156,8 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
     from shoal.train.agent_evaluation import checkpoint_of
     from shoal.train.policy import load_engine, make_engine
 
+    if options.model.startswith(SERVER):
+        return _server(options)
     folder = Path(options.model)
     if (folder / "checkpoints").is_dir():
         values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
@@ -138,6 +171,24 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
     settings = EngineConfig(name="huggingface", model=options.model, threads=2)
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=64))
     return make_engine(settings, (), options.seed), run
+
+
+def _server(options: EvalOptions) -> tuple[Any, Any]:
+    """A server by messages. No stop text is sent: servers leave it out of what they return, closing tag and all."""
+    from shoal.rollout.engine_config import ServerConfig
+    from shoal.rollout.engines.making import make_engine
+    from shoal.train.agent_config import AgentConfig, AgentProxy, EngineConfig
+
+    server = ServerConfig(
+        url=options.base_url,
+        api_key_env=options.api_key_env,
+        concurrency=options.concurrency,
+        timeout=options.timeout,
+        retries=options.retries,
+    )
+    settings = EngineConfig(name="openai", model=options.model.removeprefix(SERVER) or None, server=server)
+    run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=512, stop=()))
+    return make_engine(settings), run
 
 
 def _value(text: str) -> Any:

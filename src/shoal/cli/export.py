@@ -20,20 +20,31 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path, help="the new folder; must not exist")
     parser.add_argument("--to", choices=["hf", "shoal"], default="hf",
                         help="hf: a folder that transformers loads; shoal: one that shoal's engines load")  # fmt: skip
+    parser.add_argument("--adapter", action="store_true",
+                        help="with LoRA: the adapter alone, as peft and servers load it, unmerged")  # fmt: skip
     parser.add_argument("--checkpoint", default="newest", help="newest, best, or an iteration")
     options = parser.parse_args(argv)
     from shoal.train.agent_evaluation import checkpoint_of
 
     source = verify_folder(checkpoint_of(options.run, options.checkpoint)) / "engine"
     kind = read_json(source / "engine.json")["engine"]
-    if options.to == "hf" and kind != "huggingface":
+    if options.adapter and kind != "huggingface-lora":
+        raise ConfigError(f"{options.run} was trained without LoRA and has no adapter: leave --adapter out")
+    if options.to == "hf" and not kind.startswith("huggingface"):
         raise ConfigError(
             f"{options.run} trained the {kind} engine, which transformers does not know: use --to shoal"
         )
     if options.out.exists():
         raise ConfigError(f"{options.out} exists already: choose a new folder")
     with write_folder(options.out) as folder:
-        for file in source.iterdir():
+        if kind == "huggingface-lora" and options.to == "hf" and not options.adapter:
+            from shoal.train.lora import merge_lora
+
+            merge_lora(source, folder)
+            copied: list[Path] = []
+        else:
+            copied = list(source.iterdir())
+        for file in copied:
             if options.to == "shoal" or file.name != "engine.json":
                 shutil.copy2(file, folder / file.name)
     print(f"wrote {options.out} from {source.parent.name}")

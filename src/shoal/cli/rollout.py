@@ -29,7 +29,7 @@ examples:
 def main(argv: list[str]) -> int:
     """Parse, play, and print a table."""
     from shoal.rollout.settings import BACKENDS
-    from shoal.train.composition import compose_config, config_names
+    from shoal.train.composition import config_names
 
     parser = argparse.ArgumentParser(
         prog="shoal rollout",
@@ -59,24 +59,31 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    with contextlib.ExitStack() as ending:
+        return _run(options, ending)
+
+
+def _run(options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
+    from shoal.train.composition import compose_config
+
     if options.verify is not None:
-        return verify(options.verify)
+        return verify(options.verify, ending)
     config = compose_config(options.config_name, options.overrides, options.config_dir)
     run_dir = Path(config.run_dir or "runs/rollout")
     if (run_dir / "summary.json").exists() and config.run_dir is not None:
         raise ConfigError(f"{run_dir} holds a run already: pass another run_dir")
     config = replace(config, run_dir=str(run_dir))
     if options.compare:
-        return compare_backends(config, options)
-    return play(config, options)
+        return compare_backends(config, options, ending)
+    return play(config, options, ending)
 
 
-def play(config: Any, options: argparse.Namespace) -> int:
+def play(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
     from shoal.core.data import write_trajectories
     from shoal.rollout.parallel import ParallelRolloutManager
 
-    folder, engine = _prepare(config, options)
+    folder, engine = _prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend=options.backend) as manager:
         trajectories = manager.collect(options.iteration)
         metrics = _metrics(trajectories, manager.report.seconds) | manager.report.metrics()
@@ -90,13 +97,13 @@ def play(config: Any, options: argparse.Namespace) -> int:
     return 0
 
 
-def compare_backends(config: Any, options: argparse.Namespace) -> int:
+def compare_backends(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
     """The same episodes one after another, in lockstep, on workers, and with a worker killed on the way."""
     from shoal.core.data import write_trajectories
     from shoal.rollout.parallel import ParallelRolloutManager
     from shoal.rollout.verify import compare
 
-    folder, engine = _prepare(config, options)
+    folder, engine = _prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend="serial") as manager:
         reference = manager.collect(options.iteration)
         sequential = manager.report.seconds
@@ -146,7 +153,7 @@ def compare_backends(config: Any, options: argparse.Namespace) -> int:
     return 0 if least >= min(engine.level, "L1") else 1
 
 
-def verify(run: Path) -> int:
+def verify(run: Path, ending: contextlib.ExitStack) -> int:
     """Replay what a rollout saved, one episode after another, and say how exactly it repeats."""
     from shoal.core.configuration import from_mapping
     from shoal.core.data import read_trajectories
@@ -166,7 +173,7 @@ def verify(run: Path) -> int:
     values: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     config = from_mapping(AgentConfig, values)
     saved = list(read_trajectories(file))
-    engine = _engine(config, run if (run / "engine").exists() else None)
+    engine = _engine(config, run if (run / "engine").exists() else None, ending)
     summary: dict[str, Any] = read_json(run / "summary.json")["metrics"]
     iteration = int(summary.get("iteration", saved[0].iteration))
     with ParallelRolloutManager(config, engine, backend="serial") as manager:
@@ -179,14 +186,14 @@ def verify(run: Path) -> int:
     return 0 if verdict.level >= min(engine.level, "L1") else 1
 
 
-def _prepare(config: Any, options: argparse.Namespace) -> tuple[Any, Any]:
+def _prepare(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack) -> tuple[Any, Any]:
     """The run folder with its config, and the engine, saved beside it when it is small."""
     from omegaconf import OmegaConf
 
     from shoal.core.configuration import to_mapping
     from shoal.core.run_folder import RunFolder
 
-    engine = _engine(config, options.source)
+    engine = _engine(config, options.source, ending)
     folder = RunFolder(config.run_dir, "rollout", config.seed)
     OmegaConf.save(OmegaConf.create(to_mapping(config)), folder.path / "config.yaml")
     if config.engine.name == "tiny":
@@ -195,13 +202,14 @@ def _prepare(config: Any, options: argparse.Namespace) -> tuple[Any, Any]:
     return folder, engine
 
 
-def _engine(config: Any, source: Path | None) -> Any:
-    """The engine of a run, or a fresh one as the config says."""
+def _engine(config: Any, source: Path | None, ending: contextlib.ExitStack) -> Any:
+    """The engine of a run, or a fresh one as the config says; `ending` closes it."""
     import torch
 
+    from shoal.rollout.engines.making import close_engine, make_engine
     from shoal.rollout.factory import make_roles
     from shoal.train.agent_checkpoints import newest_checkpoint
-    from shoal.train.policy import load_engine, make_engine
+    from shoal.train.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
     if source is not None:
@@ -213,7 +221,9 @@ def _engine(config: Any, source: Path | None) -> Any:
     tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
     roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
     words = sorted({word for role in roles.values() for word in role.projection.words()})
-    return make_engine(config.engine, words, config.seed)
+    engine = make_engine(config.engine, words, config.seed)
+    ending.callback(close_engine, engine)
+    return engine
 
 
 def _lockstep_here(config: Any, engine: Any) -> Any:

@@ -94,6 +94,22 @@ def _call(fn: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return fn(*args, **kwargs)
 
 
+def connect_ray() -> tuple[Any, bool]:
+    """The `ray` module, connected, and whether that was done here.
+
+    The cluster is the one that is connected, else the one that `RAY_ADDRESS` names, else a local one.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise missing_extra("Ray", "parallel") from error
+    started = not ray.is_initialized()
+    if started:
+        logger.info("starting a local Ray (no dashboard); connect to a cluster first to use that one")
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    return ray, started
+
+
 class RayExecutor(Executor):
     """Runs tasks on a Ray cluster: the one that is connected or that `RAY_ADDRESS` names, else a local one.
 
@@ -102,15 +118,7 @@ class RayExecutor(Executor):
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise missing_extra("the Ray executor", "parallel") from error
-        self._ray = ray
-        self._started = not ray.is_initialized()
-        if self._started:
-            logger.info("starting a local Ray (no dashboard); connect to a cluster first to use that one")
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        self._ray, self._started = connect_ray()
         # A task that ran half must not run again behind our back: who submitted it decides.
         self._options = {"num_cpus": 1, "max_retries": 0, **(options or {})}
         self._running: dict[Future[Any], Any] = {}

@@ -203,6 +203,10 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         """A pattern: the answer is free text."""
         return ["<expression>"]
 
+    def expert_action(self) -> str | None:
+        """The solution of the puzzle, where one is known."""
+        return self._puzzle.solution
+
     def observe(self) -> str:
         """Numbers, target, and what became of the last answer."""
         numbers = " ".join(map(str, self._puzzle.numbers))

@@ -154,6 +154,10 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
         """A pattern: the answer is free text."""
         return ["<answer>"]
 
+    def expert_action(self) -> str | None:
+        """The answer."""
+        return self._question.answer
+
     def observe(self) -> str:
         """The question, and what became of the last answer."""
         return f"{self._question.text}{self._feedback}"

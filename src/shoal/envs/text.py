@@ -118,6 +118,13 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         """The words that the projection accepts in the present state."""
         return self.projection.words()
 
+    def expert_action(self) -> str | None:
+        """What somebody who knows the answer would do now, as the projection reads it.
+
+        None where the env has no expert, or where nothing leads to success any more.
+        """
+        return None
+
     @property
     def action_words(self) -> dict[str, Action]:
         """The env's words and what they stand for; empty where actions are free text."""

@@ -40,6 +40,15 @@ class TakesWeights(Protocol):
 
 
 @runtime_checkable
+class Restartable(Protocol):
+    """An engine that can begin anew after it crashed or hung."""
+
+    def restart(self) -> None:
+        """Leave behind what hangs or broke and go on with the last weights; called from another thread."""
+        ...
+
+
+@runtime_checkable
 class TakesAdapters(Protocol):
     """An engine that can swap a LoRA adapter while it runs."""
 
@@ -74,4 +83,14 @@ def require_trainable(engine: Engine) -> None:
         raise ConfigError(
             f"{type(engine).__name__} is for evaluation only: its completions lack {' and '.join(lacking)}. "
             f"Use a server that returns them (vLLM, SGLang, llama.cpp with a tokenizer here), or a local engine"
+        )
+
+
+def require_weights(engine: Engine) -> None:
+    """Raise a `ConfigError` unless the engine can follow the updates of a training run."""
+    if not capabilities_of(engine).weights:
+        raise ConfigError(
+            f"{type(engine).__name__} cannot take over weights between batches, so it would go on sampling from "
+            f"the first ones while another model is trained: use an engine that can (vllm in process, ray with "
+            f"tiny, huggingface or vllm replicas), or one that is trained itself (tiny, huggingface)"
         )

@@ -195,8 +195,13 @@ def collect_with_signal(
 def generate_each(engine: Engine, requests: Sequence[Request]) -> list[Completion | Exception]:
     """The engine's answers, with an exception in the place of each request that has none.
 
-    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone.
+    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone;
+    one that names its failures itself (`generate_each`, a server) is asked once.
     """
+    each = getattr(engine, "generate_each", None)
+    if each is not None:
+        named: list[Completion | Exception] = each(requests)
+        return named
     try:
         answers = engine.generate(requests)
         if len(answers) != len(requests):

@@ -351,10 +351,17 @@ class SharedLLMInferenceManager:
     def _answer(self, requests: list[Request], generation: int, attempt: int = 0) -> list[Result]:
         """The engine's answers; when it fails, halves of the batch, so that what cannot be answered fails alone."""
         try:
-            completions = self.engine.generate(requests)
+            each = getattr(self.engine, "generate_each", None)
+            completions = self.engine.generate(requests) if each is None else each(requests)
             if len(completions) != len(requests):
                 raise EngineError(f"the engine gave {len(completions)} answers to {len(requests)} requests")
-            return list(completions)
+            failed = [i for i, answer in enumerate(completions) if isinstance(answer, Exception)]
+            if not failed or attempt >= self._retries or generation != self._generation:
+                return list(completions)
+            self.statistics.failures += len(failed)
+            again = self._answer([requests[i] for i in failed], generation, attempt + 1)
+            second = dict(zip(failed, again, strict=True))
+            return [second.get(i, answer) for i, answer in enumerate(completions)]
         except Exception as error:
             if generation != self._generation:
                 return [error] * len(requests)
@@ -368,16 +375,20 @@ class SharedLLMInferenceManager:
                 return self._answer(requests, generation, attempt + 1)
             if isinstance(error, EngineError):
                 return [error]
-            failed = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            failed.__cause__ = error
-            return [failed]
+            refused = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            refused.__cause__ = error
+            return [refused]
 
     def _restart_engine(self, why: str) -> bool:
         if self._restart is None or self._restarts_left <= 0:
             return False
         self._restarts_left -= 1
         logger.warning("the engine is restarted: %s", why)
-        self.engine = self._restart()
+        try:
+            self.engine = self._restart()
+        except Exception:  # whatever it is, it must not end the thread that everybody waits for
+            logger.exception("the engine could not be restarted")
+            return False
         self.statistics.restarts += 1
         return True
 

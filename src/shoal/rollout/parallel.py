@@ -24,6 +24,7 @@ from shoal.core.data import Status, Trajectory
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError, did_you_mean
 from shoal.core.executors import RayExecutor, available_cpus, make_executor
 from shoal.envs.catalogue import env_class
+from shoal.rollout.capabilities import Restartable
 from shoal.rollout.collector import group_numbers, place_of
 from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Episode
@@ -165,9 +166,16 @@ class ParallelRolloutManager:
                 engine_timeout=settings.engine_timeout,
                 request_timeout=settings.request_timeout,
                 retries=settings.engine_retries,
+                restart=self._restarted if isinstance(self.engine, Restartable) else None,
+                max_restarts=settings.engine_restarts,
                 on_report=self._on_report,
             )
         return self._inference
+
+    def _restarted(self) -> Engine:
+        assert isinstance(self.engine, Restartable)
+        self.engine.restart()
+        return self.engine
 
     def worker_pids(self) -> list[int]:
         """The worker processes that run now (of the "processes" backend and of replays)."""
@@ -200,11 +208,18 @@ class ParallelRolloutManager:
                 for member in range(self.group_size)
             )
         ]
-        return self._play(assignments, sampling)
+        return self.play(assignments, sampling)
 
     rollout = collect
 
-    def _play(self, assignments: list[Assignment], sampling: Sampling) -> list[Trajectory]:
+    def play(self, assignments: Sequence[Assignment], sampling: Sampling) -> list[Trajectory]:
+        """Play these episodes, whichever they are, and return their trajectories in the same order.
+
+        Args:
+            assignments: which episodes, of the config's kinds of env, numbered without gaps from 0.
+            sampling: how tokens are picked.
+        """
+        assignments = list(assignments)
         clock = time.perf_counter()
         self.report = report = RolloutReport(workers=1 if self.backend == "serial" else self._workers)
         self._reports = queue.SimpleQueue()

@@ -39,6 +39,8 @@ class ParallelConfig:
     """Seconds of one call of the engine, after which it counts as hung."""
     engine_retries: int = 1
     """Further attempts for a request that the engine failed to answer."""
+    engine_restarts: int = 3
+    """Times that an engine which crashed or hangs begins anew, where it can (vllm, ray, openai)."""
     env_retries: int = 1
     """Times an episode starts again, in a fresh env, after its env failed."""
     max_deaths: int = 3
@@ -53,7 +55,7 @@ class ParallelConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive seconds or null, got {value}")
-        for name in ("engine_retries", "env_retries"):
+        for name in ("engine_retries", "engine_restarts", "env_retries"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("max_batch", "max_deaths", "episodes_at_once"):

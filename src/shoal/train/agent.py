@@ -33,13 +33,16 @@ from shoal.train.agent_checkpoints import (
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_metrics import rollout_metrics
 from shoal.train.critic import Critic, split_optimizer
+from shoal.train.engine_clock import EngineClock
 from shoal.train.group_advantages import has_signal
 from shoal.train.policy import TrainableEngine, make_engine
 from shoal.train.preparation import prepare_samples
-from shoal.train.reference import Reference
+from shoal.train.reference import BaseReference, Reference
+from shoal.train.rollout_filter import filter_rollouts
 from shoal.train.schedules import decayed
 from shoal.train.tensorboard import TensorBoard
 from shoal.train.update import trained_parameters, update
+from shoal.train.wandb_log import WandB
 from shoal.train.warmup import warm_up
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,11 @@ class AgentTrainer:
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
         self.engine: TrainableEngine = make_engine(config.engine, self._action_words(), config.seed)
+        lora = config.model.lora
+        if lora.rank:
+            from shoal.train.lora import add_lora
+
+            self.engine = add_lora(self.engine, lora, config.engine.model, config.seed)
         algorithm = config.algorithm
         self.critic = Critic(self.engine) if algorithm.needs_critic else None
         self.optimizer = split_optimizer(
@@ -74,10 +82,20 @@ class AgentTrainer:
         )
         self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event)
         self.progress = Progress(0, 0.0, 0, 0)
+        self._clock = EngineClock()
         self._collector = self._make_collector("train", config.seed)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
-        self._reference = Reference(self.folder.path / "reference") if algorithm.kl.coef else None
+        self._reference: Reference | BaseReference | None = None
+        if algorithm.kl.coef:
+            self._reference = (
+                BaseReference(self.engine)  # type: ignore[arg-type]
+                if lora.rank
+                else Reference(self.folder.path / "reference")
+            )
         self._board = TensorBoard(self.folder.path / "tensorboard", config.trainer.tensorboard)
+        self._wandb = WandB(
+            self.folder.path, config.trainer.wandb_project, to_mapping(config), config.trainer.wandb
+        )
         self._warned = False
 
     def __enter__(self) -> AgentTrainer:
@@ -89,6 +107,7 @@ class AgentTrainer:
     def close(self) -> None:
         """End the env workers; may be called twice."""
         self._board.close()
+        self._wandb.close()
         self._collector.close()
         self._val_collector.close()
 
@@ -134,9 +153,12 @@ class AgentTrainer:
     def train_iteration(self) -> dict[str, Any]:
         """One round of rollouts and one update; returns its metrics."""
         config, iteration = self.config, self.progress.iteration
+        self._clock.lap()
         clock = time.perf_counter()
         trajectories, learned, rollouts = self._rollouts(iteration)
         rollout_seconds = time.perf_counter() - clock
+        if "engine_busy" not in rollouts:
+            rollouts["engine_busy"] = round(self._clock.lap() / rollout_seconds, 4)
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         row |= self._learn(trajectories, learned, iteration)
         tokens = sum(t.n_tokens for t in trajectories)
@@ -148,8 +170,14 @@ class AgentTrainer:
         )
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
         row["seconds_rollout"] = round(rollout_seconds, 4)
-        row["seconds_update"] = round(time.perf_counter() - clock - rollout_seconds, 4)
+        seconds = time.perf_counter() - clock
+        update_seconds = seconds - rollout_seconds
+        row["seconds_update"] = round(update_seconds, 4)
         row["tokens_per_second"] = round(tokens / rollout_seconds, 1)
+        row["update_tokens_per_second"] = round(row.get("trained_tokens", 0) / update_seconds, 1)
+        row["share_rollout"] = round(rollout_seconds / seconds, 4)
+        row["share_update"] = round(update_seconds / seconds, 4)
+        row["share_idle"] = round(row["share_rollout"] * max(0.0, 1 - row["engine_busy"]), 4)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
             write_trajectories(
                 self.folder.path / "trajectories" / f"train-{iteration + 1:06d}.jsonl", trajectories
@@ -173,9 +201,16 @@ class AgentTrainer:
         if settings.max_num_gen_batches > 1 and report.with_signal < len(self._collector.tags):
             logger.info("iteration %d: %s", iteration + 1, report)
         row = report.metrics()
+        learned = kept if settings.enable else [t for t in played if t.status == "ok"]
+        algorithm = self.config.algorithm
+        if algorithm.rollout_filter_ratio < 1:
+            learned, filtered = filter_rollouts(
+                played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type
+            )
+            row |= filtered
         if isinstance(self._collector, ParallelRolloutManager):
             row |= self._collector.report.metrics()
-        return played, kept if settings.enable else [t for t in played if t.status == "ok"], row
+        return played, learned, row
 
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
@@ -293,6 +328,9 @@ class AgentTrainer:
     def _report(self, row: dict[str, Any]) -> None:
         self.folder.append_metrics(row)
         self._board.add(row, row["iteration"])
+        self._wandb.add(row, row["iteration"])
+        if "heldout_success" in row:
+            self._draw()
 
     def _save(self, *, best: bool = False) -> None:
         path = save_checkpoint(
@@ -309,14 +347,16 @@ class AgentTrainer:
         self.folder.event("checkpoint", step=self.progress.iteration, path=str(path))
 
     def _finish(self) -> None:
-        from shoal.train.curves import write_curves
-
         rows = self.folder.read_metrics()
-        write_curves(rows, self.folder.path / "curves.png")
         held_out = [row for row in rows if "heldout_success" in row]
         final = {key: value for key, value in held_out[-1].items() if key != "iteration"}
         final |= {"best_heldout_success": self.progress.best_success, "iterations": self.progress.iteration}
         self.folder.finish(final)
+
+    def _draw(self) -> None:
+        from shoal.train.curves import write_curves
+
+        write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
 
     def _make_collector(self, which: str, seed: int) -> TrajectoryCollector | ParallelRolloutManager:
         if self.config.agent_proxy.use_parallel_rollout:
@@ -324,7 +364,13 @@ class AgentTrainer:
         side = self.train_envs if which == "train" else self.val_envs
         roles = make_roles(self.config.custom_envs, side.tags, self.config.agent_proxy.max_turn)
         return TrajectoryCollector(
-            side.pool, side.tags, roles, side.group_size, self.engine, self.config.agent_proxy.prompt, seed
+            side.pool,
+            side.tags,
+            roles,
+            side.group_size,
+            self._clock.around(self.engine),
+            self.config.agent_proxy.prompt,
+            seed,
         )
 
     def _action_words(self) -> list[str]:

@@ -110,7 +110,9 @@ def load_checkpoint(
     difference = _first_difference(state["config"], json.loads(json.dumps(config)))
     if difference:
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
-    engine.load_weights(load_file(path / "engine" / "model.safetensors"), state["weights_version"])
+    adapter = path / "engine" / "adapter_model.safetensors"
+    weights = adapter if adapter.is_file() else path / "engine" / "model.safetensors"
+    engine.load_weights(load_file(weights), state["weights_version"])
     if critic is not None:
         load_model(critic, path / "critic.safetensors")
     _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"))

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.core.errors import ConfigError
+from shoal.rollout.engine_config import EngineConfig as EngineConfig
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.group_advantages import Method
+from shoal.train.packing import Batching
+from shoal.train.rollout_filter import FilterType
 from shoal.train.token_losses import Aggregation, KLEstimator
 
 Estimator = Literal[
@@ -27,24 +30,29 @@ CRITIC_ESTIMATORS = ("gae", "turn_gae", "bi_level_gae")
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """The language model."""
+class Lora:
+    """Low-rank adapters (LoRA, arXiv:2106.09685) in the place of training all weights (huggingface)."""
 
-    name: Literal["tiny", "huggingface"] = "tiny"
-    model: str | None = None
-    """For huggingface: a folder, or a name that `shoal model get` knows."""
-    width: int = 64
-    layers: int = 2
-    heads: int = 4
-    context: int = 256
-    """Longest prompt and response together, in tokens (tiny engine)."""
-    device: str = "cpu"
-    threads: int = 1
-    """Threads of the network's arithmetic, set by `shoal train`; with 1, log-probs are bit-equal (level L2)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights (huggingface)."""
-    train_last_layers: int | None = None
-    """Train only that many of the last layers and the final norm (huggingface); None trains all."""
+    rank: int = 0
+    """0 trains the weights themselves."""
+    alpha: float = 32.0
+    """The adapters' output is scaled by `alpha / rank`."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ConfigError(f"lora.rank must be at least 0, got {self.rank}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora.dropout must be in [0, 1), got {self.dropout}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What of the model is trained."""
+
+    lora: Lora = Lora()
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,18 @@ class Algorithm:
     """Samples of one gradient step."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, that go through the network at once; changes memory, not results."""
+    batching: Batching = "auto"
+    """How samples share the rows of a micro-batch: `padded` (in order), `bucketed` (like lengths together), `packed`
+    (several in a row, attention within each), `auto` (packed where lengths differ enough to pay); changes speed."""
+    gradient_checkpointing: bool = False
+    """Compute each layer a second time in the backward pass: less memory, the same gradients, about a third slower."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
     max_grad_norm: float = 1.0
+    rollout_filter_ratio: float = 1.0
+    """Share of the groups played to learn from: those that score highest; 1 keeps all."""
+    rollout_filter_type: FilterType = "std"
+    """Score of a group: the spread of its members' task rewards (`std`), or the best one less the mean (`max_mean`)."""
     filter_groups: FilterGroups = FilterGroups()
     critic: Critic = Critic()
     kl: KLPenalty = KLPenalty()
@@ -149,6 +168,8 @@ class Algorithm:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.rollout_filter_ratio <= 1:
+            raise ConfigError(f"rollout_filter_ratio must be in (0, 1], got {self.rollout_filter_ratio}")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError(f"dual_clip must be above 1, got {self.dual_clip}")
 
@@ -160,11 +181,20 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Supervised steps on uniformly random valid actions: the format is learned, nothing of the task."""
+    """Supervised steps on random play, or on play of the env's expert.
+
+    With `expert: 0`, actions are uniformly random valid ones: the format is learned, and nothing of the task.
+    """
 
     steps: int = 0
     batch_size: int = 64
     learning_rate: float = 1e-3
+    expert: float = 0.0
+    """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.expert <= 1:
+            raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
 
 
 @dataclass(frozen=True)
@@ -181,6 +211,9 @@ class TrainerConfig:
     """Iterations between files in `trajectories/`."""
     tensorboard: bool = True
     """Write TensorBoard files beside `metrics.jsonl`."""
+    wandb: bool = False
+    """Send the same rows to Weights & Biases (package `wandb`; `WANDB_MODE=offline` keeps them here)."""
+    wandb_project: str = "shoal"
     stop_at_success: float | None = None
     """End early when a held-out evaluation reaches this success rate."""
 
@@ -199,6 +232,7 @@ class AgentConfig:
     """The run folder; `runs/<config name>` (or the next free number) if not given."""
     resume: bool = False
     engine: EngineConfig = EngineConfig()
+    model: ModelConfig = ModelConfig()
     agent_proxy: AgentProxy = AgentProxy()
     es_manager: EsManager = EsManager()
     custom_envs: dict[str, EnvTag] = field(default_factory=dict)

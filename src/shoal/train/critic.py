@@ -35,9 +35,9 @@ class Critic(nn.Module):
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
-    def forward(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Values `[N]` of the contexts before the true places of `where [B, T]`, in row-major order."""
-        hidden = self._body.hidden_at(ids, lengths, where)  # type: ignore[attr-defined]
+        hidden = self._body.hidden_at(ids, lengths, where, begins)  # type: ignore[attr-defined]
         return cast(Tensor, self.output(hidden.float())[:, 0])
 
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shoal.core.errors import ConfigError
 from shoal.core.files import read_json
 from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
-from shoal.train.agent_config import EngineConfig
+from shoal.rollout.engine_config import EngineConfig
+from shoal.rollout.engines.making import make_learner
 
 
 class TrainableEngine(Protocol):
@@ -39,8 +39,11 @@ class TrainableEngine(Protocol):
         """One completion a request, in order."""
         ...
 
-    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
-        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order."""
+    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
+
+        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew.
+        """
         ...
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
@@ -53,23 +56,12 @@ class TrainableEngine(Protocol):
 
 
 def make_engine(config: EngineConfig, words: Sequence[str], seed: int) -> TrainableEngine:
-    """The engine of a config, with fresh or pretrained weights."""
-    if config.name == "tiny":
-        from shoal.rollout.engines.tiny import TinyEngine
-        from shoal.rollout.engines.tiny_network import TinyShape
+    """The engine of a config, with fresh or pretrained weights that can be trained.
 
-        shape = TinyShape(config.width, config.layers, config.heads, config.context)
-        return TinyEngine(words, shape, seed=seed, device=config.device)
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
-    from shoal.rollout.engines.model_store import resolve_model
-
-    if config.model is None:
-        raise ConfigError(
-            "engine.model must be a model folder or a name that `shoal model get` knows, got none"
-        )
-    engine = HuggingFaceEngine.load(resolve_model(config.model), device=config.device, dtype=config.dtype)
-    if config.train_last_layers is not None:
-        engine.freeze_all_but_last(config.train_last_layers)
+    Raises:
+        ConfigError: it cannot be trained (see `shoal.rollout.engines.making.make_engine` for playing).
+    """
+    engine: TrainableEngine = make_learner(config, words, seed)
     return engine
 
 
@@ -80,6 +72,10 @@ def load_engine(folder: Path, *, device: str = "cpu") -> TrainableEngine:
         from shoal.rollout.engines.tiny import TinyEngine
 
         return TinyEngine.load(folder, device=device)
+    if described.get("engine") == "huggingface-lora":
+        from shoal.train.lora import load_lora
+
+        return load_lora(folder, device)
     from shoal.rollout.engines.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine.load(folder, device=device, dtype=described.get("dtype", "float32"))

@@ -10,6 +10,7 @@ import torch
 from shoal.core.data import Trajectory
 from shoal.train.agent_advantages import critic_advantages, turn_advantages
 from shoal.train.agent_config import AgentProxy, Algorithm
+from shoal.train.arithmetic import autocast
 from shoal.train.critic import Critic
 from shoal.train.group_advantages import Array
 from shoal.train.policy import TrainableEngine
@@ -33,10 +34,13 @@ def prepare_samples(
     def ask(network: TrainableEngine | Critic) -> list[np.ndarray]:
         def compute(micro: MicroBatch) -> torch.Tensor:
             if isinstance(network, Critic):
-                return network(micro.ids, micro.lengths, micro.where)  # type: ignore[no-any-return]
-            return logprobs_of(network, micro, proxy.temperature)[1]
+                with autocast(network.model, algorithm.precision):
+                    return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
+            return logprobs_of(network, micro, proxy.temperature, algorithm.precision)[1]
 
-        return list(token_values(samples, compute, algorithm.micro_batch_tokens, engine.pad_id, device))
+        return token_values(
+            samples, compute, algorithm.micro_batch_tokens, engine.pad_id, device, algorithm.batching
+        )
 
     old = [sample.columns["rollout_logprobs"] for sample in samples]
     corrections: list[np.ndarray] | None = None

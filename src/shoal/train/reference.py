@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from shoal.core.files import verify_folder, write_folder
 from shoal.train.policy import TrainableEngine, load_engine
+
+if TYPE_CHECKING:
+    from shoal.train.lora import LoraEngine
 
 
 class Reference:
@@ -43,3 +49,35 @@ class Reference:
     def _frozen(engine: TrainableEngine) -> TrainableEngine:
         engine.model.requires_grad_(False)
         return engine
+
+
+class BaseReference:
+    """The base model under LoRA adapters as the reference: the same network with them switched off.
+
+    Args:
+        engine: the adapted engine.
+    """
+
+    def __init__(self, engine: LoraEngine) -> None:
+        self._engine = engine
+        self.engine: TrainableEngine = _Base(engine)
+
+    def keep(self, engine: TrainableEngine) -> None:
+        """Nothing to keep: the base never changes."""
+
+    def load(self, device: str) -> None:
+        """Nothing to load: the base is loaded with the engine."""
+
+
+class _Base:
+    """The part of a trainable engine that is asked of a reference, without the adapters."""
+
+    def __init__(self, engine: LoraEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        with self._engine.without_adapters():
+            return self._engine.logits_at(ids, lengths, where, begins)

@@ -1,4 +1,4 @@
-"""From trajectories to what a gradient step sees: samples of tokens, and padded micro-batches of them.
+"""From trajectories to what a gradient step sees: samples of tokens, and micro-batches of them.
 
 A sample is a stretch of context in which every prompt extends the tokens before it: one turn in `window` mode,
 a whole episode in `append` mode. What is known of its trained tokens stands in columns, one number a token.
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.core.data import Trajectory
+from shoal.train.packing import Batching, plan_batches
 
 Column = Literal[
     "rollout_logprobs",  # under the weights and the arithmetic of the engine that sampled
@@ -48,11 +49,14 @@ class MicroBatch:
     """Rows padded on the right to one length `T`; `N` tokens of it are trained, in row-major order."""
 
     ids: Tensor  # [B, T] int64
-    lengths: Tensor  # [B] int64
+    lengths: Tensor  # [B] int64, without the padding
     where: Tensor  # [B, T] bool, N of them true
     targets: Tensor  # [N] int64
-    rows: Tensor  # [N] int64, the row of each trained token
+    samples: Tensor  # [N] int64, which sample each trained token is of
     columns: Mapping[Column, Tensor]  # [N] float32 each
+    begins: Tensor | None = (
+        None  # [B, T] int64 where the sample of each token begins; None: each row is one sample
+    )
 
 
 def make_samples(trajectory: Trajectory) -> list[Sample]:
@@ -84,55 +88,61 @@ def split_tokens(samples: Sequence[Sample], flat: NDArray[np.floating]) -> list[
     return np.split(np.asarray(flat, dtype=np.float32), cuts)
 
 
-def micro_batches(samples: Sequence[Sample], max_tokens: int, pad: int, device: str) -> Iterator[MicroBatch]:
-    """Rows of like length together, each batch at most `max_tokens` with padding (or one row)."""
-    for batch, _ in _grouped(samples, max_tokens, pad, device):
-        yield batch
+def micro_batches(
+    samples: Sequence[Sample], max_tokens: int, pad: int, device: str, batching: Batching = "bucketed"
+) -> Iterator[MicroBatch]:
+    """Samples in rows, see `plan_batches`; each batch at most `max_tokens` with padding (or one sample)."""
+    for plan in plan_batches([len(sample.ids) for sample in samples], max_tokens, batching):
+        yield _fill([[samples[i] for i in row] for row in plan], pad, device)
 
 
 def token_values(
-    samples: Sequence[Sample], compute: Callable[[MicroBatch], Tensor], max_tokens: int, pad: int, device: str
+    samples: Sequence[Sample],
+    compute: Callable[[MicroBatch], Tensor],
+    max_tokens: int,
+    pad: int,
+    device: str,
+    batching: Batching = "bucketed",
 ) -> list[Floats]:
     """`compute` over all samples without gradients: per sample one number a trained token."""
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for batch, members in _grouped(samples, max_tokens, pad, device):
-            flat = compute(batch).float().cpu().numpy()
-            parts = split_tokens([samples[i] for i in members], flat)
+        for plan in plan_batches([len(sample.ids) for sample in samples], max_tokens, batching):
+            flat = compute(_fill([[samples[i] for i in row] for row in plan], pad, device))
+            members = [i for row in plan for i in row]
+            parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())
             for i, part in zip(members, parts, strict=True):
                 found[i] = part
     return found
 
 
-def _grouped(
-    samples: Sequence[Sample], max_tokens: int, pad: int, device: str
-) -> Iterator[tuple[MicroBatch, list[int]]]:
-    members: list[int] = []
-    for i in sorted(range(len(samples)), key=lambda i: len(samples[i].ids)):
-        if members and (len(members) + 1) * len(samples[i].ids) > max_tokens:
-            yield _pad([samples[j] for j in members], pad, device), members
-            members = []
-        members.append(i)
-    if members:
-        yield _pad([samples[j] for j in members], pad, device), members
-
-
-def _pad(rows: Sequence[Sample], pad: int, device: str) -> MicroBatch:
-    longest = max(len(row.ids) for row in rows)
-    ids = np.full((len(rows), longest), pad, dtype=np.int64)
-    where = np.zeros((len(rows), longest), dtype=bool)
+def _fill(rows: Sequence[Sequence[Sample]], pad: int, device: str) -> MicroBatch:
+    """Lay samples out behind each other in their rows."""
+    lengths = [sum(len(sample.ids) for sample in row) for row in rows]
+    ids = np.full((len(rows), max(lengths)), pad, dtype=np.int64)
+    begins = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
+    where = np.zeros(ids.shape, dtype=bool)
+    members: list[Sample] = []
     for place, row in enumerate(rows):
-        ids[place, : len(row.ids)] = row.ids
-        where[place, row.places] = True
+        first = 0
+        for sample in row:
+            end = first + len(sample.ids)
+            ids[place, first:end] = sample.ids
+            begins[place, first:end] = first
+            where[place, first + sample.places] = True
+            members.append(sample)
+            first = end
     columns = {
-        name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])).to(device)
-        for name in rows[0].columns
+        name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
+        for name in members[0].columns
     }
+    trained = [len(sample.places) for sample in members]
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),
-        lengths=torch.tensor([len(row.ids) for row in rows], device=device),
+        lengths=torch.tensor(lengths, device=device),
         where=torch.from_numpy(where).to(device),
         targets=torch.from_numpy(ids[where]).to(device),
-        rows=torch.from_numpy(np.nonzero(where)[0]).to(device),
+        samples=torch.from_numpy(np.repeat(np.arange(len(members)), trained)).to(device),
         columns=columns,
+        begins=torch.from_numpy(begins).to(device) if len(members) > len(rows) else None,
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from shoal.core.seeding import stream
+from shoal.core.seeding import derive_seed, stream
 from shoal.train.agent_config import Algorithm
+from shoal.train.arithmetic import Precision, autocast, training_mode
 from shoal.train.critic import Critic
 from shoal.train.policy import TrainableEngine
 from shoal.train.samples import MicroBatch, Sample, micro_batches
@@ -67,10 +69,13 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def logprobs_of(engine: TrainableEngine, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def logprobs_of(
+    engine: TrainableEngine, micro: MicroBatch, temperature: float, precision: Precision = "float32"
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[N, V]` of every token and `[N]` of the trained ones, as sampled at `temperature`."""
-    scores = engine.logits_at(micro.ids, micro.lengths, micro.where).float() / (temperature or 1.0)
-    scores = scores.log_softmax(-1)
+    with autocast(engine.model, precision):
+        logits = engine.logits_at(micro.ids, micro.lengths, micro.where, micro.begins)
+    scores = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     return scores, scores.gather(1, micro.targets[:, None])[:, 0]
 
 
@@ -90,11 +95,15 @@ def update(
         Metrics of the update, see `docs/metrics.md`.
     """
     totals = Totals()
-    for epoch in range(config.epochs):
-        order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
-        for first in range(0, len(order), config.minibatch_size):
-            minibatch = [samples[i] for i in order[first : first + config.minibatch_size]]
-            gradient_step(engine, critic, optimizer, minibatch, config, temperature, totals)
+    noise = derive_seed(seed, "dropout", iteration)
+    with contextlib.ExitStack() as modes:
+        for model in (engine.model, *(() if critic is None else (critic.model,))):
+            modes.enter_context(training_mode(model, config.gradient_checkpointing, noise))
+        for epoch in range(config.epochs):
+            order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
+            for first in range(0, len(order), config.minibatch_size):
+                minibatch = [samples[i] for i in order[first : first + config.minibatch_size]]
+                gradient_step(engine, critic, optimizer, minibatch, config, temperature, totals)
     engine.weights_version += 1
     return totals.metrics(config)
 
@@ -115,7 +124,8 @@ def gradient_step(
     weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
     parameters = trained_parameters(engine.model)
     optimizer.zero_grad(set_to_none=True)
-    for micro in micro_batches(weighted, config.micro_batch_tokens, engine.pad_id, str(parameters[0].device)):
+    device = str(parameters[0].device)
+    for micro in micro_batches(weighted, config.micro_batch_tokens, engine.pad_id, device, config.batching):
         loss = token_loss(engine, micro, config, temperature, totals)
         if critic is not None:
             loss = loss + critic_loss(critic, micro, config, totals)
@@ -131,7 +141,7 @@ def token_loss(
     engine: TrainableEngine, micro: MicroBatch, config: Algorithm, temperature: float, totals: Totals
 ) -> Tensor:
     """The weighted sum of the policy's loss over a micro-batch; adds to `totals`."""
-    scores, logprobs = logprobs_of(engine, micro, temperature)
+    scores, logprobs = logprobs_of(engine, micro, temperature, config.precision)
     columns = micro.columns
     losses = _policy_losses(logprobs, micro, config)
     if "correction" in columns:
@@ -161,7 +171,8 @@ def token_loss(
 
 def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
     """The weighted sum of the critic's loss over a micro-batch."""
-    values = critic(micro.ids, micro.lengths, micro.where)
+    with autocast(critic.model, config.precision):
+        values = critic(micro.ids, micro.lengths, micro.where, micro.begins)
     columns = micro.columns
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())
@@ -172,7 +183,7 @@ def _policy_losses(logprobs: Tensor, micro: MicroBatch, config: Algorithm) -> Te
     old, advantages = micro.columns["old_logprobs"], micro.columns["advantages"]
     low, high = config.clip_ratio_low, config.clip_ratio_high
     if config.policy_loss == "gspo":
-        return sequence_clipped_loss(logprobs, old, advantages, micro.rows, low, high)
+        return sequence_clipped_loss(logprobs, old, advantages, micro.samples, low, high)
     if config.policy_loss == "cispo":
         return truncated_weight_loss(logprobs, old, advantages, high)
     return clipped_token_loss(logprobs, old, advantages, low, high, config.dual_clip)

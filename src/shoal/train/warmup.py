@@ -1,4 +1,7 @@
-"""Supervised warm-up of a fresh model: uniformly random valid actions, so it learns the format and nothing else."""
+"""Supervised warm-up of a fresh model: on random valid actions it learns the format and nothing else.
+
+Where the config says so, a share of the actions is the env's expert's, and the model starts as its imitator.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,10 @@ def warm_up(
     micro_batch_tokens: int,
     seed: int,
 ) -> Iterator[float]:
-    """Train `engine` on random play of the envs; yields the loss of each step (nats a token)."""
+    """Train `engine` on random or expert play of the envs; yields the loss of each step (nats a token)."""
     plays = [
-        _random_play(engine, maker(), roles[tag], prompter, seed) for tag, maker in sorted(makers.items())
+        _play(engine, maker(), roles[tag], prompter, config.expert, seed)
+        for tag, maker in sorted(makers.items())
     ]
     parameters = trained_parameters(engine.model)
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
@@ -46,7 +50,7 @@ def warm_up(
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for micro in micro_batches(samples, micro_batch_tokens, engine.pad_id, device):
-            scores = engine.logits_at(micro.ids, micro.lengths, micro.where).float()
+            scores = engine.logits_at(micro.ids, micro.lengths, micro.where, micro.begins).float()
             loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -54,10 +58,10 @@ def warm_up(
         yield total
 
 
-def _random_play(
-    engine: TrainableEngine, env: TextEnv[Any], role: Role, prompter: Prompter, seed: int
+def _play(
+    engine: TrainableEngine, env: TextEnv[Any], role: Role, prompter: Prompter, expert: float, seed: int
 ) -> Iterator[Sample]:
-    """Endless samples from episodes in which every valid action is equally likely."""
+    """Endless samples from episodes of an agent that asks the expert in a share of the turns."""
     for number in range(2**63):
         rng = stream(seed, "warmup", role.tag, number)
         place = Place(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
@@ -66,7 +70,11 @@ def _random_play(
         turns = 0
         while not episode.over and turns < MAX_EPISODE_TURNS:
             episode.request()
-            answer = _random_answer(engine, env, role, prompter, rng)
+            word = env.expert_action() if expert and rng.random() < expert else None
+            if word is None:
+                word = _random_word(env, role, rng)
+            text = f"<action>{word}</action>"
+            answer = engine.tokenizer.encode(text.removeprefix(prompter.config.prefill))
             for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
                 episode.observe(*env.step(action))
             episode.end_turn()
@@ -77,13 +85,11 @@ def _random_play(
             yield samples[i]
 
 
-def _random_answer(
-    engine: TrainableEngine, env: TextEnv[Any], role: Role, prompter: Prompter, rng: np.random.Generator
-) -> tuple[int, ...]:
+def _random_word(env: TextEnv[Any], role: Role, rng: np.random.Generator) -> str:
     words = env.available_actions()
     if not words or not role.projection.lookup:
         raise ConfigError(
-            f"warmup needs an env with named actions, and {role.tag!r} takes free text: set warmup.steps=0"
+            f"warm-up on random play needs an env with named actions, and {role.tag!r} takes free text: "
+            f"set warmup.steps=0, or warmup.expert=1 where the env has an expert"
         )
-    text = f"<action>{words[int(rng.integers(len(words)))]}</action>"
-    return engine.tokenizer.encode(text.removeprefix(prompter.config.prefill))
+    return words[int(rng.integers(len(words)))]

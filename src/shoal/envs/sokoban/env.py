@@ -126,6 +126,11 @@ class SokobanEnv(TextEnv[SokobanConfig]):
         """An optimal way to solve the present position (expert actions), or None when it is lost."""
         return solve(self.level, optimize=optimize, max_nodes=max_nodes)
 
+    def expert_action(self) -> str | None:
+        """The next move of a solution with the fewest moves; None when the position is lost."""
+        solution = self.solution("moves")
+        return self.projection.words()[solution.actions[0] - 1] if solution and solution.actions else None
+
     def _start(self, rng: np.random.Generator) -> None:
         config = self.config
         if self._levels:

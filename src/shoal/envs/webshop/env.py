@@ -248,6 +248,12 @@ class WebShopEnv(TextEnv[WebShopConfig]):
             return ["search[<your query>]"]
         return [f"click[{target}]" for target in self._page.clickables]
 
+    def expert_action(self) -> str:
+        """The next step of somebody who knows the product."""
+        from shoal.envs.webshop.expert import expert_action
+
+        return expert_action(self)
+
     def observe(self) -> str:
         """The texts of the page, joined by ` [SEP] `. Chosen options are not shown, as in the original."""
         return self._page.text

@@ -61,6 +61,7 @@ class HuggingFaceEngine:
         self.pad_id = int(pad or 0)
         limit = getattr(model.config, "max_position_embeddings", None)
         self._context = int(limit) if limit else None
+        self._head: Any = None  # found at the first use in training
 
     @classmethod
     def load(cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32") -> HuggingFaceEngine:
@@ -194,21 +195,38 @@ class HuggingFaceEngine:
         return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
     # --- training
-    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
-        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order."""
-        mask = (torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]).long()
+    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
+
+        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew.
+        """
+        if self._head is None:
+            self._head = self._plain_head()
+        if self._head:
+            return self._head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
         before = where[:, 1:]
         columns = before.any(0).nonzero()[:, 0]
-        out = self.model(
-            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False, logits_to_keep=columns
-        )
+        out = self.model(**_context(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
         return out.logits[before[:, columns]]  # type: ignore[no-any-return]
 
-    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+    def _plain_head(self) -> Any:
+        """The output layer, if scores are that of hidden states and nothing else (some models scale or cap), or False.
+
+        With it, scores are computed for trained tokens alone, not for every column that some row trains.
+        """
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if head is None:
+            return False
+        ids = torch.tensor([[self.pad_id, self.pad_id]], device=next(self.model.parameters()).device)
+        with torch.no_grad():
+            scores = self.model(input_ids=ids, use_cache=False).logits
+            hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+            return head if torch.equal(head(hidden), scores) else False
+
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
-        mask = (torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]).long()
         decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-        out = decoder(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False)
+        out = decoder(**_context(ids, lengths, begins), use_cache=False)
         return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
 
     @property
@@ -251,3 +269,11 @@ class HuggingFaceEngine:
         model.eval()
         self.prefixes.clear()
         self.weights_version = version
+
+
+def _context(ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
+    """What a model reads of rows without their last column; packed samples are told apart by their positions."""
+    places = torch.arange(ids.shape[1] - 1, device=ids.device)[None]
+    if begins is None:
+        return {"input_ids": ids[:, :-1], "attention_mask": (places < lengths[:, None]).long()}
+    return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}

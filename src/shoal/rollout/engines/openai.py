@@ -72,7 +72,11 @@ class OpenAIEngine:
         self.logprobs = logprobs or (self.dialect.logprobs if self.dialect else "raw")
         self.weights_version = 0
         self._adapter = ""
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="shoal-openai")
+        self._concurrency = concurrency
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._concurrency, thread_name_prefix="shoal-openai")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -181,6 +185,12 @@ class OpenAIEngine:
         if not reply.get("success", False):
             raise EngineError(f"the server did not take the weights: {reply.get('message', reply)}")
         self.weights_version = version
+
+    def restart(self) -> None:
+        """Leave requests that hang to themselves and go on over new connections."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool = self._new_pool()
+        self.client.close()
 
     def close(self) -> None:
         """Wait for requests under way and close the connections."""

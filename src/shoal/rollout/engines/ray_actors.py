@@ -70,10 +70,23 @@ class RayEngine:
         self._last: tuple[str, Any, int] | None = None  # what replicas made anew must be told
         self.weights_version = 0
         self._actors = [self._actor.remote(make) for _ in range(replicas)]
-        tokenizer, level, capabilities = ray.get(self._actors[0].facts.remote(), timeout=timeout)
+        tokenizer, level, capabilities = self._first_facts()
         self.tokenizer: ChatTokenizer = tokenizer
         self.level: Level = level
         self.capabilities: Capabilities = capabilities
+
+    def _first_facts(self) -> tuple[Any, Level, Capabilities]:
+        """What the first replica says once it has started; while there is no room for it, that is said."""
+        facts = self._actors[0].facts.remote()
+        try:
+            while not ray.wait([facts], timeout=self.timeout or 30.0)[0]:
+                if self.timeout is not None:
+                    raise EngineError(f"no replica has started within {self.timeout} s: {_room()}")
+                logger.warning("still waiting for a first replica to start: %s", _room())
+            found: tuple[Any, Level, Capabilities] = ray.get(facts)
+        except RayActorError as error:
+            raise EngineError(f"a replica could not start: {str(error).strip().splitlines()[-1]}") from error
+        return found
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order; an episode stays with its replica, whose prefixes it can use."""
@@ -113,6 +126,11 @@ class RayEngine:
         """A LoRA folder that every replica can read."""
         self._tell("load_adapter", Path(folder), version)
 
+    def restart(self) -> None:
+        """Make all replicas anew, with the last weights."""
+        for home in range(len(self._actors)):
+            self._renew(home)
+
     def close(self) -> None:
         """End the replicas."""
         for actor in self._actors:
@@ -120,9 +138,14 @@ class RayEngine:
         self._actors = []
 
     def _tell(self, method: str, what: Any, version: int) -> None:
-        ray.get(
-            [getattr(actor, method).remote(what, version) for actor in self._actors], timeout=self.timeout
-        )
+        told = [getattr(actor, method).remote(what, version) for actor in self._actors]
+        for home, answer in enumerate(told):
+            try:
+                ray.get(answer, timeout=self.timeout)
+            except (RayActorError, GetTimeoutError) as error:
+                logger.warning("replica %d failed (%s); it is made anew", home, type(error).__name__)
+                self._last = (method, what, version)
+                self._renew(home)
         self._last, self.weights_version = (method, what, version), version
 
     def _renew(self, home: int) -> None:
@@ -131,6 +154,10 @@ class RayEngine:
         if self._last is not None:
             method, what, version = self._last
             ray.get(getattr(self._actors[home], method).remote(what, version), timeout=self.timeout)
+
+
+def _room() -> str:
+    return f"the cluster has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
 
 
 def _home(request: Request, n: int) -> int:

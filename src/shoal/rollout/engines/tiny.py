@@ -149,19 +149,23 @@ class TinyEngine:
         ]
 
     # --- training
-    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Scores `[N, V]` of the tokens at the `N` true places of `where`, in row-major order.
 
         Args:
             ids: `[B, T]` whole samples, padded on the right.
             lengths: `[B]` true lengths.
             where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
+            begins: `[B, T]` where the sample of each token begins, if rows hold several.
         """
-        return self.model.head(self.hidden_at(ids, lengths, where))  # type: ignore[no-any-return]
+        return self.model.head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
 
-    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
-        hidden = self.model.hidden(ids, torch.zeros(len(ids), dtype=torch.int64, device=ids.device))
+        del lengths  # padding is on the right, where nothing that counts looks
+        if begins is None:
+            begins = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
+        hidden = self.model.hidden(ids, begins)
         return hidden[:, :-1][where[:, 1:]]
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Block(nn.Module):
     def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         self.heads = shape.heads
+        self.gradient_checkpointing = True  # in training mode, which the trainer switches on where asked for
         self.norm_attention = nn.RMSNorm(shape.width)
         self.norm_feed = nn.RMSNorm(shape.width)
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
@@ -72,6 +74,7 @@ class TinyNetwork(nn.Module):
             self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
             self.norm = nn.RMSNorm(shape.width)
             self.head = nn.Linear(shape.width, vocabulary, bias=False)
+        self.eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -88,19 +91,23 @@ class TinyNetwork(nn.Module):
 
         Args:
             ids: tokens; in a left-padded batch the first `start[b]` of the whole context are padding.
-            start: `[B]` where each row's context begins.
+            start: `[B]` where each row's context begins, or `[B, 1 or T]` where that of each token does.
             cache: one `[2, B, H, S, W/H]` a layer, filled from `at` on.
             at: how many tokens stand in the cache already.
         """
         length = ids.shape[1]
         places = torch.arange(at, at + length, device=ids.device)
         seen = torch.arange(at + length, device=ids.device)
-        allowed = (seen[None, None] <= places[None, :, None]) & (seen[None, None] >= start[:, None, None])
+        first = start if start.ndim == 2 else start[:, None]
+        allowed = (seen[None, None] <= places[None, :, None]) & (seen[None, None] >= first[:, :, None])
         allowed = allowed | (seen[None, None] == places[None, :, None])  # a padding query sees itself: no NaN
         mask = torch.zeros(allowed.shape, dtype=self.head.weight.dtype, device=ids.device)
         mask = mask.masked_fill(~allowed, float("-inf"))[:, None]
-        x = self.embedding(ids) + self.position((places[None] - start[:, None]).clamp(min=0))
+        x = self.embedding(ids) + self.position((places[None] - first).clamp(min=0))
         for index, block in enumerate(self.blocks):
-            x = block(x, mask, None if cache is None else cache[index], at)
+            if block.training and torch.is_grad_enabled():
+                x = checkpoint(block, x, mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, mask, None if cache is None else cache[index], at)
         normalised: Tensor = self.norm(x)
         return normalised

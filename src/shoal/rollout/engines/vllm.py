@@ -6,8 +6,9 @@ rounding, so the level is L0; log-probabilities are those of the sampling at any
 
 from __future__ import annotations
 
-import json
+import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,18 @@ class VllmEngine:
     ) -> None:
         if not (Path(model) / "config.json").is_file():
             raise DataError(f"{model} is not a model folder: it has no config.json")
-        self.llm = LLM(model=str(model), logprobs_mode="processed_logprobs", enable_lora=adapters, **options)
-        self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer())
-        self.weights_version = 0
         self._folder, self._adapters = Path(model), adapters
+        self._options = {"logprobs_mode": "processed_logprobs", "enable_lora": adapters, **options}
         self._lora: Any = None
+        self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
+        self.weights_version = 0
+        self.llm = self._start()
+        self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer())
+
+    def _start(self) -> Any:
+        llm = LLM(model=str(self._folder), **self._options)
+        self._end = weakref.finalize(self, _shut_down, llm)
+        return llm
 
     @property
     def capabilities(self) -> Capabilities:
@@ -102,14 +110,19 @@ class VllmEngine:
         from safetensors.torch import save_file
 
         # By way of a folder: the model may live in processes of its own, and there with names of its own.
-        with tempfile.TemporaryDirectory(prefix="shoal-weights-") as folder:
-            distinct = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
-            save_file(distinct, Path(folder) / "model.safetensors", {"format": "pt"})
-            config = json.loads((self._folder / "config.json").read_text())
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-        self.llm.reset_prefix_cache()
+        folder = tempfile.TemporaryDirectory(prefix="shoal-weights-")
+        distinct = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+        save_file(distinct, Path(folder.name) / "model.safetensors", {"format": "pt"})
+        shutil.copy(self._folder / "config.json", folder.name)
+        self._reload(folder.name)
+        self._weights, before = folder, self._weights
         self.weights_version = version
+        if before is not None:
+            before.cleanup()
+
+    def _reload(self, folder: str) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self.llm.reset_prefix_cache()
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """Use the LoRA adapter of a folder from the next batch on."""
@@ -120,3 +133,22 @@ class VllmEngine:
         number = 1 if self._lora is None else self._lora.lora_int_id + 1
         self._lora = LoRARequest(f"shoal-{number}", number, str(folder))
         self.weights_version = version
+
+    # --- the end
+    def restart(self) -> None:
+        """Leave this vLLM behind and start another, with the last weights."""
+        self._end()
+        self.llm = self._start()
+        if self._weights is not None:
+            self._reload(self._weights.name)
+
+    def close(self) -> None:
+        """End vLLM's processes; they also end with this one."""
+        self._end()
+        if self._weights is not None:
+            self._weights.cleanup()
+
+
+def _shut_down(llm: Any) -> None:
+    """There is no public way to end a `vllm.LLM`; left to itself its core ends with an error in the log."""
+    llm.llm_engine.engine_core.shutdown()

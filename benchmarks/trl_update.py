@@ -1,0 +1,329 @@
+"""Time of one update of the weights: shoal beside TRL's GRPOTrainer, same weights, same batch, same run.
+
+    python benchmarks/trl_update.py [--updates 6] [--threads 1 2] [--only WORD]
+
+The batch is one set of multi-turn episodes with their sampled log-probs and advantages, clip objective, no KL term,
+AdamW. TRL runs its own training loop (`GRPOTrainer.train`): a rollout function hands it the episodes once, and
+`num_iterations` makes it train on them again and again; what is timed is from `on_step_begin` to `on_step_end`, so
+neither generation nor logging counts. TRL is tried with several sizes of micro-batch, without gradient
+checkpointing and in float32, and its fastest counts. Losses of every update and the weights after the last must
+agree before a time is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "src"))
+
+from shoal.core.data import Trajectory, Turn  # noqa: E402
+from shoal.core.seeding import stream  # noqa: E402
+from shoal.rollout.engines.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.train.agent_config import Algorithm  # noqa: E402
+from shoal.train.critic import split_optimizer  # noqa: E402
+from shoal.train.group_advantages import group_relative  # noqa: E402
+from shoal.train.policy import TrainableEngine  # noqa: E402
+from shoal.train.samples import Sample, make_samples, token_values  # noqa: E402
+from shoal.train.update import logprobs_of, trained_parameters, update  # noqa: E402
+
+RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
+VOCABULARY, GROUP, RATE = 2048, 8, 1e-4
+TRL_MICRO_BATCHES = (32, 8, 4)
+SHOAL_MICRO_BATCH_TOKENS = (1024, 4096, 16384)
+rows: list[dict[str, Any]] = []
+
+
+@dataclass(frozen=True)
+class Case:
+    """Lengths of a batch of episodes, all drawn uniformly between two bounds."""
+
+    name: str
+    prompt: tuple[int, int]
+    turns: tuple[int, int]
+    response: tuple[int, int]
+    observation: tuple[int, int]
+    episodes: int = 32
+
+
+CASES = (
+    Case("many short turns", (60, 160), (1, 12), (4, 16), (12, 40)),
+    Case("few long turns", (60, 160), (1, 3), (20, 120), (20, 60)),
+    Case("one turn, like lengths", (96, 128), (1, 1), (48, 64), (0, 0)),
+)
+
+
+def make_model() -> Any:
+    """A small Llama whose head has as much of the work as a 0.5B model's: about a quarter."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(shape)
+
+
+def make_tokenizer() -> Any:
+    """A tokenizer that the trainers need beside the tokens: ids are words."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<bos>", "<eos>", "<pad>", *(f"w{i}" for i in range(3, VOCABULARY))]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return tokenizer
+
+
+def make_episodes(case: Case, seed: int) -> list[Trajectory]:
+    """Episodes with seeded lengths, tokens and rewards; each prompt extends the tokens before it."""
+    rng = stream(seed, "episodes", case.name)
+
+    def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(int(i) for i in rng.integers(3, VOCABULARY, rng.integers(bounds[0], bounds[1] + 1)))
+
+    episodes = []
+    for i in range(case.episodes):
+        context = tokens(case.prompt)
+        turns = []
+        for _ in range(rng.integers(case.turns[0], case.turns[1] + 1)):
+            response = tokens(case.response)
+            turns.append(
+                Turn("", context, response, (0.0,) * len(response), "", "a", True, float(rng.random()), "")
+            )
+            context += response + tokens(case.observation)
+        episodes.append(Trajectory("synthetic", 0, i // GROUP, i % GROUP, 0, tuple(turns), True, True, False))
+    return episodes
+
+
+def make_batch(episodes: Sequence[Trajectory], engine: TrainableEngine) -> list[Sample]:
+    """One sample an episode, with advantages and the log-probs of the first weights."""
+    samples = [sample for episode in episodes for sample in make_samples(episode)]
+    old = token_values(samples, lambda micro: logprobs_of(engine, micro, 1.0)[1], 8192, engine.pad_id, "cpu")
+    advantages = group_relative([e.reward for e in episodes], [e.group for e in episodes])
+    return [
+        s.with_column("rollout_logprobs", o)
+        .with_column("old_logprobs", o)
+        .with_column("advantages", np.full(len(o), a))
+        for s, o, a in zip(samples, old, advantages, strict=True)
+    ]
+
+
+@dataclass
+class Result:
+    """What one trainer did."""
+
+    losses: list[float]
+    seconds: list[float]
+    cpu_seconds: float
+    weights: dict[str, torch.Tensor]
+
+
+def run_shoal(samples: list[Sample], tokenizer: Any, updates: int, micro_batch_tokens: int) -> Result:
+    """`shoal.train.update` on the whole batch, again and again."""
+    model = make_model()
+    engine = HuggingFaceEngine(model, tokenizer)
+    optimizer = split_optimizer(trained_parameters(model), None, RATE, RATE, 0.0)
+    config = Algorithm(
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        entropy_coef=0.0,
+        learning_rate=RATE,
+        minibatch_size=len(samples),
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    result = Result([], [], 0.0, {})
+    for iteration in range(updates):
+        clock, cpu = time.perf_counter(), time.process_time()
+        metrics = update(engine, None, optimizer, samples, config, 1.0, 0, iteration)
+        result.seconds.append(time.perf_counter() - clock)
+        result.cpu_seconds += time.process_time() - cpu
+        result.losses.append(metrics["loss"])
+    result.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return result
+
+
+def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: int) -> Result:
+    """TRL's own loop over the same episodes, with `micro_batch` rows at a time."""
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from transformers.utils import logging as transformers_logging
+    from trl import GRPOConfig, GRPOTrainer
+
+    transformers_logging.set_verbosity_error()
+    result = Result([], [], 0.0, {})
+    clocks: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **rest: Any) -> None:
+            clocks[:] = [time.perf_counter(), time.process_time()]
+
+        def on_step_end(self, *args: Any, **rest: Any) -> None:
+            result.seconds.append(time.perf_counter() - clocks[0])
+            result.cpu_seconds += time.process_time() - clocks[1]
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **rest: Any) -> None:
+            if "loss" in logs:
+                result.losses.append(float(logs["loss"]))
+
+    def recorded(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        masks, texts = [], []
+        for sample in samples:
+            start = int(sample.places[0])
+            mask = np.zeros(len(sample.ids) - start, dtype=np.int64)
+            mask[sample.places - start] = 1
+            masks.append(mask.tolist())
+            texts.append((list(sample.ids[:start]), list(sample.ids[start:])))
+        return {
+            "prompt_ids": [prompt for prompt, _ in texts],
+            "completion_ids": [completion for _, completion in texts],
+            "logprobs": [[0.0] * len(mask) for mask in masks],
+            "env_mask": masks,
+            "reward": [float(sample.columns["advantages"][0]) for sample in samples],
+        }
+
+    accumulate = len(samples) // micro_batch
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=accumulate,
+            num_generations=GROUP,
+            num_iterations=updates,
+            max_steps=updates,
+            learning_rate=RATE,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            beta=0.0,
+            epsilon=0.2,
+            loss_type="dapo",
+            scale_rewards="none",
+            shuffle_dataset=False,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            logging_steps=1,
+            logging_first_step=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        prompts = [[{"role": "user", "content": f"w{i + 3}"}] for i in range(len(samples) // GROUP)]
+        trainer = GRPOTrainer(
+            model=make_model(),
+            reward_funcs=lambda reward, **rest: reward,
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=tokenizer,
+            rollout_func=recorded,
+            callbacks=[Clock()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    del result.losses[updates:]
+    result.seconds = result.seconds[1:]  # the first step includes generation and scoring
+    result.weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    return result
+
+
+def agree(shoal: Result, trl: Result) -> None:
+    """Raise unless both did the same updates."""
+    np.testing.assert_allclose(shoal.losses, trl.losses, rtol=2e-3, atol=2e-5)
+    for name, value in shoal.weights.items():
+        torch.testing.assert_close(trl.weights[name], value, rtol=0, atol=RATE)
+
+
+def add_row(case: str, subject: str, value: float, unit: str, result: Result | None = None) -> None:
+    rows.append(
+        {
+            "case": case,
+            "subject": subject,
+            "value": round(value, 4),
+            "unit": unit,
+            "cpu_seconds": round(result.cpu_seconds, 2) if result else None,
+            "runs": len(result.seconds) if result else None,
+        }
+    )
+    print(f"{case:32s} {subject:36s} {value:8.3f} {unit}", flush=True)
+
+
+def measure(case: Case, updates: int) -> None:
+    """Both on one case; the fastest setting of each counts, and all settings are shown."""
+    tokenizer = make_tokenizer()
+    samples = make_batch(make_episodes(case, 0), HuggingFaceEngine(make_model(), tokenizer))
+    best: dict[str, float] = {}
+    first: Result | None = None
+    for size in SHOAL_MICRO_BATCH_TOKENS:
+        result = run_shoal(samples, tokenizer, updates, size)
+        first = first or result
+        best["shoal"] = min(best.get("shoal", np.inf), seconds := statistics.median(result.seconds[1:]))
+        add_row(case.name, f"shoal, {size} tokens at once", seconds, "s/update", result)
+    assert first is not None
+    for size in TRL_MICRO_BATCHES:
+        result = run_trl(samples, tokenizer, updates, size)
+        agree(first, result)
+        best["TRL"] = min(best.get("TRL", np.inf), seconds := statistics.median(result.seconds))
+        add_row(case.name, f"TRL GRPOTrainer, {size} rows at once", seconds, "s/update", result)
+        gc.collect()
+    add_row(case.name, "TRL's best / shoal's best", best["TRL"] / best["shoal"], "times")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    try:
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
+    except importlib.metadata.PackageNotFoundError as error:
+        sys.exit(f"{error.name} is not installed: run make bench-update")
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(options.threads)
+    for case in CASES:
+        if options.only in case.name:
+            measure(case, options.updates)
+    report = {
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "threads": options.threads},
+        "versions": {"python": platform.python_version(), **versions},
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
+    if not options.only:
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What other trainers train on: prompt, response and a mask of what the model wrote, as plain numbers.
+
+A row is a stretch of context in which every prompt extends the tokens before it (`shoal.train.samples`): a whole
+episode when prompts grow (`prompt.mode: append`), a turn when each is a fresh chat (`window`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.core.data import Trajectory
+from shoal.core.errors import ConfigError
+from shoal.rollout.settings import RolloutConfig, rollout_config
+from shoal.train.samples import make_samples
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One stretch of context: the prompt up to the first token the model wrote, and all that follows."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]  # what the model wrote and what it was told in between
+    mask: list[int]  # 1 where the model wrote
+    logprobs: list[float]  # of the written tokens as sampled, 0 elsewhere
+    rewards: list[float]  # what a turn was paid, at the turn's last token, 0 elsewhere
+    first_turn: int
+    turn_lengths: tuple[int, ...]  # tokens that the model wrote in each turn of the row
+
+    @property
+    def n_turns(self) -> int:
+        """Turns of the row."""
+        return len(self.turn_lengths)
+
+
+def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
+    """The rows of a trajectory; every token that the model wrote is in exactly one of them."""
+    taken = 0
+    for sample in make_samples(trajectory):
+        start = int(sample.places[0])
+        length = len(sample.ids) - start
+        mask, logprobs, rewards = [0] * length, [0.0] * length, [0.0] * length
+        for place, logprob in zip(sample.places, sample.columns["rollout_logprobs"], strict=True):
+            mask[place - start], logprobs[place - start] = 1, float(logprob)
+        first, written = taken, 0
+        while taken < len(trajectory.turns) and written < len(sample.places):
+            turn = trajectory.turns[taken]
+            written += len(turn.response_ids)
+            if written:
+                rewards[int(sample.places[written - 1]) - start] += turn.reward
+            taken += 1
+        lengths = tuple(len(turn.response_ids) for turn in trajectory.turns[first:taken])
+        ids = list(sample.ids)
+        yield TokenRow(ids[:start], ids[start:], mask, logprobs, rewards, first, lengths)
+
+
+def bridge_config(config: Any) -> RolloutConfig:
+    """The rollout's settings for a trainer that picks the episodes itself: `custom_envs` may stand alone."""
+    if isinstance(config, Mapping) and "es_manager" not in config:
+        tags = list(config.get("custom_envs", {}))
+        groups = {"env_groups": max(1, len(tags)), "group_size": 1, "env_configs": {"tags": tags}}
+        config = {**config, "es_manager": {"train": groups, "val": groups}}
+    checked = rollout_config(config)
+    if not checked.custom_envs:
+        raise ConfigError("custom_envs must name at least one kind of env, got none")
+    return checked
+
+
+def require_whole_episodes(config: RolloutConfig) -> None:
+    """Raise a `ConfigError` unless each episode of this config is one row."""
+    if config.agent_proxy.prompt.mode != "append":
+        raise ConfigError(
+            "this trainer takes one row of tokens an episode: set agent_proxy.prompt.mode=append, "
+            f"got {config.agent_proxy.prompt.mode!r}"
+        )

@@ -1,0 +1,59 @@
+"""Metrics to Weights & Biases, for those who switch it on; the same rows stand in `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import MissingExtraError
+from shoal.core.files import read_json, write_json
+
+
+class WandB:
+    """Sends numbers of metric rows; a resumed run goes on under its old name.
+
+    Args:
+        folder: the run folder; the name of the run at W&B is kept in it.
+        project: where the run is shown.
+        config: the settings of the run.
+        enabled: False makes every call do nothing, and asks for no package.
+    """
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any], enabled: bool = False) -> None:
+        self._run: Any = None
+        if not enabled:
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError(
+                "trainer.wandb=true needs a package that is not installed: run pip install wandb"
+            ) from error
+        known = folder / "wandb.json"
+        before = read_json(known)["id"] if known.exists() else None
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            config=dict(config),
+            id=before,
+            resume="allow",
+        )
+        write_json(known, {"id": self._run.id})
+
+    def add(self, row: Mapping[str, Any], step: int) -> None:
+        """Send the numbers of `row` at `step`."""
+        if self._run is not None:
+            numbers = {
+                name: value
+                for name, value in row.items()
+                if isinstance(value, int | float) and not isinstance(value, bool)
+            }
+            self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        """End the run; may be called twice."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None

@@ -1,0 +1,46 @@
+"""Envs that a random model already gets different rewards from, and one that fails."""
+
+from dataclasses import dataclass
+
+from gymnasium.spaces import Discrete, Text
+
+from shoal.envs.actions import Projected, Projection
+from shoal.envs.text import Outcome, TextEnv
+
+
+@dataclass(frozen=True)
+class LetterConfig:
+    max_steps: int = 2
+
+
+class Parity(Projection):
+    """Every text is an action."""
+
+    def __call__(self, text):
+        return Projected((sum(map(ord, text)) % 2,), True)
+
+
+class LetterEnv(TextEnv[LetterConfig]):
+    """Pays for text whose characters add up to an odd number: any model meets both."""
+
+    Config = LetterConfig
+    projection = Parity()
+    action_space = Discrete(2)
+    observation_space = Text(16)
+    instructions = "Write."
+
+    def _start(self, rng):
+        self._word = f"word {int(rng.integers(1000))}"
+
+    def _advance(self, action):
+        return Outcome(float(action), False)
+
+    def observe(self):
+        return self._word
+
+
+class BrokenEnv(LetterEnv):
+    """Raises at its first step."""
+
+    def _advance(self, action):
+        raise RuntimeError("the lake is frozen")
