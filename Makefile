@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout bench-update test-integrations
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout bench-update test-integrations bench-learning
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -83,6 +83,10 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2
 	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/test_vllm_server.py --timeout 900
+
+bench-learning: setup  ## three seeds of every config that learns, about forty CPU minutes
+	$(BIN)/python benchmarks/learning.py
+	$(BIN)/python benchmarks/learning_tables.py
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-* build src/*.egg-info

@@ -73,6 +73,8 @@ def shoal(*arguments: str) -> tuple[str, float]:
         capture_output=True,
         text=True,
     )
+    if done.returncode < 0:
+        raise SystemExit(f"shoal {arguments[0]} was killed by signal {-done.returncode}: nothing is written")
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
@@ -144,9 +146,7 @@ def reached(row: dict[str, Any]) -> bool:
 
 def merge(rows: list[dict[str, Any]]) -> None:
     """New rows take the place of those of the same case and seed, in the order of `CASES`."""
-    with RESULTS.parent.joinpath(".learning.lock").open(
-        "w"
-    ) as lock:  # runs of other cases may be writing too
+    with Path(tempfile.gettempdir(), "shoal-learning.lock").open("w") as lock:  # other cases may write too
         fcntl.flock(lock, fcntl.LOCK_EX)
         _merge(rows)
 

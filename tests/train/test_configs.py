@@ -5,23 +5,18 @@ import queue
 import threading
 
 import pytest
+from tests.train.tiny_model import write_tiny_model
 
 from shoal.envs.catalogue import names
 from shoal.train.agent import AgentTrainer
 from shoal.train.composition import compose_config, config_names
 
+TINY = ["engine.width=16", "engine.layers=1", "engine.heads=2"]
 SMALL = [
-    "engine.name=tiny",
-    "engine.model=null",
-    "engine.train_last_layers=null",
-    "engine.width=16",
-    "engine.layers=1",
-    "engine.heads=2",
-    "engine.context=4096",
     "warmup.batch_size=4",
     "es_manager.train.env_groups=4",
     "es_manager.train.group_size=2",
-    "es_manager.val.env_groups=4",
+    "es_manager.val.env_groups=12",
     "agent_proxy.max_turn=2",
     "agent_proxy.max_tokens=4",
     "agent_proxy.parallel_n_jobs=2",
@@ -32,6 +27,13 @@ SMALL = [
     "use_parallel_envs=false",
 ]
 NEEDS = {"reasoning_gym": "reasoning_gym", "textarena": "textarena", "textworld": "textworld"}
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "small"
+    write_tiny_model(folder)
+    return folder
 
 
 @pytest.fixture
@@ -47,16 +49,20 @@ def server_url():
         daemon=True,
     )
     serving.start()
-    return ready.get(timeout=30)
+    return f"http://127.0.0.1:{ready.get(timeout=30)}"
 
 
 @pytest.mark.parametrize("name", config_names())
-def test_every_shipped_config_makes_an_update(name, tmp_path, request):
+def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, request):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     config = compose_config(name)
     steps = min(1, config.warmup.steps)
-    overrides = [*SMALL, f"warmup.steps={steps}", f"run_dir={tmp_path / 'run'}"]
+    tiny = config.engine.name == "tiny"
+    engine = (
+        TINY if tiny else [f"engine.model={small_model}", "engine.train_last_layers=1", "engine.threads=1"]
+    )
+    overrides = [*SMALL, *engine, f"warmup.steps={steps}", f"run_dir={tmp_path / 'run'}"]
     if name == "openenv":
         overrides.append(f"custom_envs.OpenEnv.env_config.url={request.getfixturevalue('server_url')}")
     with AgentTrainer(compose_config(name, overrides)) as trainer:

@@ -3,16 +3,13 @@
 import json
 import re
 import socket
-import sys
-from pathlib import Path
 
 import pytest
+from tests.rollout.fake_server import FakeServer
+from tests.train.tiny_model import write_tiny_model
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "rollout"))
-from fake_server import FakeServer
 
 OPTIONS = ["--env", "bandit", "--episodes", "20", "--format", "json"]
 
@@ -95,32 +92,9 @@ def test_a_mistake_is_said_before_anything_is_played(server, capsys, arguments, 
 
 
 def test_a_hugging_face_folder_is_evaluated(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path / "model"
-    make_tiny_model(transformers, folder)
+    write_tiny_model(folder)
     options = ["--env", "bandit", "--episodes", "4", "--max-tokens", "4", "--format", "json"]
     assert main(["eval", str(folder), *options]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[0])
     assert result["episodes"] == 4
-
-
-def make_tiny_model(transformers, folder):
-    """A random two-layer model with a tokenizer of single characters and a chat template."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    letters = ["<unk>", "<end>", *map(chr, range(32, 127)), "\n"]
-    plain = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain, unk_token="<unk>", eos_token="<end>", pad_token="<end>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}<end>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    config = transformers.Qwen2Config(
-        vocab_size=len(letters), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
