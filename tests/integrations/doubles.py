@@ -44,10 +44,10 @@ class BrokenEnv(LetterEnv):
 
     def _start(self, rng):
         super()._start(rng)
-        self._steps = 0
+        self._taken = 0
 
     def _advance(self, action):
-        self._steps += 1
-        if self._steps == 2:
+        self._taken += 1
+        if self._taken == 2:
             raise RuntimeError("the lake is frozen")
         return super()._advance(action)
