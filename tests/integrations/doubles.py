@@ -40,7 +40,14 @@ class LetterEnv(TextEnv[LetterConfig]):
 
 
 class BrokenEnv(LetterEnv):
-    """Raises at its first step."""
+    """Raises at its second step."""
+
+    def _start(self, rng):
+        super()._start(rng)
+        self._taken = 0
 
     def _advance(self, action):
-        raise RuntimeError("the lake is frozen")
+        self._taken += 1
+        if self._taken == 2:
+            raise RuntimeError("the lake is frozen")
+        return super()._advance(action)

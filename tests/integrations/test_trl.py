@@ -159,8 +159,8 @@ def test_a_failed_episode_teaches_nothing(make_model, tokenizer, tmp_path):
         trainer = make_trainer(rollout, make_model(tokenizer), tokenizer, tmp_path, max_steps=1)
         inputs = [row for row in rollout.dataset(2) for _ in range(4)]
         batch = trainer._generate_and_score_completions(inputs)
-        status = [t.status for t in rollout.trajectories]
-    assert set(status) == {"env_error"}
+        assert {t.status for t in rollout.trajectories} == {"env_error"}
+        assert {len(t.turns) for t in rollout.trajectories} == {1}
     assert batch["advantages"].abs().max() == 0
 
 

@@ -331,7 +331,9 @@ def test_an_env_that_fails_costs_its_own_row(engine, tmp_path):
     broken = {"env_type": "tests.integrations.doubles:BrokenEnv"}
     worker = make_worker(engine, tmp_path, broken, Client(engine), parallel={"env_retries": 1})
     data = asyncio.run(worker.generate_sequences(rows()))
+    assert data.batch["attention_mask"][:, 64:].sum(-1).min() >= 3  # the turn before the failure is there
     assert data.batch["response_mask"].sum() == 0
+    assert data.batch["rm_scores"].abs().sum() == 0
     assert list(data.non_tensor_batch["failed"]) == [1.0] * 6
 
 
