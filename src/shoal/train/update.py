@@ -147,8 +147,10 @@ def token_loss(
     if "correction" in columns:
         losses = losses * columns["correction"]
         totals.correction += float(columns["correction"].sum())
-    entropy = entropy_of(scores)
-    losses = losses - config.entropy_coef * entropy
+    with torch.set_grad_enabled(config.entropy_coef != 0):  # it is always told, but seldom trained
+        entropy = entropy_of(scores)
+    if config.entropy_coef:
+        losses = losses - config.entropy_coef * entropy
     if config.kl.coef:
         kl = kl_penalty(logprobs, columns["reference_logprobs"], config.kl.estimator)
         losses = losses + config.kl.coef * kl
