@@ -35,6 +35,7 @@ from shoal.train.agent_metrics import rollout_metrics
 from shoal.train.critic import Critic, split_optimizer
 from shoal.train.engine_clock import EngineClock
 from shoal.train.group_advantages import has_signal
+from shoal.train.packing_check import safe_batching
 from shoal.train.policy import TrainableEngine, make_engine
 from shoal.train.preparation import prepare_samples
 from shoal.train.reference import BaseReference, Reference
@@ -71,7 +72,9 @@ class AgentTrainer:
             from shoal.train.lora import add_lora
 
             self.engine = add_lora(self.engine, lora, config.engine.model, config.seed)
-        algorithm = config.algorithm
+        batching = safe_batching(self.engine, config.algorithm.batching)
+        algorithm = replace(config.algorithm, batching=batching)
+        self.config = replace(config, algorithm=algorithm)
         self.critic = Critic(self.engine) if algorithm.needs_critic else None
         self.optimizer = split_optimizer(
             trained_parameters(self.engine.model),
@@ -323,7 +326,9 @@ class AgentTrainer:
         name = f"heldout-{self.progress.iteration:06d}.jsonl"
         write_trajectories(self.folder.path / "trajectories" / name, trajectories)
         metrics = rollout_metrics(trajectories)
-        return {f"heldout_{key}": metrics[key] for key in ("success", "reward", "turns", "valid_actions")}
+        kinds = [key for key in metrics if key.startswith("success/")]
+        wanted = ("success", "reward", "turns", "valid_actions", *kinds)
+        return {f"heldout_{key}": metrics[key] for key in wanted}
 
     def _report(self, row: dict[str, Any]) -> None:
         self.folder.append_metrics(row)

@@ -22,8 +22,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "truncated": sum(t.truncated for t in whole) / n,
         "failed_episodes": float(len(trajectories) - len(whole)),
     }
-    kinds = sorted({t.env for t in whole})
-    if len(kinds) > 1:
-        won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
-        row |= {f"success/{kind}": won[kind] / played[kind] for kind in kinds}
-    return row
+    return row | success_by_kind(whole)
+
+
+def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
+    """`success/<tag>` of each kind of env, where there are several."""
+    won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
+    return {f"success/{kind}": won[kind] / played[kind] for kind in sorted(played)} if len(played) > 1 else {}
