@@ -13,7 +13,8 @@ from parallel_doubles import HashEngine
 from shoal.core.errors import EngineError
 from shoal.rollout.engine import Key, Request, Sampling
 from shoal.rollout.inference import SharedLLMInferenceManager
-from shoal.rollout.wire import HEADER, Address, Frames, Hello, SocketLink, ask_of, frame, server_frames
+from shoal.rollout.link import Address, SocketLink
+from shoal.rollout.wire import HEADER, Frames, Hello, ask_of, frame, server_frames
 
 
 def request(member=0, turn=0, length=20):
@@ -102,7 +103,7 @@ def test_half_a_frame_holds_up_nobody(shared):
 
 
 def test_thousands_of_connections_are_refused_beyond_the_limit(shared, monkeypatch):
-    monkeypatch.setattr("shoal.rollout.inference.MAX_CONNECTIONS", 20)
+    monkeypatch.setattr("shoal.rollout.connections.MAX_CONNECTIONS", 20)
     address = shared.serve()
     good = SocketLink(address)
     good.generate([request()])
