@@ -1,12 +1,12 @@
 """Time of one update of the weights: shoal beside TRL's GRPOTrainer, same weights, same batch, same run.
 
-    python benchmarks/trl_update.py [--only WORD] [--threads 2]
+    python benchmarks/trl_update.py [--only WORD] [--threads 1]
 
 The batch is one set of multi-turn episodes with their sampled log-probs and advantages; as always with GRPO, the
-members of a group share their first prompt. Clip objective, no KL term, AdamW, float32. TRL runs its own training loop
+members of a group share their first prompt. Clip objective, no KL term, AdamW, float32. TRL runs its own loop
 (`GRPOTrainer.train`): a rollout function hands it the episodes once, and `num_iterations` makes it train on them again
-and again; what is timed is from `on_step_begin` to `on_step_end`, so neither generation nor logging counts. TRL is tried
-with several sizes of micro-batch, without gradient checkpointing, and its fastest counts. Losses of every update and
+and again; what is timed is from `on_step_begin` to `on_step_end`, so neither generation nor logging counts. TRL is
+tried with several sizes of micro-batch, without gradient checkpointing; its fastest counts. Losses of all updates and
 the weights after the last must agree before a time is kept. Cases that were not run keep their rows in the results.
 """
 
@@ -79,10 +79,10 @@ CASES = (
     Case("one turn, equal lengths", (112, 112), (1, 1), (56, 56), (0, 0)),
     Case(
         "SmolLM2 135M, several turns",
-        *((60, 100), (1, 4), (8, 32), (12, 32)),
+        *((40, 60), (1, 3), (8, 24), (8, 24)),
         episodes=8,
         model="smollm2",
-        updates=3,
+        updates=2,
         shoal_tokens=(1024,),
         trl_rows=(4, 2),
     ),
@@ -339,7 +339,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="a word that the names of the cases have")
     options = parser.parse_args()
     try:
@@ -347,6 +347,7 @@ def main() -> None:
     except importlib.metadata.PackageNotFoundError as error:
         sys.exit(f"{error.name} is not installed: run make bench-update")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(options.threads)
     measured = [case for case in CASES if options.only in case.name]
