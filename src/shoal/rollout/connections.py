@@ -12,6 +12,7 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import socket
 import struct
 import tempfile
@@ -23,7 +24,7 @@ import msgspec
 
 from shoal.rollout.answering import Result, Statistics
 from shoal.rollout.link import CHUNK, Address
-from shoal.rollout.wire import Ask, Hello, Left, Refusal, answer_of, frame, server_frames
+from shoal.rollout.wire import Alive, Ask, Hello, Left, Refusal, answer_of, frame, server_frames
 
 logger = logging.getLogger(__name__)
 Asker = tuple[str, int, int]
@@ -41,17 +42,20 @@ class Connections:
         on_end: called with a connection that has ended.
         is_full: whether so much of an asker waits that no more is to be read from it.
         statistics: where refused connections are counted.
+        silence: seconds without a sign of life after which a worker process is killed; None waits for ever.
     """
 
     def __init__(
         self,
-        on_message: Callable[[Connection, Ask | Left], None],
+        on_message: Callable[[Connection, Ask | Left | Alive], None],
         on_end: Callable[[Connection], None],
         is_full: Callable[[Asker | None], bool],
         statistics: Statistics,
+        silence: float | None = None,
     ) -> None:
         self._on_message, self._on_end, self._is_full = on_message, on_end, is_full
         self._statistics = statistics
+        self._silence = silence
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, READ)
@@ -85,7 +89,8 @@ class Connections:
             listener.setblocking(False)
             self._listener = listener
             self._epoll.register(listener, READ)
-        return Address(str(self._folder / "engine"), self._token)
+        beat = None if self._silence is None else min(0.5, self._silence / 4)
+        return Address(str(self._folder / "engine"), self._token, beat)
 
     # --- from the engine's thread
     def look(self, wait: float | None) -> None:
@@ -114,10 +119,17 @@ class Connections:
         self._dirty.clear()
 
     def sweep(self, now: float) -> None:
-        """End connections that keep us waiting."""
+        """End connections that keep us waiting, and workers that give no sign of life."""
         for connection in list(self._by_descriptor.values()):
-            silent = connection.asker is None or connection.frames.partial
-            if silent and now - connection.since > PATIENCE:
+            silent = now - connection.since
+            if (connection.asker is None or connection.frames.partial) and silent > PATIENCE:
+                self.drop(connection)
+            elif self._silence is not None and silent > self._silence:
+                logger.warning(
+                    "worker process %d gave no sign of life for %.3g s and is killed", connection.pid, silent
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(connection.pid, signal.SIGKILL)
                 self.drop(connection)
 
     def drop(self, connection: Connection) -> None:
@@ -147,7 +159,7 @@ class Connections:
         with contextlib.suppress(BlockingIOError):
             while True:
                 sock, _ = listener.accept()
-                _, uid, _ = struct.unpack(
+                pid, uid, _ = struct.unpack(
                     "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
                 )
                 if uid != os.getuid() or len(self._by_descriptor) >= MAX_CONNECTIONS:
@@ -155,7 +167,7 @@ class Connections:
                     sock.close()
                     continue
                 sock.setblocking(False)
-                connection = Connection(sock, self._dirty)
+                connection = Connection(sock, pid, self._dirty)
                 self._by_descriptor[connection.descriptor] = connection
                 self._epoll.register(connection.descriptor, READ)
 
@@ -200,8 +212,8 @@ class Connections:
 class Connection:
     """One worker's socket, this side."""
 
-    def __init__(self, sock: socket.socket, dirty: set[Connection]) -> None:
-        self.sock = sock
+    def __init__(self, sock: socket.socket, pid: int, dirty: set[Connection]) -> None:
+        self.sock, self.pid = sock, pid
         self.descriptor = sock.fileno()
         self.open = True
         self.asker: Asker | None = None

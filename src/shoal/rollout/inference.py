@@ -19,7 +19,7 @@ from shoal.rollout.batching import Batcher, Schedule
 from shoal.rollout.connections import Asker, Connection, Connections
 from shoal.rollout.engine import ChatTokenizer, Completion, Engine, Key, Level, Request
 from shoal.rollout.link import Address
-from shoal.rollout.wire import Ask, Left, episode_of, request_of
+from shoal.rollout.wire import Alive, Ask, Left, episode_of, request_of
 
 Report = Callable[[Hashable, bytes], None]
 
@@ -49,6 +49,7 @@ class SharedLLMInferenceManager:
         restart: makes a new engine after a crash or hang; without it, a hung engine refuses all further requests.
         max_restarts: of the engine.
         max_pending: waiting requests of one connection; beyond it nothing more is read from it.
+        silence: seconds without a sign of life after which a worker process that is connected is killed.
         on_report: called with the asker and what it sent at the end of an episode (in the engine's thread).
 
     Use it as a context manager, or call `close`.
@@ -66,13 +67,14 @@ class SharedLLMInferenceManager:
         restart: Callable[[], Engine] | None = None,
         max_restarts: int = 3,
         max_pending: int = 1024,
+        silence: float | None = None,
         on_report: Report | None = None,
     ) -> None:
         self.statistics = Statistics()
         self.on_report = on_report
         self._answerer = Answerer(engine, retries, restart, max_restarts, self.statistics)
         self._batcher: Batcher[_Waiting] = Batcher(schedule, max_batch)
-        self._connections = Connections(self._handle, self._ended, self._is_full, self.statistics)
+        self._connections = Connections(self._handle, self._ended, self._is_full, self.statistics, silence)
         self._request_timeout, self._engine_timeout = request_timeout, engine_timeout
         self._max_pending = max_pending
         self._inbox: deque[Callable[[], None]] = deque()
@@ -307,7 +309,7 @@ class SharedLLMInferenceManager:
         self._batcher.latencies.asked(item.episode, item.arrived)
         self._batcher.queue.put(item.asker, item)
 
-    def _handle(self, connection: Connection, message: Ask | Left) -> None:
+    def _handle(self, connection: Connection, message: Ask | Left | Alive) -> None:
         """What a worker process says."""
         if isinstance(message, Ask):
             now = time.monotonic()

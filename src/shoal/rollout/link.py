@@ -20,6 +20,7 @@ import msgspec
 from shoal.core.errors import EngineError
 from shoal.rollout.engine import Completion, Key, Request
 from shoal.rollout.wire import (
+    Alive,
     Answer,
     Hello,
     Left,
@@ -41,6 +42,7 @@ class Address:
 
     path: str
     token: bytes
+    beat: float | None = None  # seconds between a worker's signs of life, where the engine watches for them
 
     def connect(self, asker: int) -> SocketLink:
         """A link for a worker in another process."""
@@ -65,6 +67,8 @@ class SocketLink:
         self._next = 0
         self._broken: str | None = None
         self._send(frame(Hello(address.token, asker)))
+        if address.beat is not None:
+            threading.Thread(target=self._beat, args=(address.beat,), daemon=True).start()
 
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
         """One completion a request, in order.
@@ -111,6 +115,12 @@ class SocketLink:
                 self._socket.sendall(data)
         except OSError as error:
             raise EngineError(f"the shared engine is gone ({error})") from error
+
+    def _beat(self, seconds: float) -> None:
+        with contextlib.suppress(EngineError):
+            while not self._broken:
+                time.sleep(seconds)
+                self._send(frame(Alive()))
 
     def _wait(self, call: _Call, deadline: float | None) -> None:
         while not call.done:

@@ -41,6 +41,10 @@ class Ask(msgspec.Struct, array_like=True, tag="a"):
     images: tuple[str, ...] = ()
 
 
+class Alive(msgspec.Struct, array_like=True, tag="v"):
+    """A sign of life of a worker that has nothing to ask just now."""
+
+
 class Left(msgspec.Struct, array_like=True, tag="l"):
     """An episode is over: it will not ask again. `report` is for the owner of the engine."""
 
@@ -66,7 +70,7 @@ class Refusal(msgspec.Struct, array_like=True, tag="r"):
     late: bool
 
 
-_to_server = msgspec.msgpack.Decoder(Hello | Ask | Left)
+_to_server = msgspec.msgpack.Decoder(Hello | Ask | Left | Alive)
 _to_client = msgspec.msgpack.Decoder(Answer | Refusal)
 _encoder = msgspec.msgpack.Encoder()
 
