@@ -61,6 +61,7 @@ def main(argv: list[str]) -> int:
         transformers_logging.disable_progress_bar()
     out = sys.stderr if options.json_events else sys.stdout
     if not processes.first:
+        logging.getLogger("shoal").setLevel(logging.ERROR)  # the first one says it
         with AgentTrainer(config) as trainer:
             for _ in trainer.train():
                 pass
