@@ -116,7 +116,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Every lane with all of its envs; the caller's own first, to be finished first."""
         self._plain_actions = plain_target(slots)
         self._small = self.results.small_places() if copy_observations else None
-        self._finalizer = weakref.finalize(self, _close, self.lanes, backend, os.getpid())
+        self._finalizer = weakref.finalize(self, close, self.lanes, backend, os.getpid())
 
     # --- gymnasium's synchronous interface
     def reset(
@@ -387,7 +387,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
         self._pending, self._state = [], None
         self._finalizer.detach()
-        _close(
+        close(
             self.lanes, self.backend, os.getpid(), 0.0 if terminate else (2.0 if timeout is None else timeout)
         )
 
@@ -658,7 +658,8 @@ def _checked_mask(mask: Any, n_envs: int) -> Any:
     return mask
 
 
-def _close(lanes: list[Lane], backend: Backend | None, owner: int, seconds: float = 2.0) -> None:
+def close(lanes: Sequence[Lane], backend: Backend | None, owner: int, seconds: float = 2.0) -> None:
+    """Close lanes and what they stand on."""
     if os.getpid() != owner:
         return  # a fork of the process that made them: they are not ours to end
     for lane in lanes:

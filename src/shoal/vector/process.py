@@ -83,6 +83,11 @@ class ProcessLane:
         ring = args[-1] if operation == "reset" else 0
         self._command(worker.MESSAGE, (operation, args), ring)
 
+    def start_trial(self, rounds: int) -> None:
+        """Begin to be busy for so many rounds, without touching an env."""
+        self.doing = "trial"
+        self._command(worker.TRIAL, None, rounds)
+
     def _command(self, operation: int, message: Any, ring: int) -> None:
         if self.busy:  # an abandoned reply is still to come: this waits its turn
             self.abandoned = True

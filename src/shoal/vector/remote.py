@@ -240,7 +240,7 @@ def open_ray(
     ring: int | None,
 ) -> dict[str, Any]:
     """Ray actors with a share each, as the arguments of a `VectorPool`."""
-    from shoal.vector.make import description_of
+    from shoal.vector.opening import description_of
 
     backend = RayBackend(step_timeout)
     n_envs = len(env_fns)
