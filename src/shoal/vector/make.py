@@ -10,13 +10,15 @@ from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import available_cpus
+from shoal.vector.lanes import close
 from shoal.vector.launch import StartMethod
 from shoal.vector.opening import HANDOUT_PLACES, Parts, open_processes, open_serial, open_threads
 from shoal.vector.plan import Plan, choose, probe
-from shoal.vector.pool import OnFailure, VectorPool, close
+from shoal.vector.pool import VectorPool
 from shoal.vector.results import Handouts
 from shoal.vector.share import EnvFn
 from shoal.vector.sources import Source, env_fns_of
+from shoal.vector.standing import OnFailure
 from shoal.vector.trial import pays
 
 Backend = Literal["auto", "serial", "process", "thread", "ray"]

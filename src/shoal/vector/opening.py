@@ -12,12 +12,12 @@ from shoal.core.executors import available_cpus
 from shoal.vector.lanes import InlineLane, Lane
 from shoal.vector.launch import START_METHODS
 from shoal.vector.plan import Plan, even_cuts, shares_of
-from shoal.vector.pool import Description, OnFailure
 from shoal.vector.process import ProcessBackend
 from shoal.vector.results import RECYCLE_FROM
 from shoal.vector.share import EnvFn, Share
 from shoal.vector.slots import Slots
 from shoal.vector.spaces import Layout, batch_action_space, batch_observation_space
+from shoal.vector.standing import Description, OnFailure
 from shoal.vector.threads import ThreadBackend
 from shoal.vector.waiting import MAX_SPIN
 from shoal.vector.worker import Attach
