@@ -43,7 +43,7 @@ from shoal.rollout.playing import (
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.settings import BACKENDS, Backend, rollout_config
 from shoal.rollout.workers import WorkerExecutor
-from shoal.vector.launch import by_value
+from shoal.vector.sending import by_value
 
 logger = logging.getLogger(__name__)
 
