@@ -39,8 +39,8 @@ def main(model: Path) -> None:
     said["restarted"] = engine.generate(asked)
     engine.close()
     engine.close()
-    print(
-        "SAID " + json.dumps({name: [asdict(c) for c in found] for name, found in said.items()}), flush=True
+    Path(sys.argv[2]).write_text(
+        json.dumps({name: [asdict(c) for c in found] for name, found in said.items()})
     )
 
 
