@@ -22,6 +22,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "truncated": sum(t.truncated for t in whole) / n,
         "failed_episodes": float(len(trajectories) - len(whole)),
     }
+    row |= {
+        f"failed/{kind}": float(n)
+        for kind, n in sorted(Counter(t.status for t in trajectories).items())
+        if kind != "ok"
+    }
     kinds = sorted({t.env for t in whole})
     if len(kinds) > 1:
         won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
