@@ -46,18 +46,25 @@ def main(argv: list[str]) -> int:
         print(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))), end="")
         return 0
     show_warnings()
-    config = replace(config, run_dir=str(_run_dir(config.run_dir, options.config_name, config.resume)))
-
     import torch
 
     from shoal.train.agent import AgentTrainer
+    from shoal.train.processes import Processes
 
+    processes = Processes.join(config.engine.device)
+    run_dir = processes.together(lambda: str(_run_dir(config.run_dir, options.config_name, config.resume)))[0]
+    config = replace(config, run_dir=run_dir)
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
     out = sys.stderr if options.json_events else sys.stdout
+    if not processes.first:
+        with AgentTrainer(config) as trainer:
+            for _ in trainer.train():
+                pass
+        return 0
     with AgentTrainer(config, _print_event if options.json_events else None) as trainer:
         print(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}", file=out)
         try:
