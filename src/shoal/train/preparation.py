@@ -38,9 +38,8 @@ def prepare_samples(
                     return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
             return logprobs_of(network, micro, proxy.temperature, algorithm.precision)[1]
 
-        return token_values(
-            samples, compute, algorithm.micro_batch_tokens, engine.pad_id, device, algorithm.batching
-        )
+        size, batching = algorithm.micro_batch_tokens, algorithm.batching
+        return token_values(samples, compute, size, engine.pad_id, device, batching, engine.reads_stems)
 
     old = [sample.columns["rollout_logprobs"] for sample in samples]
     corrections: list[np.ndarray] | None = None

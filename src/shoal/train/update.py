@@ -125,7 +125,9 @@ def gradient_step(
     parameters = trained_parameters(engine.model)
     optimizer.zero_grad(set_to_none=True)
     device = str(parameters[0].device)
-    for micro in micro_batches(weighted, config.micro_batch_tokens, engine.pad_id, device, config.batching):
+    for micro in micro_batches(
+        weighted, config.micro_batch_tokens, engine.pad_id, device, config.batching, engine.reads_stems
+    ):
         loss = token_loss(engine, micro, config, temperature, totals)
         if critic is not None:
             loss = loss + critic_loss(critic, micro, config, totals)
