@@ -56,7 +56,7 @@ def share_stems(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens:
     """Pieces that together cost less than their samples, found among neighbours in the order of the tokens."""
     lengths = [len(sample) for sample in ids]
     pieces: list[Piece] = []
-    for i in sorted(range(len(ids)), key=lambda i: ids[i]):
+    for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
         if pieces:
             last = pieces[-1]
             joined = Piece((*last.members, i), _stem(last, i, ids, firsts))
