@@ -129,6 +129,11 @@ def results(run: Path, episodes: int) -> dict[str, Any]:
         for how, temperature in (("sampled", 1.0), ("greedy", 0.0)):
             found = evaluation(run, checkpoint, temperature, episodes)
             row[f"{how}_{when}"] = [found[key] for key in ("success", "success_low", "success_high")]
+            kinds = {key: value for key, value in found.items() if key.startswith("success/")}
+            if kinds:
+                row[f"{how}_{when}_by_env"] = {
+                    key.removeprefix("success/"): value for key, value in kinds.items()
+                }
     row["value"] = row["sampled_end"][0]
     row["curve"] = [[m["iteration"], round(m["success"], 4)] for m in metrics if "success" in m]
     row["heldout_curve"] = [[m["iteration"], m["heldout_success"]] for m in metrics if "heldout_success" in m]

@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ SMALL = [
     "trainer.eval_every=2",
     "trainer.save_every=1",
     "es_manager.val.env_groups=3",
+    "es_manager.train.group_size=8",
+    "engine.width=32",
 ]
 
 
@@ -53,8 +56,21 @@ def results(folder):
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("calm") / "run", "use_parallel_envs=false")
+def calm_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    train(folder, "use_parallel_envs=false")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calm(calm_folder):
+    return results(calm_folder)
+
+
+@pytest.fixture
+def finished(calm_folder, tmp_path):
+    """A run that is over, in a folder that a test may spoil."""
+    return shutil.copytree(calm_folder, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -90,44 +106,45 @@ def test_a_killed_run_resumes_to_the_same_end(calm, tmp_path, killed_at):
     assert train(tmp_path / "run", "resume=true", "use_parallel_envs=false") == calm
 
 
-def test_a_run_leaves_what_its_folder_promises(tmp_path):
-    train(tmp_path / "run")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+def test_a_run_leaves_what_its_folder_promises(finished):
+    summary = json.loads((finished / "summary.json").read_text())
     assert summary["command"] == "train"
     assert summary["status"] == "completed"
     assert 0 <= summary["metrics"]["heldout_success"] <= 1
-    assert {"config.yaml", "metrics.jsonl", "curves.png", "tensorboard"} <= set(os.listdir(tmp_path / "run"))
-    assert any((tmp_path / "run" / "tensorboard").iterdir())
-    played = list(read_trajectories(tmp_path / "run" / "trajectories" / "heldout-000004.jsonl"))
+    assert {"config.yaml", "metrics.jsonl", "curves.png", "tensorboard"} <= set(os.listdir(finished))
+    assert any((finished / "tensorboard").iterdir())
+    played = list(read_trajectories(finished / "trajectories" / "heldout-000004.jsonl"))
     assert [t.group for t in played] == [0, 1, 2]
 
 
-def test_a_run_folder_is_never_overwritten(tmp_path):
-    train(tmp_path / "run")
+def test_a_run_folder_is_never_overwritten(finished):
     with pytest.raises(ConfigError, match="holds a run already: pass resume=true"):
-        train(tmp_path / "run")
+        train(finished)
 
 
-def test_a_run_is_not_continued_with_other_settings(tmp_path):
-    train(tmp_path / "run")
+def test_a_run_is_not_continued_with_other_settings(finished):
     with pytest.raises(DataError, match=r"algorithm\.learning_rate was 0\.002 and is 0\.1"):
-        train(tmp_path / "run", "resume=true", "algorithm.learning_rate=0.1")
+        train(finished, "resume=true", "algorithm.learning_rate=0.1")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path, name):
-    train(tmp_path / "run")
-    newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(finished, name):
+    newest = list_checkpoints(finished / "checkpoints")[-1]
     target = next(newest.rglob(name))
     target.write_bytes(target.read_bytes()[:-1] + b"?")
     with pytest.raises(DataError, match=rf"{name} was altered or truncated.*to go on from step-000003"):
-        train(tmp_path / "run", "resume=true")
+        train(finished, "resume=true")
 
 
 def test_groups_that_differ_by_the_format_penalty_alone_are_reported(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "shoal.train.agent"):
         rows, _ = train(
-            tmp_path / "run", "agent_proxy.format_penalty=0.1", "warmup.steps=5", "trainer.iterations=1"
+            tmp_path / "run",
+            "agent_proxy.format_penalty=0.1",
+            "warmup.steps=5",
+            "trainer.iterations=1",
+            "engine.width=64",
+            "es_manager.train.group_size=16",
         )
     assert rows[-1]["groups_shaping_only"] > 0.5
     assert rows[-1]["groups_trained"] < 8
@@ -138,21 +155,41 @@ def test_dynamic_sampling_plays_until_enough_groups_have_signal(tmp_path):
     rows, _ = train(tmp_path / "run", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.iterations=1")
     row = rows[-1]
     assert row["generated_batches"] > 1
-    assert row["episodes"] == row["groups_played"] * 16  # whole groups
+    assert row["episodes"] == row["groups_played"] * 8  # whole groups
     assert 8 < row["groups_played"] <= 24
     assert row["groups_trained"] <= 8
 
 
-def test_the_bandit_is_learned(tmp_path):
+@pytest.fixture(scope="module")
+def bandit_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bandit") / "run"
     settings = [
         "warmup.steps=120",
         "trainer.iterations=15",
-        "trainer.eval_every=15",
+        "trainer.eval_every=3",
+        "trainer.keep_checkpoints=1",
         "es_manager.val.env_groups=32",
+        "es_manager.train.group_size=4",
+        "engine.width=64",
     ]
-    rows, _ = train(tmp_path / "run", *settings, name="demo-bandit")
+    train(folder, *settings, "use_parallel_envs=false", name="demo-bandit")
+    return folder
+
+
+def test_the_bandit_is_learned(bandit_folder):
+    rows, _ = results(bandit_folder)
     assert rows[0]["heldout_success"] < 0.8
     assert rows[-1]["heldout_success"] >= 0.95
+
+
+def test_the_best_checkpoint_outlives_the_newest_ones(bandit_folder):
+    rows, _ = results(bandit_folder)
+    held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
+    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()) and i > 0)
+    assert first_best < 15
+    best = verify_folder(bandit_folder / "checkpoints" / "best")
+    assert read_json(best / "state.json")["iteration"] == first_best
+    assert [path.name for path in list_checkpoints(bandit_folder / "checkpoints")] == ["step-000015"]
 
 
 @pytest.mark.parametrize("name", config_names())
@@ -182,14 +219,3 @@ def test_a_users_config_builds_on_ours(tmp_path):
     config = compose_config("mine", ["seed=4"], tmp_path)
     assert (config.trainer.iterations, config.seed) == (7, 4)
     assert config.custom_envs["FrozenLakeEnv"].env_config["desc"] == "4x4"
-
-
-def test_the_best_checkpoint_outlives_the_newest_ones(tmp_path):
-    rows, _ = train(
-        tmp_path / "run", "trainer.iterations=16", "warmup.steps=120", "trainer.keep_checkpoints=1"
-    )
-    held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
-    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()) and i > 0)
-    best = verify_folder(tmp_path / "run" / "checkpoints" / "best")
-    assert read_json(best / "state.json")["iteration"] == first_best
-    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000016"]

@@ -63,6 +63,7 @@ def main(argv: list[str]) -> int:
     if options.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
     from shoal.train.agent_evaluation import mean_interval, success_rate
+    from shoal.train.agent_metrics import success_by_kind
 
     trajectories = _play(options)
     whole = [t for t in trajectories if t.status == "ok"]
@@ -83,6 +84,7 @@ def main(argv: list[str]) -> int:
         "valid_actions": sum(valid) / max(1, len(valid)),
         "episodes": len(whole),
         "failed_episodes": len(failures),
+        **success_by_kind(whole),
     }
     if failures:
         print(
@@ -92,6 +94,8 @@ def main(argv: list[str]) -> int:
         print(json.dumps(result))
     else:
         print(f"success        {rate.value:.3f}   95% interval {rate.low:.3f} to {rate.high:.3f}")
+        for name, share in success_by_kind(whole).items():
+            print(f"  {name.removeprefix('success/')}: {share:.3f}")
         print(f"reward         {reward:.3f} ± {half:.3f}")
         print(f"turns          {turns:.2f}")
         print(f"valid actions  {result['valid_actions']:.3f}")

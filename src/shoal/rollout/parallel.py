@@ -168,6 +168,7 @@ class ParallelRolloutManager:
                 retries=settings.engine_retries,
                 restart=self._restarted if isinstance(self.engine, Restartable) else None,
                 max_restarts=settings.engine_restarts,
+                silence=self._silence() if self.backend == "loky" else None,  # "processes" watches its own
                 on_report=self._on_report,
             )
         return self._inference
@@ -339,6 +340,7 @@ class _Rollout:
         self.events = manager._reports
         self.number = 0
         self.broken = False
+        self.hung = 0
 
     def run(self) -> dict[int, Trajectory]:
         for part in spread(list(self.by_index.values()), self.manager._workers):
@@ -355,6 +357,8 @@ class _Rollout:
             for future in self.running:
                 future.cancel()
         self._drain()
+        if self.hung and self.manager.backend == "loky":  # its processes would keep the threads that hang
+            self.manager.forget_executor()
         return self.results
 
     def _start(self, part: list[Assignment], *, spare: bool = False) -> None:
@@ -370,7 +374,7 @@ class _Rollout:
         del self.running[future]
         error = future.exception() if not future.cancelled() else WorkerDiedError("its task was cancelled")
         if error is None:
-            self.manager.report.worker_cpu_seconds += future.result().cpu_seconds
+            self._played(future.result())
             return
         if not isinstance(error, WorkerDiedError | WorkerTimeoutError | BrokenExecutor):
             raise WorkerError(f"a rollout worker failed: {type(error).__name__}: {error}") from error
@@ -396,6 +400,10 @@ class _Rollout:
         else:
             self._again_alone(left[0], error)
 
+    def _played(self, played: Played) -> None:
+        self.manager.report.worker_cpu_seconds += played.cpu_seconds
+        self.hung += played.hung
+
     def _again_alone(self, assignment: Assignment, error: BaseException) -> None:
         deaths = self.deaths[assignment.index] = self.deaths.get(assignment.index, 0) + 1
         if deaths <= self.manager.settings.max_deaths:
@@ -412,8 +420,7 @@ class _Rollout:
         """Wait for the workers to be done, so that none still writes when the next rollout begins."""
         for future in list(self.running):
             try:
-                played = future.result(timeout=10.0)
-                self.manager.report.worker_cpu_seconds += played.cpu_seconds
+                self._played(future.result(timeout=10.0))
             except Exception as error:  # all episodes are there: how a worker ended no longer matters
                 logger.debug("a worker ended badly after its last episode: %s", error)
 

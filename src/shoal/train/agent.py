@@ -9,40 +9,35 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 from omegaconf import OmegaConf
 
 from shoal import envs
-from shoal.core.configuration import from_mapping, to_mapping
-from shoal.core.data import Trajectory, write_trajectories
-from shoal.core.errors import ConfigError
-from shoal.core.run_folder import Event, RunFolder
+from shoal.core.configuration import from_mapping
+from shoal.core.data import Trajectory
+from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments, make_roles
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.train.agent_checkpoints import (
-    Progress,
-    keep_best,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent_config import AgentConfig
-from shoal.train.agent_metrics import rollout_metrics
+from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
+from shoal.train.agent_records import Records
 from shoal.train.critic import Critic, split_optimizer
 from shoal.train.engine_clock import EngineClock
 from shoal.train.group_advantages import has_signal
+from shoal.train.packing_check import safe_batching
 from shoal.train.policy import TrainableEngine, make_engine
 from shoal.train.preparation import prepare_samples
+from shoal.train.processes import Processes, SharedCollector
 from shoal.train.reference import BaseReference, Reference
 from shoal.train.rollout_filter import filter_rollouts
 from shoal.train.schedules import decayed
-from shoal.train.tensorboard import TensorBoard
 from shoal.train.update import trained_parameters, update
-from shoal.train.wandb_log import WandB
 from shoal.train.warmup import warm_up
 
 logger = logging.getLogger(__name__)
@@ -62,16 +57,13 @@ class AgentTrainer:
         if not isinstance(config, AgentConfig):
             plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
             config = from_mapping(AgentConfig, plain)  # type: ignore[arg-type]
-        self.config = config
+        self.processes = Processes.join(config.engine.device)
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
-        self.engine: TrainableEngine = make_engine(config.engine, self._action_words(), config.seed)
-        lora = config.model.lora
-        if lora.rank:
-            from shoal.train.lora import add_lora
-
-            self.engine = add_lora(self.engine, lora, config.engine.model, config.seed)
-        algorithm = config.algorithm
+        self.engine = self._make_engine(config)
+        batching = safe_batching(self.engine, config.algorithm.batching)
+        algorithm = replace(config.algorithm, batching=batching)
+        self.config = config = replace(config, algorithm=algorithm)
         self.critic = Critic(self.engine) if algorithm.needs_critic else None
         self.optimizer = split_optimizer(
             trained_parameters(self.engine.model),
@@ -80,7 +72,7 @@ class AgentTrainer:
             algorithm.critic.learning_rate,
             algorithm.weight_decay,
         )
-        self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event)
+        self.records = Records(config, on_event, writes=self.processes.first)
         self.progress = Progress(0, 0.0, 0, 0)
         self._clock = EngineClock()
         self._collector = self._make_collector("train", config.seed)
@@ -89,13 +81,10 @@ class AgentTrainer:
         if algorithm.kl.coef:
             self._reference = (
                 BaseReference(self.engine)  # type: ignore[arg-type]
-                if lora.rank
-                else Reference(self.folder.path / "reference")
+                if config.model.lora.rank
+                else Reference(self.records.folder.path / "reference", writes=self.processes.first)
             )
-        self._board = TensorBoard(self.folder.path / "tensorboard", config.trainer.tensorboard)
-        self._wandb = WandB(
-            self.folder.path, config.trainer.wandb_project, to_mapping(config), config.trainer.wandb
-        )
+        self._success = 0.0  # held out, at this iteration; 0 if not measured
         self._warned = False
 
     def __enter__(self) -> AgentTrainer:
@@ -106,8 +95,7 @@ class AgentTrainer:
 
     def close(self) -> None:
         """End the env workers; may be called twice."""
-        self._board.close()
-        self._wandb.close()
+        self.records.close()
         self._collector.close()
         self._val_collector.close()
 
@@ -115,9 +103,11 @@ class AgentTrainer:
         """One line: what is trained, on what."""
         size = sum(parameter.numel() for parameter in self.engine.model.parameters())
         groups, algorithm = self.config.es_manager.train, self.config.algorithm.adv_estimator
+        several = f", {self.processes.count} processes" if self.processes.count > 1 else ""
         return (
             f"{self.config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
             f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}"
+            f"{several}"
         )
 
     # --- the loop
@@ -129,7 +119,7 @@ class AgentTrainer:
             yield self._start()
         settings = self.config.trainer
         enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
-        while self.progress.iteration < settings.iterations and self._success_now() < enough:
+        while self.progress.iteration < settings.iterations and self._success < enough:
             row = self.train_iteration()
             last = self.progress.iteration >= settings.iterations
             improved = False
@@ -139,16 +129,12 @@ class AgentTrainer:
                 if improved:
                     self.progress = replace(self.progress, best_success=row["heldout_success"])
                 last = last or row["heldout_success"] >= enough
-            self._report(row)
+            self._success = row.get("heldout_success", 0.0)
+            self.records.report(row)
             if last or improved or self.progress.iteration % settings.save_every == 0:
                 self._save(best=improved)
             yield row
-        self._finish()
-
-    def _success_now(self) -> float:
-        """Held-out success at this iteration, if it was measured."""
-        rows = self.folder.read_metrics()
-        return float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
+        self.records.finish(self.progress)
 
     def train_iteration(self) -> dict[str, Any]:
         """One round of rollouts and one update; returns its metrics."""
@@ -169,19 +155,9 @@ class AgentTrainer:
             self.progress.tokens + tokens,
         )
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
-        row["seconds_rollout"] = round(rollout_seconds, 4)
-        seconds = time.perf_counter() - clock
-        update_seconds = seconds - rollout_seconds
-        row["seconds_update"] = round(update_seconds, 4)
-        row["tokens_per_second"] = round(tokens / rollout_seconds, 1)
-        row["update_tokens_per_second"] = round(row.get("trained_tokens", 0) / update_seconds, 1)
-        row["share_rollout"] = round(rollout_seconds / seconds, 4)
-        row["share_update"] = round(update_seconds / seconds, 4)
-        row["share_idle"] = round(row["share_rollout"] * max(0.0, 1 - row["engine_busy"]), 4)
+        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
-            write_trajectories(
-                self.folder.path / "trajectories" / f"train-{iteration + 1:06d}.jsonl", trajectories
-            )
+            self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories)
         return row
 
     def evaluate(self, *, greedy: bool = True) -> list[Trajectory]:
@@ -208,8 +184,8 @@ class AgentTrainer:
                 played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type
             )
             row |= filtered
-        if isinstance(self._collector, ParallelRolloutManager):
-            row |= self._collector.report.metrics()
+        if isinstance(self._collector.collector, ParallelRolloutManager):
+            row |= self._collector.collector.report.metrics()
         return played, learned, row
 
     def _learn(
@@ -222,14 +198,20 @@ class AgentTrainer:
         signal = has_signal(rewards, groups)
         with_signal = {g for g, kept in zip(groups, signal, strict=True) if kept}
         row = {"groups_with_signal": len(with_signal) / max(1, len(set(groups)))}
-        row["groups_shaping_only"] = self._shaping_only(whole, with_signal)
+        row["groups_shaping_only"] = self._shaping_only(whole)
         row["groups_trained"] = float(len({t.group for t in learned}))
         if not learned:
             return row
         self._set_rates(iteration)
         reference = self._reference.engine if self._reference else None
         samples = prepare_samples(
-            learned, self.engine, self.critic, reference, config.algorithm, config.agent_proxy
+            learned,
+            self.engine,
+            self.critic,
+            reference,
+            config.algorithm,
+            config.agent_proxy,
+            self.processes,
         )
         return row | update(
             self.engine,
@@ -240,6 +222,7 @@ class AgentTrainer:
             config.agent_proxy.temperature,
             config.seed,
             iteration,
+            self.processes,
         )
 
     def _set_rates(self, iteration: int) -> None:
@@ -250,16 +233,11 @@ class AgentTrainer:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
 
-    def _shaping_only(self, trajectories: list[Trajectory], with_signal: set[int]) -> float:
+    def _shaping_only(self, whole: list[Trajectory]) -> float:
         """Share of groups whose members differ by format penalty alone; warns once when it is most of them."""
-        if self.config.agent_proxy.format_penalty == 0 or not trajectories:
+        if self.config.agent_proxy.format_penalty == 0:
             return 0.0
-        invalid = [sum(not turn.action_is_valid for turn in t.turns) for t in trajectories]
-        groups = [t.group for t in trajectories]
-        shaped = {
-            g for g, kept in zip(groups, has_signal(invalid, groups), strict=True) if kept
-        } - with_signal
-        share = len(shaped) / len(set(groups))
+        share = shaping_only(whole)
         if share > 0.5 and not self._warned:
             self._warned = True
             logger.warning(
@@ -271,33 +249,36 @@ class AgentTrainer:
 
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
-        if self.folder.metrics_path.exists():
-            raise ConfigError(
-                f"{self.folder.path} holds a run already: pass resume=true to go on with it, or another run_dir"
-            )
-        OmegaConf.save(OmegaConf.create(to_mapping(self.config)), self.folder.path / "config.yaml")
+        self.processes.together(self.records.begin)
         row: dict[str, Any] = {"iteration": 0}
         losses = list(self._warm_up())
         if losses:
             row["warmup_loss"] = losses[-1]
+        self.processes.share_weights(self.engine.model.state_dict().values())
         if self.critic is not None:
             self.critic.model.load_state_dict(self.engine.model.state_dict())
         if self._reference is not None:
             self._reference.keep(self.engine)
         row |= self._validate()
-        self._report(row)
+        self._success = row["heldout_success"]
+        self.records.report(row)
         self._save()
         return row
 
     def _resume(self) -> Iterator[dict[str, Any]]:
-        path = newest_checkpoint(self.folder.path / "checkpoints")
+        folder = self.records.folder.path
         self.progress = load_checkpoint(
-            path, self.engine, self.critic, self.optimizer, self.config.comparable()
+            newest_checkpoint(folder / "checkpoints"),
+            self.engine,
+            self.critic,
+            self.optimizer,
+            self.config.comparable(),
         )
         if self._reference is not None:
-            self._reference.load(self.config.engine.device)
-        self.folder.keep_metrics(lambda row: row["iteration"] <= self.progress.iteration)
-        yield from self.folder.read_metrics()
+            self._reference.load(self.processes.device(self.config.engine.device))
+        rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
+        self._success = float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
+        yield from rows
 
     def _warm_up(self) -> Iterator[float]:
         config = self.config
@@ -312,7 +293,7 @@ class AgentTrainer:
             self.engine,
             makers,
             self.train_envs.roles,
-            self._collector.prompter,
+            self._collector.collector.prompter,
             config.warmup,
             config.algorithm.micro_batch_tokens,
             config.seed,
@@ -320,50 +301,33 @@ class AgentTrainer:
 
     def _validate(self) -> dict[str, float]:
         trajectories = self.evaluate()
-        name = f"heldout-{self.progress.iteration:06d}.jsonl"
-        write_trajectories(self.folder.path / "trajectories" / name, trajectories)
+        self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
         metrics = rollout_metrics(trajectories)
-        return {f"heldout_{key}": metrics[key] for key in ("success", "reward", "turns", "valid_actions")}
-
-    def _report(self, row: dict[str, Any]) -> None:
-        self.folder.append_metrics(row)
-        self._board.add(row, row["iteration"])
-        self._wandb.add(row, row["iteration"])
-        if "heldout_success" in row:
-            self._draw()
+        kinds = [key for key in metrics if key.startswith("success/")]
+        wanted = ("success", "reward", "turns", "valid_actions", *kinds)
+        return {f"heldout_{key}": metrics[key] for key in wanted}
 
     def _save(self, *, best: bool = False) -> None:
-        path = save_checkpoint(
-            self.folder.path / "checkpoints",
-            self.engine,
-            self.critic,
-            self.optimizer,
-            self.progress,
-            self.config.comparable(),
-            self.config.trainer.keep_checkpoints,
-        )
-        if best:
-            keep_best(path)
-        self.folder.event("checkpoint", step=self.progress.iteration, path=str(path))
+        save = partial(self.records.save, self.engine, self.critic, self.optimizer, self.progress, best=best)
+        self.processes.together(save)
 
-    def _finish(self) -> None:
-        rows = self.folder.read_metrics()
-        held_out = [row for row in rows if "heldout_success" in row]
-        final = {key: value for key, value in held_out[-1].items() if key != "iteration"}
-        final |= {"best_heldout_success": self.progress.best_success, "iterations": self.progress.iteration}
-        self.folder.finish(final)
+    # --- parts
+    def _make_engine(self, config: AgentConfig) -> TrainableEngine:
+        device = self.processes.device(config.engine.device)
+        engine = make_engine(replace(config.engine, device=device), self._action_words(), config.seed)
+        if not config.model.lora.rank:
+            return engine
+        from shoal.train.lora import add_lora
 
-    def _draw(self) -> None:
-        from shoal.train.curves import write_curves
+        return add_lora(engine, config.model.lora, config.engine.model, config.seed)
 
-        write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
-
-    def _make_collector(self, which: str, seed: int) -> TrajectoryCollector | ParallelRolloutManager:
+    def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
         if self.config.agent_proxy.use_parallel_rollout:
-            return ParallelRolloutManager(self.config, self.engine, side=which, seed=seed)
+            manager = ParallelRolloutManager(self.config, self.engine, side=which, seed=seed)
+            return SharedCollector(manager, self.processes)
         side = self.train_envs if which == "train" else self.val_envs
         roles = make_roles(self.config.custom_envs, side.tags, self.config.agent_proxy.max_turn)
-        return TrajectoryCollector(
+        collector = TrajectoryCollector(
             side.pool,
             side.tags,
             roles,
@@ -372,6 +336,7 @@ class AgentTrainer:
             self.config.agent_proxy.prompt,
             seed,
         )
+        return SharedCollector(collector, self.processes)
 
     def _action_words(self) -> list[str]:
         roles = {**self.train_envs.roles, **self.val_envs.roles}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shoal.core.data import Trajectory
+from shoal.train.group_advantages import has_signal
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -22,8 +24,40 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "truncated": sum(t.truncated for t in whole) / n,
         "failed_episodes": float(len(trajectories) - len(whole)),
     }
-    kinds = sorted({t.env for t in whole})
-    if len(kinds) > 1:
-        won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
-        row |= {f"success/{kind}": won[kind] / played[kind] for kind in kinds}
-    return row
+    return row | success_by_kind(whole)
+
+
+def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
+    """`success/<tag>` of each kind of env, where there are several."""
+    won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
+    return {f"success/{kind}": won[kind] / played[kind] for kind in sorted(played)} if len(played) > 1 else {}
+
+
+def iteration_times(
+    row: Mapping[str, Any], rollout_seconds: float, seconds: float, tokens: int
+) -> dict[str, float]:
+    """Where the wall-clock of an iteration went; `row` says how busy the engine was, and what was trained."""
+    update_seconds = seconds - rollout_seconds
+    share = rollout_seconds / seconds
+    return {
+        "seconds_rollout": round(rollout_seconds, 4),
+        "seconds_update": round(update_seconds, 4),
+        "tokens_per_second": round(tokens / rollout_seconds, 1),
+        "update_tokens_per_second": round(row.get("trained_tokens", 0) / update_seconds, 1),
+        "share_rollout": round(share, 4),
+        "share_update": round(1 - share, 4),
+        "share_idle": round(share * max(0.0, 1 - row["engine_busy"]), 4),
+    }
+
+
+def shaping_only(whole: Sequence[Trajectory]) -> float:
+    """Share of groups whose members earned the same task reward and differ by turns without a valid action."""
+    if not whole:
+        return 0.0
+    groups = [t.group for t in whole]
+    invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
+    by_reward = has_signal([t.reward for t in whole], groups)
+    by_format = has_signal(invalid, groups)
+    rewarded = {g for g, kept in zip(groups, by_reward, strict=True) if kept}
+    shaped = {g for g, kept in zip(groups, by_format, strict=True) if kept} - rewarded
+    return len(shaped) / len(set(groups))

@@ -28,7 +28,8 @@ def write_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    figure = Figure(figsize=(10, 6.4))
+    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.95, wspace=0.14, hspace=0.3)  # no search
     FigureCanvasAgg(figure)
     for axis, (title, names) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         for name in names:
@@ -43,4 +44,4 @@ def write_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.set_ylim(-0.02, 1.02)
         if axis.lines:
             axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100, pil_kwargs={"compress_level": 1})

@@ -14,6 +14,7 @@ from shoal.train.arithmetic import autocast
 from shoal.train.critic import Critic
 from shoal.train.group_advantages import Array
 from shoal.train.policy import TrainableEngine
+from shoal.train.processes import ALONE, Processes
 from shoal.train.samples import MicroBatch, Sample, make_samples, split_tokens, token_values
 from shoal.train.token_losses import rollout_correction
 from shoal.train.update import logprobs_of
@@ -26,9 +27,14 @@ def prepare_samples(
     reference: TrainableEngine | None,
     algorithm: Algorithm,
     proxy: AgentProxy,
+    processes: Processes = ALONE,
 ) -> list[Sample]:
-    """Samples of whole trajectories with all columns that the configured losses read."""
+    """Samples of whole trajectories with all columns that the configured losses read.
+
+    Networks are asked about each sample by one of the processes; all of them get all samples.
+    """
     samples = [sample for trajectory in trajectories for sample in make_samples(trajectory)]
+    sizes = [len(sample.ids) for sample in samples]
     device = str(next(engine.model.parameters()).device)
 
     def ask(network: TrainableEngine | Critic) -> list[np.ndarray]:
@@ -38,8 +44,13 @@ def prepare_samples(
                     return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
             return logprobs_of(network, micro, proxy.temperature, algorithm.precision)[1]
 
-        size, batching = algorithm.micro_batch_tokens, algorithm.batching
-        return token_values(samples, compute, size, engine.pad_id, device, batching, engine.reads_stems)
+        def of(numbers: list[int]) -> list[np.ndarray]:
+            own, size = [samples[i] for i in numbers], algorithm.micro_batch_tokens
+            return token_values(  # type: ignore[return-value]
+                own, compute, size, engine.pad_id, device, algorithm.batching, engine.reads_stems
+            )
+
+        return processes.spread(sizes, of)
 
     old = [sample.columns["rollout_logprobs"] for sample in samples]
     corrections: list[np.ndarray] | None = None

@@ -20,10 +20,12 @@ class Reference:
 
     Args:
         folder: where its weights are kept for a run that is resumed.
+        writes: False keeps them in memory alone (another process of the run writes them).
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, writes: bool = True) -> None:
         self._folder = folder
+        self._writes = writes
         self._engine: TrainableEngine | None = None
 
     @property
@@ -35,8 +37,9 @@ class Reference:
 
     def keep(self, engine: TrainableEngine) -> None:
         """Copy the present weights of `engine`, in memory and on disk."""
-        with write_folder(self._folder) as folder:
-            engine.save(folder)
+        if self._writes:
+            with write_folder(self._folder) as folder:
+                engine.save(folder)
         frozen = copy.copy(engine)
         frozen.model = copy.deepcopy(engine.model)  # type: ignore[misc]
         self._engine = self._frozen(frozen)

@@ -158,7 +158,7 @@ def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device:
         for name in members[0].columns
     }
     trained = [len(sample.places) for sample in members]
-    if stems[1].any():
+    if (stems[1] > stems[0]).any():
         begins = np.concatenate([begins[None], stems])
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from shoal.train.packing import Batching, cost, plan_batches, row_cost
 
-
 WORTH = 0.9
 """Share of the cost below which stems are used: they need a mask, which attention without them does not."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from shoal.train.agent_config import Algorithm
 from shoal.train.arithmetic import Precision, autocast, training_mode
 from shoal.train.critic import Critic
 from shoal.train.policy import TrainableEngine
+from shoal.train.processes import ALONE, Processes
 from shoal.train.samples import MicroBatch, Sample, micro_batches
 from shoal.train.token_losses import (
     aggregation_weights,
@@ -41,6 +42,16 @@ class Totals:
     largest_gap: float = 0.0  # |log-prob now - when sampled| before the first gradient step
     grad_norm: float = 0.0
     steps: int = 0
+
+    def over(self, processes: Processes) -> Totals:
+        """Those of all processes; what every one of them counted alike is not counted again."""
+        everyone = processes.together(lambda: self)
+        summed = {
+            item.name: sum(getattr(one, item.name) for one in everyone)
+            for item in fields(self)
+            if item.name not in ("largest_gap", "grad_norm", "steps")
+        }
+        return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
 
     def metrics(self, config: Algorithm) -> dict[str, float]:
         """Means a token, and means a step for loss and gradient."""
@@ -88,14 +99,17 @@ def update(
     temperature: float,
     seed: int,
     iteration: int,
+    processes: Processes = ALONE,
 ) -> dict[str, float]:
     """Train on samples; the order of minibatches depends on (seed, iteration, epoch) alone.
+
+    Several processes give the same samples and each work on a part of every minibatch.
 
     Returns:
         Metrics of the update, see `docs/metrics.md`.
     """
     totals = Totals()
-    noise = derive_seed(seed, "dropout", iteration)
+    noise = derive_seed(seed, "dropout", iteration, *([processes.rank] if processes.rank else []))
     with contextlib.ExitStack() as modes:
         for model in (engine.model, *(() if critic is None else (critic.model,))):
             modes.enter_context(training_mode(model, config.gradient_checkpointing, noise))
@@ -103,9 +117,9 @@ def update(
             order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
             for first in range(0, len(order), config.minibatch_size):
                 minibatch = [samples[i] for i in order[first : first + config.minibatch_size]]
-                gradient_step(engine, critic, optimizer, minibatch, config, temperature, totals)
+                gradient_step(engine, critic, optimizer, minibatch, config, temperature, totals, processes)
     engine.weights_version += 1
-    return totals.metrics(config)
+    return totals.over(processes).metrics(config)
 
 
 def gradient_step(
@@ -116,8 +130,9 @@ def gradient_step(
     config: Algorithm,
     temperature: float,
     totals: Totals,
+    processes: Processes = ALONE,
 ) -> None:
-    """One step of the optimizer; the weights of all tokens of the minibatch sum to 1."""
+    """One step of the optimizer; the weights of all tokens of the minibatch sum to 1, over all processes."""
     weights = aggregation_weights(
         [len(s.places) for s in minibatch], config.loss_aggregation, config.loss_constant
     )
@@ -125,13 +140,14 @@ def gradient_step(
     parameters = trained_parameters(engine.model)
     optimizer.zero_grad(set_to_none=True)
     device = str(parameters[0].device)
-    for micro in micro_batches(
-        weighted, config.micro_batch_tokens, engine.pad_id, device, config.batching, engine.reads_stems
-    ):
+    own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
+    stems = engine.reads_stems
+    for micro in micro_batches(own, config.micro_batch_tokens, engine.pad_id, device, config.batching, stems):
         loss = token_loss(engine, micro, config, temperature, totals)
         if critic is not None:
             loss = loss + critic_loss(critic, micro, config, totals)
         loss.backward()  # type: ignore[no-untyped-call]
+    processes.sum_gradients([p for group in optimizer.param_groups for p in group["params"]])
     totals.grad_norm += float(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
     if critic is not None:
         nn.utils.clip_grad_norm_(critic.parameters(), config.max_grad_norm)

@@ -651,7 +651,10 @@ def _checked_mask(mask: Any, n_envs: int) -> Any:
     if mask.dtype != np.bool_:
         raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
-        raise ValueError("`options['reset_mask']` must contain at least one True value, got none")
+        raise ValueError(  # (its users look for Gymnasium's words)
+            "`options['reset_mask']` must contain a boolean array with at least one True value, "
+            f"got reset_mask={mask}"
+        )
     return mask
 
 

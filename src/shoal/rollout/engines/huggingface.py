@@ -7,6 +7,7 @@ before, rows that have ended leave the batch, and the picks are keyed Gumbel noi
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ try:
     from shoal.rollout.engines.prefix_cache import PrefixStore, can_be_cropped, fill_cache, take_row
 except ImportError as error:
     raise missing_extra("the Hugging Face engine", "llm") from error
+
+logger = logging.getLogger(__name__)
 
 
 class HuggingFaceEngine:
@@ -208,9 +211,7 @@ class HuggingFaceEngine:
             return self._head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
         before = where[:, 1:]
         columns = before.any(0).nonzero()[:, 0]
-        out = self.model(
-            **_context(ids, begins, self._implementation), use_cache=False, logits_to_keep=columns
-        )
+        out = self.model(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
         return out.logits[before[:, columns]]  # type: ignore[no-any-return]
 
     @property
@@ -230,13 +231,33 @@ class HuggingFaceEngine:
         joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
         begins = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
         stems = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
-        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-        with torch.no_grad():
-            expected = decoder(**_context(apart, None), use_cache=False).last_hidden_state[:, 2:]
-            spans = torch.cat([begins[None], stems])
-            found = decoder(**_context(joined, spans, self._implementation), use_cache=False)
+        spans = torch.cat([begins[None], stems])
+        try:
+            decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+            with torch.no_grad():
+                expected = decoder(**_context(apart, None), use_cache=False).last_hidden_state[:, 2:]
+                found = decoder(**_context(joined, spans, self._implementation), use_cache=False)
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+            NotImplementedError,
+            AttributeError,
+            IndexError,
+        ) as error:
+            logger.info(
+                "prompts of a group are not shared in training, the model takes no such rows: %s", error
+            )
+            return False
         gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
         return bool(gap <= 0.02 * expected.abs().max())
+
+    def _reading(self, ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
+        context = _context(ids, begins, self._implementation)
+        if begins is None and not self.reads_stems:  # more than attention: it may want to know of padding
+            places = torch.arange(ids.shape[1] - 1, device=ids.device)
+            context["attention_mask"] = (places < lengths[:, None]).long()
+        return context
 
     @property
     def _implementation(self) -> str:
@@ -259,8 +280,7 @@ class HuggingFaceEngine:
     def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
         decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-        del lengths  # padding is on the right, where nothing that counts looks
-        out = decoder(**_context(ids, begins, self._implementation), use_cache=False)
+        out = decoder(**self._reading(ids, lengths, begins), use_cache=False)
         return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
 
     @property
@@ -308,7 +328,7 @@ class HuggingFaceEngine:
 def _context(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> dict[str, Tensor]:
     """What a model reads of rows without their last column.
 
-    Padding on the right needs no mask: nothing that counts looks there. Packed samples are told apart by their
+    Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
     positions, stems and branches by a mask of our own.
     """
     if begins is None:

@@ -1,0 +1,116 @@
+"""What a run of agent training leaves on disk: metrics, curves, trajectories, checkpoints and a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from shoal.core.configuration import to_mapping
+from shoal.core.data import Trajectory, write_trajectories
+from shoal.core.errors import ConfigError
+from shoal.core.run_folder import Event, RunFolder
+from shoal.train.agent_checkpoints import Progress, keep_best, save_checkpoint
+from shoal.train.agent_config import AgentConfig
+from shoal.train.critic import Critic
+from shoal.train.policy import TrainableEngine
+from shoal.train.tensorboard import TensorBoard
+from shoal.train.wandb_log import WandB
+
+
+class Records:
+    """Writes the run folder.
+
+    Args:
+        config: of the run.
+        on_event: called at durable moments.
+        writes: False makes every method that writes do nothing (further processes of one run).
+    """
+
+    def __init__(self, config: AgentConfig, on_event: Event | None, writes: bool = True) -> None:
+        self._config = config
+        self._writes = writes
+        self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event)
+        settings = config.trainer
+        self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)
+        self._wandb = WandB(
+            self.folder.path, settings.wandb_project, to_mapping(config), writes and settings.wandb
+        )
+
+    def begin(self) -> None:
+        """Write the config of a new run.
+
+        Raises:
+            ConfigError: the folder holds a run.
+        """
+        if not self._writes:
+            return
+        if self.folder.metrics_path.exists():
+            raise ConfigError(
+                f"{self.folder.path} holds a run already: pass resume=true to go on with it, or another run_dir"
+            )
+        OmegaConf.save(OmegaConf.create(to_mapping(self._config)), self.folder.path / "config.yaml")
+
+    def go_on(self, iteration: int) -> list[dict[str, Any]]:
+        """Drop what was reported after `iteration`, and give the rows before."""
+        if self._writes:
+            self.folder.keep_metrics(lambda row: row["iteration"] <= iteration)
+        return [row for row in self.folder.read_metrics() if row["iteration"] <= iteration]
+
+    def report(self, row: dict[str, Any]) -> None:
+        """Add a row of metrics; at an evaluation, draw the curves."""
+        if not self._writes:
+            return
+        self.folder.append_metrics(row)
+        self._board.add(row, row["iteration"])
+        self._wandb.add(row, row["iteration"])
+        if "heldout_success" in row:
+            from shoal.train.curves import write_curves
+
+            write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
+
+    def keep_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Write `trajectories/<name>.jsonl`."""
+        if self._writes:
+            write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
+
+    def save(
+        self,
+        engine: TrainableEngine,
+        critic: Critic | None,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        *,
+        best: bool = False,
+    ) -> None:
+        """Commit a checkpoint, and keep a copy of it if it is the best so far."""
+        if not self._writes:
+            return
+        path = save_checkpoint(
+            self.folder.path / "checkpoints",
+            engine,
+            critic,
+            optimizer,
+            progress,
+            self._config.comparable(),
+            self._config.trainer.keep_checkpoints,
+        )
+        if best:
+            keep_best(path)
+        self.folder.event("checkpoint", step=progress.iteration, path=str(path))
+
+    def finish(self, progress: Progress) -> None:
+        """Write the summary."""
+        if not self._writes:
+            return
+        held_out = [row for row in self.folder.read_metrics() if "heldout_success" in row]
+        final = {key: value for key, value in held_out[-1].items() if key != "iteration"}
+        final |= {"best_heldout_success": progress.best_success, "iterations": progress.iteration}
+        self.folder.finish(final)
+
+    def close(self) -> None:
+        """Close what is open; may be called twice."""
+        self._board.close()
+        self._wandb.close()
