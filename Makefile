@@ -66,6 +66,7 @@ bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3 
 	$(BIN)/python benchmarks/vector_tables.py
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
 	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/rollout_tables.py
 
 bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
 	.venv-trl/bin/python benchmarks/trl_update.py
@@ -82,7 +83,7 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 	.venv-trl/bin/python -m pytest tests/integrations --timeout 600
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2
-	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/test_vllm_server.py --timeout 900
+	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/test_vllm_server.py tests/rollout/test_vllm_engine.py --timeout 900
 
 bench-learning: setup  ## three seeds of every config that learns, about forty CPU minutes
 	$(BIN)/python benchmarks/learning.py

@@ -1,13 +1,13 @@
 """Time of one update of the weights: shoal beside TRL's GRPOTrainer, same weights, same batch, same run.
 
-    python benchmarks/trl_update.py [--updates 6] [--threads 1 2] [--only WORD]
+    python benchmarks/trl_update.py [--only WORD] [--threads 1]
 
-The batch is one set of multi-turn episodes with their sampled log-probs and advantages, clip objective, no KL term,
-AdamW. TRL runs its own training loop (`GRPOTrainer.train`): a rollout function hands it the episodes once, and
-`num_iterations` makes it train on them again and again; what is timed is from `on_step_begin` to `on_step_end`, so
-neither generation nor logging counts. TRL is tried with several sizes of micro-batch, without gradient
-checkpointing and in float32, and its fastest counts. Losses of every update and the weights after the last must
-agree before a time is kept.
+The batch is one set of multi-turn episodes with their sampled log-probs and advantages; as always with GRPO, the
+members of a group share their first prompt. Clip objective, no KL term, AdamW, float32. TRL runs its own loop
+(`GRPOTrainer.train`): a rollout function hands it the episodes once, and `num_iterations` makes it train on them again
+and again; what is timed is from `on_step_begin` to `on_step_end`, so neither generation nor logging counts. TRL is
+tried with several sizes of micro-batch, without gradient checkpointing; its fastest counts. Losses of all updates and
+the weights after the last must agree before a time is kept. Cases that were not run keep their rows in the results.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "src"))
 
 from shoal.core.data import Trajectory, Turn  # noqa: E402
+from shoal.core.errors import EngineError  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.rollout.engines.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.rollout.engines.model_store import resolve_model  # noqa: E402
 from shoal.train.agent_config import Algorithm  # noqa: E402
 from shoal.train.critic import split_optimizer  # noqa: E402
 from shoal.train.group_advantages import group_relative  # noqa: E402
@@ -46,14 +48,12 @@ from shoal.train.update import logprobs_of, trained_parameters, update  # noqa: 
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
 VOCABULARY, GROUP, RATE = 2048, 8, 1e-4
-TRL_MICRO_BATCHES = (32, 8, 4)
-SHOAL_MICRO_BATCH_TOKENS = (1024, 4096, 16384)
 rows: list[dict[str, Any]] = []
 
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths of a batch of episodes, all drawn uniformly between two bounds."""
+    """Lengths of a batch of episodes, all drawn uniformly between two bounds, and what is tried on it."""
 
     name: str
     prompt: tuple[int, int]
@@ -61,19 +61,42 @@ class Case:
     response: tuple[int, int]
     observation: tuple[int, int]
     episodes: int = 32
+    model: str = "tiny"
+    updates: int = 4
+    shoal_tokens: tuple[int, ...] = (1024, 4096)  # in a micro-batch
+    trl_rows: tuple[int, ...] = (32, 8, 4, 2)  # in a micro-batch
+
+    @property
+    def rate(self) -> float:
+        """Learning rate, small enough that rounding stays rounding."""
+        return RATE if self.model == "tiny" else RATE / 100
 
 
 CASES = (
     Case("many short turns", (60, 160), (1, 12), (4, 16), (12, 40)),
     Case("few long turns", (60, 160), (1, 3), (20, 120), (20, 60)),
     Case("one turn, like lengths", (96, 128), (1, 1), (48, 64), (0, 0)),
+    Case("one turn, equal lengths", (112, 112), (1, 1), (56, 56), (0, 0)),
+    Case(
+        "SmolLM2 135M, several turns",
+        *((40, 60), (1, 3), (8, 24), (8, 24)),
+        episodes=8,
+        model="smollm2",
+        updates=2,
+        shoal_tokens=(1024,),
+        trl_rows=(4, 2),
+    ),
 )
 
 
-def make_model() -> Any:
-    """A small Llama whose head has as much of the work as a 0.5B model's: about a quarter."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_model(name: str) -> Any:
+    """`tiny`: a small Llama whose head has as much of the work as a 0.5B model's, about a quarter; or a fetched one."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+    if name != "tiny":
+        return AutoModelForCausalLM.from_pretrained(
+            resolve_model(name), dtype=torch.float32, local_files_only=True
+        )
     shape = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -105,15 +128,19 @@ def make_tokenizer() -> Any:
 
 
 def make_episodes(case: Case, seed: int) -> list[Trajectory]:
-    """Episodes with seeded lengths, tokens and rewards; each prompt extends the tokens before it."""
+    """Episodes with seeded lengths, tokens and rewards; each prompt extends the tokens before it.
+
+    A group begins in one state, so its members share the first prompt.
+    """
     rng = stream(seed, "episodes", case.name)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
         return tuple(int(i) for i in rng.integers(3, VOCABULARY, rng.integers(bounds[0], bounds[1] + 1)))
 
+    firsts = [tokens(case.prompt) for _ in range(case.episodes // GROUP)]
     episodes = []
     for i in range(case.episodes):
-        context = tokens(case.prompt)
+        context = firsts[i // GROUP]
         turns = []
         for _ in range(rng.integers(case.turns[0], case.turns[1] + 1)):
             response = tokens(case.response)
@@ -148,31 +175,33 @@ class Result:
     weights: dict[str, torch.Tensor]
 
 
-def run_shoal(samples: list[Sample], tokenizer: Any, updates: int, micro_batch_tokens: int) -> Result:
+def run_shoal(case: Case, samples: list[Sample], tokenizer: Any, micro_batch_tokens: int) -> Result:
     """`shoal.train.update` on the whole batch, again and again."""
-    model = make_model()
+    model = make_model(case.model)
     engine = HuggingFaceEngine(model, tokenizer)
-    optimizer = split_optimizer(trained_parameters(model), None, RATE, RATE, 0.0)
+    optimizer = split_optimizer(trained_parameters(model), None, case.rate, case.rate, 0.0)
     config = Algorithm(
         clip_ratio_low=0.2,
         clip_ratio_high=0.2,
         entropy_coef=0.0,
-        learning_rate=RATE,
+        learning_rate=case.rate,
         minibatch_size=len(samples),
         micro_batch_tokens=micro_batch_tokens,
+        batching="auto",
     )
     result = Result([], [], 0.0, {})
-    for iteration in range(updates):
+    for iteration in range(case.updates):
         clock, cpu = time.perf_counter(), time.process_time()
         metrics = update(engine, None, optimizer, samples, config, 1.0, 0, iteration)
         result.seconds.append(time.perf_counter() - clock)
         result.cpu_seconds += time.process_time() - cpu
         result.losses.append(metrics["loss"])
+    result.seconds = result.seconds[1:]  # as TRL's: the first warms up
     result.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return result
 
 
-def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: int) -> Result:
+def run_trl(case: Case, samples: list[Sample], tokenizer: Any, micro_batch: int) -> Result:
     """TRL's own loop over the same episodes, with `micro_batch` rows at a time."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -218,9 +247,9 @@ def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: in
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=accumulate,
             num_generations=GROUP,
-            num_iterations=updates,
-            max_steps=updates,
-            learning_rate=RATE,
+            num_iterations=case.updates,
+            max_steps=case.updates,
+            learning_rate=case.rate,
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
@@ -241,7 +270,7 @@ def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: in
         )
         prompts = [[{"role": "user", "content": f"w{i + 3}"}] for i in range(len(samples) // GROUP)]
         trainer = GRPOTrainer(
-            model=make_model(),
+            model=make_model(case.model),
             reward_funcs=lambda reward, **rest: reward,
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": prompts}),
@@ -251,17 +280,23 @@ def run_trl(samples: list[Sample], tokenizer: Any, updates: int, micro_batch: in
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    del result.losses[updates:]
+    del result.losses[case.updates :]
     result.seconds = result.seconds[1:]  # the first step includes generation and scoring
     result.weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
     return result
 
 
-def agree(shoal: Result, trl: Result) -> None:
-    """Raise unless both did the same updates."""
+def agree(case: Case, shoal: Result, trl: Result) -> None:
+    """Raise unless both did the same updates: after n of them a weight has moved by up to n learning rates."""
     np.testing.assert_allclose(shoal.losses, trl.losses, rtol=2e-3, atol=2e-5)
+    moved = apart = 0.0
+    start = make_model(case.model).state_dict()
     for name, value in shoal.weights.items():
-        torch.testing.assert_close(trl.weights[name], value, rtol=0, atol=RATE)
+        torch.testing.assert_close(trl.weights[name], value, rtol=0, atol=case.rate)
+        moved += float((value - start[name]).abs().sum())
+        apart += float((value - trl.weights[name]).abs().sum())
+    if apart > 0.01 * moved:
+        raise AssertionError(f"the trainers' weights are {apart / moved:.1%} of the way they moved apart")
 
 
 def add_row(case: str, subject: str, value: float, unit: str, result: Result | None = None) -> None:
@@ -278,21 +313,23 @@ def add_row(case: str, subject: str, value: float, unit: str, result: Result | N
     print(f"{case:32s} {subject:36s} {value:8.3f} {unit}", flush=True)
 
 
-def measure(case: Case, updates: int) -> None:
+def measure(case: Case) -> None:
     """Both on one case; the fastest setting of each counts, and all settings are shown."""
     tokenizer = make_tokenizer()
-    samples = make_batch(make_episodes(case, 0), HuggingFaceEngine(make_model(), tokenizer))
+    samples = make_batch(make_episodes(case, 0), HuggingFaceEngine(make_model(case.model), tokenizer))
+    add_row(case.name, "tokens of the batch", sum(len(s.ids) for s in samples), "tokens")
+    add_row(case.name, "written by the model", sum(len(s.places) for s in samples), "tokens")
     best: dict[str, float] = {}
     first: Result | None = None
-    for size in SHOAL_MICRO_BATCH_TOKENS:
-        result = run_shoal(samples, tokenizer, updates, size)
+    for size in case.shoal_tokens:
+        result = run_shoal(case, samples, tokenizer, size)
         first = first or result
-        best["shoal"] = min(best.get("shoal", np.inf), seconds := statistics.median(result.seconds[1:]))
+        best["shoal"] = min(best.get("shoal", np.inf), seconds := statistics.median(result.seconds))
         add_row(case.name, f"shoal, {size} tokens at once", seconds, "s/update", result)
     assert first is not None
-    for size in TRL_MICRO_BATCHES:
-        result = run_trl(samples, tokenizer, updates, size)
-        agree(first, result)
+    for size in case.trl_rows:
+        result = run_trl(case, samples, tokenizer, size)
+        agree(case, first, result)
         best["TRL"] = min(best.get("TRL", np.inf), seconds := statistics.median(result.seconds))
         add_row(case.name, f"TRL GRPOTrainer, {size} rows at once", seconds, "s/update", result)
         gc.collect()
@@ -300,29 +337,37 @@ def measure(case: Case, updates: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--updates", type=int, default=4)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="a word that the names of the cases have")
     options = parser.parse_args()
     try:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
     except importlib.metadata.PackageNotFoundError as error:
         sys.exit(f"{error.name} is not installed: run make bench-update")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(options.threads)
-    for case in CASES:
-        if options.only in case.name:
-            measure(case, options.updates)
+    measured = [case for case in CASES if options.only in case.name]
+    for case in measured:
+        try:
+            measure(case)
+        except EngineError as error:  # its model was not fetched
+            print(f"{case.name:32s} not run: {error}", flush=True)
+            rows.append({"case": case.name, "subject": "not run", "value": None, "unit": str(error)})
+    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    names = [case.name for case in CASES]
+    all_rows = rows + [row for row in kept if row["case"] not in {case.name for case in measured}]
     report = {
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "threads": options.threads},
         "versions": {"python": platform.python_version(), **versions},
         "date": time.strftime("%Y-%m-%d"),
-        "rows": rows,
+        "rows": sorted(all_rows, key=lambda row: names.index(row["case"])),
     }
-    if not options.only:
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

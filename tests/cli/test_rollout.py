@@ -40,13 +40,69 @@ def test_a_changed_record_is_found(tmp_path, capsys):
         assert ("group 2, member 0, turn 3: reward differ" in said) == (level == "L0")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("trained") / "run"
+    settings = [
+        "trainer.iterations=3",
+        "trainer.eval_every=1",
+        "trainer.save_every=1",
+        "trainer.keep_checkpoints=2",
+        "trainer.save_trajectories_every=1",
+        "warmup.steps=30",
+        "es_manager.train.env_groups=3",
+        "es_manager.train.group_size=4",
+        "es_manager.val.env_groups=4",
+    ]
+    assert main(["train", *settings, f"run_dir={run}"]) == 0
+    return run
+
+
+def test_what_a_training_run_saved_replays_with_its_checkpoints(trained, capsys):
+    assert main(["rollout", "--verify", str(trained)]) == 0
+    said = capsys.readouterr().out
+    # the two checkpoints that were kept, with their held-out episodes and what was sampled for the next update
+    for pair in (
+        "heldout-000002.jsonl with step-000002",
+        "train-000003.jsonl with step-000002",
+        "heldout-000003.jsonl with step-000003",
+    ):
+        assert pair in said
+    assert said.count("promised L2, held L2") == 3
+
+
+def test_other_weights_than_those_that_wrote_the_episodes_are_found(trained, tmp_path, capsys):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    later, earlier = run / "trajectories" / "train-000003.jsonl", run / "trajectories" / "train-000002.jsonl"
+    assert later.read_bytes() != earlier.read_bytes()
+    shutil.copy(earlier, later)
+    assert main(["rollout", "--verify", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("promised L2, held L2") == 2
+    assert "train-000003.jsonl with step-000002, promised L2, held L0" in said
+
+
 def test_comparing_says_that_everything_is_equal(tmp_path, capsys):
     assert main(["rollout", "--compare", *SMALL, f"run_dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().out
     assert said.count("bit-equal") == 4
     for row in ("one by one", "lockstep alone", "workers, lockstep", "a worker killed"):
         assert row in said
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["least_level"] == "L2"
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert metrics["least_level"] == "L2"
+    assert metrics["worker_deaths"] >= 1
+    assert 1 <= metrics["replayed_episodes"] <= 6
+    killed = next(line for line in said.splitlines() if "a worker killed" in line and "bit-equal" in line)
+    assert int(killed.split()[-2]) == metrics["worker_deaths"]
+
+
+def test_a_comparison_in_which_no_worker_died_is_no_proof(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shoal.cli.rollout_comparison.os.kill", lambda pid, signal: None)
+    assert main(["rollout", "--compare", *SMALL, f"run_dir={tmp_path / 'run'}"]) == 1
+    assert "none died" in capsys.readouterr().out
 
 
 def test_what_cannot_be_replayed_is_said(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Envs that a random model already gets different rewards from, and one that fails."""
+"""Envs that a random model already gets different rewards from, and two that fail."""
 
 from dataclasses import dataclass
 
@@ -50,4 +50,18 @@ class BrokenEnv(LetterEnv):
         self._taken += 1
         if self._taken == 2:
             raise RuntimeError("the lake is frozen")
+        return super()._advance(action)
+
+
+class FlakyEnv(LetterEnv):
+    """Raises at its second step after a first action that paid nothing: some members of a group fail, others not."""
+
+    def _start(self, rng):
+        super()._start(rng)
+        self._paid = None
+
+    def _advance(self, action):
+        if self._paid == 0:
+            raise RuntimeError("the lake is frozen")
+        self._paid = action
         return super()._advance(action)

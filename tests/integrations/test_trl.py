@@ -86,6 +86,14 @@ def names(calls):
     ]
 
 
+def trls_log_probs(trainer, batch):
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    return trainer._get_per_token_logps_and_entropies(
+        trainer.model, ids, mask, batch["completion_ids"].shape[1]
+    )[0]
+
+
 def test_groups_share_their_start_and_the_same_seed_plays_the_same(make_model, tokenizer, tmp_path):
     calls, _, _ = played(make_model, tokenizer, tmp_path)
     for call in calls:
@@ -128,11 +136,8 @@ def test_log_probs_of_the_rollout_are_those_of_trl(make_model, tokenizer, tmp_pa
         trainer.model.train()
         batch = trainer._generate_and_score_completions(inputs)
         assert trainer.model.training
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    width = batch["completion_ids"].shape[1]
     with torch.no_grad():
-        found, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
+        found = trls_log_probs(trainer, batch)
     written = (batch["tool_mask"] * batch["completion_mask"]).bool()
     assert written.sum() > 24
     torch.testing.assert_close(found[written], batch["sampling_per_token_logps"][written], atol=2e-5, rtol=0)
@@ -151,17 +156,63 @@ def test_held_out_episodes_repeat_and_are_of_other_starts(make_model, tokenizer,
     assert not held_out & {derive_seed(3, "env", 0, group) for group in range(64)}
 
 
-def test_a_failed_episode_teaches_nothing(make_model, tokenizer, tmp_path):
-    settings = config()
-    settings["custom_envs"] = {"broken": {"env_type": "tests.integrations.doubles:BrokenEnv"}}
-    settings["agent_proxy"]["parallel"] = {"env_retries": 0}
-    with TRLRollout(settings, backend="serial") as rollout:
+def failing(env, **settings):
+    made = config()
+    made["custom_envs"] = {"failing": {"env_type": f"tests.integrations.doubles:{env}"}}
+    made["agent_proxy"]["parallel"] = {"env_retries": 0}
+    return made
+
+
+def test_a_failed_episode_teaches_nothing_and_stays_out_of_its_group(make_model, tokenizer, tmp_path):
+    with TRLRollout(failing("FlakyEnv"), backend="serial") as rollout:
         trainer = make_trainer(rollout, make_model(tokenizer), tokenizer, tmp_path, max_steps=1)
         inputs = [row for row in rollout.dataset(2) for _ in range(4)]
         batch = trainer._generate_and_score_completions(inputs)
+        played = rollout.trajectories
+    failed = [t.status == "env_error" for t in played]
+    assert any(failed)
+    assert any(t.status == "ok" for t in played)
+    for group in (range(4), range(4, 8)):
+        whole = [i for i in group if not failed[i]]
+        rewards = np.array([played[i].reward for i in whole])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4) if len(whole) > 1 else [0.0]
+        np.testing.assert_allclose(batch["advantages"][whole], expected, atol=1e-5)
+    written = (batch["tool_mask"] * batch["completion_mask"]).sum(-1)
+    for i in range(8):
+        assert (written[i] == 0) == failed[i]
+        assert not failed[i] or batch["advantages"][i] == 0
+
+
+def test_a_batch_of_failed_episodes_leaves_the_weights_as_they_are(make_model, tokenizer, tmp_path):
+    with TRLRollout(failing("BrokenEnv"), backend="serial") as rollout:
+        model = make_model(tokenizer)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        settings = {"max_steps": 1, "entropy_coef": 0.1, "weight_decay": 0.0}
+        trainer = make_trainer(rollout, model, tokenizer, tmp_path, **settings)
+        trainer.train()
         assert {t.status for t in rollout.trajectories} == {"env_error"}
         assert {len(t.turns) for t in rollout.trajectories} == {1}
-    assert batch["advantages"].abs().max() == 0
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0, msg=name)
+
+
+def test_only_what_the_model_wrote_is_learned_from(make_model, tokenizer, tmp_path):
+    """TRL's own loss is that of the written tokens alone."""
+    with TRLRollout(config(), backend="serial") as rollout:
+        trainer = make_trainer(rollout, make_model(tokenizer), tokenizer, tmp_path, max_steps=1)
+        inputs = [row for row in rollout.dataset(2) for _ in range(4)]
+        trainer.model.train()
+        batch = trainer._generate_and_score_completions(inputs)
+        trainer.current_gradient_accumulation_steps = 1
+        found = float(trainer.compute_loss(trainer.model, batch))
+        told = (batch["completion_mask"] * (1 - batch["tool_mask"])).bool()
+        assert told.any()
+        logps = trls_log_probs(trainer, batch)
+        written = (batch["tool_mask"] * batch["completion_mask"]).bool()
+        ratio = (logps - logps.detach()).exp()
+        own = -(ratio * batch["advantages"][:, None])[written].sum() / batch["num_items_in_batch"]
+    assert batch["num_items_in_batch"] == written.sum()
+    assert found == pytest.approx(float(own), abs=1e-6)
 
 
 @pytest.mark.parametrize(

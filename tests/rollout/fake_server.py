@@ -19,7 +19,11 @@ def logprob_of(token):
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Speaks like one kind of server; `faults` are statuses (or sleeps, or "drop") given before any answer."""
+    """Speaks like one kind of server; `faults` come before any answer.
+
+    A fault is a status, a sleep (float), "drop" (no answer), "cut" (half an answer), "drip" (a byte at a time, without
+    end) or the bytes of an answer.
+    """
 
     daemon_threads = True
 
@@ -109,11 +113,15 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with server.lock:
                 server.busy -= 1
-        data = json.dumps(reply).encode()
+        data = fault if isinstance(fault, bytes) else json.dumps(reply).encode()
+        self.close_connection = self.close_connection or fault in ("cut", "drip")
         try:
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Content-Length", str(10**6 if fault == "drip" else len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            while fault == "drip":
+                self.wfile.write(b" ")
+                time.sleep(0.02)
+            self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
         except OSError:
             pass

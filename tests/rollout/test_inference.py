@@ -1,9 +1,12 @@
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +16,8 @@ from parallel_doubles import HashEngine
 from shoal.core.errors import EngineError
 from shoal.rollout.engine import Key, Request, Sampling
 from shoal.rollout.inference import SharedLLMInferenceManager
-from shoal.rollout.wire import HEADER, Address, Frames, Hello, SocketLink, ask_of, frame, server_frames
+from shoal.rollout.link import Address, SocketLink
+from shoal.rollout.wire import HEADER, Frames, Hello, ask_of, frame, server_frames
 
 
 def request(member=0, turn=0, length=20):
@@ -102,7 +106,7 @@ def test_half_a_frame_holds_up_nobody(shared):
 
 
 def test_thousands_of_connections_are_refused_beyond_the_limit(shared, monkeypatch):
-    monkeypatch.setattr("shoal.rollout.inference.MAX_CONNECTIONS", 20)
+    monkeypatch.setattr("shoal.rollout.connections.MAX_CONNECTIONS", 20)
     address = shared.serve()
     good = SocketLink(address)
     good.generate([request()])
@@ -114,6 +118,37 @@ def test_thousands_of_connections_are_refused_beyond_the_limit(shared, monkeypat
     for sock in crowd:
         sock.close()
     good.close()
+
+
+SILENT = """
+import sys, time
+from shoal.rollout.link import Address, SocketLink
+link = SocketLink(Address(sys.argv[1], bytes.fromhex(sys.argv[2]), float(sys.argv[3]) or None))
+print("connected", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_without_signs_of_life_is_killed_and_one_with_them_is_not():
+    with SharedLLMInferenceManager(HashEngine(), silence=0.8) as manager:
+        address = manager.serve()
+        assert address.beat == 0.2
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", SILENT, address.path, address.token.hex(), str(beat)],
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            for beat in (0, 0.2)
+        ]
+        for worker in workers:
+            assert worker.stdout.readline() == b"connected\n"
+        assert workers[0].wait(20) == -signal.SIGKILL
+        time.sleep(1.5)
+        assert workers[1].poll() is None
+        workers[1].kill()
+        for worker in workers:
+            worker.communicate()
 
 
 def test_frames_may_come_in_any_pieces():

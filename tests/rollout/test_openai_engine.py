@@ -101,6 +101,65 @@ def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
         engine.generate([request()])
 
 
+def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(serve):
+    server, engine = serve(patience=Patience(0.3, 1, 0.001, 0.01))
+    server.faults = ["drip"]
+    assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
+    server.faults = ["drip", "drip"]
+    with pytest.raises(EngineError, match="was not complete in time"):
+        engine.generate([request()])
+
+
+def test_half_a_reply_is_asked_for_again(serve):
+    server, engine = serve()
+    expected = engine.generate([request()])
+    server.faults = ["cut", "cut"]
+    assert engine.generate([request()]) == expected
+    server.faults = ["cut"] * 4
+    with pytest.raises(EngineError, match="IncompleteRead"):
+        engine.generate([request()])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b'{"choices": [',
+        b"<html>Welcome</html>",
+        b"[]",
+        b"null",
+        b'{"choices": []}',
+        b'{"choices": [{"message": null, "finish_reason": "stop"}]}',
+        b"\xff\xfe\x00",
+        b"",
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()])
+def test_nonsense_is_an_engine_error_and_is_asked_once(serve, reply, tokenizer):
+    server, engine = serve(tokenizer=tokenizer)
+    before = len(server.seen)
+    server.faults = [reply]
+    with pytest.raises(EngineError, match=r"1 of 1 requests failed; .*(broken JSON|repl|expected|choice)"):
+        engine.generate([request() if tokenizer else chat_request(engine)])
+    assert len(server.seen) == before + 1
+
+
+@pytest.mark.parametrize("reply", [[], {"data": 3}, {"data": ["m"]}, {"text": "hello"}])
+def test_a_list_of_models_that_is_none_is_an_engine_error(serve, reply):
+    server = FakeServer("openai")
+    server.change = lambda _: reply
+    try:
+        with pytest.raises(EngineError, match="no list of models|lists no model"):
+            OpenAIEngine(server.url, patience=QUICK)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def chat_request(engine):
+    prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
+    return Request(prompt, Key(0, 0, 0, 0, 0), Sampling(5, 1.0))
+
+
 def test_no_more_requests_are_under_way_than_allowed(serve):
     server, engine = serve(concurrency=3)
     server.pause = 0.02
@@ -121,6 +180,9 @@ def test_connections_are_kept(serve):
     [
         (lambda c: c.pop("token_ids"), "must have as many token ids as log-probabilities, got None and 5"),
         (lambda c: c["logprobs"]["token_logprobs"].pop(), "got 5 and 4"),
+        (lambda c: c.pop("logprobs"), "got 5 and"),
+        (lambda c: c.update(logprobs=None), "got 5 and"),
+        (lambda c: c["logprobs"].update(token_logprobs=[None] * 5), "reply is none of vllm's"),
         (lambda c: c.update(finish_reason="abort"), r"broke the response off \(abort\)"),
         (lambda c: c["prompt_token_ids"].pop(0), "changed the prompt: 3 tokens were sent, it used 2"),
     ],

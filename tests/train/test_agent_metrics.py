@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.core.data import read_trajectories
+from shoal.core.data import Trajectory, read_trajectories
 from shoal.train.agent import AgentTrainer
-from shoal.train.agent_metrics import iteration_times, shaping_only
+from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
 from shoal.train.composition import compose_config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -145,3 +145,14 @@ def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(how
         assert row["rollout_filter_score_kept"] == pytest.approx(np.mean([scores[group] for group in best]))
     kept = read_trajectories(tmp_path / "run" / "trajectories" / "train-000001.jsonl")
     assert len(list(kept)) == 24  # what was dropped is on disk all the same
+
+
+def test_failures_are_counted_by_their_kind():
+    whole = Trajectory("Lake", 0, 0, 0, 1, (), success=True, terminated=True, truncated=False)
+    row = rollout_metrics(
+        [whole, *(replace(whole, status=status) for status in ("timeout", "env_error", "timeout"))]
+    )
+    assert row["failed_episodes"] == 3
+    assert (row["failed/timeout"], row["failed/env_error"]) == (2, 1)
+    assert "failed/engine_error" not in row
+    assert row["success"] == 1.0

@@ -178,7 +178,7 @@ def test_an_update_moves_towards_what_was_good(loss):
     metrics = update(engine, None, optimizer, contrast(engine), Algorithm(policy_loss=loss), 1.0, 0, 0)
     assert preference(engine) > before + 0.01
     assert metrics["trained_tokens"] == 2
-    assert metrics["logprob_gap_max"] == 0.0
+    assert metrics["logprob_gap_max"] < 1e-5  # they were computed in another batch
     assert metrics["clip_fraction"] == 0.0
     assert engine.weights_version == version + 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.agent_options import agent_parser, composed, show_warnings
 from shoal.core.errors import ConfigError
 
 EPILOG = """\
@@ -27,27 +27,18 @@ Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes 
 
 def main(argv: list[str]) -> int:
     """Parse, compose, train, and say what to do next."""
-    from shoal.train.composition import compose_config, config_names
-
-    parser = argparse.ArgumentParser(
-        prog="shoal train",
-        description="Train a language-model agent with group-relative policy gradients.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = agent_parser(
+        "shoal train",
+        "Train a language-model agent with group-relative policy gradients.",
+        EPILOG,
+        "demo",
     )
-    parser.add_argument(
-        "--config-name", default="demo", help=f"one of {', '.join(config_names())}, or your own"
-    )
-    parser.add_argument("--config-dir", type=Path, help="folder with your own YAML configs")
     parser.add_argument("--cfg", action="store_true", help="print the composed config as YAML and stop")
     parser.add_argument(
         "--json-events", action="store_true", help="one JSON line per durable moment on stdout"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     options = parser.parse_intermixed_args(argv)
-    if options.config_dir is not None and not options.config_dir.is_dir():
-        raise ConfigError(f"--config-dir must be a folder, got {options.config_dir}")
-    config = compose_config(options.config_name, options.overrides, options.config_dir)
+    config = composed(options)
     if options.cfg:
         from omegaconf import OmegaConf
 
@@ -55,9 +46,7 @@ def main(argv: list[str]) -> int:
 
         print(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))), end="")
         return 0
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    show_warnings()
     import torch
 
     from shoal.train.agent import AgentTrainer

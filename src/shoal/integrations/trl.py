@@ -19,8 +19,8 @@ from shoal.rollout.collector import place_of
 from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Place
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.rollout.playing import Assignment
 from shoal.rollout.settings import Backend
+from shoal.rollout.shares import Assignment
 
 HELD_OUT = " held-out"
 
@@ -200,7 +200,7 @@ def _engine(model: Any, tokenizer: Any, max_batch: int) -> Engine:
 
 
 def _row(trajectory: Trajectory, end: int) -> TokenRow:
-    """The episode as one row, without anything to learn where the model wrote nothing.
+    """The episode as one row, without anything to learn where the model wrote nothing or the episode failed.
 
     TRL takes a last token other than the end token for a row cut short, so an episode that the env ended gets one,
     masked.
@@ -211,6 +211,10 @@ def _row(trajectory: Trajectory, end: int) -> TokenRow:
     if len(rows) > 1:
         raise EnvError(f"an episode of {trajectory.env} is {len(rows)} rows of tokens instead of one")
     row = rows[0]
+    if (
+        trajectory.status != "ok"
+    ):  # a reward of None keeps it out of the policy's loss, this out of all others
+        row.mask[:] = [0] * len(row.mask)
     if trajectory.terminated and row.response_ids[-1] != end:
         row.response_ids.append(end)
         row.mask.append(0)

@@ -19,6 +19,10 @@ Schedule = Literal["adaptive", "greedy", "barrier"]
 SCHEDULES = ("adaptive", "greedy", "barrier")
 HORIZONS = np.array([0.5e-3, 1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 10e-3, 15e-3, 20e-3, 30e-3, 50e-3])
 """Seconds of waiting that `adaptive` weighs against launching now."""
+DOUBT = 0.4
+"""By how much a wait as long as a batch's fixed cost is doubted; found by simulating heavy-tailed latencies."""
+LONGEST_WAIT = 0.5
+"""Of a batch's fixed cost: an engine is never kept idle for longer."""
 
 
 class FairQueue(Generic[T]):
@@ -37,12 +41,21 @@ class FairQueue(Generic[T]):
 
     def put(self, asker: Hashable, item: T) -> None:
         """Add an item behind the asker's others."""
-        self._by_asker.setdefault(asker, deque()).append(item)
+        items = self._by_asker.get(asker)
+        if items is None:
+            self._by_asker[asker] = deque((item,))
+        else:
+            items.append(item)
         self._size += 1
 
     def take(self, limit: int) -> list[T]:
         """Up to `limit` items, one of each asker in turn, oldest first within an asker."""
         taken: list[T] = []
+        if self._size <= limit:  # all of them: whose turn it is does not matter
+            taken.extend(item for items in self._by_asker.values() for item in items)
+            self._by_asker.clear()
+            self._size = 0
+            return taken
         while self._by_asker and len(taken) < limit:
             asker, items = self._by_asker.popitem(last=False)
             taken.append(items.popleft())
@@ -102,11 +115,11 @@ class Latencies:
         """The episode has its answer and acts."""
         self._since[episode] = now
 
-    def asked(self, episode: Hashable, now: float, seconds: float | None = None) -> None:
-        """The episode is back; `seconds` is how long it took where the asker measured it itself."""
+    def asked(self, episode: Hashable, now: float) -> None:
+        """The episode is back: it had what it asked ready at `now`."""
         since = self._since.pop(episode, None)
         if since is not None:
-            self._recent.append(now - since if seconds is None else seconds)
+            self._recent.append(max(0.0, now - since))
             self._sorted = None
 
     def left(self, episode: Hashable) -> None:
@@ -175,15 +188,33 @@ class Batcher(Generic[T]):
         return self._worthwhile(now, queued)
 
     def _worthwhile(self, now: float, queued: int) -> float:
-        """The wait that gives the most answers per second of engine time, idle time included."""
         fixed, per_item = self.cost.fixed_and_per_item()
         if fixed < self._least_fixed or self.latencies.known < 8:
             return 0.0
         waited = max(0.0, now - self._idle_since)
-        room = self.max_batch - queued
-        arriving = np.minimum(self.latencies.expected(now, HORIZONS), room)
-        size = queued + arriving
-        later = size / (fixed + per_item * size + waited + HORIZONS)
-        best = int(later.argmax())
-        at_once = queued / (fixed + per_item * queued + waited)
-        return float(HORIZONS[best]) if later[best] > at_once else 0.0
+        if waited >= LONGEST_WAIT * fixed:
+            return 0.0
+        arriving = np.minimum(self.latencies.expected(now, HORIZONS), self.max_batch - queued)
+        return worthwhile_wait(queued, arriving, fixed=fixed, per_item=per_item, waited=waited)
+
+
+def worthwhile_wait(
+    queued: int, arriving: np.ndarray, *, fixed: float, per_item: float, waited: float
+) -> float:
+    """The wait that gives the most answers per second of the engine, idle time included; 0 to launch now.
+
+    Forecasts are optimistic: what arrives also has to be read, and its answers held up by those that come late
+    are asked back late. So the gain of a wait is doubted, the more the longer it is beside the fixed cost.
+
+    Args:
+        queued: requests that wait.
+        arriving: how many more are expected within each of `HORIZONS`.
+        fixed: seconds of a batch of any size.
+        per_item: further seconds for each request.
+        waited: seconds that the engine has been idle.
+    """
+    size = queued + arriving
+    later = size / (fixed + per_item * size + waited + HORIZONS) / (1 + DOUBT * HORIZONS / fixed)
+    best = int(later.argmax())
+    at_once = queued / (fixed + per_item * queued + waited)
+    return float(HORIZONS[best]) if later[best] > at_once else 0.0

@@ -7,61 +7,21 @@ be answered fails alone; one that hangs is left behind and restarted.
 
 from __future__ import annotations
 
-import contextlib
-import hmac
-import logging
-import os
-import secrets
-import selectors
-import shutil
-import socket
-import struct
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import msgspec
+from dataclasses import dataclass
 
 from shoal.core.errors import EngineError
+from shoal.rollout.answering import Answerer, Result, Statistics
 from shoal.rollout.batching import Batcher, Schedule
+from shoal.rollout.connections import Asker, Connection, Connections
 from shoal.rollout.engine import ChatTokenizer, Completion, Engine, Key, Level, Request
-from shoal.rollout.wire import (
-    Address,
-    Ask,
-    Hello,
-    Left,
-    Refusal,
-    answer_of,
-    episode_of,
-    frame,
-    request_of,
-    server_frames,
-)
+from shoal.rollout.link import Address
+from shoal.rollout.wire import Alive, Ask, Left, episode_of, request_of
 
-logger = logging.getLogger(__name__)
-Result = Completion | Exception
 Report = Callable[[Hashable, bytes], None]
-MAX_CONNECTIONS = 1024
-PATIENCE = 30.0
-"""Seconds within which a connection must have introduced itself and a message that began must end."""
-
-
-@dataclass(slots=True)
-class Statistics:
-    """What a shared engine did so far."""
-
-    requests: int = 0
-    batches: int = 0
-    engine_seconds: float = 0.0
-    failures: int = 0
-    restarts: int = 0
-    refused_connections: int = 0
-    batch_sizes: deque[int] = field(default_factory=lambda: deque(maxlen=4096))
 
 
 @dataclass(slots=True)
@@ -72,7 +32,7 @@ class _Waiting:
     reply: Callable[[int, Result], None]
     deadline: float | None
     arrived: float
-    seconds: float | None = None
+    episode: tuple[int, int, int, int]
     restarts: int = 0
 
 
@@ -89,6 +49,7 @@ class SharedLLMInferenceManager:
         restart: makes a new engine after a crash or hang; without it, a hung engine refuses all further requests.
         max_restarts: of the engine.
         max_pending: waiting requests of one connection; beyond it nothing more is read from it.
+        silence: seconds without a sign of life after which a worker process that is connected is killed.
         on_report: called with the asker and what it sent at the end of an episode (in the engine's thread).
 
     Use it as a context manager, or call `close`.
@@ -106,28 +67,20 @@ class SharedLLMInferenceManager:
         restart: Callable[[], Engine] | None = None,
         max_restarts: int = 3,
         max_pending: int = 1024,
+        silence: float | None = None,
         on_report: Report | None = None,
     ) -> None:
-        self.engine = engine
         self.statistics = Statistics()
         self.on_report = on_report
+        self._answerer = Answerer(engine, retries, restart, max_restarts, self.statistics)
         self._batcher: Batcher[_Waiting] = Batcher(schedule, max_batch)
+        self._connections = Connections(self._handle, self._ended, self._is_full, self.statistics, silence)
         self._request_timeout, self._engine_timeout = request_timeout, engine_timeout
-        self._retries, self._restart, self._restarts_left = retries, restart, max_restarts
         self._max_pending = max_pending
         self._inbox: deque[Callable[[], None]] = deque()
-        self._selector = selectors.DefaultSelector()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
-        self._connections: dict[socket.socket, _Connection] = {}
-        self._dirty: set[_Connection] = set()
-        self._listener: socket.socket | None = None
-        self._folder: Path | None = None
         self._lock = threading.Lock()
-        self._generation = 0
         self._busy: tuple[float, list[_Waiting]] | None = None
         self._closed = False
-        self._hung: str | None = None
         self._next_sweep = 0.0
         self._thread = self._start_thread()
         if engine_timeout is not None:
@@ -140,6 +93,11 @@ class SharedLLMInferenceManager:
         self.close()
 
     # --- an engine itself
+    @property
+    def engine(self) -> Engine:
+        """What answers now; another one after a restart."""
+        return self._answerer.engine
+
     @property
     def tokenizer(self) -> ChatTokenizer:
         """The engine's."""
@@ -195,12 +153,12 @@ class SharedLLMInferenceManager:
         asker: Hashable,
         requests: Sequence[Request],
         reply: Callable[[int, Result], None],
-        seconds: float | None = None,
     ) -> None:
         """Queue requests; `reply(place, result)` is called for each from the engine's thread and must not wait."""
-        now, deadline = time.monotonic(), self._deadline()
+        now = time.monotonic()
+        deadline = self._deadline(now)
         items = [
-            _Waiting(asker, number, request, reply, deadline, now, seconds)
+            _Waiting(asker, number, request, reply, deadline, now, episode_of(request.key))
             for number, request in enumerate(requests)
         ]
 
@@ -226,30 +184,16 @@ class SharedLLMInferenceManager:
 
     def left(self, key: Key, report: bytes = b"") -> None:
         """An episode is over (or given up): it will not ask again."""
-        self._post(lambda: self._episode_left(threading.get_ident(), episode_of(key), report))
+        asker = threading.get_ident()
+        self._post(lambda: self._episode_left(asker, episode_of(key), report))
 
     # --- other processes
     def serve(self) -> Address:
         """Listen on a Unix socket that only this user's processes with the returned secret can use."""
         with self._lock:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))
-                if len(str(self._folder)) > 90:  # a Unix socket's path has room for 107 bytes
-                    self._folder.rmdir()
-                    self._folder = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
-                self._token = secrets.token_bytes(16)
-                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                path = self._folder / "engine"
-                listener.bind(str(path))
-                path.chmod(0o600)
-                listener.listen(128)
-                listener.setblocking(False)
-                self._listener = listener
-                self._post(lambda: self._listen(listener))
-            return Address(str(self._folder / "engine"), self._token)
-
-    def _listen(self, listener: socket.socket) -> None:
-        self._selector.register(listener, selectors.EVENT_READ, listener)
+            address = self._connections.serve()
+        self._connections.ring()
+        return address
 
     # --- the end
     def close(self) -> None:
@@ -258,138 +202,72 @@ class SharedLLMInferenceManager:
             if self._closed:
                 return
             self._closed = True
-            self._ring()
+            self._connections.ring()
         self._thread.join(5.0)  # a hung engine's thread stays behind, as a daemon
-        self._generation += 1
+        self._answerer.generation += 1
         while self._inbox:
             self._inbox.popleft()()
         for item in self._batcher.queue.take(2**62):
             item.reply(item.number, EngineError("the shared engine was closed"))
-        for connection in list(self._connections.values()):
-            self._drop(connection)
-        if self._listener is not None:
-            self._listener.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        if not self._thread.is_alive():
-            self._selector.close()
-            os.close(self._bell)
+        self._connections.close(thread_ended=not self._thread.is_alive())
 
     # --- the loop
     def _start_thread(self) -> threading.Thread:
-        thread = threading.Thread(
-            target=self._loop, args=(self._generation,), daemon=True, name="shoal-engine"
-        )
+        generation = self._answerer.generation
+        thread = threading.Thread(target=self._loop, args=(generation,), daemon=True, name="shoal-engine")
         thread.start()
         return thread
 
     def _loop(self, generation: int) -> None:
         batcher = self._batcher
-        while True:
-            wait = batcher.wait(time.monotonic())
-            self._look(wait)
-            if self._closed:
-                return
-            if wait == 0.0 and len(batcher.queue):
+        while not self._closed:
+            now = time.monotonic()
+            wait = batcher.wait(now)
+            self._look(wait, now)
+            now = time.monotonic()
+            if wait is None:
+                batcher.idle(now)
+            if len(batcher.queue) and not self._closed and batcher.wait(now) == 0.0:
                 batch = batcher.queue.take(batcher.max_batch)
                 if not self._run(batch, generation):
                     return
-            elif wait is None:
-                batcher.idle(time.monotonic())
 
-    def _look(self, wait: float | None) -> None:
+    def _look(self, wait: float | None, now: float) -> None:
         """Take in what arrived, waiting up to `wait` seconds for something to."""
-        now = time.monotonic()
-        if self._connections or self._request_timeout is not None:
+        connections = self._connections
+        if len(connections) or self._request_timeout is not None:
             wait = min(1.0 if wait is None else wait, 1.0)  # for the sweep
-        for key, events in self._selector.select(wait):
-            if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
-            elif key.data is self._listener:
-                self._accept()
-            else:
-                if events & selectors.EVENT_WRITE:
-                    self._dirty.add(key.data)
-                if events & selectors.EVENT_READ:
-                    self._receive(key.data)
+        connections.look(wait)
         while self._inbox:
             self._inbox.popleft()()
         if now >= self._next_sweep:
             self._next_sweep = now + 1.0
             self._sweep(now)
-        if self._dirty:
-            self._flush()
+        connections.flush()
 
     def _run(self, batch: list[_Waiting], generation: int) -> bool:
         """Run one batch and answer it; False when this thread was left behind meanwhile."""
         began = time.monotonic()
         with self._lock:
             self._busy = (began, batch)
-        if self._hung is not None:
-            results: list[Result] = [EngineError(self._hung)] * len(batch)
-        else:
-            results = self._answer([item.request for item in batch], generation)
+        results = self._answerer.answer([item.request for item in batch], generation)
         ended = time.monotonic()
         with self._lock:
-            if generation != self._generation:
+            if generation != self._answerer.generation:
                 return False
             self._busy = None
-        self._batcher.cost.add(len(batch), ended - began)
-        self._batcher.idle(ended)
-        statistics = self.statistics
+        batcher, statistics = self._batcher, self.statistics
+        batcher.cost.add(len(batch), ended - began)
+        batcher.idle(ended)
         statistics.requests += len(batch)
         statistics.batches += 1
         statistics.engine_seconds += ended - began
         statistics.batch_sizes.append(len(batch))
+        answered = batcher.latencies.answered
         for item, result in zip(batch, results, strict=True):
-            self._batcher.latencies.answered(episode_of(item.request.key), ended)
+            answered(item.episode, ended)
             item.reply(item.number, result)
-        self._flush()
-        return True
-
-    def _answer(self, requests: list[Request], generation: int, attempt: int = 0) -> list[Result]:
-        """The engine's answers; when it fails, halves of the batch, so that what cannot be answered fails alone."""
-        try:
-            each = getattr(self.engine, "generate_each", None)
-            completions = self.engine.generate(requests) if each is None else each(requests)
-            if len(completions) != len(requests):
-                raise EngineError(f"the engine gave {len(completions)} answers to {len(requests)} requests")
-            failed = [i for i, answer in enumerate(completions) if isinstance(answer, Exception)]
-            if not failed or attempt >= self._retries or generation != self._generation:
-                return list(completions)
-            self.statistics.failures += len(failed)
-            again = self._answer([requests[i] for i in failed], generation, attempt + 1)
-            second = dict(zip(failed, again, strict=True))
-            return [second.get(i, answer) for i, answer in enumerate(completions)]
-        except Exception as error:
-            if generation != self._generation:
-                return [error] * len(requests)
-            self.statistics.failures += 1
-            if not isinstance(error, EngineError):
-                self._restart_engine(f"it raised {type(error).__name__}: {error}")
-            if len(requests) > 1:
-                half = len(requests) // 2
-                return self._answer(requests[:half], generation) + self._answer(requests[half:], generation)
-            if attempt < self._retries:
-                return self._answer(requests, generation, attempt + 1)
-            if isinstance(error, EngineError):
-                return [error]
-            refused = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            refused.__cause__ = error
-            return [refused]
-
-    def _restart_engine(self, why: str) -> bool:
-        if self._restart is None or self._restarts_left <= 0:
-            return False
-        self._restarts_left -= 1
-        logger.warning("the engine is restarted: %s", why)
-        try:
-            self.engine = self._restart()
-        except Exception:  # whatever it is, it must not end the thread that everybody waits for
-            logger.exception("the engine could not be restarted")
-            return False
-        self.statistics.restarts += 1
+        self._connections.flush()
         return True
 
     def _watch(self) -> None:
@@ -402,16 +280,14 @@ class SharedLLMInferenceManager:
                     continue
                 batch = self._busy[1]
                 self._busy = None
-                self._generation += 1
+                self._answerer.generation += 1
             why = f"it did not answer within {self._engine_timeout} s"
-            if not self._restart_engine(why):
-                self._hung = f"the engine hangs: {why}"
-                logger.error("%s; all further requests are refused", self._hung)
+            self._answerer.replace(why)
 
             def again(batch: list[_Waiting] = batch, why: str = why) -> None:
                 for item in batch:
                     item.restarts += 1
-                    if item.restarts > self._retries:
+                    if item.restarts > self._answerer.retries:
                         item.reply(item.number, TimeoutError(f"the engine hangs: {why}"))
                     else:
                         self._batcher.queue.put(item.asker, item)
@@ -424,18 +300,28 @@ class SharedLLMInferenceManager:
         if self._closed:
             raise EngineError("the shared engine was closed")
         self._inbox.append(action)
-        self._ring()
+        self._connections.ring()
 
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.eventfd_write(self._bell, 1)
-
-    def _deadline(self) -> float | None:
-        return None if self._request_timeout is None else time.monotonic() + self._request_timeout
+    def _deadline(self, now: float) -> float | None:
+        return None if self._request_timeout is None else now + self._request_timeout
 
     def _enqueue(self, item: _Waiting) -> None:
-        self._batcher.latencies.asked(episode_of(item.request.key), item.arrived, item.seconds)
+        self._batcher.latencies.asked(item.episode, item.arrived)
         self._batcher.queue.put(item.asker, item)
+
+    def _handle(self, connection: Connection, message: Ask | Left | Alive) -> None:
+        """What a worker process says."""
+        if isinstance(message, Ask):
+            now = time.monotonic()
+            asked = now if message.asked is None else min(message.asked, now)
+            request, reply, episode = request_of(message), connection.reply, message.key[:4]
+            self._enqueue(
+                _Waiting(
+                    connection.asker, message.number, request, reply, self._deadline(now), asked, episode
+                )
+            )
+        elif isinstance(message, Left):
+            self._episode_left(connection.asker, message.key, message.report)
 
     def _episode_left(self, asker: Hashable, episode: tuple[int, int, int, int], report: bytes) -> None:
         self._batcher.live -= 1
@@ -443,142 +329,22 @@ class SharedLLMInferenceManager:
         if self.on_report is not None:
             self.on_report(asker, report)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                sock, _ = self._listener.accept()
-                _, uid, _ = struct.unpack(
-                    "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-                )
-                if uid != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
-                    self.statistics.refused_connections += 1
-                    sock.close()
-                    continue
-                sock.setblocking(False)
-                connection = _Connection(sock, self._dirty)
-                self._connections[sock] = connection
-                self._selector.register(sock, selectors.EVENT_READ, connection)
+    def _is_full(self, asker: Asker | None) -> bool:
+        return self._batcher.queue.waiting(asker) >= self._max_pending
 
-    def _receive(self, connection: _Connection) -> None:
-        try:
-            data = connection.sock.recv(2**18)
-            if not data:
-                self._drop(connection)
-                return
-            for message in connection.frames.feed(data):
-                self._handle(connection, message)
-            connection.since = time.monotonic()
-        except BlockingIOError:
-            return
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            logger.debug("a connection to the shared engine was ended: %s", error)
-            self.statistics.refused_connections += connection.asker is None
-            self._drop(connection)
-            return
-        if len(self._batcher.queue) >= self._max_pending:
-            self._listen_to(connection)
-
-    def _handle(self, connection: _Connection, message: Any) -> None:
-        if connection.asker is None:
-            if not isinstance(message, Hello):
-                raise ValueError("the first message must be an introduction")
-            if not hmac.compare_digest(message.token, self._token):
-                raise ValueError("wrong secret")
-            connection.asker = ("socket", message.asker, connection.sock.fileno())
-        elif isinstance(message, Ask):
-            item = _Waiting(
-                connection.asker,
-                message.number,
-                request_of(message),
-                connection.reply,
-                self._deadline(),
-                time.monotonic(),
-                message.seconds,
-            )
-            self._enqueue(item)
-        elif isinstance(message, Left):
-            self._episode_left(connection.asker, message.key, message.report)
-
-    def _flush(self) -> None:
-        """Send the answers that were written since the last time."""
-        for connection in self._dirty:
-            if connection.sock in self._connections:
-                if not connection.flush():
-                    self._drop(connection)
-                elif connection.out or connection.events != selectors.EVENT_READ:
-                    self._listen_to(connection)
-        self._dirty.clear()
-
-    def _listen_to(self, connection: _Connection) -> None:
-        """Wait for what concerns a connection: not for requests while too many of its own wait already."""
-        waiting = self._batcher.queue.waiting(connection.asker)
-        events = selectors.EVENT_READ if waiting < self._max_pending else 0
-        events |= selectors.EVENT_WRITE if connection.out else 0
-        if events == connection.events:
-            return
-        if not events:
-            self._selector.unregister(connection.sock)
-        elif not connection.events:
-            self._selector.register(connection.sock, events, connection)
-        else:
-            self._selector.modify(connection.sock, events, connection)
-        connection.events = events
-
-    def _drop(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.sock, None) is None:
-            return
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.sock)
-        connection.sock.close()
+    def _ended(self, connection: Connection) -> None:
+        """A worker's connection is gone: nobody waits for its answers any more."""
         if connection.asker is not None:
             for item in self._batcher.queue.drop(connection.asker):
-                self._batcher.latencies.left(episode_of(item.request.key))
+                self._batcher.latencies.left(item.episode)
 
     def _sweep(self, now: float) -> None:
         """End connections that keep us waiting, and refuse requests that waited too long."""
-        for connection in list(self._connections.values()):
-            silent = connection.asker is None or connection.frames.partial
-            if silent and now - connection.since > PATIENCE:
-                self._drop(connection)
+        self._connections.sweep(now)
         if self._request_timeout is None:
             return
-        items = self._batcher.queue.take(2**62)
-        for item in items:
+        for item in self._batcher.queue.take(2**62):
             if item.deadline is not None and now >= item.deadline:
                 item.reply(item.number, TimeoutError(f"no answer within {self._request_timeout} s"))
             else:
                 self._batcher.queue.put(item.asker, item)
-
-
-class _Connection:
-    """One worker's socket, this side."""
-
-    def __init__(self, sock: socket.socket, dirty: set[_Connection]) -> None:
-        self.sock = sock
-        self._dirty = dirty
-        self.asker: tuple[str, int, int] | None = None
-        self.frames = server_frames()
-        self.out = bytearray()
-        self.since = time.monotonic()
-        self.events: int = selectors.EVENT_READ
-
-    def reply(self, number: int, result: Result) -> None:
-        """Queue an answer; it is sent with the others of its batch."""
-        if isinstance(result, Exception):
-            self.out += frame(Refusal(number, str(result), isinstance(result, TimeoutError)))
-        else:
-            self.out += frame(answer_of(number, result))
-        self._dirty.add(self)
-
-    def flush(self) -> bool:
-        """Send what the other side takes; False when it is gone."""
-        try:
-            while self.out:
-                sent = self.sock.send(self.out)
-                del self.out[:sent]
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return True

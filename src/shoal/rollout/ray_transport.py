@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.core.errors import EngineError, missing_extra
+from shoal.rollout.answering import Result
 from shoal.rollout.engine import Completion, Key, Request
-from shoal.rollout.inference import Result, SharedLLMInferenceManager
-from shoal.rollout.wire import Answer, Ask, Refusal, answer_of, ask_of, episode_of, request_of
+from shoal.rollout.inference import SharedLLMInferenceManager
+from shoal.rollout.wire import Answer, Ask, Refusal, answer_of, ask_of, completion_of, episode_of, request_of
 
 logger = logging.getLogger(__name__)
 _asks = msgspec.msgpack.Decoder(list[Ask])
@@ -130,8 +130,7 @@ class Mailbox:
                     self._open -= 1
                     self._answers.append((number, _encode([done[i] for i in range(len(asks))])))
 
-        seconds = asks[0].seconds if asks else None
-        self._inference.submit(("ray", number), [request_of(ask) for ask in asks], reply, seconds)
+        self._inference.submit(("ray", number), [request_of(ask) for ask in asks], reply)
 
     def close(self) -> None:
         """End the actor."""
@@ -160,32 +159,18 @@ class RayLink:
         import ray
 
         self._ray, self._actor = ray, actor
-        self._answered: dict[Any, float] = {}
         self._reports: list[Any] = []
 
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
         """One completion a request, in order."""
-        now = time.monotonic()
-        asks = []
-        for place, request in enumerate(requests):
-            since = self._answered.pop(episode_of(request.key), None)
-            asks.append(ask_of(place, request, None if since is None else now - since))
+        asks = [ask_of(place, request, None) for place, request in enumerate(requests)]  # clocks may differ
         try:
             data = self._ray.get(self._actor.ask.remote(_encode(asks)), timeout=timeout)
         except self._ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(f"the engine did not answer within {timeout} s") from error
         except self._ray.exceptions.RayError as error:
             raise EngineError(f"the shared engine is gone ({error})") from error
-        now = time.monotonic()
-        completions = []
-        for request, answer in zip(requests, _answers.decode(data), strict=True):
-            self._answered[episode_of(request.key)] = now
-            if isinstance(answer, Refusal):
-                raise (TimeoutError if answer.late else EngineError)(answer.error)
-            completions.append(
-                Completion(answer.token_ids, answer.logprobs, answer.finish, answer.weights_version)
-            )
-        return completions
+        return [completion_of(answer) for answer in _answers.decode(data)]
 
     def left(self, key: Key, report: bytes = b"") -> None:
         """An episode is over."""

@@ -6,13 +6,8 @@ into the types below and anything else ends the connection.
 
 from __future__ import annotations
 
-import select
-import socket
 import struct
-import threading
-import time
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
@@ -42,8 +37,12 @@ class Ask(msgspec.Struct, array_like=True, tag="a"):
     max_tokens: int
     temperature: float
     stop: tuple[str, ...]
-    seconds: float | None  # since the episode had its last answer
+    asked: float | None  # when, on the monotonic clock that all processes of a machine share
     images: tuple[str, ...] = ()
+
+
+class Alive(msgspec.Struct, array_like=True, tag="v"):
+    """A sign of life of a worker that has nothing to ask just now."""
 
 
 class Left(msgspec.Struct, array_like=True, tag="l"):
@@ -71,7 +70,7 @@ class Refusal(msgspec.Struct, array_like=True, tag="r"):
     late: bool
 
 
-_to_server = msgspec.msgpack.Decoder(Hello | Ask | Left)
+_to_server = msgspec.msgpack.Decoder(Hello | Ask | Left | Alive)
 _to_client = msgspec.msgpack.Decoder(Answer | Refusal)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -88,18 +87,6 @@ class Link(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a shared engine listens, and the secret that it expects."""
-
-    path: str
-    token: bytes
-
-    def connect(self, asker: int) -> SocketLink:
-        """A link for a worker in another process."""
-        return SocketLink(self, asker)
-
-
 def episode_of(key: Key) -> tuple[int, int, int, int]:
     """What names an episode among all that one engine serves."""
     return (key.seed, key.iteration, key.group, key.member)
@@ -113,7 +100,7 @@ def frame(message: msgspec.Struct) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
-def ask_of(number: int, request: Request, seconds: float | None) -> Ask:
+def ask_of(number: int, request: Request, asked: float | None) -> Ask:
     """A request as a message."""
     key, sampling = request.key, request.sampling
     return Ask(
@@ -123,7 +110,7 @@ def ask_of(number: int, request: Request, seconds: float | None) -> Ask:
         sampling.max_tokens,
         sampling.temperature,
         sampling.stop,
-        seconds,
+        asked,
         request.images,
     )
 
@@ -187,150 +174,18 @@ def server_frames() -> Frames:
     return Frames(_to_server)
 
 
-class SocketLink:
-    """A worker's connection to the shared engine; any number of threads may ask at once.
+def client_frames() -> Frames:
+    """A decoder for what the engine sends."""
+    return Frames(_to_client)
 
-    Whoever waits first reads the socket for all: there is no thread between an answer and its asker.
+
+def completion_of(answer: Answer | Refusal) -> Completion:
+    """The completion in a message.
+
+    Raises:
+        TimeoutError: the engine refused because it took too long.
+        EngineError: it refused for another reason.
     """
-
-    def __init__(self, address: Address, asker: int = 0) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.connect(address.path)
-        except OSError:
-            self._socket.close()
-            raise
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-        self._frames = Frames(_to_client)
-        self._sending, self._reading, self._state = threading.Lock(), threading.Lock(), threading.Lock()
-        self._calls: dict[int, _Call] = {}
-        self._answered: dict[Hashable, float] = {}
-        self._next = 0
-        self._broken: str | None = None
-        self._send(frame(Hello(address.token, asker)))
-
-    def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
-        """One completion a request, in order.
-
-        Raises:
-            EngineError: the engine refused, or the connection is gone.
-            TimeoutError: no answer in time.
-        """
-        now = time.monotonic()
-        call = _Call(len(requests))
-        data = b""
-        with self._state:
-            first, self._next = self._next, self._next + len(requests)
-            for place, request in enumerate(requests):
-                self._calls[first + place] = call
-                since = self._answered.pop(episode_of(request.key), None)
-                data += frame(ask_of(first + place, request, None if since is None else now - since))
-        call.first = first
-        try:
-            self._send(data)
-            self._wait(call, None if timeout is None else now + timeout)
-        finally:
-            if not call.done:
-                with self._state:
-                    for place in range(len(requests)):
-                        self._calls.pop(first + place, None)
-            self._wake_another()
-        now = time.monotonic()
-        for request in requests:
-            self._answered[episode_of(request.key)] = now
-        return call.results()
-
-    def left(self, key: Key, report: bytes = b"") -> None:
-        """The episode of `key` is over."""
-        self._answered.pop(episode_of(key), None)
-        self._send(frame(Left(episode_of(key), report)))
-
-    def close(self) -> None:
-        """End the connection."""
-        self._broken = self._broken or "this worker closed it"
-        self._socket.close()
-
-    def _send(self, data: bytes) -> None:
-        try:
-            with self._sending:
-                self._socket.sendall(data)
-        except OSError as error:
-            raise EngineError(f"the shared engine is gone ({error})") from error
-
-    def _wait(self, call: _Call, deadline: float | None) -> None:
-        while not call.done:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError("the engine did not answer in time")
-            if self._reading.acquire(blocking=False):
-                try:
-                    self._read(call, deadline)
-                finally:
-                    self._reading.release()
-            elif call.woken is None:  # then look once more: what would have woken us may just have happened
-                call.woken = threading.Event()
-            else:
-                call.woken.wait(left)
-                call.woken.clear()
-            if self._broken and not call.done:
-                raise EngineError(f"the connection to the shared engine ended: {self._broken}")
-
-    def _read(self, call: _Call, deadline: float | None) -> None:
-        """Read for all askers until `call` is done."""
-        while not call.done and not self._broken:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                if left is not None and not self._poll.poll(left * 1000):
-                    return
-                data = self._socket.recv(2**18)
-                if not data:
-                    self._broken = "the other side closed it"
-                for message in self._frames.feed(data):
-                    theirs = self._calls.pop(message.number, None)
-                    if theirs is not None:  # else its asker has given up
-                        theirs.put(message.number, message)
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
-                self._broken = str(error)
-
-    def _wake_another(self) -> None:
-        """Let somebody who still waits read in our place (everybody, when there is nothing to read)."""
-        if not self._calls:
-            return
-        with self._state:
-            waiting = dict.fromkeys(self._calls.values())
-        for call in waiting:
-            if call.woken is not None:
-                call.woken.set()
-                if not self._broken:
-                    break
-
-
-class _Call:
-    """Requests that one thread waits for."""
-
-    def __init__(self, n: int) -> None:
-        self.first = 0
-        self.woken: threading.Event | None = None  # made when somebody else reads
-        self._answers: dict[int, msgspec.Struct] = {}
-        self._n = n
-        self.done = n == 0
-
-    def put(self, number: int, message: msgspec.Struct) -> None:
-        self._answers[number] = message
-        if len(self._answers) == self._n:
-            self.done = True
-            if self.woken is not None:
-                self.woken.set()
-
-    def results(self) -> list[Completion]:
-        completions = []
-        for number in range(self.first, self.first + self._n):
-            answer = self._answers[number]
-            if isinstance(answer, Refusal):
-                raise (TimeoutError if answer.late else EngineError)(answer.error)
-            assert isinstance(answer, Answer)
-            completions.append(
-                Completion(answer.token_ids, answer.logprobs, answer.finish, answer.weights_version)
-            )
-        return completions
+    if isinstance(answer, Refusal):
+        raise (TimeoutError if answer.late else EngineError)(answer.error)
+    return Completion(answer.token_ids, answer.logprobs, answer.finish, answer.weights_version)

@@ -49,4 +49,4 @@ def split_optimizer(
     if critic is not None:
         trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
         groups.append({"params": trained, "lr": critic_rate})
-    return torch.optim.AdamW(groups, weight_decay=weight_decay)
+    return torch.optim.AdamW(groups, weight_decay=weight_decay, fused=True)

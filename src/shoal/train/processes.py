@@ -60,6 +60,8 @@ class Processes:
             from accelerate import PartialState
         except ImportError as error:
             raise missing_extra("several processes", "llm") from error
+        if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):  # nobody else is to be listened to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not dist.is_initialized():
             atexit.register(_leave)
         state = PartialState(cpu=device == "cpu", timeout=PATIENCE)

@@ -141,7 +141,8 @@ def gradient_step(
     optimizer.zero_grad(set_to_none=True)
     device = str(parameters[0].device)
     own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
-    for micro in micro_batches(own, config.micro_batch_tokens, engine.pad_id, device, config.batching):
+    stems = engine.reads_stems
+    for micro in micro_batches(own, config.micro_batch_tokens, engine.pad_id, device, config.batching, stems):
         loss = token_loss(engine, micro, config, temperature, totals)
         if critic is not None:
             loss = loss + critic_loss(critic, micro, config, totals)
@@ -164,8 +165,10 @@ def token_loss(
     if "correction" in columns:
         losses = losses * columns["correction"]
         totals.correction += float(columns["correction"].sum())
-    entropy = entropy_of(scores)
-    losses = losses - config.entropy_coef * entropy
+    with torch.set_grad_enabled(config.entropy_coef != 0):  # it is always told, but seldom trained
+        entropy = entropy_of(scores)
+    if config.entropy_coef:
+        losses = losses - config.entropy_coef * entropy
     if config.kl.coef:
         kl = kl_penalty(logprobs, columns["reference_logprobs"], config.kl.estimator)
         losses = losses + config.kl.coef * kl

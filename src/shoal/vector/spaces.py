@@ -97,7 +97,9 @@ def _column(leaf: Leaf, part: Any, n: int) -> Any:
             raise ValueError(f"expected one action for each of {n} environments, got {len(values)}")
         return values
     array = np.asarray(part)
-    if array.ndim == 0 or len(array) != n:
+    if array.ndim == 0:
+        raise TypeError(f"expected one action for each of {n} environments, got the single {part!r}")
+    if len(array) != n:
         raise ValueError(
             f"expected actions of shape {(n, *leaf.shape)} for {n} environments, got {array.shape}"
         )

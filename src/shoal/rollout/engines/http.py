@@ -122,12 +122,11 @@ class HttpClient:
     def _exchange(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
     ) -> tuple[int, dict[str, str], bytes]:
+        end = time.monotonic() + self.patience.timeout
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, body, self._headers)
             reply = connection.getresponse()
-            data = reply.read(MAX_REPLY + 1)
-            if len(data) > MAX_REPLY:
-                raise http.client.HTTPException(f"the reply is longer than {MAX_REPLY} bytes")
+            data = _read(reply, end)
         except BaseException:
             connection.close()
             raise
@@ -151,6 +150,21 @@ class HttpClient:
             if not data.lstrip().startswith((b"{", b"[")):
                 return {"text": data.decode("utf-8", "replace")}
             raise EngineError(f"{self.url}{path} answered broken JSON: {data[:80]!r}") from None
+
+
+def _read(reply: http.client.HTTPResponse, end: float) -> bytes:
+    """The whole body, if it is there by `end`: the connection's own timeout begins anew with every byte."""
+    data = bytearray()
+    while part := reply.read1(65_536):
+        data += part
+        if len(data) > MAX_REPLY:
+            raise http.client.HTTPException(f"the reply is longer than {MAX_REPLY} bytes")
+        if time.monotonic() > end:
+            raise TimeoutError(f"the reply was not complete in time, only {len(data)} bytes of it")
+    data += reply.read()  # nothing more, but the connection is free only after it
+    if reply.length:
+        raise http.client.IncompleteRead(bytes(data[-80:]), reply.length)
+    return bytes(data)
 
 
 def _message(data: bytes) -> str:

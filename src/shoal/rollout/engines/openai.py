@@ -128,7 +128,11 @@ class OpenAIEngine:
             )
         model = self._adapter if self.dialect.name == "sglang" else self.model
         body = self.dialect.body(request, model, getattr(self.tokenizer, "end_ids", ()))
-        answer = self.dialect.read(self.client.post(self.dialect.path, body, name=name), request)
+        reply = self.client.post(self.dialect.path, body, name=name)
+        try:
+            answer = self.dialect.read(reply, request)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"the server's reply is none of {self.server}'s: {str(reply)[:200]}") from error
         return Completion(answer.token_ids, answer.logprobs, answer.finish, version)
 
     def _chat(self, request: Request, name: str, version: int) -> Completion:
@@ -218,8 +222,14 @@ class OpenAIEngine:
         """The kind of server and the name of the model, asked for where they were not said."""
         if server != "auto" and model is not None:
             return server, model
-        listed = self.client.get("/v1/models").get("data") or []
-        names = [str(entry.get("id")) for entry in listed]
+        reply = self.client.get("/v1/models")
+        try:
+            listed = reply.get("data") or []
+            names = [str(entry.get("id")) for entry in listed]
+        except (AttributeError, TypeError) as error:
+            raise EngineError(
+                f"{self.client.url}/v1/models answered with no list of models: {str(reply)[:200]}"
+            ) from error
         if model is None and not names:
             raise EngineError(f"{self.client.url} lists no model: say which with model=")
         if model is not None and names and model not in names:
