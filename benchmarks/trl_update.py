@@ -187,6 +187,7 @@ def run_shoal(case: Case, samples: list[Sample], tokenizer: Any, micro_batch_tok
         learning_rate=case.rate,
         minibatch_size=len(samples),
         micro_batch_tokens=micro_batch_tokens,
+        batching="auto",
     )
     result = Result([], [], 0.0, {})
     for iteration in range(case.updates):

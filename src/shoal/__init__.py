@@ -49,7 +49,7 @@ _HOME: dict[str, str] = {
     "BanditEnvironmentManager": "shoal.rollout.manager_kinds",
     "make_manager": "shoal.rollout.manager_kinds",
     "ParallelEnv": "shoal.vector.parallel_env",
-    "groups": "shoal.vector.pool",
+    "groups": "shoal.vector.arguments",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -47,6 +47,7 @@ def test_a_model_that_mixes_the_samples_of_a_row_is_caught(kind, caplog):
         assert safe_batching(engine, "auto") == "bucketed"
     assert "samples are not packed" in caplog.text
     assert safe_batching(engine, "padded") == "padded"
+    assert engine.reads_stems == (kind == "a mask of its own")  # it takes ours
 
 
 def test_models_with_causal_attention_pass():
@@ -56,6 +57,12 @@ def test_models_with_causal_attention_pass():
         engine_of(transformers.Gemma3TextConfig(**SHAPE, **HEADS, head_dim=8, sliding_window=8)),
         TinyEngine(["Up"] * 3, TinyShape(width=16, layers=2, heads=2, context=64), seed=1),
     ]
+    assert [engine.reads_stems for engine in engines] == [
+        True,
+        True,
+        False,
+        True,
+    ]  # not where a window slides
     for engine in engines:
         assert packing_fault(engine) is None
         assert safe_batching(engine, "auto") == "auto"

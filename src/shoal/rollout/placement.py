@@ -16,7 +16,7 @@ from shoal.rollout.playing import play_share
 from shoal.rollout.settings import ParallelConfig
 from shoal.rollout.shares import Connect, Played, Share
 from shoal.rollout.workers import WorkerExecutor
-from shoal.vector.launch import by_value
+from shoal.vector.sending import by_value
 
 GRACE = 5.0
 """Seconds beyond `step_timeout` after which a worker that gives no sign of life is killed."""

@@ -25,7 +25,8 @@ from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.executors import available_cpus
 from shoal.vector.channel import Channel, ChannelClosedError
 from shoal.vector.failures import RemoteTraceback, describe_exit
-from shoal.vector.launch import Zygote, by_value
+from shoal.vector.sending import by_value
+from shoal.vector.starter import Zygote
 from shoal.vector.zygote import kill_group
 
 R = TypeVar("R")

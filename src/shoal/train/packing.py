@@ -49,8 +49,13 @@ def cost(plan: Sequence[Sequence[Row]], lengths: Sequence[int]) -> float:
     total = 0.0
     for batch in plan:
         width = max(_filled(row, lengths) for row in batch)
-        total += len(batch) * width * (1 + width / LONG_ROW) + BATCH_COST
+        total += len(batch) * row_cost(width) + BATCH_COST
     return total
+
+
+def row_cost(width: int) -> float:
+    """About how long a row of `width` tokens takes, in tokens of short rows."""
+    return width * (1 + width / LONG_ROW)
 
 
 def cells(plan: Sequence[Sequence[Row]], lengths: Sequence[int]) -> int:

@@ -31,6 +31,11 @@ class TrainableEngine(Protocol):
         ...
 
     @property
+    def reads_stems(self) -> bool:
+        """Whether `logits_at` takes rows in which samples share what they begin with."""
+        ...
+
+    @property
     def level(self) -> Level:
         """See `shoal.rollout.engine.Level`."""
         ...
@@ -42,7 +47,8 @@ class TrainableEngine(Protocol):
     def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
 
-        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew.
+        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
+        `[3, B, T]` each may go on from a stem before it in the row, see `shoal.train.samples.MicroBatch`.
         """
         ...
 

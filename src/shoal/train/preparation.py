@@ -45,9 +45,9 @@ def prepare_samples(
             return logprobs_of(network, micro, proxy.temperature, algorithm.precision)[1]
 
         def of(numbers: list[int]) -> list[np.ndarray]:
-            own = [samples[i] for i in numbers]
+            own, size = [samples[i] for i in numbers], algorithm.micro_batch_tokens
             return token_values(  # type: ignore[return-value]
-                own, compute, algorithm.micro_batch_tokens, engine.pad_id, device, algorithm.batching
+                own, compute, size, engine.pad_id, device, algorithm.batching, engine.reads_stems
             )
 
         return processes.spread(sizes, of)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.core.data import Trajectory
-from shoal.train.packing import Batching, plan_batches
+from shoal.train.packing import Batching
+from shoal.train.stems import PieceRow, length_of, plan_pieces
 
 Column = Literal[
     "rollout_logprobs",  # under the weights and the arithmetic of the engine that sampled
@@ -54,9 +55,9 @@ class MicroBatch:
     targets: Tensor  # [N] int64
     samples: Tensor  # [N] int64, which sample each trained token is of
     columns: Mapping[Column, Tensor]  # [N] float32 each
-    begins: Tensor | None = (
-        None  # [B, T] int64 where the sample of each token begins; None: each row is one sample
-    )
+    begins: Tensor | None = None
+    """Where the sample of each token begins, `[B, T]` int64; None: each row is one sample. With stems `[3, B, T]`:
+    where the branch of each token begins, and the first place and end of the stem that it continues (equal: none)."""
 
 
 def make_samples(trajectory: Trajectory) -> list[Sample]:
@@ -89,11 +90,23 @@ def split_tokens(samples: Sequence[Sample], flat: NDArray[np.floating]) -> list[
 
 
 def micro_batches(
-    samples: Sequence[Sample], max_tokens: int, pad: int, device: str, batching: Batching = "bucketed"
+    samples: Sequence[Sample],
+    max_tokens: int,
+    pad: int,
+    device: str,
+    batching: Batching = "bucketed",
+    stems: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Samples in rows, see `plan_batches`; each batch at most `max_tokens` with padding (or one sample)."""
-    for plan in plan_batches([len(sample.ids) for sample in samples], max_tokens, batching):
-        yield _fill([[samples[i] for i in row] for row in plan], pad, device)
+    """Samples in rows, see `plan_pieces`; each batch at most `max_tokens` with padding (or one sample)."""
+    for plan in _plan(samples, max_tokens, batching, stems):
+        yield _fill(plan, samples, pad, device)
+
+
+def _plan(
+    samples: Sequence[Sample], max_tokens: int, batching: Batching, stems: bool
+) -> list[list[PieceRow]]:
+    firsts = [int(sample.places[0]) for sample in samples]
+    return plan_pieces([sample.ids for sample in samples], firsts, max_tokens, batching, stems)
 
 
 def token_values(
@@ -103,40 +116,50 @@ def token_values(
     pad: int,
     device: str,
     batching: Batching = "bucketed",
+    stems: bool = False,
 ) -> list[Floats]:
     """`compute` over all samples without gradients: per sample one number a trained token."""
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for plan in plan_batches([len(sample.ids) for sample in samples], max_tokens, batching):
-            flat = compute(_fill([[samples[i] for i in row] for row in plan], pad, device))
-            members = [i for row in plan for i in row]
+        for plan in _plan(samples, max_tokens, batching, stems):
+            flat = compute(_fill(plan, samples, pad, device))
+            members = [i for row in plan for piece in row for i in piece.members]
             parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())
             for i, part in zip(members, parts, strict=True):
                 found[i] = part
     return found
 
 
-def _fill(rows: Sequence[Sequence[Sample]], pad: int, device: str) -> MicroBatch:
-    """Lay samples out behind each other in their rows."""
-    lengths = [sum(len(sample.ids) for sample in row) for row in rows]
+def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
+    """Lay pieces out behind each other in their rows: stems, and behind each its branches."""
+    sizes = [len(sample.ids) for sample in samples]
+    lengths = [sum(length_of(piece, sizes) for piece in row) for row in rows]
     ids = np.full((len(rows), max(lengths)), pad, dtype=np.int64)
     begins = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
+    stems = np.zeros((2, *ids.shape), dtype=np.int64)
     where = np.zeros(ids.shape, dtype=bool)
     members: list[Sample] = []
     for place, row in enumerate(rows):
-        first = 0
-        for sample in row:
-            end = first + len(sample.ids)
-            ids[place, first:end] = sample.ids
-            begins[place, first:end] = first
-            where[place, first + sample.places] = True
-            members.append(sample)
-            first = end
+        end = 0
+        for piece in row:
+            stem, first = end, end + piece.stem
+            ids[place, stem:first] = samples[piece.members[0]].ids[: piece.stem]
+            begins[place, stem:first] = stem
+            end = first
+            for sample in (samples[i] for i in piece.members):
+                first, end = end, end + len(sample.ids) - piece.stem
+                ids[place, first:end] = sample.ids[piece.stem :]
+                begins[place, first:end] = first
+                stems[0, place, first:end], stems[1, place, first:end] = stem, stem + piece.stem
+                where[place, first - piece.stem + sample.places] = True
+                members.append(sample)
     columns = {
         name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
         for name in members[0].columns
     }
     trained = [len(sample.places) for sample in members]
+    if (stems[1] > stems[0]).any():
+        begins = np.concatenate([begins[None], stems])
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),
         lengths=torch.tensor(lengths, device=device),

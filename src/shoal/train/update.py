@@ -141,7 +141,8 @@ def gradient_step(
     optimizer.zero_grad(set_to_none=True)
     device = str(parameters[0].device)
     own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
-    for micro in micro_batches(own, config.micro_batch_tokens, engine.pad_id, device, config.batching):
+    stems = engine.reads_stems
+    for micro in micro_batches(own, config.micro_batch_tokens, engine.pad_id, device, config.batching, stems):
         loss = token_loss(engine, micro, config, temperature, totals)
         if critic is not None:
             loss = loss + critic_loss(critic, micro, config, totals)

@@ -7,6 +7,7 @@ before, rows that have ended leave the batch, and the picks are keyed Gumbel noi
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ try:
     from shoal.rollout.engines.prefix_cache import PrefixStore, can_be_cropped, fill_cache, take_row
 except ImportError as error:
     raise missing_extra("the Hugging Face engine", "llm") from error
+
+logger = logging.getLogger(__name__)
 
 
 class HuggingFaceEngine:
@@ -55,6 +58,7 @@ class HuggingFaceEngine:
         self.max_batch = max_batch
         self.weights_version = 0
         self.prefixes = PrefixStore(prefix_tokens)
+        self._reads_stems: bool | None = None
         self.prompt_tokens = self.computed_tokens = 0
         """Tokens of all prompts so far, and how many of them had to be computed."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -198,7 +202,8 @@ class HuggingFaceEngine:
     def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
 
-        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew.
+        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
+        `[3, B, T]` a sample may go on from a stem before it, of which the other two tell the first place and the end.
         """
         if self._head is None:
             self._head = self._plain_head()
@@ -206,8 +211,57 @@ class HuggingFaceEngine:
             return self._head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
         before = where[:, 1:]
         columns = before.any(0).nonzero()[:, 0]
-        out = self.model(**_context(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
+        out = self.model(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
         return out.logits[before[:, columns]]  # type: ignore[no-any-return]
+
+    @property
+    def reads_stems(self) -> bool:
+        """Whether samples in a row may go on from what they share: full attention that takes a mask of ours."""
+        if self._reads_stems is None:
+            config = self.model.config.get_text_config()  # type: ignore[union-attr, operator]
+            kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+            masked = getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
+            self._reads_stems = masked and kinds == {"full_attention"} and self._stems_change_nothing()
+        return self._reads_stems
+
+    def _stems_change_nothing(self) -> bool:
+        """Try it: two samples with a stem in one row, and each in a row of its own."""
+        device = next(self.model.parameters()).device
+        apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
+        joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
+        begins = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
+        stems = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
+        spans = torch.cat([begins[None], stems])
+        try:
+            decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+            with torch.no_grad():
+                expected = decoder(**_context(apart, None), use_cache=False).last_hidden_state[:, 2:]
+                found = decoder(**_context(joined, spans, self._implementation), use_cache=False)
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+            NotImplementedError,
+            AttributeError,
+            IndexError,
+        ) as error:
+            logger.info(
+                "prompts of a group are not shared in training, the model takes no such rows: %s", error
+            )
+            return False
+        gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
+        return bool(gap <= 0.02 * expected.abs().max())
+
+    def _reading(self, ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
+        context = _context(ids, begins, self._implementation)
+        if begins is None and not self.reads_stems:  # more than attention: it may want to know of padding
+            places = torch.arange(ids.shape[1] - 1, device=ids.device)
+            context["attention_mask"] = (places < lengths[:, None]).long()
+        return context
+
+    @property
+    def _implementation(self) -> str:
+        return str(getattr(self.model.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
 
     def _plain_head(self) -> Any:
         """The output layer, if scores are that of hidden states and nothing else (some models scale or cap), or False.
@@ -226,7 +280,7 @@ class HuggingFaceEngine:
     def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
         decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-        out = decoder(**_context(ids, lengths, begins), use_cache=False)
+        out = decoder(**self._reading(ids, lengths, begins), use_cache=False)
         return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
 
     @property
@@ -271,9 +325,24 @@ class HuggingFaceEngine:
         self.weights_version = version
 
 
-def _context(ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
-    """What a model reads of rows without their last column; packed samples are told apart by their positions."""
-    places = torch.arange(ids.shape[1] - 1, device=ids.device)[None]
+def _context(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> dict[str, Tensor]:
+    """What a model reads of rows without their last column.
+
+    Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
+    positions, stems and branches by a mask of our own.
+    """
     if begins is None:
-        return {"input_ids": ids[:, :-1], "attention_mask": (places < lengths[:, None]).long()}
-    return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}
+        return {"input_ids": ids[:, :-1]}
+    places = torch.arange(ids.shape[1] - 1, device=ids.device)
+    if begins.ndim == 2:
+        return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}
+    first, stem, end = begins[:, :, :-1, None]
+    seen = (places <= places[:, None]) & (places >= first) | (places >= stem) & (places < end)
+    mask = seen[:, None]
+    if implementation != "sdpa":  # the plain attention adds its mask to the scores
+        mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return {
+        "input_ids": ids[:, :-1],
+        "position_ids": places - (first - (end - stem))[..., 0],
+        "attention_mask": mask,
+    }

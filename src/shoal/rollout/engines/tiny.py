@@ -156,7 +156,8 @@ class TinyEngine:
             ids: `[B, T]` whole samples, padded on the right.
             lengths: `[B]` true lengths.
             where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
-            begins: `[B, T]` where the sample of each token begins, if rows hold several.
+            begins: `[B, T]` where the sample of each token begins, if rows hold several; `[3, B, T]` with the first
+                place and the end of the stem that it continues.
         """
         return self.model.head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
 
@@ -167,6 +168,11 @@ class TinyEngine:
             begins = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
         hidden = self.model.hidden(ids, begins)
         return hidden[:, :-1][where[:, 1:]]
+
+    @property
+    def reads_stems(self) -> bool:
+        """Samples in a row may go on from what they share."""
+        return True
 
     @property
     def hidden_width(self) -> int:
