@@ -66,6 +66,7 @@ bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3 
 	$(BIN)/python benchmarks/vector_tables.py
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
 	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/rollout_tables.py
 
 bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
 	.venv-trl/bin/python benchmarks/trl_update.py

@@ -41,15 +41,15 @@ _HOME: dict[str, str] = {
     "prepare_training_run": "shoal.skills.runs",
     "process_completed_training": "shoal.skills.processing",
     "EnvironmentManager": "shoal.rollout.managers",
-    "SokobanEnvironmentManager": "shoal.rollout.managers",
-    "WebShopEnvironmentManager": "shoal.rollout.managers",
-    "CountdownEnvironmentManager": "shoal.rollout.managers",
-    "MetaMathQAEnvironmentManager": "shoal.rollout.managers",
-    "FrozenLakeEnvironmentManager": "shoal.rollout.managers",
-    "BanditEnvironmentManager": "shoal.rollout.managers",
-    "make_manager": "shoal.rollout.managers",
+    "SokobanEnvironmentManager": "shoal.rollout.manager_kinds",
+    "WebShopEnvironmentManager": "shoal.rollout.manager_kinds",
+    "CountdownEnvironmentManager": "shoal.rollout.manager_kinds",
+    "MetaMathQAEnvironmentManager": "shoal.rollout.manager_kinds",
+    "FrozenLakeEnvironmentManager": "shoal.rollout.manager_kinds",
+    "BanditEnvironmentManager": "shoal.rollout.manager_kinds",
+    "make_manager": "shoal.rollout.manager_kinds",
     "ParallelEnv": "shoal.vector.parallel_env",
-    "groups": "shoal.vector.pool",
+    "groups": "shoal.vector.arguments",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

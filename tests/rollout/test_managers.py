@@ -13,7 +13,8 @@ from shoal.core.seeding import derive_seed
 from shoal.rollout.engine import Sampling
 from shoal.rollout.engines.scripted import RandomEngine
 from shoal.rollout.images import PREFIX, as_url, picture_url, png_bytes
-from shoal.rollout.managers import MANAGERS, EnvironmentManager, make_manager
+from shoal.rollout.manager_kinds import MANAGERS, make_manager
+from shoal.rollout.managers import EnvironmentManager
 from shoal.rollout.multi_turn import multi_turn_loop
 from shoal.rollout.projections import create_projection_function
 from shoal.rollout.templates import TEMPLATES, template_of

@@ -12,9 +12,10 @@ from parallel_doubles import WORDS, CounterEnv, HashEngine, config
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.dispatch import RolloutReport, spread, worthwhile_workers
 from shoal.rollout.engine import Sampling
 from shoal.rollout.factory import make_environments
-from shoal.rollout.parallel import ParallelRolloutManager, RolloutReport, spread, worthwhile_workers
+from shoal.rollout.parallel import ParallelRolloutManager
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 
@@ -142,7 +143,7 @@ def test_a_passing_fault_is_repaired_by_a_fresh_env(calm, tmp_path):
 
 @pytest.mark.parametrize("backend", ["processes", "loky"])
 def test_an_env_that_kills_its_worker_costs_only_its_own_episode(calm, backend, caplog):
-    with caplog.at_level(logging.WARNING, "shoal.rollout.parallel"):
+    with caplog.at_level(logging.WARNING, "shoal.rollout"):
         played, report = play(backend, fault="kill", parallel={"max_deaths": 1})
     for before, now in zip(calm, played, strict=True):
         if now.env_seed % 4:
@@ -165,7 +166,7 @@ def test_a_loky_pool_whose_envs_hung_is_replaced():
     settings = config(fault="hang", parallel={"step_timeout": 0.5})
     with ParallelRolloutManager(settings, HashEngine(), backend="loky") as manager:
         first = manager.collect(4)
-        assert manager._executor is None
+        assert not manager._placement.started
         assert manager.collect(4) == first
 
 

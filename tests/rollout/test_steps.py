@@ -12,7 +12,8 @@ from tests.train.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, T
 from shoal.core.errors import ConfigError, EnvError
 from shoal.rollout.episodes import SeededEpisodes
 from shoal.rollout.spaces import ActionRows, ObservationRows
-from shoal.rollout.steps import EnvSlice, VectorSteps
+from shoal.rollout.steps import EnvSlice
+from shoal.rollout.vector_steps import VectorSteps
 
 
 class NoisePolicy:

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_vllm_in_process_follows_new_weights_and_a_restart_and_ends():
+def test_vllm_in_process_follows_new_weights_and_a_restart_and_ends(tmp_path):
     from shoal.rollout.engines.huggingface import HuggingFaceEngine
     from shoal.rollout.engines.model_store import resolve_model
 
@@ -31,10 +31,14 @@ def test_vllm_in_process_follows_new_weights_and_a_restart_and_ends():
     }
     script = Path(__file__).parent / "vllm_in_process.py"
     done = subprocess.run(
-        [PYTHON, script, model], env=os.environ | settings, capture_output=True, text=True, timeout=800
+        [PYTHON, script, model, tmp_path / "said"],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("SAID "))[5:])
+    said = json.loads((tmp_path / "said").read_text())
 
     here = HuggingFaceEngine.load(model)
     expected = {

@@ -39,9 +39,9 @@ def main(model: Path) -> None:
     said["restarted"] = engine.generate(asked)
     engine.close()
     engine.close()
-    report = {name: [asdict(completion) for completion in found] for name, found in said.items()}
-    sys.stdout.write(f"SAID {json.dumps(report)}\n")
-    sys.stdout.flush()
+    Path(sys.argv[2]).write_text(
+        json.dumps({name: [asdict(c) for c in found] for name, found in said.items()})
+    )
 
 
 if __name__ == "__main__":

@@ -255,7 +255,7 @@ def test_stats_tell_pid_memory_and_restarts_of_each_worker() -> None:
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
 def test_stats_tell_how_long_each_environment_takes_and_how_long_the_caller_waits(backend: Any) -> None:
-    fns = [functools.partial(SlowEnv, seconds) for seconds in (0.0, 0.004)]
+    fns = [functools.partial(SlowEnv, seconds) for seconds in (0.0, 0.03)]
     with contextlib.closing(make_vec(fns, backend=backend)) as envs:
         envs.reset(seed=0)
         assert np.isnan(envs.stats()["step_p50"]).all()
@@ -263,7 +263,7 @@ def test_stats_tell_how_long_each_environment_takes_and_how_long_the_caller_wait
             envs.step(np.zeros(2, np.int64))
         stats = envs.stats()
     assert 0 < stats["step_p50"][0] < 0.9 * stats["step_p50"][1]
-    assert 0.9 * 0.004 <= stats["step_p50"][1] <= stats["step_p99"][1]
+    assert 0.9 * 0.03 <= stats["step_p50"][1] <= stats["step_p99"][1]
     assert (stats["wait_share"] > 0) is (backend != "serial")
     assert stats["wait_share"] <= 1
 

@@ -17,7 +17,7 @@ from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import place_of
 from shoal.rollout.engine import Engine, Level
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.rollout.playing import Assignment
+from shoal.rollout.shares import Assignment
 from shoal.rollout.verify import Verdict, compare
 
 _SAVED = re.compile(r"(heldout|train)-(\d{6,})\.jsonl")

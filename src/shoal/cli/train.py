@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -61,6 +62,7 @@ def main(argv: list[str]) -> int:
         transformers_logging.disable_progress_bar()
     out = sys.stderr if options.json_events else sys.stdout
     if not processes.first:
+        logging.getLogger("shoal").setLevel(logging.ERROR)  # the first one says it
         with AgentTrainer(config) as trainer:
             for _ in trainer.train():
                 pass

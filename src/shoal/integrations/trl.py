@@ -19,8 +19,8 @@ from shoal.rollout.collector import place_of
 from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Place
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.rollout.playing import Assignment
 from shoal.rollout.settings import Backend
+from shoal.rollout.shares import Assignment
 
 HELD_OUT = " held-out"
 

@@ -13,118 +13,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import ChatTokenizer, Completion, Key, Request, Sampling
-from shoal.rollout.episode import Episode, Place, Role
-from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.engine import Completion, Key, Request
+from shoal.rollout.env_shelf import KEPT, EnvShelf, kind_of
+from shoal.rollout.episode import Episode
+from shoal.rollout.prompts import Prompter
+from shoal.rollout.shares import Assignment, Connect, Limits, Played, Share, encode_report
 from shoal.rollout.wire import Link
 
 logger = logging.getLogger(__name__)
-_reports = msgspec.msgpack.Decoder(tuple[int, Trajectory])
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One episode to play; `index` is its place among all of the rollout."""
-
-    index: int
-    place: Place
-    tag: str
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When an episode is given up; None waits for ever."""
-
-    step_seconds: float | None = None
-    episode_seconds: float | None = None
-    request_seconds: float | None = None
-    env_retries: int = 1  # times an episode starts again in a fresh env after its env failed
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one worker plays, and all it needs for it."""
-
-    number: int
-    assignments: tuple[Assignment, ...]
-    env_fns: Mapping[str, Callable[[], Any]]
-    roles: Mapping[str, Role]
-    prompt: PromptConfig
-    tokenizer: ChatTokenizer
-    sampling: Sampling
-    limits: Limits = Limits()
-    threads: int | None = None
-    """Episodes played at once; all of them if not given."""
-    keep_envs: bool = False
-    """Keep the envs for the next share of this process instead of closing them."""
-
-
-class Connect(Protocol):
-    """The way from a worker to the shared engine, as it can be sent to the worker."""
-
-    def connect(self, asker: int) -> Link:
-        """Open it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """How a share went."""
-
-    indices: tuple[int, ...]
-    cpu_seconds: float
-    hung: int  # threads left behind in an env that does not answer
-
-
-def encode_report(index: int, trajectory: Trajectory) -> bytes:
-    """A finished episode as bytes."""
-    return msgspec.msgpack.encode((index, trajectory))
-
-
-def decode_report(report: bytes) -> tuple[int, Trajectory]:
-    """What `encode_report` wrote."""
-    return _reports.decode(report)
-
-
-class EnvShelf:
-    """Envs that wait for their next episode, by kind."""
-
-    def __init__(self) -> None:
-        self._idle: dict[Any, list[Any]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, kind: Any, make: Callable[[], Any]) -> Any:
-        """An idle env of this kind, or a new one."""
-        with self._lock:
-            if self._idle.get(kind):
-                return self._idle[kind].pop()
-        return make()
-
-    def put(self, kind: Any, env: Any) -> None:
-        """The env can be reset for another episode."""
-        with self._lock:
-            self._idle.setdefault(kind, []).append(env)
-
-    def close(self) -> None:
-        """Close the idle envs."""
-        with self._lock:
-            envs = [env for idle in self._idle.values() for env in idle]
-            self._idle.clear()
-        for env in envs:
-            with contextlib.suppress(Exception):
-                env.close()
-
-
-KEPT = EnvShelf()
-"""Envs of this process that outlive a share (`Share.keep_envs`)."""
 
 
 class EnvFailedError(Exception):
@@ -262,7 +164,7 @@ class _Stage:
         seat.episode, seat.began = episode, time.monotonic()
         status: Status = "ok"
         why: str | None = None
-        kind = _kind(share.env_fns[tag])
+        kind = kind_of(share.env_fns[tag])
         env: Any = None
         try:
             env = _in_env(seat, "make", lambda: self.shelf.take(kind, share.env_fns[tag]))
@@ -334,46 +236,3 @@ def _step(env: Any, action: int | str) -> tuple[str, float, bool, bool, Mapping[
     if not math.isfinite(number):
         raise ValueError(f"the reward must be a finite number, got {reward!r}")
     return observation, number, bool(terminated), bool(truncated), info
-
-
-def _kind(env_fn: Callable[[], Any]) -> Any:
-    """What makes two env functions make the same kind of env."""
-    partial_of = getattr(env_fn, "func", None)
-    if partial_of is None:
-        return env_fn
-    return (partial_of, repr(getattr(env_fn, "args", ())), repr(getattr(env_fn, "keywords", {})))
-
-
-@dataclass
-class LocalLink:
-    """A link without a queue, for one episode at a time: the engine is called by the worker itself."""
-
-    engine: Any
-    on_report: Callable[[Any, bytes], None]
-    retries: int = 1
-    failures: int = field(default=0)
-
-    def connect(self, asker: int) -> LocalLink:
-        """This object."""
-        del asker
-        return self
-
-    def generate(self, requests: Any, timeout: float | None = None) -> list[Completion]:
-        """Ask the engine, again if it fails."""
-        del timeout
-        for attempt in range(self.retries + 1):
-            try:
-                return list(self.engine.generate(requests))
-            except Exception as error:
-                self.failures += 1
-                if attempt < self.retries:
-                    continue
-                if isinstance(error, EngineError):
-                    raise
-                raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
-        raise AssertionError
-
-    def left(self, key: Key, report: bytes = b"") -> None:
-        """An episode is over."""
-        del key
-        self.on_report(0, report)

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -26,12 +25,11 @@ from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.executors import available_cpus
 from shoal.vector.channel import Channel, ChannelClosedError
 from shoal.vector.failures import RemoteTraceback, describe_exit
-from shoal.vector.launch import Zygote, by_value
+from shoal.vector.sending import by_value
+from shoal.vector.starter import Zygote
 from shoal.vector.zygote import kill_group
 
 R = TypeVar("R")
-BEAT = 0.5
-"""Seconds between a busy worker's signs of life."""
 
 
 class WorkerExecutor(Executor):
@@ -159,7 +157,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, 0.1)
         self._zygote = Zygote.running()
-        request = {"do": "start", "method": "forkserver", "entry": "shoal.rollout.workers:main"}
+        request = {"do": "start", "method": "forkserver", "entry": "shoal.rollout.worker_main:main"}
         try:
             self.pid = int(self._zygote.ask(request, [theirs.fileno(), 2])["pid"])
         except BaseException:
@@ -220,62 +218,3 @@ class _Process:
 
 def _surroundings() -> tuple[list[str], list[str], dict[str, str], str]:
     return list(sys.path), list(sys.argv), dict(os.environ), os.getcwd()
-
-
-# --- in the worker process
-def main(descriptor: int, log: int) -> int:
-    """Run tasks until the other side is gone; returns the exit code."""
-    del log
-    channel = Channel(socket.socket(fileno=descriptor))
-    sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
-    lock = threading.Lock()
-    busy = threading.Event()
-    threading.Thread(target=_beat, args=(channel, lock, busy), daemon=True).start()
-    try:
-        path, argv, environ, folder = channel.receive()
-        sys.path[:], sys.argv[:] = path, argv
-        os.environ.clear()
-        os.environ.update(environ)
-        with contextlib.suppress(OSError):
-            os.chdir(folder)
-        while True:
-            task = channel.receive_bytes()
-            busy.set()
-            answer = _answer(task)
-            busy.clear()
-            with lock:
-                channel.send(answer)
-    except ChannelClosedError:
-        return 0
-
-
-def _answer(task: bytes | bytearray) -> bytes:
-    """The outcome of a task as bytes, whatever it is."""
-    try:
-        fn, args, kwargs = cloudpickle.loads(task)
-        value = fn(*args, **kwargs)
-        recycle = bool(getattr(value, "hung", 0))
-        whole: bytes = cloudpickle.dumps((True, value, "", recycle), protocol=5)
-        return whole
-    except BaseException as error:
-        trace = "".join(traceback.format_exception(error))
-        try:
-            data: bytes = cloudpickle.dumps((False, error, trace, False), protocol=5)
-            cloudpickle.loads(data)
-        except BaseException:
-            told = WorkerError(f"{type(error).__name__}: {error}")
-            data = cloudpickle.dumps((False, told, trace, False), protocol=5)
-        return data
-
-
-def _beat(channel: Channel, lock: threading.Lock, busy: threading.Event) -> None:
-    sign = cloudpickle.dumps(None)
-    while True:
-        busy.wait()
-        time.sleep(BEAT)
-        with lock:
-            if busy.is_set():
-                try:
-                    channel.send(sign)
-                except ChannelClosedError:
-                    os._exit(0)

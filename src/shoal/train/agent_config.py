@@ -9,6 +9,7 @@ from shoal.core.errors import ConfigError
 from shoal.rollout.engine_config import EngineConfig as EngineConfig
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.settings import RolloutSettings
+from shoal.train.agent_conflicts import refuse_ignored
 from shoal.train.group_advantages import Method
 from shoal.train.packing import Batching
 from shoal.train.rollout_filter import FilterType
@@ -243,6 +244,9 @@ class AgentConfig:
     trainer: TrainerConfig = TrainerConfig()
     next_step: str = ""
     """A line that the command shows when the run is done."""
+
+    def __post_init__(self) -> None:
+        refuse_ignored(self)
 
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to be continued: all that can change its results."""

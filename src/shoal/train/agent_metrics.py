@@ -24,6 +24,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "truncated": sum(t.truncated for t in whole) / n,
         "failed_episodes": float(len(trajectories) - len(whole)),
     }
+    failures = Counter(t.status for t in trajectories if t.status != "ok")
+    row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
     return row | success_by_kind(whole)
 
 

@@ -18,7 +18,8 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
 from shoal.rollout.episodes import SeededEpisodes
 from shoal.rollout.spaces import ActionRows, ObservationRows
-from shoal.rollout.steps import EnvSlice, StepRollout, VectorSteps
+from shoal.rollout.steps import EnvSlice, StepRollout
+from shoal.rollout.vector_steps import VectorSteps
 from shoal.train.policy_networks import build_network
 from shoal.train.ppo_agent import PPOAgent
 from shoal.train.ppo_checkpoints import (

@@ -16,7 +16,7 @@ _HOME = {
     "SB3VecEnv": "sb3",
     "StepResult": "results",
     "VectorPool": "pool",
-    "groups": "pool",
+    "groups": "arguments",
     "make_vec": "make",
 }
 __all__ = sorted(_HOME)

@@ -102,3 +102,13 @@ def _fits(action: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     if not isinstance(action, np.ndarray if shape else np.generic):
         return False
     return bool(action.dtype == dtype and action.shape == shape)
+
+
+def for_share(loose: Loose, first: int, count: int) -> Loose:
+    """The part of loose actions that concerns the envs `first … first + count - 1`."""
+    if not loose:
+        return loose
+    stop = first + count
+    return {
+        leaf: {i: value for i, value in values.items() if first <= i < stop} for leaf, values in loose.items()
+    }

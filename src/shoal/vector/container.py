@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.core.errors import EnvError
+from shoal.vector.arguments import groups
 from shoal.vector.make import Backend, make_vec
-from shoal.vector.pool import OnFailure, groups
+from shoal.vector.standing import OnFailure
 
 
 class MultiProcessEnvironmentContainer:

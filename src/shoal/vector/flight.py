@@ -18,13 +18,13 @@ from shoal.vector.share import Extras
 from shoal.vector.waiting import SLICE
 
 if TYPE_CHECKING:
-    from shoal.vector.pool import VectorPool
+    from shoal.vector.operations import Operations
 
 
 class Flight:
     """The environments of a pool that are on their way."""
 
-    def __init__(self, pool: VectorPool) -> None:
+    def __init__(self, pool: Operations) -> None:
         self.pool = pool
         self.ids: dict[int, float] = {}
         """env -> when it was sent."""

@@ -15,8 +15,9 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from shoal.core.executors import available_cpus
 from shoal.vector.failures import Failure
 from shoal.vector.launch import START_METHODS
-from shoal.vector.make import open_processes
-from shoal.vector.pool import Description, VectorPool
+from shoal.vector.opening import open_processes
+from shoal.vector.pool import VectorPool
+from shoal.vector.standing import Description
 
 
 class AsyncVectorEnv(VectorPool):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -111,3 +113,14 @@ class InlineLane:
         """Close the envs."""
         del timeout
         self.share.close()
+
+
+def close(lanes: Sequence[Lane], backend: Backend | None, owner: int, seconds: float = 2.0) -> None:
+    """Close lanes and what they stand on."""
+    if os.getpid() != owner:
+        return  # a fork of the process that made them: they are not ours to end
+    for lane in lanes:
+        with contextlib.suppress(Exception):
+            lane.close(seconds)
+    if backend is not None:
+        backend.close(seconds)

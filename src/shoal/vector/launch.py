@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
-import importlib.machinery
-import json
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
-
-import cloudpickle
 
 from shoal.core.errors import ConfigError, WorkerDiedError
 from shoal.vector import worker
 from shoal.vector.channel import Channel, ChannelClosedError, dumps
 from shoal.vector.failures import Failure, describe_exit
+from shoal.vector.sending import pickled
 from shoal.vector.share import EnvFn
+from shoal.vector.starter import Zygote
 from shoal.vector.waiting import SLICE
 from shoal.vector.zygote import die_with_parent, kill_group
 
@@ -35,84 +30,6 @@ TOO_MANY_FILES = (
     "too many open files: each worker needs 4 descriptors and each lane 1; raise the limit (ulimit -n) or use "
     "fewer workers (num_workers=)"
 )
-
-
-class Zygote:
-    """The process of this one that forks its workers; started when first needed, shared by all pools."""
-
-    _current: Zygote | None = None
-    _lock = threading.Lock()
-
-    def __init__(self) -> None:
-        self.owner = os.getpid()
-        # Reentrant, with numbered answers: a garbage collection inside `ask` may close another pool.
-        self.lock = threading.RLock()
-        self._asked = 0
-        self._answers: dict[int, dict[str, Any]] = {}
-        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        number = theirs.fileno()
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from shoal.vector.zygote import main; main({number})"
-        )
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[number],
-                start_new_session=True,  # a Ctrl-C in the terminal is the caller's to handle
-            )
-        except OSError:
-            self.link.close()
-            raise
-        finally:
-            theirs.close()
-        # Finalizers run newest first at exit, so the pools, which need this process to end theirs, go before.
-        weakref.finalize(self, _end_zygote, self.link, self.process, self.owner)
-        self.link.settimeout(60.0)
-        if self.link.recv(64) != b"ready":
-            raise WorkerDiedError(
-                f"the process that starts workers {describe_exit(self.process.wait())}; its message is on stderr"
-            )
-
-    @classmethod
-    def running(cls) -> Zygote:
-        """The zygote of this process, alive."""
-        with cls._lock:
-            current = cls._current
-            if current is None or current.owner != os.getpid() or current.process.poll() is not None:
-                if current is not None:
-                    current.link.close()
-                current = cls._current = Zygote()
-            return current
-
-    def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Send one request and return its answer."""
-        with self.lock:
-            self._asked += 1
-            number = self._asked
-            try:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-                data = json.dumps({**request, "number": number}).encode()
-                self.link.sendmsg([data], rights if descriptors else [])
-                while number not in self._answers:
-                    data = self.link.recv(4096)
-                    if not data:
-                        raise WorkerDiedError("the process that starts workers is gone")
-                    answer = json.loads(data)
-                    self._answers[answer["number"]] = answer
-            except OSError as error:
-                raise WorkerDiedError(f"the process that starts workers is gone ({error})") from error
-            return self._answers.pop(number)
-
-
-def _end_zygote(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() == owner:
-        link.close()
-        try:
-            process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 class WorkerProcess:
@@ -136,7 +53,7 @@ class WorkerProcess:
         """Start the process and send it its environments; `describe` tells whether they could be made."""
         self.generation += 1
         self.exit_code, self.gone = None, False
-        ours, theirs = _pair()
+        ours, theirs = socket_pair()
         self.channel = Channel(ours, SLICE)
         try:
             self.log = os.memfd_create("shoal-worker-log", os.MFD_CLOEXEC)
@@ -314,7 +231,12 @@ class WorkerProcess:
             self.pid = -1
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets.
+
+    Raises:
+        ConfigError: when too many files are open.
+    """
     try:
         return socket.socketpair()
     except OSError as error:
@@ -323,74 +245,3 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 def _files(error: OSError) -> Exception:
     return ConfigError(TOO_MANY_FILES) if error.errno in (errno.EMFILE, errno.ENFILE) else error
-
-
-def pickled(env_fns: Sequence[EnvFn]) -> bytes:
-    """The functions as bytes; what a fresh interpreter could not import travels by value.
-
-    Raises:
-        ConfigError: when a function holds something that cannot be sent to another process.
-    """
-    with by_value(env_fns):
-        try:
-            return cloudpickle.dumps(list(env_fns), protocol=5)  # type: ignore[no-any-return]
-        except Exception as error:
-            raise ConfigError(
-                f"what makes the environments cannot be sent to a worker process ({error}); make it a function "
-                f"of a module, without locks, files or generators in its closure, or use backend='serial'"
-            ) from error
-
-
-@contextlib.contextmanager
-def by_value(env_fns: Sequence[Any]) -> Iterator[None]:
-    """Have cloudpickle send what these need and a fresh interpreter could not import."""
-    names = {name for fn in env_fns for name in _modules_of(fn)}
-    modules = [sys.modules[name] for name in names if name in sys.modules and not _importable(name)]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _modules_of(fn: Any, depth: int = 0) -> set[str]:
-    names: set[str] = set()
-    if depth > 4:
-        return names
-    if hasattr(fn, "__module__") and isinstance(fn.__module__, str):
-        names.add(fn.__module__)
-    inner = [getattr(fn, "func", None), *getattr(fn, "args", ()), getattr(fn, "entry_point", None)]
-    for cell in getattr(fn, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):
-            inner.append(cell.cell_contents)
-    for item in inner:
-        if callable(item) or hasattr(item, "entry_point"):
-            names |= _modules_of(item, depth + 1)
-    return names
-
-
-def _importable(name: str) -> bool:
-    if name == "__main__":
-        return True  # cloudpickle sends it by value anyway
-    module = sys.modules[name]
-    origin = getattr(module, "__file__", None)
-    top = name.partition(".")[0]
-    try:
-        # A lookup on the path, as a fresh interpreter does it, not in sys.modules.
-        spec = importlib.machinery.PathFinder.find_spec(top) if top in sys.modules else None
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return origin is None or top in sys.builtin_module_names
-    if "." not in name:
-        return spec.origin == origin or origin is None
-    folders = list(spec.submodule_search_locations or ())
-    parts = name.split(".")[1:]
-    return origin is None or any(
-        os.path.exists(os.path.join(folder, *parts) + ".py")
-        or os.path.exists(os.path.join(folder, *parts, "__init__.py"))
-        or os.path.dirname(origin) == os.path.join(folder, *parts[:-1])
-        for folder in folders
-    )

@@ -6,7 +6,7 @@ import copy
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ class Plan:
     workers: int = 0
     threads: bool = False
     caller_share: int = 0
+    cost: StepCost | None = field(default=None, repr=False, compare=False)
+    """What the plan was made for, where it was measured."""
 
 
 def probe(fn: EnvFn) -> StepCost:
@@ -97,7 +99,7 @@ def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
     caller_share = min(range(1, n_envs // parts + 1), key=lambda share: _together(cost, n_envs, parts, share))
     if _together(cost, n_envs, parts, caller_share) > WORTH_IT * alone:
         return Plan("serial")
-    return Plan("process", workers=parts - 1, caller_share=caller_share)
+    return Plan("process", workers=parts - 1, caller_share=caller_share, cost=cost)
 
 
 def _together(cost: StepCost, n_envs: int, parts: int, caller_share: int) -> float:
@@ -106,6 +108,11 @@ def _together(cost: StepCost, n_envs: int, parts: int, caller_share: int) -> flo
     worker = -(-moved // (parts - 1)) * (cost.wall + cost.nbytes * WRITE)
     caller = caller_share * cost.wall
     return max(worker, caller) + HANDOVER + moved * cost.nbytes * READ
+
+
+def carrying(cost: StepCost, moved: int, workers: int) -> float:
+    """Seconds of a vector step that go into moving the observations of `moved` envs."""
+    return -(-moved // workers) * cost.nbytes * WRITE + moved * cost.nbytes * READ
 
 
 def _nbytes(value: Any) -> int:

@@ -19,7 +19,7 @@ from shoal.vector.results import Record
 from shoal.vector.share import Extras
 
 if TYPE_CHECKING:
-    from shoal.vector.pool import VectorPool
+    from shoal.vector.operations import Operations
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Recovery:
 
     def __init__(
         self,
-        pool: VectorPool,
+        pool: Operations,
         policy: str,
         max_restarts: int,
         revive: Callable[[Any], Sequence[Lane]] | None,

@@ -13,8 +13,8 @@ from gymnasium.vector import AutoresetMode
 from shoal.core.errors import WorkerDiedError, missing_extra
 from shoal.vector.actions import Loose, read
 from shoal.vector.failures import Failure, died, error_of, from_exception, portable, timed_out
-from shoal.vector.launch import pickled
 from shoal.vector.plan import even_cuts
+from shoal.vector.sending import pickled
 from shoal.vector.share import CATCH, EnvFn, Extras, Share
 from shoal.vector.slots import Slots
 from shoal.vector.spaces import Layout
@@ -240,7 +240,7 @@ def open_ray(
     ring: int | None,
 ) -> dict[str, Any]:
     """Ray actors with a share each, as the arguments of a `VectorPool`."""
-    from shoal.vector.make import description_of
+    from shoal.vector.opening import description_of
 
     backend = RayBackend(step_timeout)
     n_envs = len(env_fns)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shoal.vector.extras import IN_SLOT, Extras
 from shoal.vector.lanes import Lane
 from shoal.vector.slots import Slots
-from shoal.vector.stepping import IN_SLOT, Extras
 
 Record = tuple[int, Any, dict[str, Any] | None, dict[str, Any]]
 """(env, final observation, final info or None, info)."""

@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shoal.vector.extras import Extras
 from shoal.vector.failures import from_exception
-from shoal.vector.stepping import CATCH, EnvFn, Extras, Stepping
+from shoal.vector.rows import EnvFn
+from shoal.vector.stepping import CATCH, Stepping
 
 __all__ = ["CATCH", "EnvFn", "Extras", "Share"]
 

@@ -62,6 +62,12 @@ class StepClock:
         return timed
 
 
+def turn_over(rounds: int) -> None:
+    """Keep this core busy: the stand-in for environments whose steps must not be taken."""
+    for _ in range(rounds):
+        pass
+
+
 def bucket_of(seconds: float) -> int:
     """The bucket of a duration.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _multiprocessing  # type: ignore[import-not-found]
 import ctypes
-import os
 import time
 from collections.abc import Callable
 
@@ -47,7 +46,8 @@ class Signal:
 class Patience:
     """How long to look before sleeping: long while looking pays, rarely when it does not.
 
-    Looking is never unbounded and yields the core each time, so that it costs little where cores are few.
+    Looking is never unbounded, and rare where it does not pay. It does not yield the core: whoever else wants it
+    would keep it for longer than the wait.
     """
 
     def __init__(self, most: float = MAX_SPIN) -> None:
@@ -64,10 +64,9 @@ class Patience:
         if self._skips:
             self._skips -= 1
             return False
-        give_way, now = os.sched_yield, time.perf_counter
+        now = time.perf_counter
         end = now() + self.most
         while now() < end:
-            give_way()
             if acquire(False):
                 self._misses = 0
                 return True

@@ -25,10 +25,11 @@ from shoal.vector.share import CATCH, EnvFn, Extras, Share
 from shoal.vector.slots import Slots, address_of
 from shoal.vector.spaces import Layout
 from shoal.vector.strips import strips_of
+from shoal.vector.timing import turn_over
 from shoal.vector.waiting import Patience, Signal
 from shoal.vector.writers import members_of
 
-STEP, STEP_SOME, MESSAGE, CLOSE = 1, 2, 3, 4
+STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
 HAS_EXTRAS, HAS_TEXT = 1, 2
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes a worker write the stack of its threads into its log, whatever it is doing."""
@@ -222,6 +223,9 @@ class LaneServer:
             stop = share.first + share.count
             members = members_of(self.slots.mask[share.first : stop].tolist())
             return share.step(read(self.slots, share.first, members, message or {}), members, ring)
+        if operation == TRIAL:
+            turn_over(ring)
+            return None
         name, arguments = message
         result: Extras | None = getattr(share, name)(*arguments)
         return result

@@ -1,6 +1,6 @@
 """A small process that starts workers: it has one thread and the imports done, so forking it is safe and fast.
 
-It dies with its parent whatever the signal, and takes the workers along. Run by `Zygote` of `launch.py`;
+It dies with its parent whatever the signal, and takes the workers along. Run by `Zygote` of `starter.py`;
 nothing of the user's main script is imported, so scripts need no `if __name__ == "__main__"` guard.
 """
 

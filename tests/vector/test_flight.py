@@ -1,0 +1,132 @@
+"""`send` and `recv`: who is ready, who is late, and what happens when somebody fails on the way."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+from gymnasium.error import AlreadyPendingCallError
+
+from shoal.core.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
+from shoal.vector import make_vec
+from tests.vector.faulty import CountEnv, Faulty
+
+HELD = 3
+"""The action that takes long."""
+
+
+class Held(CountEnv):
+    """Takes its time over the action `HELD`."""
+
+    def misbehave(self, action: Any) -> None:
+        if action == HELD:
+            time.sleep(0.6)
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_recv_names_those_it_did_not_wait_for_and_brings_them_later(backend: Any) -> None:
+    fns = [functools.partial(Held, 1000), *[functools.partial(CountEnv, 1000)] * 2]
+    envs = make_vec(fns, backend=backend, num_workers=3)
+    envs.reset(seed=0)
+    envs.send([0, 1, 2], [HELD, 1, 2])
+    early = envs.recv(min_envs=3, timeout=0.2)
+    assert sorted(early.ids.tolist()) == [1, 2]
+    assert early.late == [0]
+    envs.send([2], [4])  # the others go on meanwhile
+    again = envs.recv(min_envs=1)
+    assert again.ids.tolist() == [2]
+    assert again.rewards.tolist() == [42.0]
+    with pytest.raises(ValueError, match="still in flight"):
+        envs.send([0], [1])
+    with pytest.raises(AlreadyPendingCallError):
+        envs.step([1, 1, 1])
+    last = envs.recv()
+    assert last.ids.tolist() == [0]
+    assert last.rewards.tolist() == [1.0 + 10 * HELD]  # its own result, to its own action
+    assert last.late == []
+    with pytest.raises(ValueError, match="send some actions first"):
+        envs.recv()
+    assert envs.step([0, 0, 0])[1].tolist() == [2.0, 2.0, 3.0]
+    envs.close()
+
+
+def test_recv_with_a_timeout_may_return_nothing_but_says_who_is_late() -> None:
+    envs = make_vec([functools.partial(Held, 1000)] * 2, backend="process", num_workers=2)
+    envs.reset(seed=0)
+    envs.send([0, 1], [HELD, HELD])
+    ready = envs.recv(min_envs=1, timeout=0.05)
+    assert ready.ids.tolist() == []
+    assert ready.late == [0, 1]
+    assert ready.observations.shape == (0, 4)
+    assert sorted(envs.recv(2).ids.tolist()) == [0, 1]
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("kill", WorkerDiedError), ("raise", ZeroDivisionError), ("hang", WorkerTimeoutError)],
+)
+def test_a_failure_in_flight_is_raised_by_recv_and_names_its_env(fault: str, error: Any) -> None:
+    fns = [functools.partial(CountEnv, 1000), functools.partial(Faulty, fault)]
+    timeout = 0.5 if fault == "hang" else None
+    envs = make_vec(fns, backend="process", num_workers=2, step_timeout=timeout)
+    envs.reset(seed=0)
+    envs.send([1], [9])
+    with pytest.raises(error, match="env 1"):
+        envs.recv()
+    envs.send([0], [2])  # the other one is as it was
+    assert envs.recv().rewards.tolist() == [21.0]
+    envs.reset(seed=0)
+    assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
+    envs.close()
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
+def test_a_failure_in_flight_is_replaced_and_the_others_come_as_ever(fault: str) -> None:
+    fns = [functools.partial(CountEnv, 1000), functools.partial(Faulty, fault)]
+    timeout = 0.5 if fault == "hang" else None
+    envs = make_vec(fns, backend="process", num_workers=2, on_failure="restart", step_timeout=timeout)
+    envs.reset(seed=0)
+    seen: dict[int, Any] = {}
+    envs.send([0, 1], [2, 9])
+    while len(seen) < 2:
+        ready = envs.recv()
+        for k, i in enumerate(ready.ids.tolist()):
+            seen[i] = (ready.rewards[k], bool(ready.truncated[k]), ready.infos[k])
+    assert seen[0][:2] == (21.0, False)
+    assert seen[1][:2] == (0.0, True)
+    assert seen[1][2]["worker_restarted"]
+    envs.send([0, 1], [1, 1])
+    rewards = dict.fromkeys((0, 1), 0.0)
+    while envs.flight.ids:
+        ready = envs.recv()
+        rewards.update(zip(ready.ids.tolist(), ready.rewards.tolist(), strict=True))
+    assert rewards == {0: 12.0, 1: 11.0}
+    envs.close()
+
+
+def test_resets_fly_too_and_each_env_gets_its_own_seed() -> None:
+    envs = make_vec(CountEnv, 3, backend="process", num_workers=2)
+    envs.reset(seed=0)
+    envs.send_reset([2, 0], [7, 8])
+    first: dict[int, Any] = {}
+    while len(first) < 2:
+        ready = envs.recv()
+        assert ready.rewards.tolist() == [0.0] * len(ready.ids)
+        first.update(zip(ready.ids.tolist(), ready.observations[:, 0].tolist(), strict=True))
+    assert first == {2: 7.0, 0: 8.0}
+    envs.close()
+
+
+def test_a_pool_that_does_not_fit_into_memory_is_refused_and_leaves_no_worker() -> None:
+    import psutil
+
+    me = psutil.Process()
+    make_vec(CountEnv, 2, backend="process", num_workers=1).close()  # the starter is there already
+    before = {child.pid for child in me.children(recursive=True)}
+    with pytest.raises(ConfigError, match="not enough shared memory for .* MiB.*shorter ring"):
+        make_vec(CountEnv, 2, backend="process", num_workers=2, ring=1 << 36)
+    alive = {c.pid for c in me.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE}
+    assert alive <= before

@@ -1,0 +1,110 @@
+"""What `backend="auto"` chooses, and that it looks before it relies on a second core."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.vector.plan import StepCost
+from shoal.vector.trial import LONGEST, pays
+
+ROOT = Path(__file__).parents[2]
+
+
+class Machine:
+    """A clock that goes on only while somebody works: 10 ns a round."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def work(self, rounds: int) -> None:
+        self.seconds += rounds * 1e-8
+
+
+class Worker:
+    """A worker that begins `late` seconds after it is told, on a core of its own or on the caller's."""
+
+    def __init__(self, machine: Machine, count: int, *, late: float = 0.0, own_core: bool = True) -> None:
+        self.machine, self.count, self.late, self.own_core = machine, count, late, own_core
+        self.rounds: list[int] = []
+
+    def start_trial(self, rounds: int) -> None:
+        self.rounds.append(rounds)
+        self.ready = self.machine.seconds + self.late + rounds * 1e-8
+
+    def finish(self, timeout: float | None = None) -> None:
+        if self.own_core:
+            self.machine.seconds = max(self.machine.seconds, self.ready)
+        else:
+            self.machine.work(self.rounds[-1])
+
+
+def decision(cost: StepCost, n_envs: int = 32, **options: Any) -> tuple[bool, Worker]:
+    machine = Machine()
+    worker = Worker(machine, n_envs // 2, **options)
+    return pays([worker], cost, n_envs, work=machine.work, now=machine.now), worker
+
+
+def test_workers_pay_when_they_work_while_the_caller_does() -> None:
+    paid, worker = decision(StepCost(20e-6, 20e-6))
+    assert paid
+    # 16 of 32 environments of 20 us at 10 ns a round
+    assert set(worker.rounds) <= {31_999, 32_000, 32_001}
+    assert 5 <= len(worker.rounds) <= 60
+
+
+def test_workers_do_not_pay_when_there_is_one_core_for_all() -> None:
+    assert not decision(StepCost(20e-6, 20e-6), own_core=False)[0]
+
+
+@pytest.mark.parametrize(("late", "paid"), [(200e-6, True), (300e-6, False)])
+def test_workers_pay_only_while_waking_them_costs_less_than_they_save(late: float, paid: bool) -> None:
+    # alone 640 us, of which 0.9 is 576; shared 320 us and the time to wake up
+    assert decision(StepCost(20e-6, 20e-6), late=late)[0] is paid
+
+
+def test_workers_do_not_pay_when_carrying_costs_more_than_stepping() -> None:
+    assert not decision(StepCost(2e-6, 2e-6, nbytes=100_000))[0]
+
+
+def test_nothing_is_tried_where_steps_are_long() -> None:
+    paid, worker = decision(StepCost(LONGEST, LONGEST), own_core=False)
+    assert paid
+    assert not worker.rounds
+
+
+PROGRAM = """
+import os, sys
+sys.path.insert(0, {root!r})
+os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+import shoal.vector.plan as plan
+from shoal.vector import make_vec
+from tests.vector.faulty import CountEnv
+class Busy(CountEnv):
+    def misbehave(self, action):
+        for _ in range(2000):
+            pass
+plan.available_cpus = lambda: 2  # a core that is counted and never free
+assert plan.choose(plan.probe(Busy), 16).backend == "process"
+envs = make_vec(Busy, 16)
+assert [lane.inline for lane in envs.lanes] == [True]
+assert envs.stats()["workers"] == []
+obs, _ = envs.reset(seed=0)
+assert obs[:, 1].tolist() == [1.0] * 16  # the first episode: the trial touched no env
+assert envs.step([2] * 16)[1].tolist() == [21.0] * 16
+envs.close()
+"""
+
+
+def test_auto_stays_with_the_caller_when_the_second_core_never_comes() -> None:
+    program = PROGRAM.format(root=str(ROOT))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=60)
