@@ -152,7 +152,7 @@ def _window(vector: Any, seconds: float, seed: int) -> tuple[float, float]:
     actions = [vector.action_space.sample() for _ in range(ACTIONS)]
     vector.step(actions[0])
     count, start, cpu = 0, time.perf_counter(), time.process_time()
-    while (now := time.perf_counter()) - start < seconds:
+    while (now := time.perf_counter()) - start < seconds or not count:
         vector.step(actions[count % ACTIONS])
         count += 1
     steps = count * vector.num_envs

@@ -11,29 +11,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 
 from shoal.core.errors import EngineError
 from shoal.rollout.answering import Answerer, Result, Statistics
 from shoal.rollout.batching import Batcher, Schedule
-from shoal.rollout.connections import Asker, Connection, Connections
+from shoal.rollout.connections import Connections
 from shoal.rollout.engine import ChatTokenizer, Completion, Engine, Key, Level, Request
 from shoal.rollout.link import Address
-from shoal.rollout.wire import Alive, Ask, Left, episode_of, request_of
-
-Report = Callable[[Hashable, bytes], None]
-
-
-@dataclass(slots=True)
-class _Waiting:
-    asker: Hashable
-    number: int
-    request: Request
-    reply: Callable[[int, Result], None]
-    deadline: float | None
-    arrived: float
-    episode: tuple[int, int, int, int]
-    restarts: int = 0
+from shoal.rollout.waiting import Report, Waiting, WaitingRoom
+from shoal.rollout.wire import episode_of
 
 
 class SharedLLMInferenceManager:
@@ -71,15 +57,14 @@ class SharedLLMInferenceManager:
         on_report: Report | None = None,
     ) -> None:
         self.statistics = Statistics()
-        self.on_report = on_report
         self._answerer = Answerer(engine, retries, restart, max_restarts, self.statistics)
-        self._batcher: Batcher[_Waiting] = Batcher(schedule, max_batch)
-        self._connections = Connections(self._handle, self._ended, self._is_full, self.statistics, silence)
+        self._batcher: Batcher[Waiting] = Batcher(schedule, max_batch)
+        self._room = room = WaitingRoom(self._batcher, request_timeout, max_pending, on_report)
+        self._connections = Connections(room.hear, room.ended, room.is_full, self.statistics, silence)
         self._request_timeout, self._engine_timeout = request_timeout, engine_timeout
-        self._max_pending = max_pending
         self._inbox: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._busy: tuple[float, list[_Waiting]] | None = None
+        self._busy: tuple[float, list[Waiting]] | None = None
         self._closed = False
         self._next_sweep = 0.0
         self._thread = self._start_thread()
@@ -155,16 +140,11 @@ class SharedLLMInferenceManager:
         reply: Callable[[int, Result], None],
     ) -> None:
         """Queue requests; `reply(place, result)` is called for each from the engine's thread and must not wait."""
-        now = time.monotonic()
-        deadline = self._deadline(now)
-        items = [
-            _Waiting(asker, number, request, reply, deadline, now, episode_of(request.key))
-            for number, request in enumerate(requests)
-        ]
+        items = self._room.items(asker, requests, reply)
 
         def enqueue() -> None:
             for item in items:
-                self._enqueue(item)
+                self._room.enter(item)
 
         self._post(enqueue)
 
@@ -185,7 +165,7 @@ class SharedLLMInferenceManager:
     def left(self, key: Key, report: bytes = b"") -> None:
         """An episode is over (or given up): it will not ask again."""
         asker = threading.get_ident()
-        self._post(lambda: self._episode_left(asker, episode_of(key), report))
+        self._post(lambda: self._room.left(asker, episode_of(key), report))
 
     # --- other processes
     def serve(self) -> Address:
@@ -242,10 +222,11 @@ class SharedLLMInferenceManager:
             self._inbox.popleft()()
         if now >= self._next_sweep:
             self._next_sweep = now + 1.0
-            self._sweep(now)
+            connections.sweep(now)
+            self._room.sweep(now)
         connections.flush()
 
-    def _run(self, batch: list[_Waiting], generation: int) -> bool:
+    def _run(self, batch: list[Waiting], generation: int) -> bool:
         """Run one batch and answer it; False when this thread was left behind meanwhile."""
         began = time.monotonic()
         with self._lock:
@@ -284,7 +265,7 @@ class SharedLLMInferenceManager:
             why = f"it did not answer within {self._engine_timeout} s"
             self._answerer.replace(why)
 
-            def again(batch: list[_Waiting] = batch, why: str = why) -> None:
+            def again(batch: list[Waiting] = batch, why: str = why) -> None:
                 for item in batch:
                     item.restarts += 1
                     if item.restarts > self._answerer.retries:
@@ -301,50 +282,3 @@ class SharedLLMInferenceManager:
             raise EngineError("the shared engine was closed")
         self._inbox.append(action)
         self._connections.ring()
-
-    def _deadline(self, now: float) -> float | None:
-        return None if self._request_timeout is None else now + self._request_timeout
-
-    def _enqueue(self, item: _Waiting) -> None:
-        self._batcher.latencies.asked(item.episode, item.arrived)
-        self._batcher.queue.put(item.asker, item)
-
-    def _handle(self, connection: Connection, message: Ask | Left | Alive) -> None:
-        """What a worker process says."""
-        if isinstance(message, Ask):
-            now = time.monotonic()
-            asked = now if message.asked is None else min(message.asked, now)
-            request, reply, episode = request_of(message), connection.reply, message.key[:4]
-            self._enqueue(
-                _Waiting(
-                    connection.asker, message.number, request, reply, self._deadline(now), asked, episode
-                )
-            )
-        elif isinstance(message, Left):
-            self._episode_left(connection.asker, message.key, message.report)
-
-    def _episode_left(self, asker: Hashable, episode: tuple[int, int, int, int], report: bytes) -> None:
-        self._batcher.live -= 1
-        self._batcher.latencies.left(episode)
-        if self.on_report is not None:
-            self.on_report(asker, report)
-
-    def _is_full(self, asker: Asker | None) -> bool:
-        return self._batcher.queue.waiting(asker) >= self._max_pending
-
-    def _ended(self, connection: Connection) -> None:
-        """A worker's connection is gone: nobody waits for its answers any more."""
-        if connection.asker is not None:
-            for item in self._batcher.queue.drop(connection.asker):
-                self._batcher.latencies.left(item.episode)
-
-    def _sweep(self, now: float) -> None:
-        """End connections that keep us waiting, and refuse requests that waited too long."""
-        self._connections.sweep(now)
-        if self._request_timeout is None:
-            return
-        for item in self._batcher.queue.take(2**62):
-            if item.deadline is not None and now >= item.deadline:
-                item.reply(item.number, TimeoutError(f"no answer within {self._request_timeout} s"))
-            else:
-                self._batcher.queue.put(item.asker, item)

@@ -7,13 +7,13 @@ env, the turns so far.
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypedDict
 
 import numpy as np
 
 from shoal.core.errors import ConfigError
+from shoal.rollout.projections import as_actions, takes_two
 from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
 from shoal.rollout.templates import template_of
 
@@ -83,7 +83,7 @@ class EnvironmentManager:
             raise ConfigError(
                 f"managers make a fresh prompt each turn: mode must be window, got {self.prompt.mode}"
             )
-        self._wants_spaces = _takes_two(projection_f)
+        self._wants_spaces = takes_two(projection_f)
         self._past: list[list[PastTurn]] = []
         self._done: list[bool] = []
 
@@ -239,18 +239,6 @@ class EnvironmentManager:
             return list(pool.get_attr(name))
         except AttributeError:
             return [default] * len(self.envs)
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether a projection function takes the action spaces too."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return sum(p.kind in kinds for p in parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def as_actions(action: Any) -> list[Any]:
-    """The actions of one response: one, or several where a projection allows it."""
-    return list(action) if isinstance(action, list | tuple) else [action]
 
 
 def _success(info: Mapping[str, Any]) -> float:

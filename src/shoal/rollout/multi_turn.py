@@ -12,7 +12,8 @@ from shoal.envs.actions import Projected, Projection
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Role
-from shoal.rollout.managers import EnvironmentManager, as_actions
+from shoal.rollout.managers import EnvironmentManager
+from shoal.rollout.projections import as_actions
 from shoal.vector import MultiProcessEnvironmentContainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,3 +82,15 @@ def _within(projection: Projection, text: str, space: ActionSpace) -> Projected:
         if action not in fixed and not (isinstance(action, str) and action.lower().startswith(patterns)):
             return projection.nothing
     return projected
+
+
+def takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a projection function takes the action spaces too."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.kind in kinds for p in parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def as_actions(action: Any) -> list[Any]:
+    """The actions of one response: one, or several where a projection allows it."""
+    return list(action) if isinstance(action, list | tuple) else [action]

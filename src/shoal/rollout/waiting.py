@@ -1,0 +1,106 @@
+"""What waits for a shared engine: requests with their deadlines, and what workers say of their episodes.
+
+All of it belongs to the engine's thread, but for making a `Waiting`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from shoal.rollout.answering import Result
+from shoal.rollout.batching import Batcher
+from shoal.rollout.connections import Asker, Connection
+from shoal.rollout.engine import Request
+from shoal.rollout.wire import Alive, Ask, Left, episode_of, request_of
+
+Report = Callable[[Hashable, bytes], None]
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One request until it is answered."""
+
+    asker: Hashable
+    number: int
+    request: Request
+    reply: Callable[[int, Result], None]
+    deadline: float | None
+    arrived: float
+    episode: tuple[int, int, int, int]
+    restarts: int = 0
+
+
+class WaitingRoom:
+    """Puts requests into the batcher's queue, and takes them out again when nobody waits for them any more.
+
+    Args:
+        batcher: whose queue it is.
+        timeout: seconds from a request to its answer, after which it is refused.
+        max_pending: waiting requests of one connection; beyond it nothing more is to be read from it.
+        on_report: called with the asker and what it sent at the end of an episode.
+    """
+
+    def __init__(
+        self, batcher: Batcher[Waiting], timeout: float | None, max_pending: int, on_report: Report | None
+    ) -> None:
+        self._batcher = batcher
+        self._timeout, self._max_pending, self._on_report = timeout, max_pending, on_report
+
+    def items(
+        self, asker: Hashable, requests: Sequence[Request], reply: Callable[[int, Result], None]
+    ) -> list[Waiting]:
+        """Requests that arrive now, from any thread."""
+        now = time.monotonic()
+        deadline = self._deadline(now)
+        return [
+            Waiting(asker, number, request, reply, deadline, now, episode_of(request.key))
+            for number, request in enumerate(requests)
+        ]
+
+    def enter(self, item: Waiting) -> None:
+        """A request waits from now on."""
+        self._batcher.latencies.asked(item.episode, item.arrived)
+        self._batcher.queue.put(item.asker, item)
+
+    def hear(self, connection: Connection, message: Ask | Left | Alive) -> None:
+        """What a worker process says."""
+        if isinstance(message, Ask):
+            now = time.monotonic()
+            asked = now if message.asked is None else min(message.asked, now)
+            request, reply, episode = request_of(message), connection.reply, message.key[:4]
+            deadline = self._deadline(now)
+            self.enter(Waiting(connection.asker, message.number, request, reply, deadline, asked, episode))
+        elif isinstance(message, Left):
+            self.left(connection.asker, message.key, message.report)
+
+    def left(self, asker: Hashable, episode: tuple[int, int, int, int], report: bytes) -> None:
+        """An episode will not ask again."""
+        self._batcher.live -= 1
+        self._batcher.latencies.left(episode)
+        if self._on_report is not None:
+            self._on_report(asker, report)
+
+    def is_full(self, asker: Asker | None) -> bool:
+        """Whether so much of an asker waits that no more is to be read from it."""
+        return self._batcher.queue.waiting(asker) >= self._max_pending
+
+    def ended(self, connection: Connection) -> None:
+        """A worker's connection is gone: nobody waits for its answers any more."""
+        if connection.asker is not None:
+            for item in self._batcher.queue.drop(connection.asker):
+                self._batcher.latencies.left(item.episode)
+
+    def sweep(self, now: float) -> None:
+        """Refuse requests that waited too long."""
+        if self._timeout is None:
+            return
+        for item in self._batcher.queue.take(2**62):
+            if item.deadline is not None and now >= item.deadline:
+                item.reply(item.number, TimeoutError(f"no answer within {self._timeout} s"))
+            else:
+                self._batcher.queue.put(item.asker, item)
+
+    def _deadline(self, now: float) -> float | None:
+        return None if self._timeout is None else now + self._timeout
