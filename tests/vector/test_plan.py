@@ -58,7 +58,7 @@ def test_workers_pay_when_they_work_while_the_caller_does() -> None:
     assert paid
     # 16 of 32 environments of 20 us at 10 ns a round
     assert set(worker.rounds) <= {31_999, 32_000, 32_001}
-    assert 5 <= len(worker.rounds) <= 60
+    assert 50 <= len(worker.rounds) <= 55  # 50 ms of 320 us together and 640 us alone
 
 
 def test_workers_do_not_pay_when_there_is_one_core_for_all() -> None:
@@ -73,6 +73,18 @@ def test_workers_pay_only_while_waking_them_costs_less_than_they_save(late: floa
 
 def test_workers_do_not_pay_when_carrying_costs_more_than_stepping() -> None:
     assert not decision(StepCost(2e-6, 2e-6, nbytes=100_000))[0]
+
+
+def test_rare_long_waits_count_for_workers_wake_up_late_where_others_keep_the_core() -> None:
+    class Crowded(Worker):
+        def finish(self, timeout: float | None = None) -> None:
+            super().finish(timeout)
+            if len(self.rounds) % 10 == 9:
+                self.machine.seconds += 3e-3  # somebody else's time slice
+
+    machine = Machine()
+    crowded = Crowded(machine, 16)
+    assert not pays([crowded], StepCost(20e-6, 20e-6), 32, work=machine.work, now=machine.now)
 
 
 def test_nothing_is_tried_where_steps_are_long() -> None:

@@ -16,8 +16,8 @@ from shoal.vector.timing import turn_over
 TRIAL_SECONDS = 0.05
 LONGEST = 5e-3
 """Seconds of a vector step from which waking a worker costs little in comparison: no trial then."""
-LEAST, MOST = 5, 60
-"""Rounds of a trial."""
+LEAST = 8
+"""Rounds of a trial, however long they take."""
 
 
 class Busy(Protocol):
@@ -58,7 +58,7 @@ def pays(
     shared: list[float] = []
     single: list[float] = []
     end = now() + TRIAL_SECONDS
-    while len(shared) < MOST and (len(shared) < LEAST or now() < end):
+    while len(shared) < LEAST or now() < end:
         start = now()
         for lane in lanes:
             lane.start_trial(int(per_env * lane.count))
@@ -69,7 +69,7 @@ def pays(
         work(int(per_env * n_envs))
         shared.append(middle - start)
         single.append(now() - middle)
-    return _middle(shared) + carrying(cost, n_envs - own, len(lanes)) < WORTH_IT * _middle(single)
+    return _mean(shared) + carrying(cost, n_envs - own, len(lanes)) < WORTH_IT * _mean(single)
 
 
 def _rounds_per_second(work: Callable[[int], None], now: Callable[[], float]) -> float:
@@ -83,8 +83,6 @@ def _rounds_per_second(work: Callable[[int], None], now: Callable[[], float]) ->
     return rounds / best
 
 
-def _middle(times: list[float]) -> float:
-    """The mean without the slowest quarter, which is of other origin, and without the first, which wake up."""
-    kept = sorted(times[2:])
-    kept = kept[: len(kept) - len(kept) // 4]
-    return sum(kept) / len(kept)
+def _mean(times: list[float]) -> float:
+    """Without the first two, which wake up; all others count, for it is the rare long wait that costs."""
+    return sum(times[2:]) / (len(times) - 2)
