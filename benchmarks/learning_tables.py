@@ -27,6 +27,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|",
         *(line(case, rows) for case, rows in groups.items()),
     ]
+    lines += by_env(found["rows"])
     machine = found["machine"]
     lines += [
         "",
@@ -56,6 +57,28 @@ def line(case: str, rows: list[dict[str, Any]]) -> str:
         f"{reached} of {len(rows)} seeds",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def by_env(rows: list[dict[str, Any]]) -> list[str]:
+    """Runs of several envs, each env apart: a seed a column, sampled, before and after."""
+    several = [row for row in rows if "sampled_end_by_env" in row]
+    if not several:
+        return []
+    seeds = [str(row["seed"]) for row in several]
+    lines = [
+        "",
+        "Of the mixed run, each env apart (sampled, held out, start → end):",
+        "",
+        "| env | " + " | ".join(f"seed {seed}" for seed in seeds) + " |",
+        "|---|" + "---|" * len(seeds),
+    ]
+    for env in several[0]["sampled_end_by_env"]:
+        cells = [
+            f"{row['sampled_start_by_env'][env]:.2f} → {row['sampled_end_by_env'][env]:.2f}"
+            for row in several
+        ]
+        lines.append(f"| {env} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def draw(groups: dict[str, list[dict[str, Any]]]) -> None:

@@ -132,7 +132,7 @@ def test_trl_sees_the_tokens_their_log_probs_and_masks(make_model, tokenizer, tm
 def test_log_probs_of_the_rollout_are_those_of_trl(make_model, tokenizer, tmp_path):
     with TRLRollout(config(), backend="serial") as rollout:
         trainer = make_trainer(rollout, make_model(tokenizer), tokenizer, tmp_path, temperature=0.7)
-        inputs = [row for row in rollout.dataset(2) for _ in range(4)]
+        inputs = [dict(row) for row in rollout.dataset(2) for _ in range(4)]
         trainer.model.train()
         batch = trainer._generate_and_score_completions(inputs)
         assert trainer.model.training
@@ -166,7 +166,8 @@ def failing(env, **settings):
 def test_a_failed_episode_teaches_nothing_and_stays_out_of_its_group(make_model, tokenizer, tmp_path):
     with TRLRollout(failing("FlakyEnv"), backend="serial") as rollout:
         trainer = make_trainer(rollout, make_model(tokenizer), tokenizer, tmp_path, max_steps=1)
-        inputs = [row for row in rollout.dataset(2) for _ in range(4)]
+        inputs = [dict(row) for row in rollout.dataset(2) for _ in range(4)]
+        trainer.model.train()
         batch = trainer._generate_and_score_completions(inputs)
         played = rollout.trajectories
     failed = [t.status == "env_error" for t in played]
@@ -200,7 +201,7 @@ def test_only_what_the_model_wrote_is_learned_from(make_model, tokenizer, tmp_pa
     """TRL's own loss is that of the written tokens alone."""
     with TRLRollout(config(), backend="serial") as rollout:
         trainer = make_trainer(rollout, make_model(tokenizer), tokenizer, tmp_path, max_steps=1)
-        inputs = [row for row in rollout.dataset(2) for _ in range(4)]
+        inputs = [dict(row) for row in rollout.dataset(2) for _ in range(4)]
         trainer.model.train()
         batch = trainer._generate_and_score_completions(inputs)
         trainer.current_gradient_accumulation_steps = 1

@@ -94,19 +94,15 @@ SCORES = {"std": np.std, "max_mean": lambda rewards: max(rewards) - np.mean(rewa
 @pytest.mark.parametrize("how", SCORES)
 def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(how, tmp_path, monkeypatch):
     """Rewards are set by hand: in one of six groups one member wins, in one half of them, and so on."""
-    wins = {
-        0: [0, 0, 0, 1],
-        1: [0, 0, 1, 1],
-        2: [0, 0, 0, 0],
-        3: [5, 5, 5, 5],
-        4: [0, 1, 1, 1],
-        5: [1, 1, 1, 3],
+    wins = {  # std, max less mean
+        0: [0, 0, 0, 1],  # .433 .75
+        1: [0, 0, 1, 1],  # .5   .5
+        2: [0, 0, 2, 2],  # 1    1
+        3: [5, 5, 5, 5],  # 0    0
+        4: [0, 1, 1, 1],  # .433 .25
+        5: [1, 1, 1, 3],  # .866 1.5
     }
-    #  std       .433            .5              0               0               .433           .866
-    #  max-mean  .75             .5              0               0               .25            1.5
-    best = {"std": {5, 1, 0}, "max_mean": {5, 0, 1}}[
-        how
-    ]  # three of six; std: 0 and 4 tie, the lower number wins
+    best = {"std": {1, 2, 5}, "max_mean": {0, 2, 5}}[how]
     scores = {group: float(SCORES[how](rewards)) for group, rewards in wins.items()}
     assert best == set(sorted(scores, key=lambda group: (-scores[group], group))[:3])
     learned = []
@@ -119,8 +115,6 @@ def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(how
         return played
 
     def pay(trajectory):
-        from dataclasses import replace
-
         if len(wins) <= trajectory.group:
             return trajectory
         first, *rest = trajectory.turns

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -17,64 +15,7 @@ from hypothesis import strategies as st
 from shoal.vector import make_vec
 from shoal.vector.plan import Plan
 from tests.vector.faulty import CountEnv
-
-LETTERS = "abc XYZ\n\x00é☃𝄞\u2028"
-
-
-class Coordinates(spaces.Space[Any]):
-    """A custom space: a dict that no library knows."""
-
-    def __init__(self) -> None:
-        super().__init__(None, None)
-
-    def sample(self, mask: Any = None, probability: Any = None) -> Any:
-        return {"x": int(self.np_random.integers(9)), "tags": ["a"] * int(self.np_random.integers(3))}
-
-    def contains(self, x: Any) -> bool:
-        return isinstance(x, dict)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Coordinates)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Scripted(gymnasium.Env[Any, Any]):
-    """Observations, rewards, infos and ends drawn from the seed, changed by the actions."""
-
-    def __init__(self, space: spaces.Space[Any], actions: spaces.Space[Any], length: int, talk: int) -> None:
-        # copies: a space has its own random state, and threads would share it
-        self.observation_space, self.action_space = copy.deepcopy(space), copy.deepcopy(actions)
-        self.length, self.talk = length, talk
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.t, self.end = 0, int(self.np_random.integers(1, self.length + 1))
-        self.cut = bool(self.np_random.integers(2))
-        return self.observe(), self.told(options)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t += 1
-        over = self.t >= self.end
-        reward = float(self.np_random.normal()) + len(str(action))
-        return self.observe(), reward, over and not self.cut, over and self.cut, self.told(action)
-
-    def observe(self) -> Any:
-        if isinstance(self.observation_space, spaces.Text):
-            size = int(self.np_random.integers(0, 90))
-            return "".join(LETTERS[k] for k in self.np_random.integers(0, len(LETTERS), size))
-        self.observation_space.seed(int(self.np_random.integers(2**31)))
-        return self.observation_space.sample()
-
-    def told(self, action: Any) -> dict[str, Any]:
-        everything = {
-            "number": int(self.np_random.integers(9)),
-            "action": repr(action),
-            "nested": {"vector": self.np_random.normal(size=2), "flag": bool(self.np_random.integers(2))},
-            "none": None,
-        }
-        return {key: everything[key] for key in list(everything)[: self.talk] if self.np_random.integers(3)}
-
+from tests.vector.scripted import Coordinates, Scripted
 
 simple = st.sampled_from(
     [

@@ -6,13 +6,11 @@ import contextlib
 import functools
 import subprocess
 import sys
-import time
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from shoal.core.errors import EnvError, UnknownNameError
@@ -29,35 +27,7 @@ from shoal.vector import (
 )
 from shoal.vector.timing import BUCKETS, bucket_of, quantiles
 from tests.vector.faulty import CountEnv, Faulty
-
-
-class SlowEnv(CountEnv):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def step(self, action: Any) -> Any:
-        time.sleep(self.seconds)
-        return super().step(action)
-
-
-class WordEnv(gymnasium.Env[Any, Any]):
-    observation_space = spaces.Text(100)
-    action_space = spaces.Text(100)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
-        self.seed, self.t = seed, 0
-        return f"start {seed}", {"success": False}
-
-    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self.t += 1
-        return f"{action!r} ☃", 0.5, self.t == 3, False, {"success": self.t == 3}
-
-    def available_actions(self) -> list[str]:
-        return [f"go {self.t}"]
-
-    def render(self) -> Any:
-        return f"<{self.t}>"
+from tests.vector.scripted import SlowEnv, WordEnv
 
 
 def test_a_container_steps_groups_that_start_alike() -> None:

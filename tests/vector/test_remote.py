@@ -12,7 +12,8 @@ from gymnasium import spaces
 
 from shoal.vector import make_vec
 from tests.vector.faulty import CountEnv, Faulty
-from tests.vector.test_equality import Scripted, same
+from tests.vector.scripted import Scripted
+from tests.vector.test_equality import same
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 

@@ -15,30 +15,33 @@ from typing import Any, Literal
 import numpy as np
 from omegaconf import OmegaConf
 
-from shoal import envs
 from shoal.core.configuration import from_mapping
 from shoal.core.data import Trajectory
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
-from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
-from shoal.rollout.factory import make_environments, make_roles
+from shoal.rollout.collector import collect_with_signal
+from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel import ParallelRolloutManager
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
+from shoal.train.agent_parts import (
+    lockstep_collector,
+    make_learner,
+    make_optimizer,
+    make_reference,
+    warmed_up,
+)
 from shoal.train.agent_records import Records
-from shoal.train.critic import Critic, split_optimizer
+from shoal.train.critic import Critic
 from shoal.train.engine_clock import EngineClock
 from shoal.train.group_advantages import has_signal
 from shoal.train.packing_check import safe_batching
-from shoal.train.policy import TrainableEngine, make_engine
 from shoal.train.preparation import prepare_samples
 from shoal.train.processes import Processes, SharedCollector
-from shoal.train.reference import BaseReference, Reference
 from shoal.train.rollout_filter import filter_rollouts
 from shoal.train.schedules import decayed
-from shoal.train.update import trained_parameters, update
-from shoal.train.warmup import warm_up
+from shoal.train.update import update
 
 logger = logging.getLogger(__name__)
 
@@ -60,30 +63,20 @@ class AgentTrainer:
         self.processes = Processes.join(config.engine.device)
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
-        self.engine = self._make_engine(config)
+        roles = {**self.train_envs.roles, **self.val_envs.roles}
+        self.engine = make_learner(config, roles, self.processes)
         batching = safe_batching(self.engine, config.algorithm.batching)
         algorithm = replace(config.algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
         self.critic = Critic(self.engine) if algorithm.needs_critic else None
-        self.optimizer = split_optimizer(
-            trained_parameters(self.engine.model),
-            self.critic,
-            algorithm.learning_rate,
-            algorithm.critic.learning_rate,
-            algorithm.weight_decay,
-        )
+        self.optimizer = make_optimizer(config, self.engine, self.critic)
         self.records = Records(config, on_event, writes=self.processes.first)
         self.progress = Progress(0, 0.0, 0, 0)
         self._clock = EngineClock()
         self._collector = self._make_collector("train", config.seed)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
-        self._reference: Reference | BaseReference | None = None
-        if algorithm.kl.coef:
-            self._reference = (
-                BaseReference(self.engine)  # type: ignore[arg-type]
-                if config.model.lora.rank
-                else Reference(self.records.folder.path / "reference", writes=self.processes.first)
-            )
+        kept = self.records.folder.path / "reference"
+        self._reference = make_reference(config, self.engine, kept, self.processes)
         self._success = 0.0  # held out, at this iteration; 0 if not measured
         self._warned = False
 
@@ -251,7 +244,8 @@ class AgentTrainer:
     def _start(self) -> dict[str, Any]:
         self.processes.together(self.records.begin)
         row: dict[str, Any] = {"iteration": 0}
-        losses = list(self._warm_up())
+        prompter = self._collector.collector.prompter
+        losses = list(warmed_up(self.config, self.engine, self.train_envs.roles, prompter))
         if losses:
             row["warmup_loss"] = losses[-1]
         self.processes.share_weights(self.engine.model.state_dict().values())
@@ -280,25 +274,6 @@ class AgentTrainer:
         self._success = float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
         yield from rows
 
-    def _warm_up(self) -> Iterator[float]:
-        config = self.config
-        if not config.warmup.steps:
-            return
-        kinds = {tag: config.custom_envs[tag] for tag in self.train_envs.roles}
-        makers = {
-            tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config))
-            for tag, kind in kinds.items()
-        }
-        yield from warm_up(
-            self.engine,
-            makers,
-            self.train_envs.roles,
-            self._collector.collector.prompter,
-            config.warmup,
-            config.algorithm.micro_batch_tokens,
-            config.seed,
-        )
-
     def _validate(self) -> dict[str, float]:
         trajectories = self.evaluate()
         self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
@@ -311,33 +286,10 @@ class AgentTrainer:
         save = partial(self.records.save, self.engine, self.critic, self.optimizer, self.progress, best=best)
         self.processes.together(save)
 
-    # --- parts
-    def _make_engine(self, config: AgentConfig) -> TrainableEngine:
-        device = self.processes.device(config.engine.device)
-        engine = make_engine(replace(config.engine, device=device), self._action_words(), config.seed)
-        if not config.model.lora.rank:
-            return engine
-        from shoal.train.lora import add_lora
-
-        return add_lora(engine, config.model.lora, config.engine.model, config.seed)
-
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
         if self.config.agent_proxy.use_parallel_rollout:
             manager = ParallelRolloutManager(self.config, self.engine, side=which, seed=seed)
             return SharedCollector(manager, self.processes)
         side = self.train_envs if which == "train" else self.val_envs
-        roles = make_roles(self.config.custom_envs, side.tags, self.config.agent_proxy.max_turn)
-        collector = TrajectoryCollector(
-            side.pool,
-            side.tags,
-            roles,
-            side.group_size,
-            self._clock.around(self.engine),
-            self.config.agent_proxy.prompt,
-            seed,
-        )
+        collector = lockstep_collector(self.config, side, self.engine, self._clock, seed)
         return SharedCollector(collector, self.processes)
-
-    def _action_words(self) -> list[str]:
-        roles = {**self.train_envs.roles, **self.val_envs.roles}
-        return sorted({word for role in roles.values() for word in role.projection.words()})

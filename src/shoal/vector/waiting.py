@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _multiprocessing  # type: ignore[import-not-found]
 import ctypes
+import os
 import time
 from collections.abc import Callable
 
@@ -46,8 +47,7 @@ class Signal:
 class Patience:
     """How long to look before sleeping: long while looking pays, rarely when it does not.
 
-    Looking is never unbounded, and rare where it does not pay. It does not yield the core: whoever else wants it
-    would keep it for longer than the wait.
+    Looking is never unbounded and yields the core each time, so that it costs little where cores are few.
     """
 
     def __init__(self, most: float = MAX_SPIN) -> None:
@@ -64,9 +64,10 @@ class Patience:
         if self._skips:
             self._skips -= 1
             return False
-        now = time.perf_counter
+        give_way, now = os.sched_yield, time.perf_counter
         end = now() + self.most
         while now() < end:
+            give_way()
             if acquire(False):
                 self._misses = 0
                 return True

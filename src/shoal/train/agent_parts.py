@@ -1,0 +1,89 @@
+"""What an agent trainer is put together from: an engine that can be trained, its optimizer, collectors, a warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shoal import envs
+from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.episode import Role
+from shoal.rollout.factory import EnvironmentSet, make_roles
+from shoal.rollout.prompts import Prompter
+from shoal.train.agent_config import AgentConfig
+from shoal.train.critic import Critic, split_optimizer
+from shoal.train.engine_clock import EngineClock
+from shoal.train.policy import TrainableEngine, make_engine
+from shoal.train.processes import Processes
+from shoal.train.reference import BaseReference, Reference
+from shoal.train.update import trained_parameters
+from shoal.train.warmup import warm_up
+
+
+def make_learner(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> TrainableEngine:
+    """The engine of a config on this process's device, with adapters if they are what is trained."""
+    words = sorted({word for role in roles.values() for word in role.projection.words()})
+    device = processes.device(config.engine.device)
+    engine = make_engine(replace(config.engine, device=device), words, config.seed)
+    if not config.model.lora.rank:
+        return engine
+    from shoal.train.lora import add_lora
+
+    return add_lora(engine, config.model.lora, config.engine.model, config.seed)
+
+
+def make_optimizer(
+    config: AgentConfig, engine: TrainableEngine, critic: Critic | None
+) -> torch.optim.Optimizer:
+    """Adam over what is trained."""
+    algorithm = config.algorithm
+    return split_optimizer(
+        trained_parameters(engine.model),
+        critic,
+        algorithm.learning_rate,
+        algorithm.critic.learning_rate,
+        algorithm.weight_decay,
+    )
+
+
+def make_reference(
+    config: AgentConfig, engine: TrainableEngine, folder: Path, processes: Processes
+) -> Reference | BaseReference | None:
+    """What a KL penalty holds on to: the base under adapters, or a copy of the start; None without a penalty."""
+    if not config.algorithm.kl.coef:
+        return None
+    if config.model.lora.rank:
+        return BaseReference(engine)  # type: ignore[arg-type]
+    return Reference(folder, writes=processes.first)
+
+
+def lockstep_collector(
+    config: AgentConfig, side: EnvironmentSet, engine: TrainableEngine, clock: EngineClock, seed: int
+) -> TrajectoryCollector:
+    """Plays the envs of one side in this process; `clock` measures the engine."""
+    return TrajectoryCollector(
+        side.pool,
+        side.tags,
+        make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn),
+        side.group_size,
+        clock.around(engine),
+        config.agent_proxy.prompt,
+        seed,
+    )
+
+
+def warmed_up(
+    config: AgentConfig, engine: TrainableEngine, roles: dict[str, Role], prompter: Prompter
+) -> Iterator[float]:
+    """The supervised steps of a config; yields the loss of each."""
+    if not config.warmup.steps:
+        return
+    kinds = {tag: config.custom_envs[tag] for tag in roles}
+    makers = {
+        tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config)) for tag, kind in kinds.items()
+    }
+    tokens = config.algorithm.micro_batch_tokens
+    yield from warm_up(engine, makers, roles, prompter, config.warmup, tokens, config.seed)
