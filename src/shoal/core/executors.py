@@ -7,6 +7,7 @@ The reference is `SerialExecutor`; a parallel executor is right when `map_ordere
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -61,12 +62,36 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
     if backend == "thread":
         return concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="shoal")
     if backend == "process":
-        return concurrent.futures.ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+        return ProcessExecutor(count)
     if backend == "loky":
         return LokyExecutor(count)
     if backend == "ray":
         return RayExecutor()
     raise ValueError(f"no executor backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
+
+
+class ProcessExecutor(concurrent.futures.ProcessPoolExecutor):
+    """Python's process pool, with processes that are spawned."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, mp_context=multiprocessing.get_context("spawn"))
+        self._used = False
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Run `fn` in a process of the pool."""
+        self._used = True
+        return super().submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes.
+
+        Before Python 3.11.3 the pool waits for ever when only cancelled tasks are left in it (gh-94440). They are not
+        the last when another one comes behind them.
+        """
+        if wait and not cancel_futures and self._used:
+            with contextlib.suppress(RuntimeError):  # it is broken or shut down already
+                super().submit(int).result()
+        super().shutdown(wait, cancel_futures=cancel_futures)
 
 
 class LokyExecutor(Executor):
