@@ -32,6 +32,18 @@ def test_an_exception_comes_out_where_its_result_would_have(backend):
             next(results)
 
 
+@pytest.mark.timeout(30)
+def test_a_pool_whose_last_task_was_cancelled_ends():
+    executor = make_executor("process", 1)
+    assert executor.submit(square, 3).result() == 9
+    for _ in range(3):
+        executor.submit(square, 4).cancel()
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        executor.submit(square, 5)
+
+
 @given(st.lists(st.integers()), st.integers(1, 5))
 @settings(max_examples=30)
 def test_order_holds_for_any_bound(items, bound):

@@ -106,20 +106,11 @@ def prepare_training_run(
     to_local, to_global = build_remapping(
         [*dependency_skill_names, *needed], global_expert_idx, completed_skills
     )
-    owner = {int(completed_skills[name]["expert_idx"]): name for name in completed_skills}
     opened = store or Store(base_dir)
     try:
-        loaded: dict[int, dict[str, Any]] = {}
-        mixture: dict[int, Mapping[str, NDArray]] = {}
-        for local, index in to_global.items():
-            head = opened.head(index)
-            if head is None and index != global_expert_idx:
-                raise DataError(f"expert {index} ({owner.get(index)!r}) has no version in {base_dir}")
-            if head is not None:
-                mixture[local] = expert_files.decode(opened.get_blob(head.sha256), f"expert {index}")[0]
-                loaded[index] = {"version": head.id, "sha256": head.sha256, "frames": head.frames}
-            elif initialize_expert_fn is not None:
-                mixture[local] = dict(initialize_expert_fn())
+        mixture, loaded = _load_mixture(
+            opened, to_global, global_expert_idx, completed_skills, initialize_expert_fn
+        )
     finally:
         if store is None:
             opened.close()
@@ -163,6 +154,29 @@ def prepare_training_run(
         },
     )
     return folder, module, policies
+
+
+def _load_mixture(
+    store: Store,
+    to_global: Mapping[int, int],
+    own: int,
+    completed_skills: Mapping[str, Mapping[str, Any]],
+    initialize: Callable[[], Mapping[str, NDArray]] | None,
+) -> tuple[dict[int, Mapping[str, NDArray]], dict[int, dict[str, Any]]]:
+    """Parameters by local number, and which version of each expert they are; a new expert has none yet."""
+    loaded: dict[int, dict[str, Any]] = {}
+    mixture: dict[int, Mapping[str, NDArray]] = {}
+    for local, index in to_global.items():
+        head = store.head(index)
+        if head is not None:
+            mixture[local] = expert_files.decode(store.get_blob(head.sha256), f"expert {index}")[0]
+            loaded[index] = {"version": head.id, "sha256": head.sha256, "frames": head.frames}
+        elif index != own:
+            owner = {int(done["expert_idx"]): name for name, done in completed_skills.items()}
+            raise DataError(f"expert {index} ({owner.get(index)!r}) has no version in {store.root}")
+        elif initialize is not None:
+            mixture[local] = dict(initialize())
+    return mixture, loaded
 
 
 def _plan(
