@@ -121,10 +121,7 @@ class Mailbox:
         self._open += 1
 
         def reply(place: int, result: Result) -> None:
-            if isinstance(result, Exception):
-                done[place] = Refusal(place, str(result), isinstance(result, TimeoutError))
-            else:
-                done[place] = answer_of(place, result)
+            done[place] = answer_of(place, result)
             if len(done) == len(asks):
                 with self._lock:
                     self._open -= 1
