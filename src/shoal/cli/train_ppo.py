@@ -17,7 +17,8 @@ import tyro
 
 from shoal.train.compiled_network import kernels_cached
 from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_run import PPORun, RunOptions, safe_name, saved_options
+from shoal.train.ppo_options import RunOptions, safe_name, saved_options
+from shoal.train.ppo_run import PPORun
 from shoal.train.presets import preset_for
 
 DESCRIPTION = """Train a policy by PPO on parallel environments.
