@@ -16,34 +16,39 @@ SERVER = "openai:"
 """What the name of a model on a server begins with."""
 
 
+DESCRIPTION = """Play held-out episodes and report the success rate with its 95% interval.
+
+Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
+
+examples:
+  shoal eval runs/demo --episodes 400                a run, on its own held-out envs
+  shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
+  shoal eval smollm2 --env bandit                    a language model that was never trained here
+  shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown"""
+
+
 @dataclass(frozen=True)
 class EvalOptions:
-    """Play held-out episodes and report the success rate with its 95% interval.
+    """What to evaluate, and how."""
 
-    shoal eval runs/demo --episodes 400; shoal eval MODEL_FOLDER --env bandit;
-    shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown
-
-    Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
-    """
-
-    model: Annotated[str, tyro.conf.Positional]
-    """A run folder, a Hugging Face model folder, a name that `shoal model list` shows, or `openai:MODEL` for a
-    model on any OpenAI-compatible server (`openai:` alone takes the first that it lists)."""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_MODEL")]
+    """A run folder, a Hugging Face model folder, a name of `shoal model list`, or `openai:MODEL` on a server."""
     env: str | None = None
     """Env to play (`shoal envs list`); the run's own held-out envs if not given."""
-    env_config: dict[str, str] = field(default_factory=dict)
+    env_config: Annotated[dict[str, str], tyro.conf.arg(metavar="KEY VALUE …")] = field(default_factory=dict)
     """Settings of the env, as `--env-config key value …`; values are read as JSON where they can be."""
     episodes: int = 200
+    """How many to play; more give a narrower interval."""
     seed: int = 0
     """Names the episodes: the same seed plays the same ones."""
     temperature: float = 0.0
-    """0 plays greedily."""
+    """0 takes the likeliest token, 1 samples as in training."""
     checkpoint: str = "newest"
     """Of a run: newest, best, or an iteration."""
     max_tokens: int | None = None
     """Tokens of a response; what the run was trained with, 64 for a model folder, 512 for a server."""
     base_url: str = "http://127.0.0.1:8000/v1"
-    """Of the server (`openai:MODEL`)."""
+    """Of an OpenAI-compatible server, for `openai:MODEL`; `openai:` alone takes the first model it lists."""
     api_key_env: str | None = None
     """Environment variable with the server's key."""
     concurrency: int = 16
@@ -55,11 +60,12 @@ class EvalOptions:
     out: Path | None = None
     """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`."""
     format: Literal["table", "json"] = "table"
+    """How the result is printed."""
 
 
 def main(argv: list[str]) -> int:
     """Evaluate and print."""
-    options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=EvalOptions.__doc__)
+    options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=DESCRIPTION)
     if options.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
     from shoal.train.agent_evaluation import mean_interval, success_rate

@@ -35,7 +35,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--backend", choices=BACKENDS, help="where workers run (default: as the config says)")
     parser.add_argument("--from", dest="source", type=Path, metavar="RUN", help="take the engine of this run")
-    parser.add_argument("--iteration", type=int, default=0, help="names the env seeds and the sampling noise")
+    parser.add_argument(
+        "--iteration", type=int, default=0, help="names the env seeds and the sampling noise (default 0)"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--compare", action="store_true", help="play sequentially and in parallel, and compare everything"

@@ -51,6 +51,7 @@ class TrainOptions:
     max_retries: int = 2
     """launches again after a failure, each from the last checkpoint"""
     seed: int = 0
+    """of the run: start states, weights and noise"""
     skills: Path | None = None
     """a YAML file of skills; by default the one that comes with the world"""
     target_skill: str | None = None

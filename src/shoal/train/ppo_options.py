@@ -22,11 +22,11 @@ class RunOptions:
     n_envs: int = 8
     """Environments stepped in parallel."""
     num_workers: int | None = None
-    """Worker processes for them; 0 for none, empty for the backend's choice."""
+    """Worker processes for them; 0 for none, None for the backend's choice."""
     backend: str = "auto"
     """"serial" in this process, "process" in workers, "auto" measures the environment and chooses."""
     parallel_start_method: StartMethod | None = None
-    """How workers start: spawn, forkserver or fork."""
+    """How workers start; None for the safe default, forkserver."""
     total_timesteps: int | None = None
     """Stop after this many env steps of all envs together."""
     num_episodes: int | None = None
@@ -34,28 +34,29 @@ class RunOptions:
     stop_at_reward: float | None = None
     """Stop when the mean reward of the last 100 episodes reaches this."""
     seed: int = 0
+    """Of the run: the same one gives the same weights."""
     device: str = "cpu"
     """cpu, cuda, mps, or auto."""
     path: str = "auto"
     """"compiled" kernels, "torch" autograd, or "auto": kernels for perceptrons on the CPU."""
     run_dir: str | None = None
-    """Folder of the run; empty for runs/ppo-<env>, numbered when taken."""
+    """Folder of the run; None for runs/ppo-<env>, numbered when taken."""
     checkpoint_dir: str | None = None
-    """Folder of its checkpoints; empty for <run_dir>/checkpoints."""
+    """Folder of its checkpoints; None for <run_dir>/checkpoints."""
     checkpoint_every: int | None = None
-    """Env steps between checkpoints; empty for a tenth of the run, 0 for only one at the end."""
+    """Env steps between checkpoints; None for a tenth of the run, 0 for only one at the end."""
     keep_checkpoints: int = 3
     """How many of them stay."""
     resume_from: str | None = None
     """Continue exactly from this checkpoint, or the newest one in this folder or run folder."""
     eval_every: int | None = None
-    """Env steps between evaluations; empty for a tenth of the run, 0 for only one at the end."""
+    """Env steps between evaluations; None for a tenth of the run, 0 for only one at the end."""
     eval_episodes: int = 10
     """Episodes of an evaluation, on a single environment of its own."""
     record_video: bool = False
     """Record one episode of the trained policy as video.gif (the environment must render)."""
     tensorboard: bool = True
-    """Write TensorBoard files into the run folder, if tensorboard is installed."""
+    """Write TensorBoard files into the run folder."""
     wandb: str | None = None
     """Log to this Weights & Biases project (needs the package wandb)."""
     log_every: int = 10
