@@ -146,14 +146,16 @@ def _play(options: EvalOptions) -> list[Any]:
         played: list[Any] = []
         while len(played) < options.episodes:
             played += collector.collect(0, sampling, first_group=len(played))
-            print(
-                f"\r{min(len(played), options.episodes)}/{options.episodes} episodes", end="", file=sys.stderr
-            )
-        print(file=sys.stderr)
+            _say_progress(min(len(played), options.episodes), options.episodes)
         return played[: options.episodes]
     finally:
         made.pool.close()
         close_engine(engine)
+
+
+def _say_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():  # a file would keep every step of it
+        print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def _engine(options: EvalOptions) -> tuple[Any, Any]:

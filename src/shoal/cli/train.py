@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -72,14 +74,19 @@ def main(argv: list[str]) -> int:
         try:
             _watch(trainer.train(), config.trainer.iterations, out)
         except KeyboardInterrupt:
-            print(
-                f"\ninterrupted; go on with: shoal train --config-name {options.config_name} "
-                f"run_dir={config.run_dir} resume=true",
-                file=out,
-            )
+            print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}", file=out)
             return 130
     _say_results(Path(config.run_dir or ""), config.next_step, out)
     return 0
+
+
+def _resuming(options: argparse.Namespace, run_dir: str) -> str:
+    """The command that goes on: with the same settings, since others are refused."""
+    words = ["shoal", "train", "--config-name", options.config_name]
+    if options.config_dir is not None:
+        words += ["--config-dir", str(options.config_dir)]
+    words += [word for word in options.overrides if word.partition("=")[0] not in ("run_dir", "resume")]
+    return shlex.join([*words, f"run_dir={run_dir}", "resume=true"])
 
 
 def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
@@ -162,5 +169,5 @@ def _say_results(run: Path, next_step: str, out: Any) -> None:
         f"look at an episode:  shoal show {run}",
     ]
     if next_step:
-        lines.append(f"try next:            {next_step}")
+        lines.append(f"try next:            {next_step.replace('{run}', str(run))}")
     print("\n".join(lines), file=out)
