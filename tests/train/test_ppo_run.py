@@ -193,7 +193,7 @@ def test_help_shows_the_presets_values_as_defaults(capsys):
         main(["train-ppo", "--env", "Pendulum-v1", "--help"])
     assert done.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--gamma FLOAT (default: 0.9)" in text
+    assert "--gamma FLOAT Discount of a reward per step. (default: 0.9)" in text
     assert "--n-envs INT Environments stepped in parallel. (default: 4)" in text
     for flag in ("--parallel-start-method", "--num-episodes", "--device", "--learning-rate", "--checkpoint-dir",
                  "--seed", "--resume-from", "--record-video", "--target-kl"):  # fmt: skip

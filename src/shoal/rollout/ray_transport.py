@@ -85,7 +85,8 @@ class Mailbox:
         self._ray = ray
         self._inference = inference
         # Beside the engine: elsewhere, the loss of a node that holds some workers could end the whole rollout.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        # (Ray 2.60 heeds a soft wish only for actors that take a CPU.)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(_Counter).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
         self.actor = actor.remote()
         self.ticket = Ticket(self.actor)
