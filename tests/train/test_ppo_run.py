@@ -188,6 +188,16 @@ def test_resuming_with_another_seed_or_env_is_refused(tmp_path, capsys):
     assert "env: the checkpoint has 'CartPole-v1', this run 'Acrobot-v1'" in capsys.readouterr().err
 
 
+def test_a_finished_run_that_is_resumed_prints_a_command_that_works(tmp_path, capsys):
+    assert train(tmp_path / "run", "--total-timesteps", "64") == 0
+    capsys.readouterr()
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run")]) == 0
+    command = capsys.readouterr().out.split("go on with")[1].split()
+    assert command[:2] == ["shoal", "train-ppo"]
+    assert main(command[1:]) == 0
+    assert f"after {2 * 64} steps" in capsys.readouterr().out
+
+
 def test_help_shows_the_presets_values_as_defaults(capsys):
     with pytest.raises(SystemExit) as done:
         main(["train-ppo", "--env", "Pendulum-v1", "--help"])

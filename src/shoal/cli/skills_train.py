@@ -248,10 +248,13 @@ class _Show:
 
     def __init__(self, scheduler: SkillScheduler) -> None:
         self.scheduler = scheduler
+        self._told = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="show", daemon=True)
 
     def __enter__(self) -> _Show:
+        before = self.scheduler.store.events(0)  # of the run that is resumed: told already
+        self._told = before[-1]["seq"] if before else 0
         self._thread.start()
         return self
 
@@ -269,7 +272,7 @@ class _Show:
                     live.update(table(store.skills(), store))
                 live.update(table(store.skills(), store))
             return
-        told = 0
+        told = self._told
         began = time.time()
         while True:
             over = self._done.wait(0.5)

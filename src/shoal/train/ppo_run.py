@@ -97,7 +97,7 @@ class PPORun:
                 self._save()
                 self._finish(row, status)
         if not row:
-            row = {"steps": float(ppo.log.n_steps), "episodes": ppo.log.n_episodes}
+            row = {"steps": ppo.log.n_steps, "episodes": ppo.log.n_episodes}
         self._save()
         if "eval_return_mean" not in row:
             row |= self._evaluate()
