@@ -33,7 +33,7 @@ from shoal.train.ppo_envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo_episodes import EpisodeLog
 from shoal.train.ppo_evaluation import Evaluation, evaluate
 from shoal.train.ppo_experience import Experience
-from shoal.train.ppo_workers import StartMethod
+from shoal.vector.launch import StartMethod
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shoal.train.ppo_checkpoints import find_checkpoint, load_checkpoint
 from shoal.train.ppo_checks import read_config
 from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_workers import StartMethod
+from shoal.vector.launch import StartMethod
 
 
 @dataclass(frozen=True, slots=True)
