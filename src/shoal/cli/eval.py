@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from shoal.cli.agent_options import hide_loading
 from shoal.core.errors import ConfigError, DataError, EngineError
 
 SERVER = "openai:"
@@ -175,11 +176,14 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
         values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
         run = from_mapping(AgentConfig, values)
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
+        if run.engine.name == "huggingface":
+            hide_loading()
         return load_engine(checkpoint / "engine", device=run.engine.device), run
     if folder.exists() and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
         )
+    hide_loading()
     settings = EngineConfig(name="huggingface", model=options.model, threads=2)
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=64))
     return make_engine(settings, (), options.seed), run

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.agent_options import agent_parser, composed, show_warnings
+from shoal.cli.agent_options import agent_parser, composed, hide_loading, show_warnings
 from shoal.core.errors import ConfigError
 
 EPILOG = """\
@@ -59,9 +59,7 @@ def main(argv: list[str]) -> int:
     config = replace(config, run_dir=run_dir)
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
+        hide_loading()
     out = sys.stderr if options.json_events else sys.stdout
     if not processes.first:
         logging.getLogger("shoal").setLevel(logging.ERROR)  # the first one says it

@@ -135,8 +135,12 @@ class PPOTrainer:
         known = self._collectors.get(id(vec_env))
         if not isinstance(known, VectorSteps):
             self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
-            seeds = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
-            _, infos = vec_env.reset(seed=seeds)  # type: ignore[arg-type]
+            seeds: Any = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
+            try:
+                _, infos = vec_env.reset(seed=seeds)
+            except gym.error.Error:  # written as one (gymnasium's own CartPole): one generator for all
+                seeds = seeds[0]
+                _, infos = vec_env.reset(seed=seeds)
             known = VectorSteps(vec_env, masked="action_mask" in infos, seed=seeds)
             known.reset()
             self._collectors[id(vec_env)] = known
