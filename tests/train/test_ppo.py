@@ -530,7 +530,7 @@ def test_trainer_learns_episode_by_episode():
 
 def test_trainer_learns_from_a_vector_env_with_one_generator_the_same_for_the_same_seed():
     def rewards():
-        trainer = shoal.PPOTrainer(None, seed=3)
+        trainer = PPOTrainer(None, seed=3)
         envs = gym.make_vec("CartPole-v1", num_envs=4)  # of one piece: takes one number as its seed
         return [trainer.train_episode_vectorized(envs)["reward"] for _ in range(2)]
 
