@@ -78,13 +78,13 @@ class Placement:
 
     def close(self) -> None:
         """End the workers; may be called twice."""
+        if self._mailbox is not None:  # before Ray itself ends
+            self._mailbox.close()
         for executor in (self._executor, self._spare):
             if isinstance(executor, WorkerExecutor):
                 executor.shutdown(wait=False)
             elif executor is not None:
                 executor.shutdown(wait=True, cancel_futures=True)
-        if self._mailbox is not None:
-            self._mailbox.close()
         self._executor = self._spare = self._mailbox = None
 
     def _usual(self) -> Executor:

@@ -137,6 +137,8 @@ class Mailbox:
     def close(self) -> None:
         """End the actor."""
         self._closed = True
+        # The thread looks up a few times a second. If it were inside Ray when Ray ends, the process would crash.
+        self._thread.join(5.0)
         with contextlib.suppress(Exception):
             self._ray.kill(self.actor)
         self._thread.join(5.0)
