@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import shutil
+import sys
+import types
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
@@ -12,6 +14,7 @@ import torch
 
 from shoal.core.errors import DataError
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting.splitters import _start_ray
 
 
 def assert_same_batches(left, right):
@@ -67,6 +70,22 @@ def test_processes_give_the_serial_batch(processor, damaged):
             strict.split(ids, executor=executor)
         pids = list(executor._processes)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
+    joined = []
+
+    def init(num_cpus=None, **rest):
+        if num_cpus is not None:
+            raise ValueError("When connecting to an existing cluster, num_cpus must not be provided.")
+        joined.append(rest)
+
+    running = types.SimpleNamespace(
+        is_initialized=lambda: False, init=init, cluster_resources=lambda: {"CPU": 8.0}
+    )
+    monkeypatch.setitem(sys.modules, "ray", running)
+    assert _start_ray(2) == 2
+    assert len(joined) == 1
 
 
 @pytest.mark.ray

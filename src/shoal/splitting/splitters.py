@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -368,9 +367,11 @@ def _start_ray(num_cpus: int) -> int:
         raise missing_extra("split_parallel", "parallel") from error
     if not ray.is_initialized():
         logger.info("starting a local Ray without dashboard; ray.shutdown() ends it")
-        # A cluster that RAY_ADDRESS names has its own CPUs, and refuses to be told their number.
-        own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": num_cpus, "include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        try:
+            ray.init(num_cpus=num_cpus, include_dashboard=False, **quiet)
+        except ValueError:  # RAY_ADDRESS or `ray start` names a cluster: it has CPUs of its own
+            ray.init(**quiet)
     # Where Ray has more CPUs than asked for, what is submitted is what runs.
     return num_cpus if ray.cluster_resources().get("CPU", 0) > num_cpus else 2 * num_cpus
 
