@@ -16,10 +16,10 @@ def test_the_reference_keeps_its_output_layer_while_the_policy_is_trained(tmp_pa
     where[0, 5:] = True
     with torch.no_grad():
         before = engine.logits_at(ids, lengths, where)
-        reference = Reference(tmp_path / "reference")
+        reference = Reference(tmp_path / "reference", engine)
         reference.keep(engine)
         engine.model.lm_head.weight.mul_(2)
         assert torch.equal(reference.engine.logits_at(ids, lengths, where), before)
         assert not torch.equal(engine.logits_at(ids, lengths, where), before)
-        reference.load("cpu")
+        reference.load()
         assert torch.equal(reference.engine.logits_at(ids, lengths, where), before)

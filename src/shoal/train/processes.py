@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import heapq
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -37,13 +38,15 @@ class Processes:
         rank: the number of this one.
         count: of all.
         local_rank: its number on this machine.
+        sharded: networks lie in shards, so that each pass through one is a pass of all processes.
     """
 
-    def __init__(self, rank: int = 0, count: int = 1, local_rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, count: int = 1, local_rank: int = 0, *, sharded: bool = False) -> None:
         self.rank, self.count, self.local_rank = rank, count, local_rank
+        self.sharded = sharded and count > 1
 
     @classmethod
-    def join(cls, device: str) -> Processes:
+    def join(cls, device: str, *, sharded: bool = False) -> Processes:
         """Meet the other processes that `torchrun` or `accelerate launch` started; alone without a launcher.
 
         Raises:
@@ -65,7 +68,7 @@ class Processes:
         if not dist.is_initialized():
             atexit.register(_leave)
         state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
-        return cls(state.process_index, state.num_processes, state.local_process_index)
+        return cls(state.process_index, state.num_processes, state.local_process_index, sharded=sharded)
 
     @property
     def first(self) -> bool:
@@ -99,7 +102,18 @@ class Processes:
             return compute(list(range(len(sizes))))
         results: list[Any] = [None] * len(sizes)
         parts = self.parts(sizes)
-        for numbers, values in zip(parts, self.together(lambda: compute(parts[self.rank])), strict=True):
+
+        def work() -> list[Any]:
+            return compute(parts[self.rank])
+
+        if (
+            self.sharded
+        ):  # an error amid passes of all cannot be told the others, who wait for the rest of the pass:
+            done = work()  # it ends this process, and the launcher them
+            shares = self.together(lambda: done)
+        else:
+            shares = self.together(work)
+        for numbers, values in zip(parts, shares, strict=True):
             for number, value in zip(numbers, values, strict=True):
                 results[number] = value
         return results
@@ -128,17 +142,27 @@ class Processes:
                 raise EngineError(f"process {rank} of {self.count} failed: {error_there}")
         return [there for _, there in found]
 
+    def in_step(self, items: Sequence[T]) -> Iterator[T | None]:
+        """The items, and where passes are those of all processes, None for as long as another one still has items."""
+        n_items = len(items)
+        most = max(self.together(lambda: n_items)) if self.sharded else n_items
+        yield from items
+        yield from [None] * (most - n_items)
+
     # --- weights
     def share_weights(self, tensors: Iterable[Tensor]) -> None:
-        """Everyone takes over the first one's values."""
-        if self.count > 1:
+        """Everyone takes over the first one's values; of shards, each process has its own."""
+        if self.count > 1 and not self.sharded:
             with torch.no_grad():
                 for tensor in tensors:
                     dist.broadcast(tensor, 0)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Everyone gets the sum of all gradients; a parameter that none has a gradient for keeps none."""
-        if self.count == 1:
+        """Everyone gets the sum of all gradients; a parameter that none has a gradient for keeps none.
+
+        Those of shards were summed in the backward pass.
+        """
+        if self.count == 1 or self.sharded:
             return
         known = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
         dist.all_reduce(known)
@@ -160,10 +184,17 @@ class SharedCollector:
     Args:
         collector: plays this process's share.
         processes: who takes part.
+        ready: entered for as long as they play.
     """
 
-    def __init__(self, collector: TrajectoryCollector | ParallelRolloutManager, processes: Processes) -> None:
+    def __init__(
+        self,
+        collector: TrajectoryCollector | ParallelRolloutManager,
+        processes: Processes,
+        ready: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.collector = collector
+        self._ready = ready
         self.tags = collector.tags
         self._processes = processes
 
@@ -184,7 +215,9 @@ class SharedCollector:
             )
             return [encode_trajectory(trajectory) for trajectory in played]
 
-        return [decode_trajectory(line) for lines in processes.together(play) for line in lines]
+        with self._ready():
+            everyone = processes.together(play)
+        return [decode_trajectory(line) for lines in everyone for line in lines]
 
     def close(self) -> None:
         """End this process's envs and workers."""

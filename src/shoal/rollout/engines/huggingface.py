@@ -283,11 +283,11 @@ class HuggingFaceEngine:
         return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
     # --- files
-    def save(self, folder: Path) -> None:
-        """Write a folder that `transformers` and `load` read."""
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a folder that `transformers` and `load` read; `weights` by name in the place of the network's own."""
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         (folder / "engine.json").write_text(json.dumps({"engine": "huggingface", "dtype": dtype}))
-        self.model.save_pretrained(folder)  # type: ignore[operator]
+        self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         self.tokenizer.tokenizer.save_pretrained(folder)
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
