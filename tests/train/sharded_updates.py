@@ -149,7 +149,13 @@ def gap(one, two):
 def answers(engine):
     wanted = Sampling(max_tokens=6, temperature=1.0)
     asked = [Request((7, 8, 9, 6 + i), Key(0, 0, 0, i, 0), wanted) for i in range(5)]
-    return [(done.token_ids, done.logprobs) for done in engine.generate(asked)]
+    return [done.token_ids for done in engine.generate(asked)]
+
+
+def alone(cut, twin):
+    """What the first process generates with whole weights, while the others do something else, and its twin."""
+    with cut.engine.whole():
+        return [answers(one.engine) for one in (cut, twin)] if cut.processes.first else None
 
 
 def watch(case, processes, folder):
@@ -167,17 +173,15 @@ def watch(case, processes, folder):
     for one in (cut, twin):
         one.reference.keep(one.engine)
     start = {name: tensor.clone() for name, tensor in twin.state().items()}
+    told = {"answers": [alone(cut, twin)]}
     rows, other_rows = zip(*[(cut.train(i), twin.train(i)) for i in range(3)], strict=True)
-    told = {"gap": gap(cut.state(), twin.state()), "moved": gap(start, twin.state())}
+    told |= {"gap": gap(cut.state(), twin.state()), "moved": gap(start, twin.state())}
     told["metrics"] = [rows, other_rows]
     told["held"] = [cut.held, twin.held]
     told["idle"] = idle[0]
     told["state_gap"] = gap(whole_optimizer(cut.optimizer), whole_optimizer(twin.optimizer))
 
-    with cut.engine.whole():
-        if processes.first:  # the others are elsewhere
-            own = answers(cut.engine)
-            told["answers"] = [[list(ids) for ids, _ in own], [list(ids) for ids, _ in answers(twin.engine)]]
+    told["answers"] += [alone(cut, twin)]
 
     cut.save(folder / case, 1)
     twin.save(folder / f"{case}-{processes.rank}", 1)
