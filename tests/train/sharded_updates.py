@@ -6,6 +6,7 @@ Every process trains a twin of its own. The first writes `FOLDER/told.json`: for
 """
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.rollout.test_huggingface_engine import make_engine as make_llama
 
 from shoal.core.data import Trajectory, Turn
 from shoal.rollout.engine import Key, Request, Sampling
+from shoal.rollout.engines.paired import PairedEngine
 from shoal.rollout.engines.tiny import TinyEngine
 from shoal.rollout.engines.tiny_network import TinyShape
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, save_checkpoint, take_snapshot
@@ -33,6 +35,8 @@ PLAIN = Algorithm(
     adv_estimator="grpo", minibatch_size=4, micro_batch_tokens=40, weight_decay=0.01, kl=KLPenalty(0.05),
     rollout_correction=RolloutCorrection("truncate"), batching="padded",
 )  # fmt: skip
+STRAIGHT = replace(PLAIN, rollout_correction=RolloutCorrection("none"))
+"""The first pass of the policy after it generated is one of the update."""
 WITH_CRITIC = replace(PLAIN, adv_estimator="gae")
 
 
@@ -60,12 +64,13 @@ def lora(kind=torch.float32):
 
 CASES = {
     "tiny": (tiny, replace(WITH_CRITIC, batching="auto")),
-    "llama": (make_llama, PLAIN),
+    "llama": (make_llama, STRAIGHT),
     "llama-critic": (make_llama, replace(WITH_CRITIC, batching="auto", epochs=2)),
     "llama-checkpointing": (make_llama, replace(PLAIN, gradient_checkpointing=True)),
     "llama-autocast": (make_llama, replace(PLAIN, precision="bfloat16")),
     "llama-bfloat16": (bfloat16, WITH_CRITIC),
     "llama-last-layer": (frozen, PLAIN),
+    "paired": (lambda: PairedEngine(make_llama(), make_llama()), STRAIGHT),
     "lora": (lora, PLAIN),
     "lora-bfloat16": (lambda: lora(torch.bfloat16), WITH_CRITIC),
 }
@@ -103,8 +108,9 @@ class Trained:
         self.processes = processes
         self.engine, self.critic, self.reference = make_networks(settings, make(), folder, processes)
         self.optimizer = make_optimizer(settings, self.engine, self.critic)
-        self.held = 0
+        self.held = self.between = 0
         self.optimizer.register_step_pre_hook(self._weigh)
+        self._logits_at, self.engine.logits_at = self.engine.logits_at, self._scores
 
     def _weigh(self, *_):
         networks = [self.engine.model, *([self.critic] if self.critic else [])]
@@ -114,6 +120,12 @@ class Trained:
             v for values in self.optimizer.state.values() for v in values.values() if v.numel() > 1 or v.ndim
         ]
         self.held = bytes_of([*parameters, *gradients, *moments])
+
+    def _scores(self, *arguments):
+        scores = self._logits_at(*arguments)
+        if scores.requires_grad:
+            self.between = max(self.between, bytes_of(self.engine.model.parameters()))
+        return scores
 
     def train(self, iteration):
         samples = prepare_samples(
@@ -177,7 +189,7 @@ def watch(case, processes, folder):
     rows, other_rows = zip(*[(cut.train(i), twin.train(i)) for i in range(3)], strict=True)
     told |= {"gap": gap(cut.state(), twin.state()), "moved": gap(start, twin.state())}
     told["metrics"] = [rows, other_rows]
-    told["held"] = [cut.held, twin.held]
+    told["held"] = [[cut.held, twin.held], [cut.between, twin.between]]
     told["idle"] = idle[0]
     told["state_gap"] = gap(whole_optimizer(cut.optimizer), whole_optimizer(twin.optimizer))
 
@@ -199,6 +211,7 @@ def watch(case, processes, folder):
 
 
 def main():
+    signal.alarm(400)  # processes that wait for each other for ever end too
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     processes = Processes.join("cpu", sharded=True)

@@ -35,7 +35,7 @@ def prepare_samples(
     """
     samples = [sample for trajectory in trajectories for sample in make_samples(trajectory)]
     sizes = [len(sample.ids) for sample in samples]
-    shortest = samples[int(np.argmin(sizes))]
+    shortest = min(samples, key=lambda sample: len(sample.ids), default=None)
     device = str(next(engine.model.parameters()).device)
 
     def ask(network: TrainableEngine | Critic) -> list[np.ndarray]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shoal.core.errors import ConfigError
 from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
@@ -22,6 +20,10 @@ from shoal.train.critic import Critic
 from shoal.train.policy import TrainableEngine
 from shoal.train.processes import Processes
 from shoal.train.whole_tensors import cut_like, whole_weights
+
+if TYPE_CHECKING:  # they take a second to import, and few runs need them
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 
 class ShardedEngine:
@@ -36,9 +38,7 @@ class ShardedEngine:
 
     def __init__(self, engine: TrainableEngine, processes: Processes) -> None:
         self._engine = engine
-        _try(
-            engine.logits_at, engine
-        )  # what it finds out about its network, it finds out while that is whole
+        _try(engine.logits_at, engine)  # it finds out what its network is like while that is whole
         self.reads_stems, self.pad_id = engine.reads_stems, engine.pad_id
         self._scores = _Scores(engine)
         self._parts = _shard(self._scores, engine.model, [], processes)
@@ -164,8 +164,17 @@ def _shard(
     """Cut each block of `model`, each of `more`, and what is left of `root`: these parts, the root last.
 
     Raises:
-        ConfigError: a part is of a kind that cannot be cut.
+        ConfigError: a part is of a kind that cannot be cut, or this PyTorch cannot do it.
     """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not all(
+        hasattr(FSDPModule, name) for name in ("reset_iter_state", "set_force_sum_reduction_for_comms")
+    ):
+        raise ConfigError(
+            f"trainer.sharding=full needs a newer PyTorch than {torch.__version__} (2.13 is known to do): "
+            f"install it, or set trainer.sharding=none"
+        )
     parts = [*blocks_of(model), *more]
     _refuse_mixed(root, parts)
     mesh = _mesh(next(root.parameters()).device.type, processes)
@@ -197,6 +206,8 @@ _MESHES: dict[tuple[str, int], DeviceMesh] = {}
 
 def _mesh(device: str, processes: Processes) -> DeviceMesh:
     """One for all networks, so that weights can be copied from shard to shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     key = (device, processes.count)
     if key not in _MESHES:
         _MESHES[key] = init_device_mesh(device, (processes.count,))

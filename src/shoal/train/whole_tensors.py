@@ -10,23 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoal.core.errors import DataError
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor, in memory of the CPU if it had to be gathered; every process that has a shard must ask."""
-    if not isinstance(tensor, DTensor):
+    gather = getattr(tensor, "full_tensor", None)  # a `DTensor`'s, whose module takes a second to import
+    if gather is None:
         return tensor.detach()
-    gathered: Tensor = tensor.full_tensor().detach()
-    return gathered.cpu()
+    gathered: Tensor = gather()
+    return gathered.detach().cpu()
 
 
 def cut_like(value: Tensor, tensor: Tensor) -> Tensor:
     """`value`, which every process has whole, as `tensor` lies: this process's shard of it, or itself."""
-    if not isinstance(tensor, DTensor):
+    if not hasattr(tensor, "full_tensor"):
         return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(tensor, DTensor)
     here = value.to(tensor.device, tensor.dtype)
     return distribute_tensor(here, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
