@@ -56,10 +56,10 @@ def test_the_cost_of_a_batch_is_found(fixed, per_item, sizes):
 def test_expected_arrivals_are_the_conditional_frequencies():
     latencies = Latencies()
     for k, seconds in enumerate([0.01, 0.02, 0.03, 0.04]):
-        latencies.answered(k, 0.0)
+        latencies.answered([k], 0.0)
         latencies.asked(k, seconds)
-    latencies.answered("a", 1.0)
-    latencies.answered("b", 1.0)
+    latencies.answered(["a"], 1.0)
+    latencies.answered(["b"], 1.0)
     # after 25 ms two of four latencies are left, one of which ends within 10 ms: a half for each of two
     found = latencies.expected(1.025, np.array([0.001, 0.010, 0.020]))
     assert found.tolist() == [0.0, 1.0, 2.0]
@@ -85,10 +85,10 @@ def busy_batcher(outstanding, latency):
     for size in (1, 5, 9, 20):
         batcher.cost.add(size, 0.020 + 0.001 * size)
     for k in range(20):
-        batcher.latencies.answered(k, 0.0)
+        batcher.latencies.answered([k], 0.0)
         batcher.latencies.asked(k, latency)
     for k in range(outstanding):
-        batcher.latencies.answered(("out", k), 2.0)
+        batcher.latencies.answered([("out", k)], 2.0)
     batcher.queue.put(0, "x")
     batcher.idle(2.0)
     return batcher
@@ -131,18 +131,18 @@ def test_an_engine_is_never_idle_for_longer_than_half_the_fixed_cost():
     assert batcher.wait(2.0) > 0
     for k in range(30):  # they should have been back at once, and are not: hope for others like them stays
         batcher.latencies.left(("out", k))
-        batcher.latencies.answered(("new", k), 2.0101)
+        batcher.latencies.answered([("new", k)], 2.0101)
     assert batcher.wait(2.0095) > 0
     assert batcher.wait(2.0101) == 0.0  # 0.5 * 20 ms
 
 
 def test_a_request_counts_from_its_answer_to_when_it_was_ready_again():
     latencies = Latencies()
-    latencies.answered("a", 1.0)
+    latencies.answered(["a"], 1.0)
     latencies.asked("a", 1.004)  # however late it is read
     latencies.asked("c", 1.004)  # had no answer yet: nothing to learn from
     assert latencies.known == 1
-    latencies.answered("b", 3.0)
+    latencies.answered(["b"], 3.0)
     assert latencies.expected(3.0, np.array([0.003, 0.005])).tolist() == [0.0, 1.0]
 
 

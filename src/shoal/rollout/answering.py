@@ -47,18 +47,23 @@ class Answerer:
         statistics: Statistics,
     ) -> None:
         self.engine = engine
-        self.generation = 0
-        """Counts the threads that were left behind in an engine that hung; their answers no longer matter."""
         self.retries = retries
         self._restart, self._restarts_left = restart, max_restarts
         self._statistics = statistics
         self._hung: str | None = None
+        self.restarting = False
+        """Whether a new engine is being made just now, which may take longer than any answer."""
 
-    def answer(self, requests: list[Request], generation: int) -> list[Result]:
-        """A completion or an exception for each request, in order."""
+    def answer(self, requests: list[Request], abandoned: Callable[[], bool]) -> list[Result]:
+        """A completion or an exception for each request, in order.
+
+        Args:
+            requests: one batch.
+            abandoned: whether nobody waits for the answers any more; then nothing is tried again.
+        """
         if self._hung is not None:
             return [EngineError(self._hung)] * len(requests)
-        return self._ask(requests, generation)
+        return self._ask(requests, abandoned)
 
     def replace(self, why: str) -> None:
         """The engine hangs and its thread was left behind: take another one, or refuse from now on."""
@@ -72,15 +77,18 @@ class Answerer:
             return False
         self._restarts_left -= 1
         logger.warning("the engine is restarted: %s", why)
+        self.restarting = True
         try:
             self.engine = self._restart()
         except Exception:  # whatever it is, it must not end the thread that everybody waits for
             logger.exception("the engine could not be restarted")
             return False
+        finally:
+            self.restarting = False
         self._statistics.restarts += 1
         return True
 
-    def _ask(self, requests: list[Request], generation: int, attempt: int = 0) -> list[Result]:
+    def _ask(self, requests: list[Request], abandoned: Callable[[], bool], attempt: int = 0) -> list[Result]:
         """The engine's answers; when it fails, halves of the batch, so that what cannot be answered fails alone."""
         try:
             each = getattr(self.engine, "generate_each", None)
@@ -90,28 +98,28 @@ class Answerer:
             if each is None:  # an engine that gives all or nothing
                 return list(completions)
             failed = [i for i, answer in enumerate(completions) if isinstance(answer, Exception)]
-            if not failed or attempt >= self.retries or generation != self.generation:
+            if not failed or attempt >= self.retries or abandoned():
                 return list(completions)
             self._statistics.failures += len(failed)
-            again = self._ask([requests[i] for i in failed], generation, attempt + 1)
+            again = self._ask([requests[i] for i in failed], abandoned, attempt + 1)
             second = dict(zip(failed, again, strict=True))
             return [second.get(i, answer) for i, answer in enumerate(completions)]
         except Exception as error:
-            return self._ask_again(requests, generation, attempt, error)
+            return self._ask_again(requests, abandoned, attempt, error)
 
     def _ask_again(
-        self, requests: list[Request], generation: int, attempt: int, error: Exception
+        self, requests: list[Request], abandoned: Callable[[], bool], attempt: int, error: Exception
     ) -> list[Result]:
-        if generation != self.generation:
+        if abandoned():
             return [error] * len(requests)
         self._statistics.failures += 1
         if not isinstance(error, EngineError):
             self.restart(f"it raised {type(error).__name__}: {error}")
         if len(requests) > 1:
             half = len(requests) // 2
-            return self._ask(requests[:half], generation) + self._ask(requests[half:], generation)
+            return self._ask(requests[:half], abandoned) + self._ask(requests[half:], abandoned)
         if attempt < self.retries:
-            return self._ask(requests, generation, attempt + 1)
+            return self._ask(requests, abandoned, attempt + 1)
         if isinstance(error, EngineError):
             return [error]
         refused = EngineError(f"the engine failed: {type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ queued, and `adaptive` waits a little when the requests expected meanwhile are w
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
@@ -91,6 +91,11 @@ class CostModel:
             products * fade + size * seconds,
         )
 
+    def seconds(self, size: int) -> float:
+        """What a batch of this size is expected to take."""
+        fixed, per_item = self.fixed_and_per_item()
+        return fixed + per_item * size
+
     def fixed_and_per_item(self) -> tuple[float, float]:
         """The two coefficients, never negative; (0, 0) before the first batch."""
         count, n, nn, seconds, n_seconds = self._sums
@@ -111,9 +116,9 @@ class Latencies:
         self._sorted: np.ndarray | None = None
         self._since: dict[Hashable, float] = {}
 
-    def answered(self, episode: Hashable, now: float) -> None:
-        """The episode has its answer and acts."""
-        self._since[episode] = now
+    def answered(self, episodes: Iterable[Hashable], now: float) -> None:
+        """The episodes have their answers and act."""
+        self._since.update(dict.fromkeys(episodes, now))
 
     def asked(self, episode: Hashable, now: float) -> None:
         """The episode is back: it had what it asked ready at `now`."""

@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,8 @@ class Connections:
         self._statistics = statistics
         self._silence = silence
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ringing = threading.Lock()
         self._epoll.register(self._bell, READ)
         self._by_descriptor: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()
@@ -71,8 +73,9 @@ class Connections:
     # --- from any thread
     def ring(self) -> None:
         """End the present wait, or the next one."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.eventfd_write(self._bell, 1)
+        with self._ringing, contextlib.suppress(BlockingIOError):
+            if self._bell is not None:
+                os.eventfd_write(self._bell, 1)
 
     def serve(self) -> Address:
         """Listen on a Unix socket that only this user's processes with the returned secret can use."""
@@ -104,7 +107,7 @@ class Connections:
                     self._receive(connection)
             elif descriptor == self._bell:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
+                    os.eventfd_read(descriptor)
             elif self._listener is not None and descriptor == self._listener.fileno():
                 self._accept(self._listener)
 
@@ -143,17 +146,19 @@ class Connections:
         connection.sock.close()
         self._on_end(connection)
 
-    def close(self, *, thread_ended: bool) -> None:
-        """End all connections and remove the socket; a thread that still runs keeps what it waits on."""
+    def close(self) -> None:
+        """End all connections and remove the socket."""
         for connection in list(self._by_descriptor.values()):
             self.drop(connection)
         if self._listener is not None:
             self._listener.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        if thread_ended:
-            self._epoll.close()
-            os.close(self._bell)
+        self._epoll.close()
+        with self._ringing:
+            bell, self._bell = self._bell, None
+            if bell is not None:
+                os.close(bell)
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -1,8 +1,9 @@
 """One engine for many askers: threads of this process, worker processes over a Unix socket, a Ray cluster.
 
-One thread reads all sockets, forms batches and runs the engine; what arrives meanwhile waits in the kernel and
-joins the next batch. An engine that fails is asked again for half of the batch, so that a request which cannot
-be answered fails alone; one that hangs is left behind and restarted.
+One thread reads all sockets and forms batches. The engine answers in another, so that the next batch is ready when
+it has done one, and is launched before the answers of the last are sent; an engine that answers at once is asked
+without that detour. One that fails is asked again for half of the batch, so that a request which cannot be
+answered fails alone; one that hangs is left behind and restarted.
 """
 
 from __future__ import annotations
@@ -18,8 +19,16 @@ from shoal.rollout.batching import Batcher, Schedule
 from shoal.rollout.connections import Connections
 from shoal.rollout.engine import ChatTokenizer, Completion, Engine, Key, Level, Request
 from shoal.rollout.link import Address
+from shoal.rollout.running import Call, Runner
 from shoal.rollout.waiting import Report, Waiting, WaitingRoom
 from shoal.rollout.wire import episode_of
+
+QUICK = 1e-3
+"""Seconds of an engine call that nothing else need be done meanwhile."""
+KNOWN = 8
+"""Batches after which it is known how long an engine takes."""
+PATIENCE = 5.0
+"""Seconds that a call which runs when all ends has to end itself."""
 
 
 class SharedLLMInferenceManager:
@@ -64,12 +73,13 @@ class SharedLLMInferenceManager:
         self._request_timeout, self._engine_timeout = request_timeout, engine_timeout
         self._inbox: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._busy: tuple[float, list[Waiting]] | None = None
+        self._running: Call | None = None
+        self._done: list[Call] = []  # answered, but the answers are not sent yet
         self._closed = False
         self._next_sweep = 0.0
-        self._thread = self._start_thread()
-        if engine_timeout is not None:
-            threading.Thread(target=self._watch, daemon=True, name="shoal-engine-watch").start()
+        self._runner = Runner(self._report)
+        self._thread = threading.Thread(target=self._loop, daemon=True, name="shoal-inference")
+        self._thread.start()
 
     def __enter__(self) -> SharedLLMInferenceManager:
         return self
@@ -177,46 +187,55 @@ class SharedLLMInferenceManager:
 
     # --- the end
     def close(self) -> None:
-        """Refuse what waits, end the thread and remove the socket; may be called twice."""
+        """Refuse what waits, end the threads and remove the socket; may be called twice."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._connections.ring()
-        self._thread.join(5.0)  # a hung engine's thread stays behind, as a daemon
-        self._answerer.generation += 1
+        self._thread.join(2 * PATIENCE)
+        self._runner.end()
         while self._inbox:
             self._inbox.popleft()()
-        for item in self._batcher.queue.take(2**62):
+        self._deliver()
+        left = self._batcher.queue.take(2**62)
+        if self._running is not None:  # the engine hangs
+            self._running.abandoned = True
+            left += self._running.batch
+        for item in left:
             item.reply(item.number, EngineError("the shared engine was closed"))
-        self._connections.close(thread_ended=not self._thread.is_alive())
+        self._connections.close()
 
     # --- the loop
-    def _start_thread(self) -> threading.Thread:
-        generation = self._answerer.generation
-        thread = threading.Thread(target=self._loop, args=(generation,), daemon=True, name="shoal-engine")
-        thread.start()
-        return thread
-
-    def _loop(self, generation: int) -> None:
+    def _loop(self) -> None:
         batcher = self._batcher
         while not self._closed:
             now = time.monotonic()
-            wait = batcher.wait(now)
+            running = self._running
+            wait = batcher.wait(now) if running is None else None
             self._look(wait, now)
-            now = time.monotonic()
-            if wait is None:
-                batcher.idle(now)
-            if len(batcher.queue) and not self._closed and batcher.wait(now) == 0.0:
-                batch = batcher.queue.take(batcher.max_batch)
-                if not self._run(batch, generation):
-                    return
+            if self._running is None:
+                now = time.monotonic()
+                if running is None and wait is None:
+                    batcher.idle(now)
+                if batcher.wait(now) == 0.0:
+                    self._launch(batcher.queue.take(batcher.max_batch), now)
+            if self._done:
+                self._deliver()
+        patience = time.monotonic() + PATIENCE
+        while self._running is not None and (now := time.monotonic()) < patience:
+            self._look(patience - now, now)
+        self._deliver()
 
     def _look(self, wait: float | None, now: float) -> None:
         """Take in what arrived, waiting up to `wait` seconds for something to."""
         connections = self._connections
         if len(connections) or self._request_timeout is not None:
-            wait = min(1.0 if wait is None else wait, 1.0)  # for the sweep
+            wait = 1.0 if wait is None else min(wait, 1.0)  # for the sweep
+        running = self._running
+        if running is not None and running.deadline is not None:
+            left = max(running.deadline - now, 0.0)
+            wait = left if wait is None else min(wait, left)
         connections.look(wait)
         while self._inbox:
             self._inbox.popleft()()
@@ -224,59 +243,72 @@ class SharedLLMInferenceManager:
             self._next_sweep = now + 1.0
             connections.sweep(now)
             self._room.sweep(now)
-        connections.flush()
+            connections.flush()
+        if running is not None and running is self._running and running.deadline is not None:
+            self._watch(running, running.deadline)
 
-    def _run(self, batch: list[Waiting], generation: int) -> bool:
-        """Run one batch and answer it; False when this thread was left behind meanwhile."""
-        began = time.monotonic()
-        with self._lock:
-            self._busy = (began, batch)
-        results = self._answerer.answer([item.request for item in batch], generation)
-        ended = time.monotonic()
-        with self._lock:
-            if generation != self._answerer.generation:
-                return False
-            self._busy = None
+    def _launch(self, batch: list[Waiting], now: float) -> None:
+        """Ask the engine: here if it answers at once, else in a thread, while requests go on being read."""
+        timeout = self._engine_timeout
+        call = Call(batch, now, None if timeout is None else now + timeout)
+        self._running = call
+        if timeout is None and self.statistics.batches >= KNOWN and self._batcher.cost.seconds(len(batch)) < QUICK:
+            call.ask(self._answerer)
+            self._finish(call)
+        else:
+            self._runner.start(call, lambda: call.ask(self._answerer))
+
+    def _finish(self, call: Call) -> None:
+        """The engine has answered; it may be asked again before the answers are sent."""
+        if call.abandoned:
+            return
+        self._running = None
+        self._done.append(call)
         batcher, statistics = self._batcher, self.statistics
-        batcher.cost.add(len(batch), ended - began)
-        batcher.idle(ended)
-        statistics.requests += len(batch)
-        statistics.batches += 1
-        statistics.engine_seconds += ended - began
-        statistics.batch_sizes.append(len(batch))
-        answered = batcher.latencies.answered
-        for item, result in zip(batch, results, strict=True):
-            answered(item.episode, ended)
-            item.reply(item.number, result)
+        size, seconds = len(call.batch), call.ended - call.began
+        batcher.idle(call.ended)
+        if size:
+            batcher.cost.add(size, seconds)
+            statistics.requests += size
+            statistics.batches += 1
+            statistics.engine_seconds += seconds
+            statistics.batch_sizes.append(size)
+            batcher.latencies.answered([item.episode for item in call.batch], call.ended)
+
+    def _deliver(self) -> None:
+        """Send the answers of calls that are over."""
+        for call in self._done:
+            for item, result in zip(call.batch, call.results, strict=True):
+                item.reply(item.number, result)
+        self._done.clear()
         self._connections.flush()
-        return True
 
-    def _watch(self) -> None:
-        """Leave a hung engine behind."""
-        assert self._engine_timeout is not None
-        while not self._closed:
-            time.sleep(self._engine_timeout / 8)
-            with self._lock:
-                if self._busy is None or time.monotonic() - self._busy[0] < self._engine_timeout:
-                    continue
-                batch = self._busy[1]
-                self._busy = None
-                self._answerer.generation += 1
+    # --- an engine that hangs
+    def _watch(self, call: Call, deadline: float) -> None:
+        """Leave the engine's thread behind if it is overdue, and take another engine in another thread."""
+        now = time.monotonic()
+        if self._answerer.restarting:
+            call.deadline = now + (self._engine_timeout or 0.0)
+        elif now >= deadline:
+            call.abandoned = True
             why = f"it did not answer within {self._engine_timeout} s"
-            self._answerer.replace(why)
-
-            def again(batch: list[Waiting] = batch, why: str = why) -> None:
-                for item in batch:
-                    item.restarts += 1
-                    if item.restarts > self._answerer.retries:
-                        item.reply(item.number, TimeoutError(f"the engine hangs: {why}"))
-                    else:
-                        self._batcher.queue.put(item.asker, item)
-
-            self._post(again)
-            self._thread = self._start_thread()
+            self._runner = Runner(self._report)
+            self._running = again = Call([], now)
+            self._runner.start(again, lambda: self._answerer.replace(why))
+            for item in call.batch:
+                item.restarts += 1
+                if item.restarts > self._answerer.retries:
+                    item.reply(item.number, TimeoutError(f"the engine hangs: {why}"))
+                else:
+                    self._batcher.queue.put(item.asker, item)
+            self._connections.flush()
 
     # --- what arrives
+    def _report(self, call: Call) -> None:
+        """A call is over (in the engine's thread)."""
+        self._inbox.append(lambda: self._finish(call))
+        self._connections.ring()
+
     def _post(self, action: Callable[[], None]) -> None:
         if self._closed:
             raise EngineError("the shared engine was closed")

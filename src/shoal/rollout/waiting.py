@@ -84,7 +84,8 @@ class WaitingRoom:
 
     def is_full(self, asker: Asker | None) -> bool:
         """Whether so much of an asker waits that no more is to be read from it."""
-        return self._batcher.queue.waiting(asker) >= self._max_pending
+        queue, most = self._batcher.queue, self._max_pending
+        return len(queue) >= most and queue.waiting(asker) >= most
 
     def ended(self, connection: Connection) -> None:
         """A worker's connection is gone: nobody waits for its answers any more."""
