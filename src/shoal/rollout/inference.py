@@ -252,7 +252,11 @@ class SharedLLMInferenceManager:
         timeout = self._engine_timeout
         call = Call(batch, now, None if timeout is None else now + timeout)
         self._running = call
-        if timeout is None and self.statistics.batches >= KNOWN and self._batcher.cost.seconds(len(batch)) < QUICK:
+        if (
+            timeout is None
+            and self.statistics.batches >= KNOWN
+            and self._batcher.cost.seconds(len(batch)) < QUICK
+        ):
             call.ask(self._answerer)
             self._finish(call)
         else:

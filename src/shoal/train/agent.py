@@ -38,10 +38,11 @@ from shoal.train.engine_clock import EngineClock
 from shoal.train.group_advantages import has_signal
 from shoal.train.packing_check import safe_batching
 from shoal.train.preparation import prepare_samples
-from shoal.train.processes import Processes, SharedCollector
+from shoal.train.processes import Processes
 from shoal.train.rollout_filter import filter_rollouts
 from shoal.train.schedules import decayed
 from shoal.train.sharding import ShardedEngine
+from shoal.train.shared_collector import SharedCollector
 from shoal.train.update import update
 
 logger = logging.getLogger(__name__)

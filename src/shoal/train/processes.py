@@ -10,19 +10,17 @@ import atexit
 import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError, missing_extra
-from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.engine import Sampling
-from shoal.rollout.parallel import ParallelRolloutManager
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)
@@ -44,6 +42,7 @@ class Processes:
     def __init__(self, rank: int = 0, count: int = 1, local_rank: int = 0, *, sharded: bool = False) -> None:
         self.rank, self.count, self.local_rank = rank, count, local_rank
         self.sharded = sharded and count > 1
+        self._mesh: DeviceMesh | None = None
 
     @classmethod
     def join(cls, device: str, *, sharded: bool = False) -> Processes:
@@ -78,6 +77,14 @@ class Processes:
     def device(self, wanted: str) -> str:
         """The device of this process's model: `cuda` is the GPU of its number."""
         return f"cuda:{self.local_rank}" if wanted == "cuda" and self.count > 1 else wanted
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """The processes in a row, as shards are laid out; one object, so that weights can go from shard to shard."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self._mesh is None:
+            self._mesh = init_device_mesh(device, (self.count,))
+        return self._mesh
 
     # --- sharing out
     def part(self, sizes: Sequence[int]) -> list[int]:
@@ -176,52 +183,6 @@ class Processes:
 
 
 ALONE = Processes()
-
-
-class SharedCollector:
-    """A collector whose groups are played by all processes, each a share; everyone gets all trajectories.
-
-    Args:
-        collector: plays this process's share.
-        processes: who takes part.
-        ready: entered for as long as they play.
-    """
-
-    def __init__(
-        self,
-        collector: TrajectoryCollector | ParallelRolloutManager,
-        processes: Processes,
-        ready: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.collector = collector
-        self._ready = ready
-        self.tags = collector.tags
-        self._processes = processes
-
-    def collect(
-        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
-    ) -> list[Trajectory]:
-        """Play groups once; trajectories come group by group, member by member, as from one process."""
-        processes = self._processes
-        n_groups = len(self.tags) if n_groups is None else n_groups
-        cuts = [n_groups * rank // processes.count for rank in range(processes.count + 1)]
-        first, last = cuts[processes.rank], cuts[processes.rank + 1]
-
-        def play() -> list[bytes]:
-            if first == last:
-                return []
-            played = self.collector.collect(
-                iteration, sampling, first_group=first_group + first, n_groups=last - first
-            )
-            return [encode_trajectory(trajectory) for trajectory in played]
-
-        with self._ready():
-            everyone = processes.together(play)
-        return [decode_trajectory(line) for lines in everyone for line in lines]
-
-    def close(self) -> None:
-        """End this process's envs and workers."""
-        self.collector.close()
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -21,8 +21,7 @@ from shoal.train.policy import TrainableEngine
 from shoal.train.processes import Processes
 from shoal.train.whole_tensors import cut_like, whole_weights
 
-if TYPE_CHECKING:  # they take a second to import, and few runs need them
-    from torch.distributed.device_mesh import DeviceMesh
+if TYPE_CHECKING:  # it takes a second to import, and few runs need it
     from torch.distributed.fsdp import FSDPModule
 
 
@@ -177,7 +176,7 @@ def _shard(
         )
     parts = [*blocks_of(model), *more]
     _refuse_mixed(root, parts)
-    mesh = _mesh(next(root.parameters()).device.type, processes)
+    mesh = processes.mesh(next(root.parameters()).device.type)
     cut = [fully_shard(part, mesh=mesh, reshard_after_forward=True) for part in [*parts, root]]
     for part in cut:
         part.set_gradient_divide_factor(1.0)  # weights of tokens are shares of the whole minibatch: a sum
@@ -199,19 +198,6 @@ def _refuse_mixed(root: nn.Module, parts: Sequence[nn.Module]) -> None:
             raise ConfigError(
                 "this network has a parameter that is a single number, which cannot be cut: set trainer.sharding=none"
             )
-
-
-_MESHES: dict[tuple[str, int], DeviceMesh] = {}
-
-
-def _mesh(device: str, processes: Processes) -> DeviceMesh:
-    """One for all networks, so that weights can be copied from shard to shard."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    key = (device, processes.count)
-    if key not in _MESHES:
-        _MESHES[key] = init_device_mesh(device, (processes.count,))
-    return _MESHES[key]
 
 
 def _try(network: Any, engine: TrainableEngine) -> None:
