@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "src"))
@@ -63,7 +64,7 @@ class Case:
     observation: tuple[int, int]
     episodes: int = 32
     model: str = "tiny"
-    updates: int = 3
+    updates: int = 4
     shoal_tokens: tuple[int, ...] = (1024, 4096)  # in a micro-batch
     trl_rows: tuple[int, ...] = (8, 4, 2)  # in a micro-batch
 
@@ -81,9 +82,9 @@ CASES = (
     Case(
         "SmolLM2 135M, several turns",
         *((40, 60), (1, 3), (8, 24), (8, 24)),
-        episodes=8,
+        episodes=16,
         model="smollm2",
-        updates=2,
+        updates=3,
         shoal_tokens=(1024,),
         trl_rows=(4, 2),
     ),
@@ -348,6 +349,7 @@ def main() -> None:
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning)
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     measured = [case for case in CASES if options.only in case.name]
     for case in measured:

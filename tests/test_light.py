@@ -61,3 +61,28 @@ def test_every_public_name_resolves():
         assert getattr(shoal, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         shoal.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("from shoal.cli.main import main; sys.exit(main(['train']))", "shoal train needs an extra"),
+        (
+            "from shoal.cli.main import main; sys.exit(main(['train-ppo', '--help']))",
+            "shoal train-ppo needs an",
+        ),
+        ("from shoal.cli.main import main; sys.exit(main(['rollout']))", "shoal rollout needs an extra"),
+        ("from shoal import PPO", "shoal.PPO needs an extra"),
+    ],
+)
+def test_without_the_extras_one_line_says_what_to_install(code, said, tmp_path):
+    for package in ("torch", "hydra", "numba"):  # as in an install without extras
+        (tmp_path / f"{package}.py").write_text(
+            f"raise ModuleNotFoundError('no {package}', name={package!r})"
+        )
+    start = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{said}" in done.stderr.splitlines()[-1]
+    assert 'pip install "shoal[train]"' in done.stderr.splitlines()[-1]
+    assert ("Traceback" in done.stderr) == ("PPO" in code)

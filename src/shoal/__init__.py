@@ -57,7 +57,12 @@ __all__ = sorted([*_HOME, "__version__"])
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        try:
+            value = getattr(importlib.import_module(_HOME[name]), name)
+        except ModuleNotFoundError as error:
+            from shoal.core.errors import explain_import
+
+            raise explain_import(f"shoal.{name}", error) from error
         globals()[name] = value
         return value
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

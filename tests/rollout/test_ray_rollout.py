@@ -1,6 +1,7 @@
 """Rollouts on a Ray cluster of three nodes, all on this machine."""
 
 import threading
+import time
 
 import pytest
 from parallel_doubles import WORDS, CounterEnv, HashEngine, config
@@ -8,7 +9,9 @@ from parallel_doubles import WORDS, CounterEnv, HashEngine, config
 from shoal import envs
 from shoal.core.errors import WorkerDiedError
 from shoal.core.executors import RayExecutor, make_executor
+from shoal.rollout.inference import SharedLLMInferenceManager
 from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.ray_transport import Mailbox
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -77,6 +80,36 @@ def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
         played = manager.collect(4)
         thread.join()
     assert played == calm
+
+
+@pytest.mark.timeout(300)
+def test_the_mailbox_is_on_the_node_of_the_engine_whatever_nodes_there_are(cluster):
+    import ray
+
+    extra = cluster.add_node(num_cpus=8, include_dashboard=False)
+    here = ray.get_runtime_context().get_node_id()
+    assert extra.node_id != here
+    with SharedLLMInferenceManager(HashEngine()) as inference:
+        boxes = [Mailbox(inference) for _ in range(6)]
+        where = ray.get(
+            [
+                box.actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+                for box in boxes
+            ]
+        )
+        for box in boxes:
+            box.close()
+    cluster.remove_node(extra)
+    assert where == [here] * 6
+
+
+@pytest.mark.timeout(300)
+def test_a_cancelled_task_of_the_ray_executor_ends_as_a_death(cluster):
+    executor = RayExecutor()
+    future = executor.submit(time.sleep, 200)
+    executor.shutdown(cancel_futures=True)
+    with pytest.raises(WorkerDiedError, match="Ray worker was lost: .+"):
+        future.result(60)
 
 
 @pytest.mark.timeout(300)

@@ -52,6 +52,9 @@ def test_a_folder_in_use_is_only_continued_when_asked(
     assert skills(*again) == 2
     assert "pass --resume" in capsys.readouterr().err
     assert skills(*again, "--resume") in (0, 1)  # a table may not be learned from so poor a wood expert
+    told = capsys.readouterr().out
+    assert "Place Table: running" in told
+    assert "Collect Wood: " not in told  # was told by the run before
     assert [len(Store(trained).attempts(name)) for name in ("Collect Wood",)] == [1]
     assert len(Store(trained).skills()) == 2
 

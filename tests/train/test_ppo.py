@@ -528,6 +528,15 @@ def test_trainer_learns_episode_by_episode():
     assert chosen == [0, 1, 2]
 
 
+def test_trainer_learns_from_a_vector_env_with_one_generator_the_same_for_the_same_seed():
+    def rewards():
+        trainer = PPOTrainer(None, seed=3)
+        envs = gym.make_vec("CartPole-v1", num_envs=4)  # of one piece: takes one number as its seed
+        return [trainer.train_episode_vectorized(envs)["reward"] for _ in range(2)]
+
+    assert rewards() == rewards()
+
+
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_trainer_learns_from_vector_envs_of_every_autoreset_mode(mode):
     trainer = PPOTrainer(seed=0, **FAST)

@@ -188,12 +188,29 @@ def test_resuming_with_another_seed_or_env_is_refused(tmp_path, capsys):
     assert "env: the checkpoint has 'CartPole-v1', this run 'Acrobot-v1'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("limit", ["total_timesteps", "num_episodes"])
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_the_command_that_a_run_prints_at_its_end_goes_on_with_it(tmp_path, capsys, limit, own_folder):
+    places = ["--checkpoint-dir", str(tmp_path / "kept")] if own_folder else []
+    assert train(tmp_path / "run", f"--{limit}", "64" if limit == "total_timesteps" else "4", *places) == 0
+    first = read_json(tmp_path / "run" / "summary.json")["metrics"]
+    kept = str(tmp_path / "kept" if own_folder else tmp_path / "run")
+    capsys.readouterr()
+    assert main(["train-ppo", "--resume-from", kept]) == 0  # which is at its end
+    command = capsys.readouterr().out.split("go on with")[1].split()
+    assert command[:4] == ["shoal", "train-ppo", "--resume-from", kept]
+    assert main(command[1:]) == 0
+    more = read_json(tmp_path / "run" / "summary.json")["metrics"]
+    what = "steps" if limit == "total_timesteps" else "episodes"
+    assert more[what] >= 2 * first[what]
+
+
 def test_help_shows_the_presets_values_as_defaults(capsys):
     with pytest.raises(SystemExit) as done:
         main(["train-ppo", "--env", "Pendulum-v1", "--help"])
     assert done.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--gamma FLOAT (default: 0.9)" in text
+    assert "--gamma FLOAT Discount of a reward per step. (default: 0.9)" in text
     assert "--n-envs INT Environments stepped in parallel. (default: 4)" in text
     for flag in ("--parallel-start-method", "--num-episodes", "--device", "--learning-rate", "--checkpoint-dir",
                  "--seed", "--resume-from", "--record-video", "--target-kl"):  # fmt: skip

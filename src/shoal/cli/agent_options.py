@@ -38,6 +38,13 @@ def composed(options: argparse.Namespace) -> Any:
     return compose_config(options.config_name, options.overrides, options.config_dir)
 
 
+def hide_loading() -> None:
+    """Keep the bars that transformers draws for each weight it loads off the screen."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
 def show_warnings() -> None:
     """Send the library's warnings to standard error."""
     logging.basicConfig(

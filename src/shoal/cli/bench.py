@@ -39,19 +39,23 @@ class BenchOptions:
     settings: Settings = ()
     """Settings of the env, such as `dim_room=[7,7]`."""
     num_envs: int = 32
+    """Copies of the environment."""
     num_workers: int | None = None
-    """Worker processes or threads (default: one per core)."""
+    """Worker processes or threads; one per core if not given."""
     backends: tuple[Literal["auto", "serial", "process", "thread", "ray"], ...] = (
         "auto", "serial", "process", "thread",
     )  # fmt: skip
+    """Ways of stepping to measure."""
     peers: bool = True
     """Also measure Gymnasium's SyncVectorEnv and AsyncVectorEnv."""
     seconds: float = 2.0
     """Time to measure each way."""
     seed: int = 0
+    """Of the environments and actions."""
     run_dir: Path | None = None
     """Folder for `summary.json` (nothing is written without it)."""
     format: Literal["table", "json"] = "table"
+    """How the result is printed."""
 
 
 @dataclass(frozen=True)

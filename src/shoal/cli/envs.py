@@ -22,7 +22,11 @@ from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import ADAPTERS, BUILT_IN, env_class, gymnasium_id, names
 from shoal.envs.text import TextEnv
 
-Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+Name = Annotated[
+    str,
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="NAME", help="A name that `shoal envs list` shows, or module:Class of your own."),
+]
 
 EXAMPLES = """\
 examples:
@@ -46,8 +50,9 @@ class ShowCommand:
 
     name: Name
     settings: Settings = ()
-    """Settings of the env."""
+    """Settings of the env; `shoal envs show NAME` lists them."""
     seed: int = 0
+    """Of the episode shown."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,9 @@ class PlayCommand:
 
     name: Name
     settings: Settings = ()
-    """Settings of the env."""
+    """Settings of the env; `shoal envs show NAME` lists them."""
     seed: int = 0
+    """Of the first episode."""
     replay: Path | None = None
     """A trajectories file (.jsonl) to watch instead of playing."""
     episode: int = 0
@@ -71,9 +77,11 @@ class CheckCommand:
     """Play your own env and say which promise it breaks, if any."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:CLASS")]
+    """Your env: module my_package.my_env, class MyEnv, is my_package.my_env:MyEnv."""
     settings: Settings = ()
-    """Settings of the env."""
+    """Settings of the env; `shoal envs show NAME` lists them."""
     episodes: int = 5
+    """How many to play."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,9 @@ class ServeCommand:
 
     name: Name
     settings: Settings = ()
-    """Settings of the env."""
+    """Settings of the env; `shoal envs show NAME` lists them."""
     port: int = 8000
-    """0 takes a free one."""
+    """Where it listens; 0 takes a free one."""
 
 
 def main(argv: list[str]) -> int:

@@ -10,40 +10,46 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from shoal.cli.agent_options import hide_loading
 from shoal.core.errors import ConfigError, DataError, EngineError
 
 SERVER = "openai:"
 """What the name of a model on a server begins with."""
 
 
+DESCRIPTION = """Play held-out episodes and report the success rate with its 95% interval.
+
+Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
+
+examples:
+  shoal eval runs/demo --episodes 400                a run, on its own held-out envs
+  shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
+  shoal eval smollm2 --env bandit                    a language model that was never trained here
+  shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown"""
+
+
 @dataclass(frozen=True)
 class EvalOptions:
-    """Play held-out episodes and report the success rate with its 95% interval.
+    """What to evaluate, and how."""
 
-    shoal eval runs/demo --episodes 400; shoal eval MODEL_FOLDER --env bandit;
-    shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown
-
-    Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
-    """
-
-    model: Annotated[str, tyro.conf.Positional]
-    """A run folder, a Hugging Face model folder, a name that `shoal model list` shows, or `openai:MODEL` for a
-    model on any OpenAI-compatible server (`openai:` alone takes the first that it lists)."""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_MODEL")]
+    """A run folder, a Hugging Face model folder, a name of `shoal model list`, or `openai:MODEL` on a server."""
     env: str | None = None
     """Env to play (`shoal envs list`); the run's own held-out envs if not given."""
-    env_config: dict[str, str] = field(default_factory=dict)
+    env_config: Annotated[dict[str, str], tyro.conf.arg(metavar="KEY VALUE …")] = field(default_factory=dict)
     """Settings of the env, as `--env-config key value …`; values are read as JSON where they can be."""
     episodes: int = 200
+    """How many to play; more give a narrower interval."""
     seed: int = 0
     """Names the episodes: the same seed plays the same ones."""
     temperature: float = 0.0
-    """0 plays greedily."""
+    """0 takes the likeliest token, 1 samples as in training."""
     checkpoint: str = "newest"
     """Of a run: newest, best, or an iteration."""
     max_tokens: int | None = None
     """Tokens of a response; what the run was trained with, 64 for a model folder, 512 for a server."""
     base_url: str = "http://127.0.0.1:8000/v1"
-    """Of the server (`openai:MODEL`)."""
+    """Of an OpenAI-compatible server, for `openai:MODEL`; `openai:` alone takes the first model it lists."""
     api_key_env: str | None = None
     """Environment variable with the server's key."""
     concurrency: int = 16
@@ -55,11 +61,12 @@ class EvalOptions:
     out: Path | None = None
     """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`."""
     format: Literal["table", "json"] = "table"
+    """How the result is printed."""
 
 
 def main(argv: list[str]) -> int:
     """Evaluate and print."""
-    options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=EvalOptions.__doc__)
+    options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=DESCRIPTION)
     if options.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
     from shoal.train.agent_evaluation import mean_interval, success_rate
@@ -140,14 +147,16 @@ def _play(options: EvalOptions) -> list[Any]:
         played: list[Any] = []
         while len(played) < options.episodes:
             played += collector.collect(0, sampling, first_group=len(played))
-            print(
-                f"\r{min(len(played), options.episodes)}/{options.episodes} episodes", end="", file=sys.stderr
-            )
-        print(file=sys.stderr)
+            _say_progress(min(len(played), options.episodes), options.episodes)
         return played[: options.episodes]
     finally:
         made.pool.close()
         close_engine(engine)
+
+
+def _say_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():  # a file would keep every step of it
+        print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def _engine(options: EvalOptions) -> tuple[Any, Any]:
@@ -167,11 +176,14 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
         values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
         run = from_mapping(AgentConfig, values)
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
+        if run.engine.name == "huggingface":
+            hide_loading()
         return load_engine(checkpoint / "engine", device=run.engine.device), run
     if folder.exists() and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
         )
+    hide_loading()
     settings = EngineConfig(name="huggingface", model=options.model, threads=2)
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=64))
     return make_engine(settings, (), options.seed), run

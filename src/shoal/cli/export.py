@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
                         help="hf: a folder that transformers loads; shoal: one that shoal's engines load")  # fmt: skip
     parser.add_argument("--adapter", action="store_true",
                         help="with LoRA: the adapter alone, as peft and servers load it, unmerged")  # fmt: skip
-    parser.add_argument("--checkpoint", default="newest", help="newest, best, or an iteration")
+    parser.add_argument("--checkpoint", default="newest", help="newest (default), best, or an iteration")
     options = parser.parse_args(argv)
     from shoal.train.agent_evaluation import checkpoint_of
 

@@ -10,7 +10,7 @@ import os
 import sys
 
 from shoal import __version__
-from shoal.core.errors import ShoalError, unknown_name
+from shoal.core.errors import ShoalError, explain_import, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "envs": ("shoal.cli.envs", "list, look at, play, check and serve environments"),
@@ -60,8 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments[0] not in COMMANDS:
             raise unknown_name("command", arguments[0], COMMANDS)
-        module = importlib.import_module(COMMANDS[arguments[0]][0])
-        return int(module.main(arguments[1:]) or 0)
+        return _run(arguments[0], arguments[1:])
     except (ShoalError, ValueError, FileNotFoundError) as error:
         if os.environ.get("SHOAL_TRACEBACK"):
             raise
@@ -73,6 +72,13 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run(command: str, argv: list[str]) -> int:
+    try:
+        return int(importlib.import_module(COMMANDS[command][0]).main(argv) or 0)
+    except ModuleNotFoundError as error:
+        raise explain_import(f"shoal {command}", error) from error
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.agent_options import agent_parser, composed, show_warnings
+from shoal.cli.agent_options import agent_parser, composed, hide_loading, show_warnings
 from shoal.cli.rollout_tables import episode_metrics, print_table, show
 from shoal.core.errors import ConfigError, DataError
 
@@ -35,7 +35,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--backend", choices=BACKENDS, help="where workers run (default: as the config says)")
     parser.add_argument("--from", dest="source", type=Path, metavar="RUN", help="take the engine of this run")
-    parser.add_argument("--iteration", type=int, default=0, help="names the env seeds and the sampling noise")
+    parser.add_argument(
+        "--iteration", type=int, default=0, help="names the env seeds and the sampling noise (default 0)"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--compare", action="store_true", help="play sequentially and in parallel, and compare everything"
@@ -115,6 +117,8 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
     from shoal.train.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
+    if config.engine.name == "huggingface":
+        hide_loading()
     if source is not None:
         if not source.is_dir():
             raise DataError(f"{source} is not a run folder")

@@ -58,7 +58,8 @@ def compare_schedules(config: Any, options: argparse.Namespace, ending: contextl
             report = manager.report
         verdict = compare(reference, trajectories)
         verdicts.append(verdict)
-        notes.append(f"{name}: {report.workers} workers, {report.batches} batches of the engine")
+        plural = "" if report.workers == 1 else "s"
+        notes.append(f"{name}: {report.workers} worker{plural}, {report.batches} batches of the engine")
         if fault:
             died = report
             notes[-1] += f"; {report.worker_deaths} killed, {report.replayed_episodes} episodes played again"

@@ -45,7 +45,7 @@ class StatusOptions(Folder):
 class NamedOptions(Folder):
     """Choose one skill of a folder."""
 
-    name: tyro.conf.Positional[str] = tyro.MISSING
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SKILL")] = tyro.MISSING
     """the skill, by its name or as it is named in folders"""
 
 
@@ -62,6 +62,7 @@ class EvalOptions(Folder):
     """Play the plan over all completed skills in unseen worlds."""
 
     episodes: int = 512
+    """worlds to play in"""
     seed: int = 12345
     """of the worlds"""
     target: str | None = None
@@ -72,7 +73,7 @@ class EvalOptions(Folder):
 class HistoryOptions(Folder):
     """List every version of an expert."""
 
-    expert: tyro.conf.Positional[str] = tyro.MISSING
+    expert: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERT")] = tyro.MISSING
     """number of the expert, or the name of its skill"""
 
 
@@ -80,7 +81,7 @@ class HistoryOptions(Folder):
 class RollbackOptions(HistoryOptions):
     """Make an older version the head of an expert again."""
 
-    version: tyro.conf.Positional[int] = tyro.MISSING
+    version: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
     """number of the version, as `history` shows it"""
 
 
@@ -88,7 +89,7 @@ class RollbackOptions(HistoryOptions):
 class ExportOptions(Folder):
     """Copy the folders for people (skills, checkpoints, scheduler_state.json) to a place of their own."""
 
-    to: tyro.conf.Positional[Path] = tyro.MISSING
+    to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = tyro.MISSING
     """a folder that does not exist yet"""
 
 
@@ -96,7 +97,7 @@ class ExportOptions(Folder):
 class MigrateOptions(Folder):
     """Import a folder of the original project; only arrays are read from its pickles, no code."""
 
-    source: tyro.conf.Positional[Path] = tyro.MISSING
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = tyro.MISSING
     """a folder with skills/ and checkpoints/ in it"""
 
 

@@ -51,6 +51,7 @@ class TrainOptions:
     max_retries: int = 2
     """launches again after a failure, each from the last checkpoint"""
     seed: int = 0
+    """of the run: start states, weights and noise"""
     skills: Path | None = None
     """a YAML file of skills; by default the one that comes with the world"""
     target_skill: str | None = None
@@ -247,10 +248,13 @@ class _Show:
 
     def __init__(self, scheduler: SkillScheduler) -> None:
         self.scheduler = scheduler
+        self._told = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="show", daemon=True)
 
     def __enter__(self) -> _Show:
+        before = self.scheduler.store.events(0)  # of the run that is resumed: told already
+        self._told = before[-1]["seq"] if before else 0
         self._thread.start()
         return self
 
@@ -268,7 +272,7 @@ class _Show:
                     live.update(table(store.skills(), store))
                 live.update(table(store.skills(), store))
             return
-        told = 0
+        told = self._told
         began = time.time()
         while True:
             over = self._done.wait(0.5)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.agent_options import agent_parser, composed, show_warnings
+from shoal.cli.agent_options import agent_parser, composed, hide_loading, show_warnings
 from shoal.core.errors import ConfigError
 
 EPILOG = """\
@@ -57,9 +59,7 @@ def main(argv: list[str]) -> int:
     config = replace(config, run_dir=run_dir)
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
+        hide_loading()
     out = sys.stderr if options.json_events else sys.stdout
     if not processes.first:
         logging.getLogger("shoal").setLevel(logging.ERROR)  # the first one says it
@@ -72,14 +72,19 @@ def main(argv: list[str]) -> int:
         try:
             _watch(trainer.train(), config.trainer.iterations, out)
         except KeyboardInterrupt:
-            print(
-                f"\ninterrupted; go on with: shoal train --config-name {options.config_name} "
-                f"run_dir={config.run_dir} resume=true",
-                file=out,
-            )
+            print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}", file=out)
             return 130
     _say_results(Path(config.run_dir or ""), config.next_step, out)
     return 0
+
+
+def _resuming(options: argparse.Namespace, run_dir: str) -> str:
+    """The command that goes on: with the same settings, since others are refused."""
+    words = ["shoal", "train", "--config-name", options.config_name]
+    if options.config_dir is not None:
+        words += ["--config-dir", str(options.config_dir)]
+    words += [word for word in options.overrides if word.partition("=")[0] not in ("run_dir", "resume")]
+    return shlex.join([*words, f"run_dir={run_dir}", "resume=true"])
 
 
 def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
@@ -162,5 +167,5 @@ def _say_results(run: Path, next_step: str, out: Any) -> None:
         f"look at an episode:  shoal show {run}",
     ]
     if next_step:
-        lines.append(f"try next:            {next_step}")
+        lines.append(f"try next:            {next_step.replace('{run}', str(run))}")
     print("\n".join(lines), file=out)

@@ -17,7 +17,8 @@ import tyro
 
 from shoal.train.compiled_network import kernels_cached
 from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_run import PPORun, RunOptions, safe_name, saved_options
+from shoal.train.ppo_options import RunOptions, safe_name, saved_options
+from shoal.train.ppo_run import PPORun
 from shoal.train.presets import preset_for
 
 DESCRIPTION = """Train a policy by PPO on parallel environments.
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
             _watch(rows, run, call.progress, out)
         except KeyboardInterrupt:
             rows.close()  # type: ignore[attr-defined]
-            print(f"\ninterrupted; go on with: shoal train-ppo --resume-from {run.path}", file=out)
+            print(f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}", file=out)
             return 130
         _say_results(run, out)
     finally:
@@ -174,8 +175,17 @@ def _number(value: float, digits: int = 2) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else "-"
 
 
+def _kept_in(run: PPORun) -> Path:
+    return run.path if run.options.checkpoint_dir is None else run.checkpoints
+
+
 def _say_results(run: PPORun, out: Any) -> None:
     metrics = run.summary["metrics"]
+    limits = {
+        "--total-timesteps": run.options.total_timesteps and 2 * metrics["steps"],
+        "--num-episodes": run.options.num_episodes and 2 * metrics["episodes"],
+    }
+    further = " ".join(f"{option} {limit}" for option, limit in limits.items() if limit)
     lines = [
         "",
         f"evaluation {metrics['eval_return_mean']:.2f} +- {metrics['eval_return_std']:.2f} over "
@@ -183,6 +193,6 @@ def _say_results(run: PPORun, out: Any) -> None:
         f"{run.summary['seconds']:.1f} s",
         f"curves      {run.path / 'curves.png'}",
         f"checkpoint  {run.checkpoints}",
-        f"go on with  shoal train-ppo --resume-from {run.path} --total-timesteps {2 * metrics['steps']}",
+        f"go on with  shoal train-ppo --resume-from {_kept_in(run)} {further}",
     ]
     print("\n".join(lines), file=out)

@@ -95,3 +95,25 @@ def missing_extra(feature: str, extra: str) -> MissingExtraError:
     'the Ray executor needs an extra: run pip install "shoal[parallel]"'
     """
     return MissingExtraError(f'{feature} needs an extra: run pip install "shoal[{extra}]"')
+
+
+PACKAGES = {
+    "train": ("torch", "hydra", "safetensors", "numba", "matplotlib", "tensorboard"),
+    "llm": ("transformers", "peft", "accelerate", "tokenizers"),
+    "parallel": ("ray", "joblib"),
+    "vision": ("PIL",),
+}
+"""What of an extra is imported where a whole part of shoal needs it."""
+
+
+def explain_import(feature: str, error: ModuleNotFoundError) -> ImportError:
+    """The error to raise for a module that is not there: what to install, if it is of an extra; else itself.
+
+    >>> str(explain_import("shoal train", ModuleNotFoundError(name="torch")))
+    'shoal train needs an extra: run pip install "shoal[train]"'
+    """
+    missing = (error.name or "").partition(".")[0]
+    for extra, packages in PACKAGES.items():
+        if missing in packages:
+            return missing_extra(feature, extra)
+    return error

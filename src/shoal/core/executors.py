@@ -172,7 +172,8 @@ class RayExecutor(Executor):
             error.cause.__cause__ = None
             return error.cause
         if isinstance(error, exceptions.RayError):
-            return WorkerDiedError(f"a Ray worker was lost: {str(error).splitlines()[0]}")
+            said = str(error).splitlines() or [type(error).__name__]  # a cancelled task's error says nothing
+            return WorkerDiedError(f"a Ray worker was lost: {said[0]}")
         return error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

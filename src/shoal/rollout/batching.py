@@ -30,10 +30,11 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._by_asker: OrderedDict[Hashable, deque[T]] = OrderedDict()
-        self._size = 0
+        self.size = 0
+        """How many items wait, of all askers."""
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def waiting(self, asker: Hashable) -> int:
         """How many items of one asker wait."""
@@ -46,28 +47,28 @@ class FairQueue(Generic[T]):
             self._by_asker[asker] = deque((item,))
         else:
             items.append(item)
-        self._size += 1
+        self.size += 1
 
     def take(self, limit: int) -> list[T]:
         """Up to `limit` items, one of each asker in turn, oldest first within an asker."""
         taken: list[T] = []
-        if self._size <= limit:  # all of them: whose turn it is does not matter
+        if self.size <= limit:  # all of them: whose turn it is does not matter
             taken.extend(item for items in self._by_asker.values() for item in items)
             self._by_asker.clear()
-            self._size = 0
+            self.size = 0
             return taken
         while self._by_asker and len(taken) < limit:
             asker, items = self._by_asker.popitem(last=False)
             taken.append(items.popleft())
             if items:
                 self._by_asker[asker] = items
-        self._size -= len(taken)
+        self.size -= len(taken)
         return taken
 
     def drop(self, asker: Hashable) -> list[T]:
         """Remove and return what an asker still waits for."""
         items = self._by_asker.pop(asker, deque())
-        self._size -= len(items)
+        self.size -= len(items)
         return list(items)
 
 
@@ -183,7 +184,7 @@ class Batcher(Generic[T]):
 
     def wait(self, now: float) -> float | None:
         """Seconds to wait unless something happens before: 0 launches now, None means for as long as it takes."""
-        queued = len(self.queue)
+        queued = self.queue.size
         if not queued:
             return None
         if queued >= self.max_batch or self.schedule == "greedy":

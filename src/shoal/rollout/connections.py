@@ -25,7 +25,7 @@ import msgspec
 
 from shoal.rollout.answering import Result, Statistics
 from shoal.rollout.link import CHUNK, Address
-from shoal.rollout.wire import Alive, Ask, Hello, Left, Refusal, answer_of, frame, server_frames
+from shoal.rollout.wire import Alive, Ask, Hello, Left, answer_of, frame, server_frames
 
 logger = logging.getLogger(__name__)
 Asker = tuple[str, int, int]
@@ -65,6 +65,7 @@ class Connections:
         self._dirty: set[Connection] = set()
         self._listener: socket.socket | None = None
         self._folder: Path | None = None
+        self._chunk = memoryview(bytearray(CHUNK))
         self._token = secrets.token_bytes(16)
 
     def __len__(self) -> int:
@@ -98,11 +99,13 @@ class Connections:
     # --- from the engine's thread
     def look(self, wait: float | None) -> None:
         """Handle what arrived, waiting up to `wait` seconds for something to; None waits as long as it takes."""
+        writable = False
         for descriptor, events in self._epoll.poll(wait):
             connection = self._by_descriptor.get(descriptor)
             if connection is not None:
                 if events & WRITE:
                     self._dirty.add(connection)
+                    writable = True
                 if events & ~WRITE:
                     self._receive(connection)
             elif descriptor == self._bell:
@@ -110,6 +113,8 @@ class Connections:
                     os.eventfd_read(descriptor)
             elif self._listener is not None and descriptor == self._listener.fileno():
                 self._accept(self._listener)
+        if writable:
+            self.flush()
 
     def flush(self) -> None:
         """Send the answers that were written since the last time."""
@@ -178,11 +183,11 @@ class Connections:
 
     def _receive(self, connection: Connection) -> None:
         try:
-            data = connection.sock.recv(CHUNK)
-            if not data:
+            size = connection.sock.recv_into(self._chunk)
+            if not size:
                 self.drop(connection)
                 return
-            for message in connection.frames.feed(data):
+            for message in connection.frames.feed(self._chunk[:size]):
                 if connection.asker is not None:
                     self._on_message(connection, message)
                 else:
@@ -230,10 +235,7 @@ class Connection:
 
     def reply(self, number: int, result: Result) -> None:
         """Queue an answer; it is sent with the others of its batch."""
-        if isinstance(result, Exception):
-            self.out += frame(Refusal(number, str(result), isinstance(result, TimeoutError)))
-        else:
-            self.out += frame(answer_of(number, result))
+        self.out += frame(answer_of(number, result))
         self._dirty.add(self)
 
     def flush(self) -> bool:

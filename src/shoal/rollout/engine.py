@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
+import msgspec
 import numpy as np
 
 from shoal.core.seeding import stream
@@ -41,8 +42,7 @@ class Sampling:
             raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(msgspec.Struct, frozen=True, array_like=True):
     """Names the noise of one response: equal keys, equal noise."""
 
     seed: int
@@ -52,8 +52,7 @@ class Key:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to complete."""
 
     prompt_ids: tuple[int, ...]
@@ -62,8 +61,7 @@ class Request:
     images: tuple[str, ...] = ()  # data URLs or files, in the order in which the prompt shows them
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, array_like=True):
     """What the engine wrote."""
 
     token_ids: tuple[int, ...]  # the end-of-turn token included when it was sampled

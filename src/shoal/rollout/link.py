@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from _thread import LockType, allocate_lock
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,9 +62,10 @@ class SocketLink:
             raise
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._frames = client_frames()
+        self._frames, self._chunk = client_frames(), memoryview(bytearray(CHUNK))
         self._sending, self._reading, self._state = threading.Lock(), threading.Lock(), threading.Lock()
         self._calls: dict[int, _Call] = {}
+        self._ready: deque[_Call] = deque()  # answered, and asleep
         self._next = 0
         self._broken: str | None = None
         self._send(frame(Hello(address.token, asker)))
@@ -96,6 +98,9 @@ class SocketLink:
                 with self._state:
                     for number in range(first, first + n):
                         self._calls.pop(number, None)
+            call.over = True
+            if self._ready:
+                self._ring_next()
             if self._calls and not self._reading.locked():
                 self._wake_another()
         return call.results()
@@ -148,15 +153,25 @@ class SocketLink:
             try:  # a blocking read would also be woken when the engine has read what we sent; poll is not
                 if not self._poll.poll(left):
                     return
-                data = self._socket.recv(CHUNK)
-                if not data:
+                size = self._socket.recv_into(self._chunk)
+                if not size:
                     self._broken = "the other side closed it"
-                for message in self._frames.feed(data):
+                for message in self._frames.feed(self._chunk[:size]):
                     theirs = self._calls.pop(message.number, None)
-                    if theirs is not None:  # else its asker has given up
-                        theirs.put(message.number, message)
+                    if theirs is not None and theirs.put(
+                        message.number, message
+                    ):  # None: its asker has given up
+                        self._ready.append(theirs)
+                self._ring_next()
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 self._broken = str(error)
+
+    def _ring_next(self) -> None:
+        """Wake one whose answers are there; it wakes the next, lest all run for the interpreter lock at once."""
+        with contextlib.suppress(IndexError):
+            while (call := self._ready.popleft()).over:
+                pass
+            call.ring()
 
     def _wake_another(self) -> None:
         """Let somebody who still waits read in our place (everybody, when there is nothing to read)."""
@@ -172,7 +187,7 @@ class SocketLink:
 class _Call:
     """Requests that one thread waits for."""
 
-    __slots__ = ("_answers", "_n", "bell", "done", "first")
+    __slots__ = ("_answers", "_n", "bell", "done", "first", "over")
 
     def __init__(self, n: int) -> None:
         self.first = 0
@@ -180,15 +195,16 @@ class _Call:
         self._answers: dict[int, Answer | Refusal] = {}
         self._n = n
         self.done = n == 0
+        self.over = False  # the thread that asked has left, and woken the next
 
-    def put(self, number: int, message: Answer | Refusal) -> None:
+    def put(self, number: int, message: Answer | Refusal) -> bool:
+        """Take an answer; whether a thread sleeps that has all of its own now."""
         self._answers[number] = message
-        if len(self._answers) == self._n:
-            self.done = True
-            if self.bell is not None:
-                self.ring()
+        self.done = len(self._answers) == self._n
+        return self.done and self.bell is not None
 
     def ring(self) -> None:
+        """Wake the thread that asked."""
         assert self.bell is not None
         with contextlib.suppress(RuntimeError):  # it rings already
             self.bell.release()

@@ -79,11 +79,16 @@ class Mailbox:
     def __init__(self, inference: SharedLLMInferenceManager) -> None:
         try:
             import ray
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         except ImportError as error:
             raise missing_extra("a rollout on Ray", "parallel") from error
         self._ray = ray
         self._inference = inference
-        self.actor = ray.remote(_Counter).options(num_cpus=0, max_concurrency=100_000).remote()
+        # Beside the engine: elsewhere, the loss of a node that holds some workers could end the whole rollout.
+        # (Ray 2.60 heeds a soft wish only for actors that take a CPU.)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(_Counter).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
+        self.actor = actor.remote()
         self.ticket = Ticket(self.actor)
         self._answers: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
@@ -121,10 +126,7 @@ class Mailbox:
         self._open += 1
 
         def reply(place: int, result: Result) -> None:
-            if isinstance(result, Exception):
-                done[place] = Refusal(place, str(result), isinstance(result, TimeoutError))
-            else:
-                done[place] = answer_of(place, result)
+            done[place] = answer_of(place, result)
             if len(done) == len(asks):
                 with self._lock:
                     self._open -= 1

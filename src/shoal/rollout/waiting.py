@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from shoal.rollout.answering import Result
 from shoal.rollout.batching import Batcher
@@ -18,8 +19,7 @@ from shoal.rollout.wire import Alive, Ask, Left, episode_of, request_of
 Report = Callable[[Hashable, bytes], None]
 
 
-@dataclass(slots=True)
-class Waiting:
+class Waiting(msgspec.Struct, eq=False):
     """One request until it is answered."""
 
     asker: Hashable
@@ -46,6 +46,7 @@ class WaitingRoom:
         self, batcher: Batcher[Waiting], timeout: float | None, max_pending: int, on_report: Report | None
     ) -> None:
         self._batcher = batcher
+        self._queue, self._latencies = batcher.queue, batcher.latencies
         self._timeout, self._max_pending, self._on_report = timeout, max_pending, on_report
 
     def items(
@@ -53,7 +54,7 @@ class WaitingRoom:
     ) -> list[Waiting]:
         """Requests that arrive now, from any thread."""
         now = time.monotonic()
-        deadline = self._deadline(now)
+        deadline = None if self._timeout is None else now + self._timeout
         return [
             Waiting(asker, number, request, reply, deadline, now, episode_of(request.key))
             for number, request in enumerate(requests)
@@ -61,47 +62,54 @@ class WaitingRoom:
 
     def enter(self, item: Waiting) -> None:
         """A request waits from now on."""
-        self._batcher.latencies.asked(item.episode, item.arrived)
-        self._batcher.queue.put(item.asker, item)
+        self._latencies.asked(item.episode, item.arrived)
+        self._queue.put(item.asker, item)
 
     def hear(self, connection: Connection, message: Ask | Left | Alive) -> None:
         """What a worker process says."""
         if isinstance(message, Ask):
-            now = time.monotonic()
-            asked = now if message.asked is None else min(message.asked, now)
-            request, reply, episode = request_of(message), connection.reply, message.key[:4]
-            deadline = self._deadline(now)
-            self.enter(Waiting(connection.asker, message.number, request, reply, deadline, asked, episode))
+            now, asked = time.monotonic(), message.asked
+            if asked is None or asked > now:
+                asked = now
+            deadline = None if self._timeout is None else now + self._timeout
+            self.enter(
+                Waiting(
+                    connection.asker,
+                    message.number,
+                    request_of(message),
+                    connection.reply,
+                    deadline,
+                    asked,
+                    episode_of(message.key),
+                )
+            )
         elif isinstance(message, Left):
             self.left(connection.asker, message.key, message.report)
 
     def left(self, asker: Hashable, episode: tuple[int, int, int, int], report: bytes) -> None:
         """An episode will not ask again."""
         self._batcher.live -= 1
-        self._batcher.latencies.left(episode)
+        self._latencies.left(episode)
         if self._on_report is not None:
             self._on_report(asker, report)
 
     def is_full(self, asker: Asker | None) -> bool:
         """Whether so much of an asker waits that no more is to be read from it."""
-        queue, most = self._batcher.queue, self._max_pending
-        return len(queue) >= most and queue.waiting(asker) >= most
+        most = self._max_pending
+        return self._queue.size >= most and self._queue.waiting(asker) >= most
 
     def ended(self, connection: Connection) -> None:
         """A worker's connection is gone: nobody waits for its answers any more."""
         if connection.asker is not None:
-            for item in self._batcher.queue.drop(connection.asker):
-                self._batcher.latencies.left(item.episode)
+            for item in self._queue.drop(connection.asker):
+                self._latencies.left(item.episode)
 
     def sweep(self, now: float) -> None:
         """Refuse requests that waited too long."""
         if self._timeout is None:
             return
-        for item in self._batcher.queue.take(2**62):
+        for item in self._queue.take(2**62):
             if item.deadline is not None and now >= item.deadline:
                 item.reply(item.number, TimeoutError(f"no answer within {self._timeout} s"))
             else:
-                self._batcher.queue.put(item.asker, item)
-
-    def _deadline(self, now: float) -> float | None:
-        return None if self._timeout is None else now + self._timeout
+                self._queue.put(item.asker, item)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,7 +33,7 @@ class Ask(msgspec.Struct, array_like=True, tag="a"):
 
     number: int
     prompt_ids: tuple[int, ...]
-    key: tuple[int, int, int, int, int]
+    key: Key
     max_tokens: int
     temperature: float
     stop: tuple[str, ...]
@@ -56,10 +56,7 @@ class Answer(msgspec.Struct, array_like=True, tag="c"):
     """A completion."""
 
     number: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: Literal["stop", "length"]
-    weights_version: int
+    completion: Completion
 
 
 class Refusal(msgspec.Struct, array_like=True, tag="r"):
@@ -102,11 +99,11 @@ def frame(message: msgspec.Struct) -> bytes:
 
 def ask_of(number: int, request: Request, asked: float | None) -> Ask:
     """A request as a message."""
-    key, sampling = request.key, request.sampling
+    sampling = request.sampling
     return Ask(
         number,
         request.prompt_ids,
-        (key.seed, key.iteration, key.group, key.member, key.turn),
+        request.key,
         sampling.max_tokens,
         sampling.temperature,
         sampling.stop,
@@ -118,17 +115,17 @@ def ask_of(number: int, request: Request, asked: float | None) -> Ask:
 def request_of(ask: Ask) -> Request:
     """The request in a message."""
     sampling = _sampling(ask.max_tokens, ask.temperature, ask.stop)
-    return Request(ask.prompt_ids, Key(*ask.key), sampling, images=ask.images)
+    return Request(ask.prompt_ids, ask.key, sampling, ask.images)
 
 
 _sampling = lru_cache(maxsize=256)(Sampling)
 
 
-def answer_of(number: int, completion: Completion) -> Answer:
-    """A completion as a message."""
-    return Answer(
-        number, completion.token_ids, completion.logprobs, completion.finish, completion.weights_version
-    )
+def answer_of(number: int, result: Completion | Exception) -> Answer | Refusal:
+    """What became of a request, as a message."""
+    if isinstance(result, Exception):
+        return Refusal(number, str(result), isinstance(result, TimeoutError))
+    return Answer(number, result)
 
 
 class Frames:
@@ -143,12 +140,12 @@ class Frames:
         """Whether a message has begun and not ended."""
         return bool(self._buffer)
 
-    def feed(self, data: bytes) -> list[Any]:
+    def feed(self, data: bytes | memoryview) -> list[Any]:
         """The messages that `data` completes; raises `ValueError` for what is not one."""
-        buffer = self._buffer
-        if not buffer and len(data) >= HEADER.size:  # the common case: exactly one message
+        buffer, size = self._buffer, len(data)
+        if not buffer and size >= HEADER.size:  # the common case: exactly one message
             (length,) = HEADER.unpack_from(data)
-            if len(data) == HEADER.size + length:
+            if size == HEADER.size + length:
                 return [self._decoder.decode(memoryview(data)[HEADER.size :])]
         buffer += data
         messages = []
@@ -188,4 +185,4 @@ def completion_of(answer: Answer | Refusal) -> Completion:
     """
     if isinstance(answer, Refusal):
         raise (TimeoutError if answer.late else EngineError)(answer.error)
-    return Completion(answer.token_ids, answer.logprobs, answer.finish, answer.weights_version)
+    return answer.completion

@@ -114,45 +114,54 @@ def prepare_training_run(
     finally:
         if store is None:
             opened.close()
-    folder = run_folder_of(base_dir, global_expert_idx, skill_name)
-    policies = folder / f"{global_expert_idx}_policies"
-    policies.mkdir(parents=True, exist_ok=True)
-    fsync_folder(policies.parent)
-    write_bytes(policies / "mixture.safetensors", expert_files.encode(expert_files.join_mixture(mixture)))
-    write_json(
-        policies / "remap.json",
-        {
-            "global_to_local": to_local,
-            "local_to_global": to_global,
-            "initial_frame_counts": {index: loaded.get(index, {}).get("frames", 0) for index in to_local},
-            "skill_name": skill_name,
-            "global_expert_idx": global_expert_idx,
-            "dependencies": needed,
-            "skill_with_consumption": {
-                "requirements": dict(skill.requirements),
-                "consumption": dict(skill.consumption),
-                "gain": dict(skill.gain),
-            },
-        },
-    )
     experts = {name: int(completed_skills[name]["expert_idx"]) for name in needed} | {
         skill_name: global_expert_idx
     }
-    module = folder / f"{global_expert_idx}.json"
-    write_json(
-        module,
-        {
-            "skill": skill_name,
-            "expert": global_expert_idx,
-            "world": world,
-            "seed": seed,
-            "plan": [{"skill": step.skill, "count": step.count} for step in plan],
-            "route": [to_local[experts[step.skill]] for step in plan],
-            "skills": {name: known[name].as_dict() for name in experts},
-            "loaded": loaded,
-            "config": asdict(config or TrainingConfig()),
-        },
-    )
+    remap = {
+        "global_to_local": to_local,
+        "local_to_global": to_global,
+        "initial_frame_counts": {index: loaded.get(index, {}).get("frames", 0) for index in to_local},
+        "skill_name": skill_name,
+        "global_expert_idx": global_expert_idx,
+        "dependencies": needed,
+        "skill_with_consumption": _amounts(skill),
+    }
+    spec = {
+        "skill": skill_name,
+        "expert": global_expert_idx,
+        "world": world,
+        "seed": seed,
+        "plan": [{"skill": step.skill, "count": step.count} for step in plan],
+        "route": [to_local[experts[step.skill]] for step in plan],
+        "skills": {name: known[name].as_dict() for name in experts},
+        "loaded": loaded,
+        "config": asdict(config or TrainingConfig()),
+    }
+    return _write(run_folder_of(base_dir, global_expert_idx, skill_name), spec, remap, mixture)
+
+
+def _amounts(skill: Skill) -> dict[str, dict[str, int]]:
+    return {
+        "requirements": dict(skill.requirements),
+        "consumption": dict(skill.consumption),
+        "gain": dict(skill.gain),
+    }
+
+
+def _write(
+    folder: Path,
+    spec: Mapping[str, Any],
+    remap: Mapping[str, Any],
+    mixture: Mapping[int, Mapping[str, NDArray]],
+) -> tuple[Path, Path, Path]:
+    """The files of a training; what says what to train comes last, since a folder without it is none."""
+    policies = folder / f"{spec['expert']}_policies"
+    policies.mkdir(parents=True, exist_ok=True)
+    fsync_folder(policies.parent)
+    write_bytes(policies / "mixture.safetensors", expert_files.encode(expert_files.join_mixture(mixture)))
+    write_json(policies / "remap.json", remap)
+    module = folder / f"{spec['expert']}.json"
+    write_json(module, spec)
     return folder, module, policies
 
 

@@ -25,17 +25,27 @@ class TrainingConfig:
     num_steps: int = 32
     """env steps per world between updates"""
     update_epochs: int = 3
+    """passes over what was collected"""
     num_minibatches: int = 4
+    """parts of each pass, with a gradient step each"""
     lr: float = 1.5e-3
+    """learning rate of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall to a tenth over `anneal_frames`"""
     anneal_frames: float = 8e5
+    """env steps until the learning rate has fallen"""
     gamma: float = 0.97
+    """discount of a reward per step"""
     gae_lambda: float = 0.95
+    """of generalised advantage estimation"""
     clip_eps: float = 0.2
+    """how far the probability ratio of an action may leave 1"""
     ent_coef: float = 0.01
+    """weight of the entropy bonus"""
     vf_coef: float = 0.5
+    """weight of the critic's loss"""
     max_grad_norm: float = 0.5
+    """the gradient's global norm is clipped to this"""
     layer_size: int = 64
     """width of both hidden layers"""
     success_state_rate: float = 0.98
@@ -45,6 +55,7 @@ class TrainingConfig:
     min_success: float = 0.3
     """a training that ends below this success rate has failed"""
     evaluation_episodes: int = 512
+    """episodes of an evaluation, in worlds of their own"""
     bank_worlds: int = 2048
     """new worlds from which the plan's prefix is played to get start states"""
     evaluate_every: int = 8

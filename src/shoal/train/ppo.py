@@ -15,17 +15,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.core.errors import (
-    ConfigError,
-)
-from shoal.rollout.spaces import ActionRows, ObservationRows
+from shoal.core.errors import ConfigError
 from shoal.train.compiled_learner import CompiledLearner
-from shoal.train.policy_networks import ActorCritic, build_network, n_weights
-from shoal.train.ppo_agent import PPOAgent
+from shoal.train.policy_networks import ActorCritic, n_weights
+from shoal.train.ppo_agent import make_agent
 from shoal.train.ppo_checkpoints import (
     Checkpoint,
+    check_same,
     checkpoint_folder,
-    describe_space,
+    describe_policy,
     load_checkpoint,
     save_checkpoint,
 )
@@ -35,8 +33,7 @@ from shoal.train.ppo_envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo_episodes import EpisodeLog
 from shoal.train.ppo_evaluation import Evaluation, evaluate
 from shoal.train.ppo_experience import Experience
-from shoal.train.ppo_learners import make_learner
-from shoal.train.ppo_workers import StartMethod
+from shoal.vector.launch import StartMethod
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -77,19 +74,13 @@ class PPO:
         self.n_envs, self.seed = n_envs, seed
         self.factory = EnvFactory(env, seed, dict(env_kwargs or {}))
         self.facts = try_env(self.factory)
-        self.obs_rows = ObservationRows(self.facts.observation_space)
-        self.action_rows = ActionRows(self.facts.action_space)
-        config = self.config
-        built = build_network(
-            self.obs_rows, self.action_rows, hidden=config.hidden, activation=config.activation,
-            log_std_init=config.log_std_init, seed=seed, network=network,
-        )  # fmt: skip
-        self._single_thread = n_weights(built) < 300_000
         self.device = choose_device(device)
-        learner = make_learner(
-            built, self.action_rows, path=path, device=self.device, adam_eps=config.adam_eps
-        )
-        self.agent = PPOAgent(learner, self.obs_rows, self.action_rows, config, n_envs, seed)
+        self.agent = make_agent(
+            self.facts.observation_space, self.facts.action_space, self.config, n_envs=n_envs, seed=seed,
+            network=network, path=path, device=self.device,
+        )  # fmt: skip
+        self.obs_rows, self.action_rows = self.agent.obs_rows, self.agent.action_rows
+        self._single_thread = n_weights(self.network) < 300_000
         self.log = EpisodeLog(n_envs)
         self._experience = Experience(
             self.factory, self.facts, self.agent, self.log, self.action_rows, n_envs=n_envs,
@@ -196,16 +187,10 @@ class PPO:
         values, episodes = self.log.state()
         if self._experience.now is not None:
             episodes["now"] = self._experience.now
-        policy = {
-            "env": self.factory.name,
-            "env_kwargs": _plain(self.factory.kwargs),
-            "observation_space": describe_space(self.facts.observation_space),
-            "action_space": describe_space(self.facts.action_space),
-            "network": self._network_name(),
-            "hidden": list(self.config.hidden),
-            "activation": self.config.activation,
-            "normalize_obs": self.agent.obs_norm is not None,
-        }
+        policy = describe_policy(
+            self.facts.observation_space, self.facts.action_space, self.network, self.config,
+            self.agent.obs_norm is not None, self.factory.name, _plain(self.factory.kwargs),
+        )  # fmt: skip
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,
             "begun": self._experience.collector is not None, **values, **extra,
@@ -243,27 +228,12 @@ class PPO:
             num_workers=num_workers, start_method=start_method, device=device, path=path,
             env_kwargs=env_kwargs if env_kwargs is not None else policy["env_kwargs"],
         )  # fmt: skip
-        ppo.check_same(saved)
+        check_same(saved, ppo.checkpoint())
         ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
         ppo.log.load_state(training, saved.episodes)
         ppo._experience.now = saved.episodes.get("now")
         ppo._experience.goes_on = bool(training["begun"])
         return ppo
-
-    def check_same(self, saved: Checkpoint) -> None:
-        """Raise a `ConfigError` that lists the differences if a checkpoint is of another env or network."""
-        mine = self.checkpoint()
-        wrong = [
-            f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy[key]!r}"
-            for key in ("env", "observation_space", "action_space", "network")
-            if saved.policy.get(key) != mine.policy[key]
-        ]
-        for name in sorted({*saved.weights, *mine.weights}):
-            theirs, ours = (getattr(c.weights.get(name), "shape", None) for c in (saved, mine))
-            if theirs != ours:
-                wrong.append(f"weight {name}: the checkpoint has shape {theirs}, this network {ours}")
-        if wrong:
-            raise ConfigError("the checkpoint belongs to another run:\n  " + "\n  ".join(wrong))
 
     def close(self) -> None:
         """End workers and environments; the policy stays usable."""
@@ -274,11 +244,6 @@ class PPO:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _network_name(self) -> str:
-        network = self.agent.learner.network
-        own = getattr(network, "module", None)
-        return type(own if own is not None else network).__name__
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[None]:

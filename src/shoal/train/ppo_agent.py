@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
+from torch import nn
 
 from shoal.core.errors import DivergedError, EnvError
 from shoal.core.seeding import stream
@@ -17,11 +19,37 @@ from shoal.rollout.steps import StepRollout
 from shoal.train.compiled_network import UpdateBatch, UpdateRates
 from shoal.train.gae import explained_variance, next_values_of
 from shoal.train.normalizer import ObservationNormalizer, RewardNormalizer
+from shoal.train.policy_networks import build_network
 from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_learners import Learner
+from shoal.train.ppo_learners import Learner, make_learner
 from shoal.train.schedules import decayed
 
 Array = np.ndarray
+
+
+def make_agent(
+    observation_space: gym.Space, action_space: gym.Space, config: PPOConfig, *, n_envs: int, seed: int,
+    network: nn.Module | None = None, path: str = "auto", device: str = "cpu",
+) -> PPOAgent:  # fmt: skip
+    """An agent with first weights for these spaces.
+
+    Args:
+        observation_space: of one environment.
+        action_space: likewise.
+        config: how to learn.
+        n_envs: columns of the rollouts.
+        seed: of the run.
+        network: an own one; None builds one for the spaces.
+        path: "compiled", "torch" or "auto".
+        device: where the torch path computes.
+    """
+    obs_rows, action_rows = ObservationRows(observation_space), ActionRows(action_space)
+    built = build_network(
+        obs_rows, action_rows, hidden=config.hidden, activation=config.activation,
+        log_std_init=config.log_std_init, seed=seed, network=network,
+    )  # fmt: skip
+    learner = make_learner(built, action_rows, path=path, device=device, adam_eps=config.adam_eps)
+    return PPOAgent(learner, obs_rows, action_rows, config, n_envs, seed)
 
 
 class PPOAgent:

@@ -8,6 +8,7 @@ needs).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
+from shoal.train.ppo_config import PPOConfig
 
 Array = np.ndarray
 Arrays = dict[str, Array]
@@ -129,6 +131,44 @@ def _read(path: Path) -> Arrays:
         return dict(load_file(path))
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def describe_policy(
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    network: Any,
+    config: PPOConfig,
+    normalize_obs: bool,
+    env: str = "",
+    env_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What weights mean, as JSON: the `policy` of a checkpoint."""
+    own = getattr(network, "module", None)
+    return {
+        "env": env,
+        "env_kwargs": dict(env_kwargs or {}),
+        "observation_space": describe_space(observation_space),
+        "action_space": describe_space(action_space),
+        "network": type(own if own is not None else network).__name__,
+        "hidden": list(config.hidden),
+        "activation": config.activation,
+        "normalize_obs": normalize_obs,
+    }
+
+
+def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
+    """Raise a `ConfigError` that lists the differences if a checkpoint is of another env or network."""
+    wrong = [
+        f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy[key]!r}"
+        for key in ("env", "observation_space", "action_space", "network")
+        if saved.policy.get(key) != mine.policy[key]
+    ]
+    for name in sorted({*saved.weights, *mine.weights}):
+        theirs, ours = (getattr(c.weights.get(name), "shape", None) for c in (saved, mine))
+        if theirs != ours:
+            wrong.append(f"weight {name}: the checkpoint has shape {theirs}, this network {ours}")
+    if wrong:
+        raise ConfigError("the checkpoint belongs to another run:\n  " + "\n  ".join(wrong))
 
 
 def describe_space(space: spaces.Space) -> dict[str, Any]:

@@ -22,22 +22,31 @@ class PPOConfig:
     n_epochs: int = 4
     """Passes over each rollout."""
     learning_rate: float = 3e-4
+    """Of Adam, at the start of the run."""
     lr_schedule: Decay = "constant"
+    """How the learning rate changes over the run: not at all, or down to 0."""
     gamma: float = 0.99
+    """Discount of a reward per step."""
     gae_lambda: float = 0.95
+    """Of generalised advantage estimation: 0 trusts the critic after one step, 1 only the rewards."""
     clip_range: float = 0.2
+    """How far the probability ratio of an action may leave 1 before it stops counting."""
     clip_schedule: Decay = "constant"
+    """Likewise of the clip range."""
     clip_range_vf: float = 0.0
     """Clip the change of the value too, by this much; 0 is off. It depends on the scale of returns."""
     ent_coef: float = 0.0
+    """Weight of the entropy bonus, which keeps the policy exploring."""
     ent_schedule: Decay = "constant"
+    """Likewise of the entropy bonus."""
     vf_coef: float = 0.5
+    """Weight of the critic's loss."""
     max_grad_norm: float = 0.5
     """Clip the gradient's global norm; 0 is off."""
     target_kl: float = 0.0
     """Stop an update when a minibatch's KL exceeds 1.5 times this; 0 is off."""
     normalize_advantage: bool = True
-    """Per minibatch."""
+    """Advantages to mean 0 and deviation 1 in each minibatch."""
     normalize_obs: bool = False
     """Observations to mean 0 and deviation 1, clipped to 10; statistics change between rollouts only."""
     normalize_reward: bool = False
@@ -45,9 +54,11 @@ class PPOConfig:
     hidden: tuple[int, ...] = (64, 64)
     """Units of the hidden layers, of the actor and of the critic."""
     activation: Activation = "tanh"
+    """Of the hidden layers."""
     log_std_init: float = 0.0
     """Where the log standard deviation of continuous actions starts."""
     adam_eps: float = 1e-5
+    """Added to Adam's denominator."""
 
     def __post_init__(self) -> None:
         for name in ("n_steps", "batch_size", "n_epochs"):

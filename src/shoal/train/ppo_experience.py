@@ -21,7 +21,8 @@ from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.ppo_agent import PPOAgent
 from shoal.train.ppo_envs import EnvFactory, EnvFacts
 from shoal.train.ppo_episodes import EpisodeLog
-from shoal.train.ppo_workers import StartMethod, WorkerSteps
+from shoal.train.ppo_workers import WorkerSteps
+from shoal.vector.launch import StartMethod
 
 logger = logging.getLogger(__name__)
 Collector = EnvSlice | VectorSteps | WorkerSteps

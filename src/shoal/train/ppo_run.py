@@ -10,82 +10,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import (
-    ConfigError,
-    DivergedError,
-    EnvError,
-    MissingExtraError,
-    WorkerError,
-    missing_extra,
-)
+from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.train.ppo import PPO, Metrics
 from shoal.train.ppo_checkpoints import (
     checkpoint_folder,
-    find_checkpoint,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
 )
-from shoal.train.ppo_checks import read_config
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_curves import write_ppo_curves
 from shoal.train.ppo_evaluation import write_video
-from shoal.train.ppo_workers import StartMethod
+from shoal.train.ppo_options import RunOptions, safe_name
+from shoal.train.tensorboard import TensorBoard
+from shoal.train.wandb_log import WandB
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What `shoal train-ppo` can be told besides the settings of PPO."""
-
-    env: str = "CartPole-v1"
-    """A Gymnasium id, or module:Class of your own environment."""
-    preset: str = "auto"
-    """Tuned settings: "auto" takes those of the env if there are any, "none" takes none, or a name."""
-    n_envs: int = 8
-    """Environments stepped in parallel."""
-    num_workers: int | None = None
-    """Worker processes for them; 0 for none, empty for the backend's choice."""
-    backend: str = "auto"
-    """"serial" in this process, "process" in workers, "auto" measures the environment and chooses."""
-    parallel_start_method: StartMethod | None = None
-    """How workers start: spawn, forkserver or fork."""
-    total_timesteps: int | None = None
-    """Stop after this many env steps of all envs together."""
-    num_episodes: int | None = None
-    """Stop after this many finished episodes."""
-    stop_at_reward: float | None = None
-    """Stop when the mean reward of the last 100 episodes reaches this."""
-    seed: int = 0
-    device: str = "cpu"
-    """cpu, cuda, mps, or auto."""
-    path: str = "auto"
-    """"compiled" kernels, "torch" autograd, or "auto": kernels for perceptrons on the CPU."""
-    run_dir: str | None = None
-    """Folder of the run; empty for runs/ppo-<env>, numbered when taken."""
-    checkpoint_dir: str | None = None
-    """Folder of its checkpoints; empty for <run_dir>/checkpoints."""
-    checkpoint_every: int | None = None
-    """Env steps between checkpoints; empty for a tenth of the run, 0 for only one at the end."""
-    keep_checkpoints: int = 3
-    """How many of them stay."""
-    resume_from: str | None = None
-    """Continue exactly from this checkpoint, or the newest one in this folder or run folder."""
-    eval_every: int | None = None
-    """Env steps between evaluations; empty for a tenth of the run, 0 for only one at the end."""
-    eval_episodes: int = 10
-    """Episodes of an evaluation, on a single environment of its own."""
-    record_video: bool = False
-    """Record one episode of the trained policy as video.gif (the environment must render)."""
-    tensorboard: bool = True
-    """Write TensorBoard files into the run folder, if tensorboard is installed."""
-    wandb: str | None = None
-    """Log to this Weights & Biases project (needs the package wandb)."""
-    log_every: int = 10
-    """Updates between rows of metrics.jsonl."""
 
 
 @dataclass
@@ -110,7 +52,12 @@ class PPORun:
         self.folder = RunFolder(self.path, "train-ppo", options.seed, self.on_event)
         self._best = self._best_so_far()
         self._last_eval: Metrics = {}
-        self._writers = _writers(options, self.path)
+        self._boards = (
+            TensorBoard(self.path / "tensorboard", options.tensorboard),
+            WandB(
+                self.path, options.wandb or "", dataclasses.asdict(options), bool(options.wandb), "--wandb"
+            ),
+        )
 
     def rows(self) -> Iterator[Metrics]:
         """Train; yields the metrics of every update, with evaluations where there were any.
@@ -150,7 +97,7 @@ class PPORun:
                 self._save()
                 self._finish(row, status)
         if not row:
-            row = {"steps": float(ppo.log.n_steps), "episodes": ppo.log.n_episodes}
+            row = {"steps": ppo.log.n_steps, "episodes": ppo.log.n_episodes}
         self._save()
         if "eval_return_mean" not in row:
             row |= self._evaluate()
@@ -162,8 +109,8 @@ class PPORun:
     def close(self) -> None:
         """End workers and writers."""
         self.ppo.close()
-        for writer in self._writers:
-            writer.close()
+        for board in self._boards:
+            board.close()
 
     def _make(self) -> PPO:
         options = self.options
@@ -227,8 +174,9 @@ class PPORun:
     def _report(self, row: Metrics) -> None:
         if "eval_return_mean" in row or self.ppo.agent.iteration % self.options.log_every == 0:
             self.folder.append_metrics(row)
-            for writer in self._writers:
-                writer.write(row)
+            numbers = {f"ppo/{key}": value for key, value in row.items() if math.isfinite(value)}
+            for board in self._boards:
+                board.add(numbers, int(row["steps"]))
 
     def _reached(self, row: Metrics) -> bool:
         goal = self.options.stop_at_reward
@@ -259,25 +207,6 @@ class PPORun:
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
 
 
-def saved_options(path: str) -> tuple[RunOptions, PPOConfig]:
-    """The options and settings of the run that a checkpoint belongs to, for continuing it."""
-    folder = find_checkpoint(path)
-    saved = load_checkpoint(folder)
-    known = {f.name for f in dataclasses.fields(RunOptions)}
-    options = {key: value for key, value in saved.training.get("options", {}).items() if key in known}
-    options |= {
-        "env": saved.policy["env"],
-        "seed": saved.training["seed"],
-        "n_envs": saved.training["n_envs"],
-    }
-    return RunOptions(**{**options, "resume_from": str(folder)}), read_config(saved.training["config"])
-
-
-def safe_name(env: str) -> str:
-    """An environment's name as a part of a folder's name."""
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in env)[:48].strip("-.") or "env"
-
-
 def _passed(every: int, before: int, now: int) -> bool:
     """Whether a multiple of `every` lies in (before, now]; it depends on steps only."""
     return every > 0 and now // every > before // every
@@ -285,51 +214,3 @@ def _passed(every: int, before: int, now: int) -> bool:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-class _TensorBoard:
-    """Numbers into TensorBoard files."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, row: Metrics) -> None:
-        for key, value in row.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(f"ppo/{key}", value, int(row["steps"]))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    """Numbers to Weights & Biases."""
-
-    def __init__(self, project: str, options: RunOptions) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingExtraError(
-                "logging to Weights & Biases needs a package: pip install wandb"
-            ) from error
-        self._run = wandb.init(project=project, config=dataclasses.asdict(options))
-
-    def write(self, row: Metrics) -> None:
-        self._run.log({f"ppo/{key}": value for key, value in row.items()}, step=int(row["steps"]))
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _writers(options: RunOptions, path: Path) -> list[Any]:
-    writers: list[Any] = []
-    if options.tensorboard:
-        try:
-            writers.append(_TensorBoard(path / "tensorboard"))
-        except ImportError as error:
-            raise missing_extra("--tensorboard", "train") from error
-    if options.wandb:
-        writers.append(_Wandb(options.wandb, options))
-    return writers

@@ -17,22 +17,19 @@ from torch import nn
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
 from shoal.rollout.episodes import SeededEpisodes
-from shoal.rollout.spaces import ActionRows, ObservationRows
 from shoal.rollout.steps import EnvSlice, StepRollout
 from shoal.rollout.vector_steps import VectorSteps
-from shoal.train.policy_networks import build_network
-from shoal.train.ppo_agent import PPOAgent
+from shoal.train.ppo_agent import PPOAgent, make_agent
 from shoal.train.ppo_checkpoints import (
     Checkpoint,
     checkpoint_folder,
-    describe_space,
+    describe_policy,
     load_checkpoint,
     save_checkpoint,
 )
 from shoal.train.ppo_checks import choose_device, read_config
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_episodes import EpisodeLog
-from shoal.train.ppo_learners import make_learner
 
 Array = np.ndarray
 LONGEST_EPISODE = 10_000
@@ -138,8 +135,12 @@ class PPOTrainer:
         known = self._collectors.get(id(vec_env))
         if not isinstance(known, VectorSteps):
             self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
-            seeds = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
-            _, infos = vec_env.reset(seed=seeds)  # type: ignore[arg-type]
+            seeds: Any = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
+            try:
+                _, infos = vec_env.reset(seed=seeds)
+            except gym.error.Error:  # written as one (gymnasium's own CartPole): one generator for all
+                seeds = seeds[0]
+                _, infos = vec_env.reset(seed=seeds)
             known = VectorSteps(vec_env, masked="action_mask" in infos, seed=seeds)
             known.reset()
             self._collectors[id(vec_env)] = known
@@ -188,14 +189,7 @@ class PPOTrainer:
         assert act is not None
         weights, optimizer, statistics = agent.state()
         values, _ = self.log.state()
-        own = getattr(agent.learner.network, "module", None)
-        policy = {
-            "env": "", "env_kwargs": {}, "observation_space": describe_space(obs),
-            "action_space": describe_space(act),
-            "network": type(own if own is not None else agent.learner.network).__name__,
-            "hidden": list(self.config.hidden), "activation": self.config.activation,
-            "normalize_obs": agent.obs_norm is not None,
-        }  # fmt: skip
+        policy = describe_policy(obs, act, agent.learner.network, self.config, agent.obs_norm is not None)
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": agent.n_envs,
             "num_episodes": self.total_episodes, **values,
@@ -238,15 +232,10 @@ class PPOTrainer:
                     f"the environment has spaces {obs} and {act}, this trainer learns {self._spaces}"
                 )
             return
-        obs_rows, action_rows, config = ObservationRows(obs), ActionRows(act), self.config
-        network = build_network(
-            obs_rows, action_rows, hidden=config.hidden, activation=config.activation,
-            log_std_init=config.log_std_init, seed=self.seed, network=self._own_network,
+        self._agent = make_agent(
+            obs, act, self.config, n_envs=n_envs, seed=self.seed,
+            network=self._own_network, path=self.path, device=self.device,
         )  # fmt: skip
-        learner = make_learner(
-            network, action_rows, path=self.path, device=self.device, adam_eps=config.adam_eps
-        )
-        self._agent = PPOAgent(learner, obs_rows, action_rows, config, n_envs, self.seed)
         self._spaces = (obs, act)
 
     def _learn(self, key: int, rollout: StepRollout) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,16 @@ class TensorBoard:
         self._folder = folder
         self._enabled = enabled
         self._writer: Any = None
+        if enabled and importlib.util.find_spec("tensorboard") is None:
+            raise missing_extra("TensorBoard files", "train")
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Write the numbers of `row` at `step`; steps at or after the first one written replace older files' ones."""
         if not self._enabled:
             return
         if self._writer is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise missing_extra("TensorBoard files", "train") from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
         for name, value in row.items():
             if isinstance(value, int | float) and not isinstance(value, bool):

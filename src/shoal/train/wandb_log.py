@@ -18,9 +18,17 @@ class WandB:
         project: where the run is shown.
         config: the settings of the run.
         enabled: False makes every call do nothing, and asks for no package.
+        option: what switched it on, for the message when the package is missing.
     """
 
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any], enabled: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        project: str,
+        config: Mapping[str, Any],
+        enabled: bool = False,
+        option: str = "trainer.wandb=true",
+    ) -> None:
         self._run: Any = None
         if not enabled:
             return
@@ -28,7 +36,7 @@ class WandB:
             import wandb
         except ImportError as error:
             raise MissingExtraError(
-                "trainer.wandb=true needs a package that is not installed: run pip install wandb"
+                f"{option} needs a package that is not installed: run pip install wandb"
             ) from error
         known = folder / "wandb.json"
         before = read_json(known)["id"] if known.exists() else None

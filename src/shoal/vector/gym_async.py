@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from shoal.core.executors import available_cpus
 from shoal.vector.failures import Failure
 from shoal.vector.launch import START_METHODS
-from shoal.vector.opening import open_processes
+from shoal.vector.opening import Rules, open_processes
 from shoal.vector.pool import VectorPool
 from shoal.vector.standing import Description
 
@@ -64,10 +65,12 @@ class AsyncVectorEnv(VectorPool):
         self.env_fns, self.shared_memory, self.daemon = env_fns, shared_memory, daemon
         self.context, self.observation_mode, self.max_concurrency = context, observation_mode, max_concurrency
         options.setdefault("num_workers", min(len(env_fns), max_concurrency or available_cpus()))
+        given = [field.name for field in dataclasses.fields(Rules) if field.name in options]
+        rules = Rules(mode, **{name: options.pop(name) for name in given})
         parts = open_processes(
             list(env_fns),
+            rules,
             method=context or "forkserver",
-            autoreset=mode,
             describe=lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode),
             **options,
         )

@@ -12,7 +12,7 @@ from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import available_cpus
 from shoal.vector.lanes import close
 from shoal.vector.launch import StartMethod
-from shoal.vector.opening import HANDOUT_PLACES, Parts, open_processes, open_serial, open_threads
+from shoal.vector.opening import HANDOUT_PLACES, Parts, Rules, open_processes, open_serial, open_threads
 from shoal.vector.plan import Plan, choose, probe
 from shoal.vector.pool import VectorPool
 from shoal.vector.results import Handouts
@@ -86,15 +86,9 @@ def make_vec(
     _check(backend, on_failure, step_timeout)
     env_fns = env_fns_of(env, num_envs, env_kwargs)
     plan = _plan(env_fns, backend, num_workers, threads, step_timeout, on_failure)
-    common: dict[str, Any] = {
-        "autoreset": autoreset_mode(autoreset),
-        "on_failure": on_failure,
-        "max_restarts": max_restarts,
-        "check_nan": check_nan,
-        "ring": ring,
-    }
+    rules = Rules(autoreset_mode(autoreset), check_nan, on_failure, max_restarts, ring)
     shared = {"method": start_method or "forkserver", "text_bytes": text_bytes}
-    parts = _open(env_fns, plan, num_workers, step_timeout, common, shared)
+    parts = _open(env_fns, rules, plan, num_workers, step_timeout, shared)
     copies = ring is None if copy_observations is None else copy_observations
     pool = VectorPool(**parts, copy_observations=copies)
     if parts["backend"] is None and copies and pool.slots.ring == HANDOUT_PLACES:
@@ -115,25 +109,25 @@ def _check(backend: str, on_failure: str, step_timeout: float | None) -> None:
 
 def _open(
     env_fns: Sequence[EnvFn],
+    rules: Rules,
     plan: Plan,
     num_workers: int | None,
     step_timeout: float | None,
-    common: dict[str, Any],
     shared: dict[str, Any],
 ) -> Parts:
     """What the plan says; where it was made from a guess of what workers gain, that is tried first."""
     if plan.backend == "ray":
         from shoal.vector.remote import open_ray
 
-        return open_ray(env_fns, num_workers=num_workers, step_timeout=step_timeout, **common)
+        return open_ray(env_fns, rules, num_workers=num_workers, step_timeout=step_timeout)
     if plan.backend == "thread":
-        return open_threads(env_fns, num_workers=num_workers, step_timeout=step_timeout, **common)
+        return open_threads(env_fns, rules, num_workers=num_workers, step_timeout=step_timeout)
     if plan.backend == "process":
-        parts = open_processes(env_fns, plan=plan, step_timeout=step_timeout, **shared, **common)
+        parts = open_processes(env_fns, rules, plan=plan, step_timeout=step_timeout, **shared)
         if plan.cost is None or pays(_workers_of(parts), plan.cost, len(env_fns)):
             return parts
         close(parts["lanes"], parts["backend"], os.getpid())
-    return open_serial(env_fns, **common)
+    return open_serial(env_fns, rules)
 
 
 def _workers_of(parts: Parts) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
@@ -27,21 +28,33 @@ Parts = dict[str, Any]
 """The arguments of a `VectorPool`."""
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What holds for every environment of a pool, wherever it runs; `make_vec` explains each."""
+
+    autoreset: AutoresetMode
+    check_nan: bool = True
+    on_failure: OnFailure = "raise"
+    max_restarts: int = 3
+    ring: int | None = None
+
+    @property
+    def places(self) -> int:
+        """Observations that are kept: what is replaced must still show its last one."""
+        return self.ring or (1 if self.on_failure == "raise" else 2)
+
+
 def open_processes(
     env_fns: Sequence[EnvFn],
+    rules: Rules,
     *,
-    autoreset: AutoresetMode,
     plan: Plan | None = None,
     num_workers: int | None = None,
     method: str = "forkserver",
     step_timeout: float | None = None,
     text_bytes: int = 2048,
-    check_nan: bool = True,
-    on_failure: OnFailure = "raise",
-    max_restarts: int = 3,
-    ring: int | None = None,
     describe: Callable[[Description], Description] = lambda found: found,
-) -> dict[str, Any]:
+) -> Parts:
     """Worker processes (and perhaps a share for the caller), as the arguments of a `VectorPool`."""
     if method not in START_METHODS:
         raise ValueError(f"no start method named {method!r}.{did_you_mean(method, START_METHODS)}")
@@ -60,87 +73,68 @@ def open_processes(
             Layout.shared(description.action_spaces),
             n_lanes=sum(map(len, shares)),
             lane_numbers=[],
-            ring=_ring(ring, on_failure),
+            ring=rules.places,
             text_bytes=text_bytes,
-            autoreset=autoreset,
-            check_nan=check_nan,
+            autoreset=rules.autoreset,
+            check_nan=rules.check_nan,
             spin=MAX_SPIN,
         )
         slots, opened = backend.open(attach, step_timeout)
         lanes: list[Lane] = list(opened)
         if own:
-            share = Share(env_fns[rest:], rest, slots, autoreset, check_nan=check_nan, envs=own)
+            share = Share(env_fns[rest:], rest, slots, rules.autoreset, check_nan=rules.check_nan, envs=own)
             lanes.append(InlineLane(share))
     except BaseException:
         backend.close(0.0)
         for env in own:
             env.close()
         raise
-    return _parts(lanes, slots, description, autoreset, on_failure, max_restarts, backend)
+    return parts_of(lanes, slots, description, rules, backend)
 
 
-def open_serial(
-    env_fns: Sequence[EnvFn],
-    *,
-    autoreset: AutoresetMode,
-    check_nan: bool,
-    on_failure: OnFailure,
-    max_restarts: int,
-    ring: int | None,
-) -> dict[str, Any]:
+def open_serial(env_fns: Sequence[EnvFn], rules: Rules) -> Parts:
     """All environments in the caller's own thread: the reference that the others equal."""
     envs = [fn() for fn in env_fns]
     description = description_of(envs)
-    depth = _ring(ring, on_failure)
-    if ring is None and on_failure == "raise" and autoreset is not AutoresetMode.DISABLED:
-        depth = _handout_places(description)
-    slots = _private_slots(description, depth)
-    share = Share(env_fns, 0, slots, autoreset, check_nan=check_nan, envs=envs)
-    return _parts([InlineLane(share)], slots, description, autoreset, on_failure, max_restarts, None)
+    handouts = rules.ring is None and rules.on_failure == "raise"
+    if handouts and rules.autoreset is not AutoresetMode.DISABLED:
+        slots = private_slots(description, _handout_places(description))
+    else:
+        slots = private_slots(description, rules.places)
+    share = Share(env_fns, 0, slots, rules.autoreset, check_nan=rules.check_nan, envs=envs)
+    return parts_of([InlineLane(share)], slots, description, rules, None)
 
 
 def open_threads(
-    env_fns: Sequence[EnvFn],
-    *,
-    num_workers: int | None,
-    step_timeout: float | None,
-    autoreset: AutoresetMode,
-    check_nan: bool,
-    on_failure: OnFailure,
-    max_restarts: int,
-    ring: int | None,
-) -> dict[str, Any]:
+    env_fns: Sequence[EnvFn], rules: Rules, *, num_workers: int | None, step_timeout: float | None
+) -> Parts:
     """Threads of the calling process with a share each; by default one per environment."""
     envs = [fn() for fn in env_fns]
     description = description_of(envs)
-    slots = _private_slots(description, _ring(ring, on_failure))
+    slots = private_slots(description, rules.places)
     backend = ThreadBackend(step_timeout)
     cuts = even_cuts(len(envs), min(num_workers or len(envs), len(envs)))
-    lanes = backend.lanes(env_fns, envs, cuts, slots, autoreset, check_nan)
-    return _parts(lanes, slots, description, autoreset, on_failure, max_restarts, backend)
+    lanes = backend.lanes(env_fns, envs, cuts, slots, rules.autoreset, rules.check_nan)
+    return parts_of(lanes, slots, description, rules, backend)
 
 
-def _parts(
-    lanes: Sequence[Lane],
-    slots: Slots,
-    description: Description,
-    autoreset: AutoresetMode,
-    on_failure: OnFailure,
-    max_restarts: int,
-    backend: Any,
-) -> dict[str, Any]:
+def parts_of(
+    lanes: Sequence[Lane], slots: Slots, description: Description, rules: Rules, backend: Any
+) -> Parts:
+    """The arguments of a `VectorPool` over what was opened."""
     return {
         "lanes": lanes,
         "slots": slots,
         "description": description,
-        "autoreset": autoreset,
-        "on_failure": on_failure,
-        "max_restarts": max_restarts,
+        "autoreset": rules.autoreset,
+        "on_failure": rules.on_failure,
+        "max_restarts": rules.max_restarts,
         "backend": backend,
     }
 
 
-def _private_slots(description: Description, ring: int) -> Slots:
+def private_slots(description: Description, ring: int) -> Slots:
+    """Slots in the memory of this process."""
     observations = Layout.shared(description.observation_spaces)
     return Slots(
         len(description.observation_spaces), observations, Layout.shared(description.action_spaces), ring=ring
@@ -152,11 +146,6 @@ def _handout_places(description: Description) -> int:
     layout = Layout.shared(description.observation_spaces)
     large = layout.is_leaf and layout.leaves[0].nbytes * len(description.observation_spaces) >= RECYCLE_FROM
     return HANDOUT_PLACES if layout.fixed and large else 1
-
-
-def _ring(ring: int | None, on_failure: str) -> int:
-    # What is replaced must still show its last observation, so one step back is kept.
-    return ring or (1 if on_failure == "raise" else 2)
 
 
 def description_of(envs: Sequence[Any]) -> Description:

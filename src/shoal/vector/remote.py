@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 from shoal.core.errors import WorkerDiedError, missing_extra
 from shoal.vector.actions import Loose, read
 from shoal.vector.failures import Failure, died, error_of, from_exception, portable, timed_out
+from shoal.vector.opening import Parts, Rules, description_of, parts_of, private_slots
 from shoal.vector.plan import even_cuts
 from shoal.vector.sending import pickled
 from shoal.vector.share import CATCH, EnvFn, Extras, Share
@@ -229,19 +230,9 @@ class RayBackend:
 
 
 def open_ray(
-    env_fns: Sequence[EnvFn],
-    *,
-    num_workers: int | None,
-    step_timeout: float | None,
-    autoreset: AutoresetMode,
-    check_nan: bool,
-    on_failure: str,
-    max_restarts: int,
-    ring: int | None,
-) -> dict[str, Any]:
+    env_fns: Sequence[EnvFn], rules: Rules, *, num_workers: int | None, step_timeout: float | None
+) -> Parts:
     """Ray actors with a share each, as the arguments of a `VectorPool`."""
-    from shoal.vector.opening import description_of
-
     backend = RayBackend(step_timeout)
     n_envs = len(env_fns)
     n_workers = num_workers or max(1, int(backend.ray.cluster_resources().get("CPU", 1)))
@@ -249,22 +240,13 @@ def open_ray(
     try:
         replies = [backend.start(lo, env_fns[lo:hi]) for lo, hi in cuts]
         description = description_of([about for reply in replies for about in backend.describe(reply)])
+        slots = private_slots(description, rules.places)
         observations = Layout.shared(description.observation_spaces)
         actions = Layout.shared(description.action_spaces)
-        depth = ring or (1 if on_failure == "raise" else 2)
-        slots = Slots(n_envs, observations, actions, ring=depth)
-        backend.attachment = (observations, actions, autoreset, check_nan)
+        backend.attachment = (observations, actions, rules.autoreset, rules.check_nan)
         backend.ray.get([actor.attach.remote(*backend.attachment) for actor in backend.actors.values()])
         backend.lanes = [RayLane(backend, lo, hi - lo, slots) for lo, hi in cuts]
     except BaseException:
         backend.close(0.0)
         raise
-    return {
-        "lanes": backend.lanes,
-        "slots": slots,
-        "description": description,
-        "autoreset": autoreset,
-        "on_failure": on_failure,
-        "max_restarts": max_restarts,
-        "backend": backend,
-    }
+    return parts_of(backend.lanes, slots, description, rules, backend)

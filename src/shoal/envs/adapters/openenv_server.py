@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal import __version__
 from shoal.core.errors import ShoalError, missing_extra
-from shoal.envs.text import TextEnv
+from shoal.envs.adapters.openenv_session import SCHEMA, Make, Session, json_object
 
 logger = logging.getLogger(__name__)
 
@@ -24,63 +24,68 @@ HOST = "127.0.0.1"
 MAX_SESSIONS = 256
 MAX_MESSAGE = 1024 * 1024
 IDLE_SECONDS = 3600.0
-Make = Callable[[], TextEnv[Any]]
 
 
-class Session:
-    """One env and where it stands, in the words of the protocol."""
+class _Answers:
+    """What each address of the server answers."""
 
-    def __init__(self, make: Make) -> None:
-        self.env = make()
-        self.steps = 0
-        self._lock = asyncio.Lock()
+    def __init__(self, name: str, make: Make) -> None:
+        self._name, self._make = name, make
+        self._sessions: set[Session] = set()
+        self._shared: Session | None = (
+            None  # of plain HTTP, for everybody, as in the convention's first version
+        )
 
-    async def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a reset or step; the env runs in a thread, one call at a time."""
-        async with self._lock:
-            return await asyncio.to_thread(self.reset if kind == "reset" else self.step, data)
+    async def over_http(self, request: Any) -> Any:
+        """A reset or a step."""
+        from starlette.responses import JSONResponse
 
-    def reset(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Start an episode, from `data["seed"]` if there is one."""
-        seed = data.get("seed")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
-        observation, info = self.env.reset(seed=seed)
-        self.steps = 0
-        return self._answer(observation, 0.0, False, False, info)
+        kind = request.url.path.strip("/")
+        try:
+            data = await _read(request)
+            if self._shared is None:
+                self._shared = Session(self._make)
+            if kind == "step":
+                data = data.get("action", data) if isinstance(data.get("action"), dict) else data
+            return JSONResponse(await self._shared.answer(kind, data))
+        except (ValueError, ShoalError) as error:
+            return JSONResponse({"detail": str(error)}, status_code=422)
 
-    def step(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Take `data["action"]` (a word or action of the env) or what a response `data["text"]` says."""
-        if isinstance(data.get("text"), str):
-            action = self.env.projection(data["text"]).actions[0]
-        elif isinstance(data.get("action"), int | str):
-            given = data["action"]
-            known = self.env.projection.action_of(given) if isinstance(given, str) else given
-            action = self.env.invalid_action if known is None else known
-        else:
-            raise ValueError(
-                f"a step needs 'action' (a word or number) or 'text' (a response), got {sorted(data)}"
-            )
-        answer = self._answer(*self.env.step(action))
-        self.steps += 1
-        return answer
+    async def over_websocket(self, socket: Any) -> None:
+        """A whole session, with an env of its own."""
+        if not _is_local(socket.headers.get("origin")):
+            await socket.close(code=1008)
+            return
+        await socket.accept()
+        if len(self._sessions) >= MAX_SESSIONS:
+            await socket.send_text(_error(f"{MAX_SESSIONS} sessions are open already", "CAPACITY_REACHED"))
+            await socket.close()
+            return
+        session = Session(self._make)
+        self._sessions.add(session)
+        try:
+            await _converse(socket, session)
+        finally:
+            self._sessions.discard(session)
+            await asyncio.to_thread(session.env.close)
+
+    def metadata(self) -> dict[str, Any]:
+        """Name and rules of the env."""
+        env = self._make()
+        description = env.instructions
+        env.close()
+        return {"name": self._name, "description": description, "version": __version__}
 
     def state(self) -> dict[str, Any]:
-        """What the convention calls the state."""
-        return {"episode_id": None, "step_count": self.steps}
+        """Where the session of plain HTTP stands."""
+        return self._shared.state() if self._shared else {"episode_id": None, "step_count": 0}
 
-    def _answer(
-        self, observation: Any, reward: float, terminated: bool, truncated: bool, info: dict[str, Any]
-    ) -> dict[str, Any]:
-        fields = {
-            "text": self.env.observe(),
-            "instructions": self.env.instructions,
-            "terminated": terminated,
-            "truncated": truncated,
-            **{key: info[key] for key in ("success", "action_is_valid", "action_is_effective")},
-            "available_actions": info["available_actions"],
-        }
-        return {"observation": fields, "reward": reward, "done": terminated or truncated}
+    @asynccontextmanager
+    async def lifespan(self, app: Any) -> AsyncIterator[None]:
+        """Close all envs at the end."""
+        yield
+        for session in [*self._sessions, *([self._shared] if self._shared else [])]:
+            session.env.close()
 
 
 def create_app(name: str, make: Make) -> Any:
@@ -93,81 +98,26 @@ def create_app(name: str, make: Make) -> Any:
         from starlette.routing import Route, WebSocketRoute
     except ImportError as error:
         raise missing_extra("serving envs", "web") from error
-    sessions: set[Session] = set()
-    shared: list[Session] = []  # plain HTTP has one session for everybody, as the convention's first version
+    answers = _Answers(name, make)
 
-    async def read(request: Any) -> dict[str, Any]:
-        if int(request.headers.get("content-length") or 0) > MAX_MESSAGE:
-            raise ValueError(f"a request must not exceed {MAX_MESSAGE} bytes")
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_MESSAGE:
-                raise ValueError(f"a request must not exceed {MAX_MESSAGE} bytes")
-        return _object(body or b"{}")
+    def told(path: str, answer: Callable[[], dict[str, Any]]) -> Any:
+        async def endpoint(request: Any) -> Any:
+            return JSONResponse(answer())
 
-    async def over_http(request: Any) -> Any:
-        kind = request.url.path.strip("/")
-        try:
-            data = await read(request)
-            if not shared:
-                shared.append(Session(make))
-            if kind == "step":
-                data = data.get("action", data) if isinstance(data.get("action"), dict) else data
-            return JSONResponse(await shared[0].answer(kind, data))
-        except (ValueError, ShoalError) as error:
-            return JSONResponse({"detail": str(error)}, status_code=422)
-
-    async def health(request: Any) -> Any:
-        return JSONResponse({"status": "healthy"})
-
-    async def metadata(request: Any) -> Any:
-        env = make()
-        description = env.instructions
-        env.close()
-        return JSONResponse({"name": name, "description": description, "version": __version__})
-
-    async def schema(request: Any) -> Any:
-        return JSONResponse(SCHEMA)
-
-    async def state(request: Any) -> Any:
-        return JSONResponse(shared[0].state() if shared else {"episode_id": None, "step_count": 0})
-
-    async def over_websocket(socket: Any) -> None:
-        if not _is_local(socket.headers.get("origin")):
-            await socket.close(code=1008)
-            return
-        await socket.accept()
-        if len(sessions) >= MAX_SESSIONS:
-            await socket.send_text(_error(f"{MAX_SESSIONS} sessions are open already", "CAPACITY_REACHED"))
-            await socket.close()
-            return
-        session = Session(make)
-        sessions.add(session)
-        try:
-            await _converse(socket, session)
-        finally:
-            sessions.discard(session)
-            await asyncio.to_thread(session.env.close)
-
-    @asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[None]:
-        yield
-        for session in [*sessions, *shared]:
-            session.env.close()
+        return Route(path, endpoint)
 
     return Starlette(
         routes=[
-            Route("/health", health),
-            Route("/metadata", metadata),
-            Route("/schema", schema),
-            Route("/state", state),
-            Route("/reset", over_http, methods=["POST"]),
-            Route("/step", over_http, methods=["POST"]),
-            WebSocketRoute("/ws", over_websocket),
+            told("/health", lambda: {"status": "healthy"}),
+            told("/metadata", answers.metadata),
+            told("/schema", lambda: SCHEMA),
+            told("/state", answers.state),
+            Route("/reset", answers.over_http, methods=["POST"]),
+            Route("/step", answers.over_http, methods=["POST"]),
+            WebSocketRoute("/ws", answers.over_websocket),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
-        lifespan=lifespan,
+        lifespan=answers.lifespan,
     )
 
 
@@ -198,6 +148,17 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
     Server(settings).run()
 
 
+async def _read(request: Any) -> dict[str, Any]:
+    if int(request.headers.get("content-length") or 0) > MAX_MESSAGE:
+        raise ValueError(f"a request must not exceed {MAX_MESSAGE} bytes")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_MESSAGE:
+            raise ValueError(f"a request must not exceed {MAX_MESSAGE} bytes")
+    return json_object(body or b"{}")
+
+
 async def _converse(socket: Any, session: Session) -> None:
     """Answer messages until the other side closes, goes away or is idle for too long."""
     from starlette.websockets import WebSocketDisconnect
@@ -210,7 +171,7 @@ async def _converse(socket: Any, session: Session) -> None:
             return
         last = time.monotonic()
         try:
-            message = _object(text)
+            message = json_object(text)
             kind, data = message.get("type"), message.get("data") or {}
             if kind == "close":
                 return
@@ -227,16 +188,6 @@ async def _converse(socket: Any, session: Session) -> None:
             return
 
 
-def _object(text: str | bytes | bytearray) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected a JSON object: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    return value
-
-
 def _error(message: str, code: str) -> str:
     return json.dumps({"type": "error", "data": {"message": message, "code": code}})
 
@@ -246,31 +197,3 @@ def _is_local(origin: str | None) -> bool:
     from urllib.parse import urlsplit
 
     return origin is None or urlsplit(origin).hostname in (HOST, "localhost")
-
-
-SCHEMA: dict[str, Any] = {
-    "action": {
-        "type": "object",
-        "properties": {
-            "action": {"type": ["string", "integer"], "description": "a word or number of the env"},
-            "text": {"type": "string", "description": "a model's response, to be projected"},
-        },
-    },
-    "observation": {
-        "type": "object",
-        "properties": {
-            "text": {"type": "string"},
-            "instructions": {"type": "string"},
-            "terminated": {"type": "boolean"},
-            "truncated": {"type": "boolean"},
-            "success": {"type": "boolean"},
-            "action_is_valid": {"type": "boolean"},
-            "action_is_effective": {"type": "boolean"},
-            "available_actions": {"type": "array", "items": {"type": "string"}},
-        },
-    },
-    "state": {
-        "type": "object",
-        "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}},
-    },
-}

@@ -17,6 +17,17 @@ Finish = Literal["stop", "length"]
 LogprobsMode = Literal["raw", "processed"]
 
 
+PLAIN: dict[str, float] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""No sampler beside the temperature, said in full: servers take other defaults from a model's folder."""
+
+
 class Answer(NamedTuple):
     """What a server wrote."""
 
@@ -57,12 +68,7 @@ class VllmDialect:
             "prompt": list(request.prompt_ids),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **PLAIN,
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
             "stop_token_ids": list(end_ids),
@@ -98,12 +104,7 @@ class SglangDialect:
             "sampling_params": {
                 "max_new_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
-                "top_p": 1.0,
-                "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
+                **PLAIN,
                 "stop": list(sampling.stop),
                 "stop_token_ids": list(end_ids),
                 "no_stop_trim": True,

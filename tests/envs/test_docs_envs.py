@@ -1,0 +1,22 @@
+"""The environments that README and CONTRIBUTING show keep every promise."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from shoal.testing import check_text_env
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_the_env_that_a_page_shows_is_a_whole_one(page, monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+    (code,) = [block for block in blocks if "class NumberEnv" in block]
+    module = types.ModuleType("shown_env")
+    monkeypatch.setitem(sys.modules, "shown_env", module)
+    exec(code, module.__dict__)
+    check_text_env(module.NumberEnv)
