@@ -202,7 +202,7 @@ def test_threads_that_give_up_at_any_moment_leave_none_asleep():
 def test_whoever_left_already_is_passed_over_when_the_next_is_woken():
     with SharedLLMInferenceManager(HashEngine()) as manager:
         link = SocketLink(manager.serve())
-        gone, asleep = _Call(1), _Call(1)
+        gone, asleep = _Call(range(1)), _Call(range(1))
         for call in (gone, asleep):
             call.bell = allocate_lock()
             call.bell.acquire()
