@@ -14,7 +14,7 @@ import pytest
 from parallel_doubles import HashEngine
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Key, Request, Sampling
+from shoal.rollout.engine import Completion, Key, Request, Sampling
 from shoal.rollout.inference import SharedLLMInferenceManager
 from shoal.rollout.link import Address, SocketLink
 from shoal.rollout.wire import HEADER, Frames, Hello, ask_of, frame, server_frames
@@ -187,6 +187,19 @@ def test_a_connection_that_floods_is_read_no_further(shared):
         thread.join()
         flood.close()
         other.close()
+
+
+def test_a_long_answer_is_sent_as_fast_as_it_is_read():
+    class Wordy(HashEngine):
+        def generate(self, requests):
+            return [Completion(tuple(range(1_000_000)), (), "stop", 0) for _ in requests]
+
+    with SharedLLMInferenceManager(Wordy()) as manager:
+        link = SocketLink(manager.serve())
+        # A second for each buffer's worth would take longer:
+        answers = link.generate([request(member) for member in range(6)], timeout=15)
+        assert [len(answer.token_ids) for answer in answers] == [1_000_000] * 6
+        link.close()
 
 
 def test_a_hung_engine_is_left_behind_and_restarted():

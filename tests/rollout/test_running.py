@@ -11,7 +11,8 @@ from parallel_doubles import HashEngine
 
 from shoal.core.errors import EngineError
 from shoal.rollout.engine import Key, Request, Sampling
-from shoal.rollout.inference import KNOWN, SharedLLMInferenceManager
+from shoal.rollout.engine_loop import KNOWN
+from shoal.rollout.inference import SharedLLMInferenceManager
 from shoal.rollout.link import SocketLink, _Call
 
 
@@ -58,7 +59,7 @@ def test_requests_are_read_while_the_engine_answers_others():
         first = ask_in_thread(link, 0, found)
         assert engine.asked.acquire(timeout=10)
         others = [ask_in_thread(link, member, found) for member in range(1, 6)]
-        until(lambda: len(manager._batcher.queue) == 5)
+        until(lambda: len(manager._loop.batcher.queue) == 5)
         assert engine.batches == []
         engine.may.release(2)
         for thread in (first, *others):
@@ -89,7 +90,7 @@ def test_the_next_batch_is_launched_before_the_answers_of_the_last_are_sent():
         assert engine.asked.acquire(timeout=10)
         second = threading.Event()
         manager.submit("second", [request(1)], lambda *_: second.set())
-        until(lambda: len(manager._batcher.queue) == 1)
+        until(lambda: len(manager._loop.batcher.queue) == 1)
         engine.may.release()
         until(lambda: seen)
         engine.may.release()
@@ -144,7 +145,7 @@ def test_making_a_new_engine_may_take_longer_than_an_answer():
 
 
 def test_closing_refuses_what_an_engine_that_hangs_was_asked(monkeypatch):
-    monkeypatch.setattr("shoal.rollout.inference.PATIENCE", 0.2)
+    monkeypatch.setattr("shoal.rollout.engine_loop.PATIENCE", 0.2)
     engine, found = Gated(), {}
     manager = SharedLLMInferenceManager(engine)
     thread = ask_in_thread(manager, 0, found)
@@ -201,7 +202,7 @@ def test_threads_that_give_up_at_any_moment_leave_none_asleep():
 def test_whoever_left_already_is_passed_over_when_the_next_is_woken():
     with SharedLLMInferenceManager(HashEngine()) as manager:
         link = SocketLink(manager.serve())
-        gone, asleep = _Call(1), _Call(1)
+        gone, asleep = _Call(range(1)), _Call(range(1))
         for call in (gone, asleep):
             call.bell = allocate_lock()
             call.bell.acquire()

@@ -52,13 +52,17 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def same_run(one, two, atol):
+def same_run(one, two, atol, files=("model.safetensors", "critic.safetensors")):
     for row, other in zip(rows_of(one), rows_of(two), strict=True):
         assert row.keys() == other.keys()
         for name, value in row.items():
             if not name.startswith(TIMES):
                 assert other[name] == pytest.approx(value, abs=atol), name
-    for file in ("model.safetensors", "critic.safetensors"):
+    same_weights(one, two, atol, files)
+
+
+def same_weights(one, two, atol, files=("model.safetensors", "critic.safetensors")):
+    for file in files:
         first, second = (
             load_file(next(list_checkpoints(folder / "checkpoints")[-1].rglob(file))) for folder in (one, two)
         )
@@ -76,11 +80,13 @@ def alone(tmp_path_factory):
     return folder
 
 
-def test_two_processes_train_as_one_does(alone, tmp_path):
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
     two = tmp_path / "two"
-    done = launch(two, 2, "trainer.iterations=3")
+    done = launch(two, 2, "trainer.iterations=3", f"trainer.sharding={sharding}")
     assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout
+    assert ("2 processes (sharded)" if sharding == "full" else "2 processes\n") in done.stdout
+    assert "Warning" not in done.stderr
     assert done.stdout.count("run folder:") == 1  # one of them speaks
     same_run(alone, two, 1e-5)
     for name in ("train-000001.jsonl", "heldout-000003.jsonl"):
@@ -91,17 +97,34 @@ def test_two_processes_train_as_one_does(alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(alone, tmp_path):
-    folder = tmp_path / "run"
-    assert launch(folder, 2, "trainer.iterations=2", "trainer.eval_every=1").returncode == 0
-    assert launch(folder, 3, "trainer.iterations=3", "resume=true").returncode == 0
-    whole = rows_of(alone)[-1]
-    assert rows_of(folder)[-1]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
-    assert rows_of(folder)[-1]["heldout_reward"] == pytest.approx(whole["heldout_reward"], abs=1e-6)
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_a_shared_engine_that_answers_workers_trains_the_same(alone, tmp_path, sharding):
+    """Requests come from threads, while the parameters of shards are whole."""
+    settings = ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=threads"]
+    done = launch(tmp_path / "run", 2, "trainer.iterations=3", f"trainer.sharding={sharding}", *settings)
+    assert done.returncode == 0, done.stderr
+    same_weights(alone, tmp_path / "run", 1e-5)
 
 
 @pytest.mark.slow
-def test_an_error_in_one_process_ends_all_with_its_reason(tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, "none"), (3, "none")), ((2, "full"), (1, "full")), ((1, "none"), (3, "full"))],
+)
+def test_a_run_goes_on_with_another_number_of_processes_and_other_shards(alone, tmp_path, before, after):
+    folder = tmp_path / "run"
+    for iterations, (n, sharding), resume in ((2, before, "false"), (3, after, "true")):
+        settings = (f"trainer.iterations={iterations}", f"trainer.sharding={sharding}", f"resume={resume}")
+        done = launch(folder, n, "trainer.eval_every=1", *settings)
+        assert done.returncode == 0, done.stderr
+    whole = rows_of(alone)[-1]
+    assert rows_of(folder)[-1]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
+    assert rows_of(folder)[-1]["heldout_reward"] == pytest.approx(whole["heldout_reward"], abs=1e-6)
+    same_weights(alone, folder, 1e-5)
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_all_with_its_reason(tmp_path, monkeypatch):
     """An env that fails while it is made for the second process alone."""
     (tmp_path / "failing.py").write_text(
         "import os, runpy, sys\n"
@@ -115,11 +138,8 @@ def test_an_error_in_one_process_ends_all_with_its_reason(tmp_path):
         "from shoal.cli.main import main\n"
         "sys.exit(main())\n"
     )
-    sys.path.insert(0, str(tmp_path))
-    try:
-        done = launch(tmp_path / "run", 2, "trainer.iterations=2", module="failing")
-    finally:
-        sys.path.remove(str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    done = launch(tmp_path / "run", 2, "trainer.iterations=2", module="failing")
     assert done.returncode != 0
     assert "process 1 of 2 failed: OSError: the disk is on fire" in done.stderr
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -35,7 +35,6 @@ class Answerer:
         retries: further attempts for a request that fails alone.
         restart: makes a new engine after a crash or hang.
         max_restarts: of the engine.
-        statistics: where failures and restarts are counted.
     """
 
     def __init__(
@@ -44,12 +43,11 @@ class Answerer:
         retries: int,
         restart: Callable[[], Engine] | None,
         max_restarts: int,
-        statistics: Statistics,
     ) -> None:
         self.engine = engine
+        self.statistics = Statistics()
         self.retries = retries
         self._restart, self._restarts_left = restart, max_restarts
-        self._statistics = statistics
         self._hung: str | None = None
         self.restarting = False
         """Whether a new engine is being made just now, which may take longer than any answer."""
@@ -85,7 +83,7 @@ class Answerer:
             return False
         finally:
             self.restarting = False
-        self._statistics.restarts += 1
+        self.statistics.restarts += 1
         return True
 
     def _ask(self, requests: list[Request], abandoned: Callable[[], bool], attempt: int = 0) -> list[Result]:
@@ -100,7 +98,7 @@ class Answerer:
             failed = [i for i, answer in enumerate(completions) if isinstance(answer, Exception)]
             if not failed or attempt >= self.retries or abandoned():
                 return list(completions)
-            self._statistics.failures += len(failed)
+            self.statistics.failures += len(failed)
             again = self._ask([requests[i] for i in failed], abandoned, attempt + 1)
             second = dict(zip(failed, again, strict=True))
             return [second.get(i, answer) for i, answer in enumerate(completions)]
@@ -112,7 +110,7 @@ class Answerer:
     ) -> list[Result]:
         if abandoned():
             return [error] * len(requests)
-        self._statistics.failures += 1
+        self.statistics.failures += 1
         if not isinstance(error, EngineError):
             self.restart(f"it raised {type(error).__name__}: {error}")
         if len(requests) > 1:

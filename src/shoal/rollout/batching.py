@@ -79,9 +79,11 @@ class CostModel:
 
     def __init__(self) -> None:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of 1, n, n², seconds, n·seconds
+        self._fit: tuple[float, float] | None = None
 
     def add(self, size: int, seconds: float) -> None:
         """A batch took so long."""
+        self._fit = None
         fade = self.FADE
         count, n, nn, total, products = self._sums
         self._sums = (
@@ -99,6 +101,11 @@ class CostModel:
 
     def fixed_and_per_item(self) -> tuple[float, float]:
         """The two coefficients, never negative; (0, 0) before the first batch."""
+        if self._fit is None:
+            self._fit = self._solve()
+        return self._fit
+
+    def _solve(self) -> tuple[float, float]:
         count, n, nn, seconds, n_seconds = self._sums
         if count == 0:
             return 0.0, 0.0

@@ -99,11 +99,13 @@ class Connections:
     # --- from the engine's thread
     def look(self, wait: float | None) -> None:
         """Handle what arrived, waiting up to `wait` seconds for something to; None waits as long as it takes."""
+        writable = False
         for descriptor, events in self._epoll.poll(wait):
             connection = self._by_descriptor.get(descriptor)
             if connection is not None:
                 if events & WRITE:
                     self._dirty.add(connection)
+                    writable = True
                 if events & ~WRITE:
                     self._receive(connection)
             elif descriptor == self._bell:
@@ -111,6 +113,8 @@ class Connections:
                     os.eventfd_read(descriptor)
             elif self._listener is not None and descriptor == self._listener.fileno():
                 self._accept(self._listener)
+        if writable:
+            self.flush()
 
     def flush(self) -> None:
         """Send the answers that were written since the last time."""

@@ -79,31 +79,11 @@ class SocketLink:
             EngineError: the engine refused, or the connection is gone.
             TimeoutError: no answer in time.
         """
-        n = len(requests)
-        call = _Call(n)
         now = time.monotonic()
-        with self._state:
-            first = call.first = self._next
-            self._next = first + n
-            for number in range(first, first + n):
-                self._calls[number] = call
-        try:
-            if n == 1:
-                self._send(frame(ask_of(first, requests[0], now)))
-            else:
-                self._send(b"".join(frame(ask_of(first + k, r, now)) for k, r in enumerate(requests)))
-            self._wait(call, None if timeout is None else now + timeout)
-        finally:
-            if not call.done:
-                with self._state:
-                    for number in range(first, first + n):
-                        self._calls.pop(number, None)
-            call.over = True
-            if self._ready:
-                self._ring_next()
-            if self._calls and not self._reading.locked():
-                self._wake_another()
-        return call.results()
+        deadline = None if timeout is None else now + timeout
+        if len(requests) == 1 and self._reading.acquire(blocking=False):
+            return [self._ask_and_read(requests[0], now, deadline)]
+        return self._ask_and_wait(requests, now, deadline)
 
     def left(self, key: Key, report: bytes = b"") -> None:
         """The episode of `key` is over."""
@@ -127,14 +107,71 @@ class SocketLink:
                 time.sleep(seconds)
                 self._send(frame(Alive()))
 
+    def _ask_and_read(self, request: Request, now: float, deadline: float | None) -> Completion:
+        """The short way: nobody reads, so read for all until the answer is there."""
+        try:
+            (number,) = self._numbers(1)
+            self._send(frame(ask_of(number, request, now)))
+            while True:
+                answer: Answer | Refusal | None = None
+                for message in self._receive(deadline):
+                    if message.number == number:
+                        answer = message
+                    else:
+                        self._hand_over(message)
+                if self._ready:
+                    self._ring_next()
+                if answer is not None:
+                    return completion_of(answer)
+                self._check(deadline)
+        finally:
+            self._reading.release()
+            self._wake_others()
+
+    def _ask_and_wait(
+        self, requests: Sequence[Request], now: float, deadline: float | None
+    ) -> list[Completion]:
+        """The way of threads that ask while another one reads, and of several requests."""
+        numbers = self._numbers(len(requests))
+        call = _Call(numbers)
+        with self._state:
+            self._calls.update(dict.fromkeys(numbers, call))
+        try:
+            asks = [frame(ask_of(k, request, now)) for k, request in zip(numbers, requests, strict=True)]
+            self._send(b"".join(asks))
+            self._wait(call, deadline)
+        finally:
+            if not call.done:
+                with self._state:
+                    for number in numbers:
+                        self._calls.pop(number, None)
+            call.over = True
+            self._wake_others()
+        return [completion_of(answer) for answer in call.results()]
+
+    def _numbers(self, n: int) -> range:
+        with self._state:
+            first = self._next
+            self._next = first + n
+        return range(first, first + n)
+
+    def _check(self, deadline: float | None) -> None:
+        if self._broken:
+            raise EngineError(f"the connection to the shared engine ended: {self._broken}")
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError("the engine did not answer in time")
+
     def _wait(self, call: _Call, deadline: float | None) -> None:
         while not call.done:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError("the engine did not answer in time")
+            self._check(deadline)
             if self._reading.acquire(blocking=False):
                 try:
-                    self._read(call, deadline)
+                    while not call.done and not self._broken:
+                        for message in self._receive(deadline):
+                            self._hand_over(message)
+                        if self._ready:
+                            self._ring_next()
+                        self._check(deadline)
                 finally:
                     self._reading.release()
             elif call.bell is None:  # then look once more: what would have woken us may just have happened
@@ -142,29 +179,33 @@ class SocketLink:
                 bell.acquire()
                 call.bell = bell
             else:
-                call.bell.acquire(timeout=-1 if left is None else left)
-            if self._broken and not call.done:
-                raise EngineError(f"the connection to the shared engine ended: {self._broken}")
+                call.bell.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def _read(self, call: _Call, deadline: float | None) -> None:
-        """Read for all askers until `call` is done."""
-        while not call.done and not self._broken:
-            left = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
-            try:  # a blocking read would also be woken when the engine has read what we sent; poll is not
-                if not self._poll.poll(left):
-                    return
-                size = self._socket.recv_into(self._chunk)
-                if not size:
-                    self._broken = "the other side closed it"
-                for message in self._frames.feed(self._chunk[:size]):
-                    theirs = self._calls.pop(message.number, None)
-                    if theirs is not None and theirs.put(
-                        message.number, message
-                    ):  # None: its asker has given up
-                        self._ready.append(theirs)
-                self._ring_next()
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
-                self._broken = str(error)
+    # --- for whoever reads
+    def _receive(self, deadline: float | None) -> list[Answer | Refusal]:
+        """What the engine sent, once it sent something; nothing when it is too late."""
+        left = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
+        try:  # a blocking read would also be woken when the engine has read what we sent; poll is not
+            if not self._poll.poll(left):
+                return []
+            size = self._socket.recv_into(self._chunk)
+            if not size:
+                self._broken = "the other side closed it"
+            return self._frames.feed(self._chunk[:size])
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            self._broken = str(error)
+            return []
+
+    def _hand_over(self, message: Answer | Refusal) -> None:
+        call = self._calls.pop(message.number, None)
+        if call is not None and call.put(message):  # None: its asker has given up
+            self._ready.append(call)
+
+    def _wake_others(self) -> None:
+        if self._ready:
+            self._ring_next()
+        if self._calls and not self._reading.locked():
+            self._wake_another()
 
     def _ring_next(self) -> None:
         """Wake one whose answers are there; it wakes the next, lest all run for the interpreter lock at once."""
@@ -187,20 +228,19 @@ class SocketLink:
 class _Call:
     """Requests that one thread waits for."""
 
-    __slots__ = ("_answers", "_n", "bell", "done", "first", "over")
+    __slots__ = ("_answers", "_numbers", "bell", "done", "over")
 
-    def __init__(self, n: int) -> None:
-        self.first = 0
+    def __init__(self, numbers: range) -> None:
         self.bell: LockType | None = None  # held while nobody rings; made when somebody else reads
         self._answers: dict[int, Answer | Refusal] = {}
-        self._n = n
-        self.done = n == 0
+        self._numbers = numbers
+        self.done = not numbers
         self.over = False  # the thread that asked has left, and woken the next
 
-    def put(self, number: int, message: Answer | Refusal) -> bool:
+    def put(self, message: Answer | Refusal) -> bool:
         """Take an answer; whether a thread sleeps that has all of its own now."""
-        self._answers[number] = message
-        self.done = len(self._answers) == self._n
+        self._answers[message.number] = message
+        self.done = len(self._answers) == len(self._numbers)
         return self.done and self.bell is not None
 
     def ring(self) -> None:
@@ -209,5 +249,5 @@ class _Call:
         with contextlib.suppress(RuntimeError):  # it rings already
             self.bell.release()
 
-    def results(self) -> list[Completion]:
-        return [completion_of(self._answers[k]) for k in range(self.first, self.first + self._n)]
+    def results(self) -> list[Answer | Refusal]:
+        return [self._answers[number] for number in self._numbers]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -22,25 +23,26 @@ from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint
+from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
 from shoal.train.agent_parts import (
     lockstep_collector,
     make_learner,
+    make_networks,
     make_optimizer,
-    make_reference,
     warmed_up,
 )
 from shoal.train.agent_records import Records
-from shoal.train.critic import Critic
 from shoal.train.engine_clock import EngineClock
 from shoal.train.group_advantages import has_signal
 from shoal.train.packing_check import safe_batching
 from shoal.train.preparation import prepare_samples
-from shoal.train.processes import Processes, SharedCollector
+from shoal.train.processes import Processes
 from shoal.train.rollout_filter import filter_rollouts
 from shoal.train.schedules import decayed
+from shoal.train.sharding import ShardedEngine
+from shoal.train.shared_collector import SharedCollector
 from shoal.train.update import update
 
 logger = logging.getLogger(__name__)
@@ -60,23 +62,23 @@ class AgentTrainer:
         if not isinstance(config, AgentConfig):
             plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
             config = from_mapping(AgentConfig, plain)  # type: ignore[arg-type]
-        self.processes = Processes.join(config.engine.device)
+        sharded = config.trainer.sharding == "full"
+        self.processes = Processes.join(config.engine.device, sharded=sharded)
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
         roles = {**self.train_envs.roles, **self.val_envs.roles}
-        self.engine = make_learner(config, roles, self.processes)
-        batching = safe_batching(self.engine, config.algorithm.batching)
+        self._player = make_learner(config, roles, self.processes)
+        batching = safe_batching(self._player, config.algorithm.batching)
         algorithm = replace(config.algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
-        self.critic = Critic(self.engine) if algorithm.needs_critic else None
-        self.optimizer = make_optimizer(config, self.engine, self.critic)
         self.records = Records(config, on_event, writes=self.processes.first)
+        kept = self.records.folder.path / "reference"
+        self.engine, self.critic, self._reference = make_networks(config, self._player, kept, self.processes)
+        self.optimizer = make_optimizer(config, self.engine, self.critic)
         self.progress = Progress(0, 0.0, 0, 0)
         self._clock = EngineClock()
         self._collector = self._make_collector("train", config.seed)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
-        kept = self.records.folder.path / "reference"
-        self._reference = make_reference(config, self.engine, kept, self.processes)
         self._success = 0.0  # held out, at this iteration; 0 if not measured
         self._warned = False
 
@@ -97,6 +99,7 @@ class AgentTrainer:
         size = sum(parameter.numel() for parameter in self.engine.model.parameters())
         groups, algorithm = self.config.es_manager.train, self.config.algorithm.adv_estimator
         several = f", {self.processes.count} processes" if self.processes.count > 1 else ""
+        several += " (sharded)" if self.processes.sharded else ""
         return (
             f"{self.config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
             f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}"
@@ -245,7 +248,7 @@ class AgentTrainer:
         self.processes.together(self.records.begin)
         row: dict[str, Any] = {"iteration": 0}
         prompter = self._collector.collector.prompter
-        losses = list(warmed_up(self.config, self.engine, self.train_envs.roles, prompter))
+        losses = list(warmed_up(self.config, self.engine, self.train_envs.roles, prompter, self.processes))
         if losses:
             row["warmup_loss"] = losses[-1]
         self.processes.share_weights(self.engine.model.state_dict().values())
@@ -269,7 +272,7 @@ class AgentTrainer:
             self.config.comparable(),
         )
         if self._reference is not None:
-            self._reference.load(self.processes.device(self.config.engine.device))
+            self._reference.load()
         rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
         self._success = float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
         yield from rows
@@ -283,13 +286,15 @@ class AgentTrainer:
         return {f"heldout_{key}": metrics[key] for key in wanted}
 
     def _save(self, *, best: bool = False) -> None:
-        save = partial(self.records.save, self.engine, self.critic, self.optimizer, self.progress, best=best)
+        snapshot = take_snapshot(self.engine, self.critic, self.optimizer, self.processes.first)
+        save = partial(self.records.save, self.engine, snapshot, self.progress, best=best)
         self.processes.together(save)
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
+        ready = self.engine.whole if isinstance(self.engine, ShardedEngine) else nullcontext
         if self.config.agent_proxy.use_parallel_rollout:
-            manager = ParallelRolloutManager(self.config, self.engine, side=which, seed=seed)
-            return SharedCollector(manager, self.processes)
+            manager = ParallelRolloutManager(self.config, self._player, side=which, seed=seed)
+            return SharedCollector(manager, self.processes, ready)
         side = self.train_envs if which == "train" else self.val_envs
-        collector = lockstep_collector(self.config, side, self.engine, self._clock, seed)
-        return SharedCollector(collector, self.processes)
+        collector = lockstep_collector(self.config, side, self._player, self._clock, seed)
+        return SharedCollector(collector, self.processes, ready)

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, load_model, save_file, save_model
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from shoal.core.errors import DataError
 from shoal.core.files import MANIFEST, read_json, verify_folder, write_folder
 from shoal.train.policy import TrainableEngine
+from shoal.train.sharding import ShardedEngine
+from shoal.train.whole_tensors import fill, fill_optimizer, whole_optimizer, whole_weights, without_twins
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -33,11 +35,31 @@ class Progress:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is trained, whole; without content in a process that does not write."""
+
+    engine: dict[str, Tensor] | None
+    """Weights for `engine.save`; None: its network is whole, and it takes its own."""
+    critic: dict[str, Tensor] | None
+    optimizer: dict[str, Tensor]
+
+
+def take_snapshot(
+    engine: TrainableEngine, critic: nn.Module | None, optimizer: torch.optim.Optimizer, keep: bool = True
+) -> Snapshot:
+    """What a checkpoint holds; where networks lie in shards, all processes ask and those that `keep` it get it."""
+    return Snapshot(
+        engine.gathered(keep) if isinstance(engine, ShardedEngine) else None,
+        None if critic is None else whole_weights(critic, keep),
+        whole_optimizer(optimizer, keep),
+    )
+
+
 def save_checkpoint(
     folder: Path,
     engine: TrainableEngine,
-    critic: nn.Module | None,
-    optimizer: torch.optim.Optimizer,
+    snapshot: Snapshot,
     progress: Progress,
     config: dict[str, Any],
     keep: int,
@@ -46,10 +68,11 @@ def save_checkpoint(
     target = folder / f"step-{progress.iteration:06d}"
     with write_folder(target) as temporary:
         (temporary / "engine").mkdir()
-        engine.save(temporary / "engine")
-        save_file(_optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
-        if critic is not None:
-            save_model(critic, str(temporary / "critic.safetensors"))
+        engine.save(temporary / "engine", snapshot.engine)
+        save_file(snapshot.optimizer, temporary / "optimizer.safetensors")
+        if snapshot.critic is not None:
+            single, twins = without_twins(snapshot.critic)
+            save_file(single, temporary / "critic.safetensors", twins)
         state = {
             "iteration": progress.iteration,
             "best_success": progress.best_success,
@@ -114,23 +137,9 @@ def load_checkpoint(
     weights = adapter if adapter.is_file() else path / "engine" / "model.safetensors"
     engine.load_weights(load_file(weights), state["weights_version"])
     if critic is not None:
-        load_model(critic, path / "critic.safetensors")
-    _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
+        fill(critic, load_file(path / "critic.safetensors"))
+    fill_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
     return Progress(state["iteration"], state["best_success"], state["episodes"], state["tokens"])
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    state = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    described = optimizer.state_dict()
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:

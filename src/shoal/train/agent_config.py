@@ -215,6 +215,9 @@ class TrainerConfig:
     wandb: bool = False
     """Send the same rows to Weights & Biases (package `wandb`; `WANDB_MODE=offline` keeps them here)."""
     wandb_project: str = "shoal"
+    sharding: Literal["none", "full"] = "none"
+    """With several processes: `none`, each holds all weights and optimizer state; `full`, parameters, gradients and
+    optimizer state are cut into one shard a process (FSDP2). Changes memory, not results; alone it does nothing."""
     stop_at_success: float | None = None
     """End early when a held-out evaluation reaches this success rate."""
 

@@ -19,6 +19,7 @@ from shoal.train.engine_clock import EngineClock
 from shoal.train.policy import TrainableEngine, make_engine
 from shoal.train.processes import Processes
 from shoal.train.reference import BaseReference, Reference
+from shoal.train.sharding import ShardedEngine, shard_critic
 from shoal.train.update import trained_parameters
 from shoal.train.warmup import warm_up
 
@@ -35,6 +36,24 @@ def make_learner(config: AgentConfig, roles: dict[str, Role], processes: Process
     return add_lora(engine, config.model.lora, config.engine.model, config.seed)
 
 
+def make_networks(
+    config: AgentConfig, engine: TrainableEngine, kept: Path, processes: Processes
+) -> tuple[TrainableEngine, Critic | None, Reference | BaseReference | None]:
+    """The engine as it is trained, and the networks beside it: a critic, and what a KL penalty holds on to.
+
+    Each is cut into shards once it is made, where they are to be, so that no more than two are whole at a time.
+    """
+    critic = Critic(engine) if config.algorithm.needs_critic else None
+    if critic is not None and processes.sharded:
+        shard_critic(critic, engine, processes)
+    penalty, lora = config.algorithm.kl.coef, config.model.lora.rank
+    copied = Reference(kept, engine, processes) if penalty and not lora else None
+    trained: TrainableEngine = ShardedEngine(engine, processes) if processes.sharded else engine
+    if penalty and lora:
+        return trained, critic, BaseReference(trained)  # type: ignore[arg-type]
+    return trained, critic, copied
+
+
 def make_optimizer(
     config: AgentConfig, engine: TrainableEngine, critic: Critic | None
 ) -> torch.optim.Optimizer:
@@ -47,17 +66,6 @@ def make_optimizer(
         algorithm.critic.learning_rate,
         algorithm.weight_decay,
     )
-
-
-def make_reference(
-    config: AgentConfig, engine: TrainableEngine, folder: Path, processes: Processes
-) -> Reference | BaseReference | None:
-    """What a KL penalty holds on to: the base under adapters, or a copy of the start; None without a penalty."""
-    if not config.algorithm.kl.coef:
-        return None
-    if config.model.lora.rank:
-        return BaseReference(engine)  # type: ignore[arg-type]
-    return Reference(folder, writes=processes.first)
 
 
 def lockstep_collector(
@@ -76,9 +84,13 @@ def lockstep_collector(
 
 
 def warmed_up(
-    config: AgentConfig, engine: TrainableEngine, roles: dict[str, Role], prompter: Prompter
+    config: AgentConfig,
+    engine: TrainableEngine,
+    roles: dict[str, Role],
+    prompter: Prompter,
+    processes: Processes,
 ) -> Iterator[float]:
-    """The supervised steps of a config; yields the loss of each."""
+    """The supervised steps of a config, which every process takes; yields the loss of each."""
     if not config.warmup.steps:
         return
     kinds = {tag: config.custom_envs[tag] for tag in roles}
@@ -86,4 +98,5 @@ def warmed_up(
         tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config)) for tag, kind in kinds.items()
     }
     tokens = config.algorithm.micro_batch_tokens
-    yield from warm_up(engine, makers, roles, prompter, config.warmup, tokens, config.seed)
+    share = 1 / processes.count if processes.sharded else 1.0
+    yield from warm_up(engine, makers, roles, prompter, config.warmup, tokens, config.seed, share)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from shoal.core.configuration import to_mapping
 from shoal.core.data import Trajectory, write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import Event, RunFolder
-from shoal.train.agent_checkpoints import Progress, keep_best, save_checkpoint
+from shoal.train.agent_checkpoints import Progress, Snapshot, keep_best, save_checkpoint
 from shoal.train.agent_config import AgentConfig
-from shoal.train.critic import Critic
 from shoal.train.policy import TrainableEngine
 from shoal.train.tensorboard import TensorBoard
 from shoal.train.wandb_log import WandB
@@ -79,8 +77,7 @@ class Records:
     def save(
         self,
         engine: TrainableEngine,
-        critic: Critic | None,
-        optimizer: torch.optim.Optimizer,
+        snapshot: Snapshot,
         progress: Progress,
         *,
         best: bool = False,
@@ -91,8 +88,7 @@ class Records:
         path = save_checkpoint(
             self.folder.path / "checkpoints",
             engine,
-            critic,
-            optimizer,
+            snapshot,
             progress,
             self._config.comparable(),
             self._config.trainer.keep_checkpoints,

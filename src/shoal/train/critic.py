@@ -38,7 +38,7 @@ class Critic(nn.Module):
     def forward(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Values `[N]` of the contexts before the true places of `where [B, T]`, in row-major order."""
         hidden = self._body.hidden_at(ids, lengths, where, begins)  # type: ignore[attr-defined]
-        return cast(Tensor, self.output(hidden.float())[:, 0])
+        return cast(Tensor, self.output(hidden.float())[:, 0].clone())  # hooks on the result want no view
 
 
 def split_optimizer(

@@ -89,7 +89,7 @@ class LoraEngine(HuggingFaceEngine):
         finally:
             self.model.enable_adapters()  # type: ignore[operator]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write an adapter folder that peft and servers read, with the tokenizer and the name of the base."""
         dtype = str(next(p for p in self.model.parameters() if not p.requires_grad).dtype)
         described = {
@@ -99,7 +99,7 @@ class LoraEngine(HuggingFaceEngine):
             "base_sha256": self.base_sha256,
         }
         (folder / "engine.json").write_text(json.dumps(described, indent=2))
-        self.model.save_pretrained(folder)  # type: ignore[operator]  # with adapters on it, the adapters alone
+        self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]  # the adapters alone
         self.tokenizer.tokenizer.save_pretrained(folder)
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:

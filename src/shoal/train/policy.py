@@ -56,8 +56,8 @@ class TrainableEngine(Protocol):
         """Take over weights by name."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write what `load_engine` needs into an existing folder."""
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write what `load_engine` needs into an existing folder; `weights` by name in the place of the network's."""
         ...
 
 

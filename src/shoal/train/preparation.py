@@ -35,6 +35,7 @@ def prepare_samples(
     """
     samples = [sample for trajectory in trajectories for sample in make_samples(trajectory)]
     sizes = [len(sample.ids) for sample in samples]
+    shortest = min(samples, key=lambda sample: len(sample.ids), default=None)
     device = str(next(engine.model.parameters()).device)
 
     def ask(network: TrainableEngine | Critic) -> list[np.ndarray]:
@@ -47,7 +48,15 @@ def prepare_samples(
         def of(numbers: list[int]) -> list[np.ndarray]:
             own, size = [samples[i] for i in numbers], algorithm.micro_batch_tokens
             return token_values(  # type: ignore[return-value]
-                own, compute, size, engine.pad_id, device, algorithm.batching, engine.reads_stems
+                own,
+                compute,
+                size,
+                engine.pad_id,
+                device,
+                algorithm.batching,
+                engine.reads_stems,
+                processes.in_step,
+                shortest,
             )
 
         return processes.spread(sizes, of)

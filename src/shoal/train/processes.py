@@ -9,19 +9,18 @@ from __future__ import annotations
 import atexit
 import heapq
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError, missing_extra
-from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.engine import Sampling
-from shoal.rollout.parallel import ParallelRolloutManager
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)
@@ -37,13 +36,16 @@ class Processes:
         rank: the number of this one.
         count: of all.
         local_rank: its number on this machine.
+        sharded: networks lie in shards, so that each pass through one is a pass of all processes.
     """
 
-    def __init__(self, rank: int = 0, count: int = 1, local_rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, count: int = 1, local_rank: int = 0, *, sharded: bool = False) -> None:
         self.rank, self.count, self.local_rank = rank, count, local_rank
+        self.sharded = sharded and count > 1
+        self._mesh: DeviceMesh | None = None
 
     @classmethod
-    def join(cls, device: str) -> Processes:
+    def join(cls, device: str, *, sharded: bool = False) -> Processes:
         """Meet the other processes that `torchrun` or `accelerate launch` started; alone without a launcher.
 
         Raises:
@@ -65,7 +67,7 @@ class Processes:
         if not dist.is_initialized():
             atexit.register(_leave)
         state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
-        return cls(state.process_index, state.num_processes, state.local_process_index)
+        return cls(state.process_index, state.num_processes, state.local_process_index, sharded=sharded)
 
     @property
     def first(self) -> bool:
@@ -75,6 +77,14 @@ class Processes:
     def device(self, wanted: str) -> str:
         """The device of this process's model: `cuda` is the GPU of its number."""
         return f"cuda:{self.local_rank}" if wanted == "cuda" and self.count > 1 else wanted
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """The processes in a row, as shards are laid out; one object, so that weights can go from shard to shard."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self._mesh is None:
+            self._mesh = init_device_mesh(device, (self.count,))
+        return self._mesh
 
     # --- sharing out
     def part(self, sizes: Sequence[int]) -> list[int]:
@@ -99,7 +109,18 @@ class Processes:
             return compute(list(range(len(sizes))))
         results: list[Any] = [None] * len(sizes)
         parts = self.parts(sizes)
-        for numbers, values in zip(parts, self.together(lambda: compute(parts[self.rank])), strict=True):
+
+        def work() -> list[Any]:
+            return compute(parts[self.rank])
+
+        if (
+            self.sharded
+        ):  # an error amid passes of all cannot be told the others, who wait for the rest of the pass:
+            done = work()  # it ends this process, and the launcher them
+            shares = self.together(lambda: done)
+        else:
+            shares = self.together(work)
+        for numbers, values in zip(parts, shares, strict=True):
             for number, value in zip(numbers, values, strict=True):
                 results[number] = value
         return results
@@ -128,17 +149,27 @@ class Processes:
                 raise EngineError(f"process {rank} of {self.count} failed: {error_there}")
         return [there for _, there in found]
 
+    def in_step(self, items: Sequence[T]) -> Iterator[T | None]:
+        """The items, and where passes are those of all processes, None for as long as another one still has items."""
+        n_items = len(items)
+        most = max(self.together(lambda: n_items)) if self.sharded else n_items
+        yield from items
+        yield from [None] * (most - n_items)
+
     # --- weights
     def share_weights(self, tensors: Iterable[Tensor]) -> None:
-        """Everyone takes over the first one's values."""
-        if self.count > 1:
+        """Everyone takes over the first one's values; of shards, each process has its own."""
+        if self.count > 1 and not self.sharded:
             with torch.no_grad():
                 for tensor in tensors:
                     dist.broadcast(tensor, 0)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Everyone gets the sum of all gradients; a parameter that none has a gradient for keeps none."""
-        if self.count == 1:
+        """Everyone gets the sum of all gradients; a parameter that none has a gradient for keeps none.
+
+        Those of shards were summed in the backward pass.
+        """
+        if self.count == 1 or self.sharded:
             return
         known = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
         dist.all_reduce(known)
@@ -152,43 +183,6 @@ class Processes:
 
 
 ALONE = Processes()
-
-
-class SharedCollector:
-    """A collector whose groups are played by all processes, each a share; everyone gets all trajectories.
-
-    Args:
-        collector: plays this process's share.
-        processes: who takes part.
-    """
-
-    def __init__(self, collector: TrajectoryCollector | ParallelRolloutManager, processes: Processes) -> None:
-        self.collector = collector
-        self.tags = collector.tags
-        self._processes = processes
-
-    def collect(
-        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
-    ) -> list[Trajectory]:
-        """Play groups once; trajectories come group by group, member by member, as from one process."""
-        processes = self._processes
-        n_groups = len(self.tags) if n_groups is None else n_groups
-        cuts = [n_groups * rank // processes.count for rank in range(processes.count + 1)]
-        first, last = cuts[processes.rank], cuts[processes.rank + 1]
-
-        def play() -> list[bytes]:
-            if first == last:
-                return []
-            played = self.collector.collect(
-                iteration, sampling, first_group=first_group + first, n_groups=last - first
-            )
-            return [encode_trajectory(trajectory) for trajectory in played]
-
-        return [decode_trajectory(line) for lines in processes.together(play) for line in lines]
-
-    def close(self) -> None:
-        """End this process's envs and workers."""
-        self.collector.close()
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -6,10 +6,13 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.core.files import verify_folder, write_folder
-from shoal.train.policy import TrainableEngine, load_engine
+from shoal.train.policy import TrainableEngine
+from shoal.train.processes import ALONE, Processes
+from shoal.train.sharding import ShardedEngine
 
 if TYPE_CHECKING:
     from shoal.train.lora import LoraEngine
@@ -20,38 +23,30 @@ class Reference:
 
     Args:
         folder: where its weights are kept for a run that is resumed.
-        writes: False keeps them in memory alone (another process of the run writes them).
+        engine: what is copied, with a whole network.
+        processes: of the run; the first one writes the folder, and all hold shards of the copy where networks do.
     """
 
-    def __init__(self, folder: Path, writes: bool = True) -> None:
+    def __init__(self, folder: Path, engine: TrainableEngine, processes: Processes = ALONE) -> None:
         self._folder = folder
-        self._writes = writes
-        self._engine: TrainableEngine | None = None
-
-    @property
-    def engine(self) -> TrainableEngine:
-        """The frozen engine, once `keep` or `load` was called."""
-        if self._engine is None:
-            raise RuntimeError("the reference has no weights yet: keep() or load() comes first")
-        return self._engine
+        self._writes = processes.first
+        frozen: TrainableEngine = copy.copy(engine)
+        frozen.model = copy.deepcopy(engine.model)  # type: ignore[misc]
+        frozen.model.requires_grad_(False)
+        self.engine: TrainableEngine = ShardedEngine(frozen, processes) if processes.sharded else frozen
 
     def keep(self, engine: TrainableEngine) -> None:
-        """Copy the present weights of `engine`, in memory and on disk."""
+        """Take over the present weights of `engine`, in memory and on disk."""
+        self.engine.model.load_state_dict(engine.model.state_dict())
+        weights = engine.gathered(self._writes) if isinstance(engine, ShardedEngine) else None
         if self._writes:
             with write_folder(self._folder) as folder:
-                engine.save(folder)
-        frozen = copy.copy(engine)
-        frozen.model = copy.deepcopy(engine.model)  # type: ignore[misc]
-        self._engine = self._frozen(frozen)
+                engine.save(folder, weights)
 
-    def load(self, device: str) -> None:
+    def load(self) -> None:
         """Read back what `keep` wrote."""
-        self._engine = self._frozen(load_engine(verify_folder(self._folder), device=device))
-
-    @staticmethod
-    def _frozen(engine: TrainableEngine) -> TrainableEngine:
-        engine.model.requires_grad_(False)
-        return engine
+        weights = load_file(verify_folder(self._folder) / "model.safetensors")
+        self.engine.load_weights(weights, self.engine.weights_version)
 
 
 class BaseReference:
@@ -61,21 +56,21 @@ class BaseReference:
         engine: the adapted engine.
     """
 
-    def __init__(self, engine: LoraEngine) -> None:
+    def __init__(self, engine: LoraEngine | ShardedEngine) -> None:
         self._engine = engine
         self.engine: TrainableEngine = _Base(engine)
 
     def keep(self, engine: TrainableEngine) -> None:
         """Nothing to keep: the base never changes."""
 
-    def load(self, device: str) -> None:
+    def load(self) -> None:
         """Nothing to load: the base is loaded with the engine."""
 
 
 class _Base:
     """The part of a trainable engine that is asked of a reference, without the adapters."""
 
-    def __init__(self, engine: LoraEngine) -> None:
+    def __init__(self, engine: LoraEngine | ShardedEngine) -> None:
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:

@@ -6,7 +6,7 @@ a whole episode in `append` mode. What is known of its trained tokens stands in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.core.data import Trajectory
 from shoal.train.packing import Batching
-from shoal.train.stems import PieceRow, length_of, plan_pieces
+from shoal.train.stems import Piece, PieceRow, length_of, plan_pieces
 
 Column = Literal[
     "rollout_logprobs",  # under the weights and the arithmetic of the engine that sampled
@@ -30,6 +30,7 @@ Column = Literal[
     "returns",  # what the critic shall learn
 ]
 Floats = NDArray[np.float32]
+Plan = list[PieceRow]  # what goes into the rows of a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,7 @@ def micro_batches(
         yield _fill(plan, samples, pad, device)
 
 
-def _plan(
-    samples: Sequence[Sample], max_tokens: int, batching: Batching, stems: bool
-) -> list[list[PieceRow]]:
+def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, stems: bool) -> list[Plan]:
     firsts = [int(sample.places[0]) for sample in samples]
     return plan_pieces([sample.ids for sample in samples], firsts, max_tokens, batching, stems)
 
@@ -117,11 +116,20 @@ def token_values(
     device: str,
     batching: Batching = "bucketed",
     stems: bool = False,
+    in_step: Callable[[list[Plan]], Iterable[Plan | None]] = list,
+    idle: Sample | None = None,
 ) -> list[Floats]:
-    """`compute` over all samples without gradients: per sample one number a trained token."""
+    """`compute` over all samples without gradients: per sample one number a trained token.
+
+    Where `in_step` gives None (see `Processes.in_step`), the pass is one over `idle`, and its result is dropped.
+    """
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for plan in _plan(samples, max_tokens, batching, stems):
+        for plan in in_step(_plan(samples, max_tokens, batching, stems)):
+            if plan is None:
+                if idle is not None:
+                    compute(_fill([[Piece((0,))]], [idle], pad, device))
+                continue
             flat = compute(_fill(plan, samples, pad, device))
             members = [i for row in plan for piece in row for i in piece.members]
             parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())

@@ -25,6 +25,7 @@ from shoal.train.token_losses import (
     truncated_weight_loss,
     value_loss,
 )
+from shoal.train.whole_tensors import whole
 
 
 @dataclass
@@ -142,13 +143,20 @@ def gradient_step(
     device = str(parameters[0].device)
     own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
     stems = engine.reads_stems
-    for micro in micro_batches(own, config.micro_batch_tokens, engine.pad_id, device, config.batching, stems):
-        loss = token_loss(engine, micro, config, temperature, totals)
-        if critic is not None:
-            loss = loss + critic_loss(critic, micro, config, totals)
+    size = config.micro_batch_tokens
+    micros = list(micro_batches(own, size, engine.pad_id, device, config.batching, stems))
+    for micro in processes.in_step(micros):
+        if micro is None:
+            shortest = min(weighted, key=lambda sample: len(sample.ids))
+            idle = next(micro_batches([shortest], size, engine.pad_id, device))
+            loss = idle_loss(engine, critic, idle, config.precision)
+        else:
+            loss = token_loss(engine, micro, config, temperature, totals)
+            if critic is not None:
+                loss = loss + critic_loss(critic, micro, config, totals)
         loss.backward()  # type: ignore[no-untyped-call]
     processes.sum_gradients([p for group in optimizer.param_groups for p in group["params"]])
-    totals.grad_norm += float(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
+    totals.grad_norm += float(whole(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)))
     if critic is not None:
         nn.utils.clip_grad_norm_(critic.parameters(), config.max_grad_norm)
     totals.steps += 1
@@ -197,6 +205,17 @@ def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: To
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())
     return (losses * columns["weights"]).sum()
+
+
+def idle_loss(
+    engine: TrainableEngine, critic: Critic | None, micro: MicroBatch, precision: Precision
+) -> Tensor:
+    """Zero, by way of all that is trained: the pass of a process with nothing left, while others need its shards."""
+    with autocast(engine.model, precision):
+        total = engine.logits_at(micro.ids, micro.lengths, micro.where, micro.begins).float().sum()
+        if critic is not None:
+            total = total + critic(micro.ids, micro.lengths, micro.where, micro.begins).sum()
+    return 0.0 * total
 
 
 def _policy_losses(logprobs: Tensor, micro: MicroBatch, config: Algorithm) -> Tensor:

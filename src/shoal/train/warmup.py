@@ -35,8 +35,12 @@ def warm_up(
     config: Warmup,
     micro_batch_tokens: int,
     seed: int,
+    share: float = 1.0,
 ) -> Iterator[float]:
-    """Train `engine` on random or expert play of the envs; yields the loss of each step (nats a token)."""
+    """Train `engine` on random or expert play of the envs; yields the loss of each step (nats a token).
+
+    `share` is this process's part of a gradient that several compute alike and sum.
+    """
     plays = [
         _play(engine, maker(), roles[tag], prompter, config.expert, seed)
         for tag, maker in sorted(makers.items())
@@ -52,7 +56,7 @@ def warm_up(
         for micro in micro_batches(samples, micro_batch_tokens, engine.pad_id, device):
             scores = engine.logits_at(micro.ids, micro.lengths, micro.where, micro.begins).float()
             loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            (share * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         optimizer.step()
         yield total

@@ -65,7 +65,7 @@ class HuggingFaceEngine:
         self.pad_id = int(pad or 0)
         limit = getattr(model.config, "max_position_embeddings", None)
         self._context = int(limit) if limit else None
-        self._head: Any = None  # found at the first use in training
+        self._plain_head: bool | None = None  # found at the first use in training
 
     @classmethod
     def load(cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32") -> HuggingFaceEngine:
@@ -205,10 +205,11 @@ class HuggingFaceEngine:
         With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
         `[3, B, T]` a sample may go on from a stem before it, of which the other two tell the first place and the end.
         """
-        if self._head is None:
-            self._head = self._plain_head()
-        if self._head:
-            return self._head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
+        if self._plain_head is None:
+            self._plain_head = self._head_alone_scores()
+        if self._plain_head:
+            head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+            return head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
         before = where[:, 1:]
         columns = before.any(0).nonzero()[:, 0]
         out = self.model(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
@@ -256,8 +257,8 @@ class HuggingFaceEngine:
     def _implementation(self) -> str:
         return str(getattr(self.model.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
 
-    def _plain_head(self) -> Any:
-        """The output layer, if scores are that of hidden states and nothing else (some models scale or cap), or False.
+    def _head_alone_scores(self) -> bool:
+        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them).
 
         With it, scores are computed for trained tokens alone, not for every column that some row trains.
         """
@@ -268,7 +269,7 @@ class HuggingFaceEngine:
         with torch.no_grad():
             scores = self.model(input_ids=ids, use_cache=False).logits
             hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
-            return head if torch.equal(head(hidden), scores) else False
+            return torch.equal(head(hidden), scores)
 
     def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
@@ -282,11 +283,11 @@ class HuggingFaceEngine:
         return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
     # --- files
-    def save(self, folder: Path) -> None:
-        """Write a folder that `transformers` and `load` read."""
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a folder that `transformers` and `load` read; `weights` by name in the place of the network's own."""
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         (folder / "engine.json").write_text(json.dumps({"engine": "huggingface", "dtype": dtype}))
-        self.model.save_pretrained(folder)  # type: ignore[operator]
+        self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         self.tokenizer.tokenizer.save_pretrained(folder)
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:

@@ -73,9 +73,9 @@ class PairedEngine:
         """Take over weights by name, here and, before the next batch, there."""
         self.learner.load_weights(weights, version)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, weights: Any = None) -> None:
         """The learner's files."""
-        self.learner.save(folder)
+        self.learner.save(folder, weights)
 
     def restart(self) -> None:
         """Begin anew with the sampler."""
@@ -86,11 +86,17 @@ class PairedEngine:
         """End the sampler."""
         self.sampler.close()
 
+    def hand_over(self, weights: dict[str, Any]) -> None:
+        """Give the sampler these weights as the present ones, where the learner has them in shards."""
+        self.sampler.load_weights(weights, self.weights_version)
+        self._sampled_with = self._stamp()
+
     def _synchronise(self) -> None:
-        parameters = list(self.learner.model.parameters())
-        stamp = (self.weights_version, sum(parameter._version for parameter in parameters))
-        if stamp == self._sampled_with:
-            return
-        state = {name: tensor.detach() for name, tensor in self.learner.model.state_dict().items()}
-        self.sampler.load_weights(state, self.weights_version)
-        self._sampled_with = stamp
+        if self._stamp() != self._sampled_with:
+            self.hand_over(
+                {name: tensor.detach() for name, tensor in self.learner.model.state_dict().items()}
+            )
+
+    def _stamp(self) -> tuple[int, int]:
+        parameters = self.learner.model.parameters()
+        return self.weights_version, sum(parameter._version for parameter in parameters)

@@ -180,11 +180,16 @@ class TinyEngine:
         return self.model.shape.width
 
     # --- files
-    def save(self, folder: Path) -> None:
-        """Write `engine.json` and `model.safetensors` into an existing folder."""
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write `engine.json` and `model.safetensors` into an existing folder.
+
+        Args:
+            folder: where.
+            weights: by name, in the place of the network's own.
+        """
         described = {"engine": "tiny", "words": list(self.tokenizer.words), "shape": asdict(self.model.shape)}
         (folder / "engine.json").write_text(json.dumps(described, indent=2))
-        save_file(dict(self.model.state_dict()), folder / "model.safetensors")
+        save_file(weights or dict(self.model.state_dict()), folder / "model.safetensors")
 
     @classmethod
     def load(cls, folder: Path, *, device: str = "cpu") -> TinyEngine:

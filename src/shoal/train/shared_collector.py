@@ -1,0 +1,58 @@
+"""Groups of episodes shared out over the processes of a run; all of them get all trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
+from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.engine import Sampling
+from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.train.processes import Processes
+
+
+class SharedCollector:
+    """A collector whose groups are played by all processes, each a share; everyone gets all trajectories.
+
+    Args:
+        collector: plays this process's share.
+        processes: who takes part.
+        ready: entered for as long as they play.
+    """
+
+    def __init__(
+        self,
+        collector: TrajectoryCollector | ParallelRolloutManager,
+        processes: Processes,
+        ready: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.collector = collector
+        self._ready = ready
+        self.tags = collector.tags
+        self._processes = processes
+
+    def collect(
+        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
+    ) -> list[Trajectory]:
+        """Play groups once; trajectories come group by group, member by member, as from one process."""
+        processes = self._processes
+        n_groups = len(self.tags) if n_groups is None else n_groups
+        cuts = [n_groups * rank // processes.count for rank in range(processes.count + 1)]
+        first, last = cuts[processes.rank], cuts[processes.rank + 1]
+
+        def play() -> list[bytes]:
+            if first == last:
+                return []
+            played = self.collector.collect(
+                iteration, sampling, first_group=first_group + first, n_groups=last - first
+            )
+            return [encode_trajectory(trajectory) for trajectory in played]
+
+        with self._ready():
+            everyone = processes.together(play)
+        return [decode_trajectory(line) for lines in everyone for line in lines]
+
+    def close(self) -> None:
+        """End this process's envs and workers."""
+        self.collector.close()

@@ -1,0 +1,112 @@
+"""Tensors that may lie in shards over several processes: gathered whole, and cut again.
+
+A tensor that lies here whole is what it is: each function is then free, and no process waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import DataError
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, in memory of the CPU if it had to be gathered; every process that has a shard must ask."""
+    gather = getattr(tensor, "full_tensor", None)  # a `DTensor`'s, whose module takes a second to import
+    if gather is None:
+        return tensor.detach()
+    gathered: Tensor = gather()
+    return gathered.detach().cpu()
+
+
+def cut_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """`value`, which every process has whole, as `tensor` lies: this process's shard of it, or itself."""
+    if not hasattr(tensor, "full_tensor"):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(tensor, DTensor)
+    here = value.to(tensor.device, tensor.dtype)
+    return distribute_tensor(here, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def whole_weights(module: nn.Module, keep: bool = True, trained_only: bool = False) -> dict[str, Tensor]:
+    """Weights by name; tied ones are one tensor under two names.
+
+    Args:
+        module: of which every process that has a shard must ask.
+        keep: False takes part in gathering, tensor by tensor, and gives nothing.
+        trained_only: leave out what is frozen.
+    """
+    found: dict[str, Tensor] = {}
+    known: dict[int, Tensor | None] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if trained_only and not tensor.requires_grad:
+            continue
+        if id(tensor) not in known:
+            value = whole(tensor)
+            known[id(tensor)] = value if keep else None
+        gathered = known[id(tensor)]
+        if gathered is not None:
+            found[name] = gathered
+    return found
+
+
+def whole_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Tensor]:
+    """State tensors as `<number of the parameter>.<name>`."""
+    found: dict[str, Tensor] = {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            gathered = whole(value)
+            if keep:
+                found[f"{index}.{name}"] = gathered
+    return found
+
+
+def without_twins(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """One name of each tensor, the first in the alphabet, as files of tensors want it; and for the others, which."""
+    first: dict[int, str] = {}
+    twins: dict[str, str] = {}
+    for name in sorted(weights):
+        place = weights[name].data_ptr()
+        if weights[name].numel() and place in first:
+            twins[name] = first[place]
+        else:
+            first[place] = name
+    return {name: value for name, value in weights.items() if name not in twins}, twins
+
+
+@torch.no_grad()
+def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put weights by name in place; of tied ones, one is enough.
+
+    Raises:
+        DataError: they are of another network.
+    """
+    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    filled: set[int] = set()
+    wrong = [n for n, value in weights.items() if n not in own or own[n].shape != value.shape]
+    if not wrong:
+        for name, value in weights.items():
+            own[name].copy_(cut_like(value, own[name]))
+            filled.add(id(own[name]))
+        wrong = [name for name, tensor in own.items() if id(tensor) not in filled]
+    if wrong:
+        raise DataError(f"these weights are of another network: {sorted(wrong)[:3]} do not match")
+
+
+def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `whole_optimizer` gave."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        parameter = parameters[int(index)]
+        same = value.shape == parameter.shape
+        state.setdefault(int(index), {})[name] = cut_like(value, parameter) if same else value
+    described = optimizer.state_dict()
+    optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
