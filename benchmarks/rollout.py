@@ -1,6 +1,6 @@
 """How much of the possible speed a rollout reaches: shoal beside a lock, a worker-batched lock and a barrier.
 
-    python benchmarks/rollout.py [--only WORD] [--runs 3] [--envs 64 256]
+    python benchmarks/rollout.py [--only WORD] [--runs 5] [--envs 64 256]
 
 The engine sleeps 20 ms + 1 ms a request, envs sleep before each request as long as seeded draws say, and an
 episode has 20 turns; all sleep, so the schedule is measured and not the CPU. Utilisation is the ideal time over
@@ -17,8 +17,11 @@ import json
 import multiprocessing
 import os
 import platform
+import select
+import socket
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -219,28 +222,43 @@ class EchoEngine(SleepEngine):
         return [Completion(self.answer, (0.0,) * len(self.answer), "stop", 0) for _ in requests]
 
 
-def overhead(n_clients: int, requests: int = 3000) -> None:
-    """Microseconds of one request of 250 tokens to an engine that answers at once, over the socket."""
-    with SharedLLMInferenceManager(EchoEngine()) as inference:
-        address = inference.serve()
-        context = multiprocessing.get_context("spawn")
-        results: Any = context.Queue()
-        gate = context.Barrier(n_clients)
-        clients = [
-            context.Process(target=_client, args=(address, number, requests, gate, results))
-            for number in range(n_clients)
-        ]
-        for client in clients:
-            client.start()
-        times = np.concatenate([results.get() for _ in clients])
-        for client in clients:
-            client.join()
+def overhead(n_clients: int, requests: int = 3000, runs: int = 3) -> None:
+    """Microseconds of one request of 250 tokens to an engine that answers at once, over the socket.
+
+    Beside it a bare echo of as many bytes over the same kind of socket, in turns: what the machine takes for waking
+    processes alone, which varies from hour to hour.
+    """
     name = f"request overhead, {n_clients} client{'s' * (n_clients > 1)}"
-    add(name, "shoal, p50", [float(np.percentile(times, 50) * 1e6)], "us")
-    add(name, "shoal, p99", [float(np.percentile(times, 99) * 1e6)], "us")
+    found: dict[str, list[np.ndarray]] = {"shoal": [], "bare echo": []}
+    for _ in range(runs):
+        with SharedLLMInferenceManager(EchoEngine()) as inference:
+            address = inference.serve()
+            found["shoal"].append(_times(n_clients, _ask, address, requests))
+        found["bare echo"].append(_bare_echo(n_clients, requests))
+    for subject, times in found.items():
+        for percent in (50, 99):
+            values = [float(np.percentile(one, percent) * 1e6) for one in times]
+            add(name, f"{subject}, p{percent}", values, "us")
 
 
-def _client(address: Address, number: int, requests: int, gate: Any, results: Any) -> None:
+def _times(n_clients: int, client: Any, address: Any, requests: int) -> np.ndarray:
+    """Seconds of each request of all clients, each a process."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    gate = context.Barrier(n_clients)
+    clients = [
+        context.Process(target=client, args=(address, number, requests, gate, results))
+        for number in range(n_clients)
+    ]
+    for process in clients:
+        process.start()
+    times = np.concatenate([results.get() for _ in clients])
+    for process in clients:
+        process.join()
+    return times
+
+
+def _ask(address: Address, number: int, requests: int, gate: Any, results: Any) -> None:
     link = SocketLink(address, number)
     prompt = tuple(range(250))
     times = []
@@ -252,6 +270,53 @@ def _client(address: Address, number: int, requests: int, gate: Any, results: An
         times.append(time.perf_counter() - began)
     results.put(np.array(times))
     link.close()
+
+
+ASKED, ANSWERED = b"x" * 400, b"y" * 80
+"""As many bytes as shoal's messages have here."""
+
+
+def _bare_echo(n_clients: int, requests: int) -> np.ndarray:
+    """One thread that reads what is there and answers, and clients that wait for it."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = f"{folder}/echo"
+        listener.bind(path)
+        listener.listen()
+        server = threading.Thread(target=_echo, args=(listener, n_clients), daemon=True)
+        server.start()
+        times = _times(n_clients, _shout, path, requests)
+        server.join()
+    return times
+
+
+def _echo(listener: socket.socket, n_clients: int) -> None:
+    connections = {}
+    poll = select.epoll()
+    for _ in range(n_clients):
+        connection, _ = listener.accept()
+        connections[connection.fileno()] = connection
+        poll.register(connection, select.EPOLLIN)
+    while connections:
+        asked = [descriptor for descriptor, _ in poll.poll()]
+        for descriptor in asked:
+            if connections[descriptor].recv(2**16):
+                connections[descriptor].send(ANSWERED)
+            else:
+                connections.pop(descriptor).close()
+    poll.close()
+
+
+def _shout(path: str, number: int, requests: int, gate: Any, results: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        times = []
+        gate.wait()
+        for _ in range(requests):
+            began = time.perf_counter()
+            connection.sendall(ASKED)
+            connection.recv(2**16)
+            times.append(time.perf_counter() - began)
+    results.put(np.array(times))
 
 
 def add(case: str, subject: str, values: list[float], unit: str) -> None:
@@ -272,7 +337,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="cases whose name has this word")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--envs", type=int, nargs="+", default=[64, 256])
     options = parser.parse_args()
     envs.register("bench_sleep", SleepEnv, replace=True)

@@ -32,11 +32,12 @@ def utilisation() -> str:
 
 
 def overhead() -> str:
-    lines = ["| clients | p50 | p99 |", "|---|---|---|"]
+    lines = ["| clients | p50 | p99 | bare echo, p50 |", "|---|---|---|---|"]
     for case, values in cases().items():
         if case.startswith("request overhead, "):
-            p50, p99 = values["shoal, p50"], values["shoal, p99"]
-            lines.append(f"| {case.removeprefix('request overhead, ')} | {p50:.0f} µs | {p99:.0f} µs |")
+            names = ("shoal, p50", "shoal, p99", "bare echo, p50")
+            cells = [f"{values[name]:.0f} µs" for name in names]
+            lines.append(f"| {case.removeprefix('request overhead, ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
