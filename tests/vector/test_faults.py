@@ -254,7 +254,7 @@ def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -
     processes = {child.pid for child in me.children(recursive=True)}
     for _ in range(90):
         once()
-    assert me.num_fds() == files
+    assert me.num_fds() <= files  # fewer: something of an earlier test was let go meanwhile
     assert me.memory_info().rss - memory < 16 * 2**20
     assert [name for name in sorted(os.listdir("/dev/shm")) if name not in shared] == []
     later = [child for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
