@@ -2,8 +2,9 @@
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from shoal.rollout.engine import Key, Request, Sampling
 
@@ -40,7 +41,7 @@ def main(model: Path) -> None:
     engine.close()
     engine.close()
     Path(sys.argv[2]).write_text(
-        json.dumps({name: [asdict(c) for c in found] for name, found in said.items()})
+        json.dumps({name: [msgspec.structs.asdict(c) for c in found] for name, found in said.items()})
     )
 
 
