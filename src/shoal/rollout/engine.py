@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NotRequired, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -109,6 +109,39 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
         ...
+
+
+class EngineAround:
+    """An engine around another one, to which it leaves whatever it does not do itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Any = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The engine's."""
+        return self._engine.tokenizer  # type: ignore[no-any-return]
+
+    @property
+    def level(self) -> Level:
+        """The engine's."""
+        return self._engine.level  # type: ignore[no-any-return]
+
+    @property
+    def weights_version(self) -> int:
+        """The engine's."""
+        return self._engine.weights_version  # type: ignore[no-any-return]
+
+    @weights_version.setter
+    def weights_version(self, version: int) -> None:
+        self._engine.weights_version = version
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """The engine's."""
+        return self._engine.generate(requests)  # type: ignore[no-any-return]
 
 
 class Noise:

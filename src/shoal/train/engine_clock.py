@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from shoal.rollout.engine import Completion, Engine, Request
+from shoal.rollout.engine import Completion, Engine, EngineAround, Request
 
 
 class EngineClock:
@@ -25,33 +24,14 @@ class EngineClock:
         return _Timed(engine, self)
 
 
-class _Timed:
+class _Timed(EngineAround):
     def __init__(self, engine: Engine, clock: EngineClock) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._clock = clock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._engine.tokenizer
-
-    @property
-    def level(self) -> Any:
-        return self._engine.level
-
-    @property
-    def weights_version(self) -> int:
-        return self._engine.weights_version
-
-    @weights_version.setter
-    def weights_version(self, version: int) -> None:
-        self._engine.weights_version = version
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         began = time.perf_counter()
         try:
-            return self._engine.generate(requests)
+            return super().generate(requests)
         finally:
             self._clock.seconds += time.perf_counter() - began

@@ -113,9 +113,8 @@ class Processes:
         def work() -> list[Any]:
             return compute(parts[self.rank])
 
-        if (
-            self.sharded
-        ):  # an error amid passes of all cannot be told the others, who wait for the rest of the pass:
+        if self.sharded:
+            # An error amid passes of all cannot be told the others, who wait for the rest of the pass:
             done = work()  # it ends this process, and the launcher them
             shares = self.together(lambda: done)
         else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.engine import EngineAround
 from shoal.train.critic import Critic
 from shoal.train.policy import TrainableEngine
 from shoal.train.processes import Processes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it takes a second to import, and few runs need it
     from torch.distributed.fsdp import FSDPModule
 
 
-class ShardedEngine:
+class ShardedEngine(EngineAround):
     """An engine whose network lies in shards; it computes scores with all processes, and generates with none.
 
     To generate, the engine itself is asked for as long as `whole` lasts.
@@ -35,8 +35,10 @@ class ShardedEngine:
         processes: who holds the shards.
     """
 
+    _engine: TrainableEngine
+
     def __init__(self, engine: TrainableEngine, processes: Processes) -> None:
-        self._engine = engine
+        super().__init__(engine)
         _try(engine.logits_at, engine)  # it finds out what its network is like while that is whole
         self.reads_stems, self.pad_id = engine.reads_stems, engine.pad_id
         self._scores = _Scores(engine)
@@ -44,36 +46,10 @@ class ShardedEngine:
         self._root = self._parts[-1]
         _try(self.logits_at, engine)  # from the first pass on, the outermost module is known as such
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
     @property
     def model(self) -> nn.Module:
         """The network, whose parameters are shards."""
         return self._engine.model
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """The engine's."""
-        return self._engine.tokenizer
-
-    @property
-    def level(self) -> Level:
-        """The engine's."""
-        return self._engine.level
-
-    @property
-    def weights_version(self) -> int:
-        """The engine's."""
-        return self._engine.weights_version
-
-    @weights_version.setter
-    def weights_version(self, version: int) -> None:
-        self._engine.weights_version = version
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request; only while the weights are `whole`."""
-        return self._engine.generate(requests)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
