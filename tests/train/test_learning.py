@@ -22,7 +22,7 @@ def test_the_demo_crosses_the_lake_from_random_play(tmp_path, estimator):
 
 
 def test_sokoban_gets_better_than_the_imitation_it_starts_from(tmp_path):
-    overrides = ["trainer.iterations=120", "trainer.eval_every=120", "es_manager.val.env_groups=400"]
+    overrides = ["trainer.eval_every=80", "es_manager.val.env_groups=400"]
     with AgentTrainer(compose_config("sokoban", [*overrides, f"run_dir={tmp_path / 'run'}"])) as trainer:
         run = trainer.train()
         next(run)
