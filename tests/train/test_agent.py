@@ -190,7 +190,7 @@ def test_the_bandit_is_learned(bandit_folder):
 def test_the_best_checkpoint_outlives_the_newest_ones(bandit_folder):
     rows, _ = results(bandit_folder)
     held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
-    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()) and i > 0)
+    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()))
     assert first_best < 15
     best = verify_folder(bandit_folder / "checkpoints" / "best")
     assert read_json(best / "state.json")["iteration"] == first_best

@@ -109,7 +109,7 @@ class AgentTrainer:
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
         """Run to the end, yielding one row of metrics an iteration (row 0 is the start); resumes if asked to."""
-        if self.config.resume:
+        if self.config.resume and not self.processes.together(self.records.only_begun)[0]:
             yield from self._resume()
         else:
             yield self._start()
@@ -258,8 +258,9 @@ class AgentTrainer:
             self._reference.keep(self.engine)
         row |= self._validate()
         self._success = row["heldout_success"]
+        self.progress = replace(self.progress, best_success=self._success)
         self.records.report(row)
-        self._save()
+        self._save(best=True)
         return row
 
     def _resume(self) -> Iterator[dict[str, Any]]:
