@@ -149,9 +149,7 @@ def load_checkpoint(
     difference = _first_difference(state["config"], json.loads(json.dumps(config)))
     if difference:
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
-    adapter = path / "engine" / "adapter_model.safetensors"
-    weights = adapter if adapter.is_file() else path / "engine" / "model.safetensors"
-    engine.load_weights(load_file(weights), state["weights_version"])
+    engine.load_weights(engine.read(path / "engine"), state["weights_version"])
     if critic is not None:
         fill(critic, load_file(path / "critic.safetensors"))
     fill_optimizer(optimizer, load_file(path / "optimizer.safetensors"))

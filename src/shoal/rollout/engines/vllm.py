@@ -17,6 +17,7 @@ from shoal.core.errors import DataError, EngineError, missing_extra
 from shoal.rollout.capabilities import Capabilities
 from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
 from shoal.rollout.engines.chat_template import TemplateTokenizer
+from shoal.rollout.engines.weight_files import as_in_files
 
 try:
     from vllm import LLM, SamplingParams
@@ -127,7 +128,8 @@ class VllmEngine:
 
         # By way of a folder: the model may live in processes of its own, and there with names of its own.
         folder = tempfile.TemporaryDirectory(prefix="shoal-weights-")
-        distinct = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+        named = as_in_files(self._folder, weights)
+        distinct = {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
         save_file(distinct, Path(folder.name) / "model.safetensors", {"format": "pt"})
         for name in ("config.json", "generation_config.json"):
             if (self._folder / name).is_file():
