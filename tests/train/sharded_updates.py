@@ -53,13 +53,8 @@ def experts(kind, **settings):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         plain = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        heads = {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 200,
-            "eos_token_id": None,
-        }
-        config = getattr(transformers, f"{kind}Config")(**plain, **heads, **settings)
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 200}
+        config = getattr(transformers, f"{kind}Config")(**plain, **heads, eos_token_id=None, **settings)
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
     return HuggingFaceEngine(model, make_tokenizer(CHATML))
 

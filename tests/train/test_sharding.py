@@ -37,6 +37,9 @@ SLOW = [
     "lora-bfloat16",
 ]
 ROUGH = {"llama-autocast", "llama-bfloat16"}  # eight bits of a sum depend on its order
+RARE = {
+    "mixtral"
+}  # an expert with a token or two has gradients near Adam's epsilon, which amplifies their rounding
 
 
 def two_processes(folder, *cases):
@@ -61,7 +64,7 @@ def told_slowly(tmp_path_factory):
 
 
 def check(told, case):
-    tolerance = 3e-3 if case in ROUGH else 2e-6
+    tolerance = 3e-3 if case in ROUGH else 2e-5 if case in RARE else 2e-6
     for seen in (process[case] for process in told):
         assert seen["moved"] > 5e-3
         assert seen["gap"] <= tolerance
