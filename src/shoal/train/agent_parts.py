@@ -27,6 +27,10 @@ from shoal.train.warmup import warm_up
 def make_learner(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> TrainableEngine:
     """The engine of a config on this process's device, with adapters if they are what is trained."""
     words = sorted({word for role in roles.values() for word in role.projection.words()})
+    if config.engine.name == "ray" and processes.count > 1:
+        from shoal.train.cluster_room import refuse_without_room
+
+        refuse_without_room(config.engine.replicas, processes)
     device = processes.device(config.engine.device)
     engine = make_engine(replace(config.engine, device=device), words, config.seed)
     if not config.model.lora.rank:
