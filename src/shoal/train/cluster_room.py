@@ -29,7 +29,10 @@ def refuse_without_room(replicas: ReplicaConfig, processes: Processes) -> None:
 def refuse_too_many(replicas: ReplicaConfig, sharing: int, there: dict[str, float]) -> None:
     """Check the replicas of `sharing` processes against all that a cluster has."""
     wanted: dict[str, Any] = dict(replicas.resources)
-    each = {**wanted.pop("resources", {}), **{_NAMES[key]: wanted[key] for key in wanted.keys() & _NAMES.keys()}}
+    each = {
+        **wanted.pop("resources", {}),
+        **{_NAMES[key]: wanted[key] for key in wanted.keys() & _NAMES.keys()},
+    }
     total = sharing * replicas.count
     for name, amount in sorted(each.items()):
         if amount and total * amount > there.get(name, 0):
