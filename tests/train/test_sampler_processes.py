@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import transformers
-from tests.train.test_processes import SETTINGS, alone, launch, rows_of, same_run  # noqa: F401
+from tests.train.test_processes import SETTINGS, launch, rows_of, same_run
 from tests.train.tiny_model import write_tiny_model
 
 pytest.importorskip("accelerate")
@@ -19,8 +19,16 @@ PYTHON = os.environ.get("SHOAL_TEST_VLLM")
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    done = launch(folder, 1, "trainer.iterations=3")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_each_process_samples_with_replicas_of_its_own(alone, tmp_path, sharding):  # noqa: F811
+def test_each_process_samples_with_replicas_of_its_own(alone, tmp_path, sharding):
     """Two clusters, since none is named; a tiny engine says the same bits wherever it runs."""
     pytest.importorskip("ray")
     settings = ["engine.name=ray", "engine.replicas.engine=tiny", f"trainer.sharding={sharding}"]
@@ -33,7 +41,7 @@ def test_each_process_samples_with_replicas_of_its_own(alone, tmp_path, sharding
 @pytest.mark.parametrize("n_cpus", [1, 2])
 def test_one_cluster_takes_the_replicas_of_all_processes_or_refuses_them(
     alone, tmp_path, monkeypatch, n_cpus
-):  # noqa: F811
+):
     pytest.importorskip("ray")
     start = [
         sys.executable,

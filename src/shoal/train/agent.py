@@ -42,7 +42,7 @@ from shoal.train.processes import Processes
 from shoal.train.rollout_filter import filter_rollouts
 from shoal.train.schedules import decayed
 from shoal.train.sharding import ShardedEngine
-from shoal.train.shared_collector import SharedCollector
+from shoal.train.shared_collector import SharedCollector, refuse_all_failed
 from shoal.train.update import update
 
 logger = logging.getLogger(__name__)
@@ -170,6 +170,7 @@ class AgentTrainer:
             self.config.agent_proxy.sampling(),
             max_batches=settings.max_num_gen_batches if settings.enable else 1,
         )
+        refuse_all_failed(played, f"iteration {iteration + 1}")
         if settings.max_num_gen_batches > 1 and report.with_signal < len(self._collector.tags):
             logger.info("iteration %d: %s", iteration + 1, report)
         row = report.metrics()
@@ -281,9 +282,10 @@ class AgentTrainer:
     def _validate(self) -> dict[str, float]:
         trajectories = self.evaluate()
         self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
+        refuse_all_failed(trajectories, "the evaluation")
         metrics = rollout_metrics(trajectories)
         kinds = [key for key in metrics if key.startswith("success/")]
-        wanted = ("success", "reward", "turns", "valid_actions", *kinds)
+        wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds)
         return {f"heldout_{key}": metrics[key] for key in wanted}
 
     def _save(self, *, best: bool = False) -> None:

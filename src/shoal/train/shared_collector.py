@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
+from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.engine import Sampling
 from shoal.rollout.parallel import ParallelRolloutManager
@@ -47,6 +49,7 @@ class SharedCollector:
             played = self.collector.collect(
                 iteration, sampling, first_group=first_group + first, n_groups=last - first
             )
+            refuse_no_numbers(played)
             return [encode_trajectory(trajectory) for trajectory in played]
 
         with self._ready():
@@ -56,3 +59,32 @@ class SharedCollector:
     def close(self) -> None:
         """End this process's envs and workers."""
         self.collector.close()
+
+
+def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
+    """Check what the engine said of its own tokens.
+
+    Raises:
+        DivergedError: NaN or infinity, as from weights that a too large step has spoiled.
+    """
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            if not all(map(math.isfinite, turn.logprobs)):
+                raise DivergedError(
+                    f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
+                    f"{trajectory.member}): its weights are spoiled. Lower the learning rate (algorithm.learning_rate, "
+                    f"or warmup.learning_rate at the start); resume=true goes on from the last checkpoint"
+                )
+
+
+def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Check that something can be said and learned of these episodes.
+
+    Raises:
+        EngineError: not one was played to its end (`EnvError` if it was the env that failed first).
+    """
+    if any(trajectory.status == "ok" for trajectory in trajectories):
+        return
+    first = trajectories[0]
+    kind = EnvError if first.status == "env_error" else EngineError
+    raise kind(f"all {len(trajectories)} episodes of {what} failed; the first: {first.error or first.status}")
