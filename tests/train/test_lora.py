@@ -87,5 +87,5 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
     described.write_text(described.read_text().replace(digest, "0" * 64))
     with pytest.raises(DataError, match="trained on another model"):
         load_lora(folder)
-    with pytest.raises(ConfigError, match="needs engine.name: huggingface"):
+    with pytest.raises(ConfigError, match="needs engine.name=huggingface"):
         AgentTrainer(compose_config("demo", ["model.lora.rank=2", f"run_dir={tmp_path / 'tiny'}"]))

@@ -25,6 +25,7 @@ from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel import ParallelRolloutManager
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent_config import AgentConfig
+from shoal.train.agent_conflicts import refuse_without_signal
 from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
 from shoal.train.agent_parts import (
     lockstep_collector,
@@ -62,6 +63,7 @@ class AgentTrainer:
         if not isinstance(config, AgentConfig):
             plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
             config = from_mapping(AgentConfig, plain)  # type: ignore[arg-type]
+        refuse_without_signal(config)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         parallel = config.agent_proxy.use_parallel_rollout

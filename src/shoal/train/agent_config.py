@@ -17,6 +17,7 @@ from shoal.train.algorithm_config import Estimator as Estimator
 from shoal.train.algorithm_config import FilterGroups as FilterGroups
 from shoal.train.algorithm_config import KLPenalty as KLPenalty
 from shoal.train.algorithm_config import RolloutCorrection as RolloutCorrection
+from shoal.train.algorithm_config import refuse_negative, refuse_not_positive
 from shoal.train.group_advantages import Method
 
 
@@ -35,6 +36,7 @@ class Lora:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ConfigError(f"lora.rank must be at least 0, got {self.rank}")
+        refuse_not_positive(self, "alpha")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout must be in [0, 1), got {self.dropout}")
 
@@ -63,6 +65,14 @@ class AgentProxy(RolloutSettings):
     """Taken off per turn without a valid action; added after normalisation, never part of the spread."""
     reward_normalization: RewardNormalization = RewardNormalization()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_negative(self, "format_penalty", "temperature")
+        for name in ("max_tokens", "max_turn"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
 
 @dataclass(frozen=True)
 class Warmup:
@@ -78,6 +88,8 @@ class Warmup:
     """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
 
     def __post_init__(self) -> None:
+        refuse_negative(self, "steps")
+        refuse_not_positive(self, "batch_size", "learning_rate")
         if not 0 <= self.expert <= 1:
             raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
 
@@ -109,6 +121,8 @@ class TrainerConfig:
         for name in ("iterations", "eval_every", "save_every", "keep_checkpoints", "save_trajectories_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.stop_at_success is not None and not 0 < self.stop_at_success <= 1:
+            raise ConfigError(f"stop_at_success must be in (0, 1], or null, got {self.stop_at_success}")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shoal.core.errors import ConfigError
 from shoal.train.packing import Batching
@@ -25,6 +26,20 @@ Estimator = Literal[
 CRITIC_ESTIMATORS = ("gae", "turn_gae", "bi_level_gae")
 
 
+def refuse_not_positive(settings: Any, *names: str) -> None:
+    """A `ConfigError` for the first of these settings that is not above 0 and finite."""
+    for name in names:
+        if not 0 < getattr(settings, name) < math.inf:
+            raise ConfigError(f"{name} must be positive, got {getattr(settings, name)}")
+
+
+def refuse_negative(settings: Any, *names: str) -> None:
+    """A `ConfigError` for the first of these settings that is below 0 or not finite."""
+    for name in names:
+        if not 0 <= getattr(settings, name) < math.inf:
+            raise ConfigError(f"{name} must be 0 or positive, got {getattr(settings, name)}")
+
+
 @dataclass(frozen=True)
 class FilterGroups:
     """Which groups are learned from."""
@@ -33,6 +48,10 @@ class FilterGroups:
     """Leave out groups whose members all got the same task reward: they say nothing."""
     max_num_gen_batches: int = 1
     """Batches of groups to play, at most, until `env_groups` with signal are there."""
+
+    def __post_init__(self) -> None:
+        if self.max_num_gen_batches < 1:
+            raise ConfigError(f"max_num_gen_batches must be at least 1, got {self.max_num_gen_batches}")
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,14 @@ class Critic:
     learning_rate: float = 1e-3
     value_clip: float | None = 0.5
 
+    def __post_init__(self) -> None:
+        for name in ("gae_lambda", "token_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        refuse_not_positive(self, "learning_rate")
+        if self.value_clip is not None and not self.value_clip > 0:
+            raise ConfigError(f"value_clip must be positive, or null for none, got {self.value_clip}")
+
 
 @dataclass(frozen=True)
 class KLPenalty:
@@ -54,6 +81,9 @@ class KLPenalty:
     """0 keeps no reference model."""
     estimator: KLEstimator = "k3"
 
+    def __post_init__(self) -> None:
+        refuse_negative(self, "coef")
+
 
 @dataclass(frozen=True)
 class RolloutCorrection:
@@ -61,6 +91,11 @@ class RolloutCorrection:
 
     method: Literal["none", "truncate", "mask"] = "none"
     cap: float = 2.0
+    """The largest weight; with `mask`, its inverse is the smallest."""
+
+    def __post_init__(self) -> None:
+        if not self.cap >= 1:
+            raise ConfigError(f"cap must be at least 1, got {self.cap}")
 
 
 @dataclass(frozen=True)
@@ -110,16 +145,20 @@ class Algorithm:
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
             raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
-        for name in (
+        refuse_not_positive(
+            self,
             "learning_rate",
             "epochs",
             "minibatch_size",
             "micro_batch_tokens",
             "max_grad_norm",
             "loss_constant",
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        )
+        refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
+        if self.clip_ratio_low > 1:
+            raise ConfigError(f"clip_ratio_low must be at most 1, got {self.clip_ratio_low}")
+        if not math.isfinite(self.entropy_coef):
+            raise ConfigError(f"entropy_coef must be a finite number, got {self.entropy_coef}")
         if not 0 < self.rollout_filter_ratio <= 1:
             raise ConfigError(f"rollout_filter_ratio must be in (0, 1], got {self.rollout_filter_ratio}")
         if self.dual_clip is not None and not self.dual_clip > 1:
