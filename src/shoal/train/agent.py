@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from shoal.core.data import Trajectory
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import collect_with_signal
+from shoal.rollout.engines.making import close_engine
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel import ParallelRolloutManager
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, take_snapshot
@@ -56,7 +57,7 @@ class AgentTrainer:
         config: an `AgentConfig`, or a mapping (or OmegaConf config) with its keys.
         on_event: called at durable moments (checkpoint, evaluation, summary).
 
-    Use it as a context manager, or call `close`, so that env workers end.
+    Use it as a context manager, or call `close`, so that env workers end, and engines that sample elsewhere.
     """
 
     def __init__(self, config: AgentConfig | Mapping[str, Any], on_event: Event | None = None) -> None:
@@ -66,21 +67,32 @@ class AgentTrainer:
         refuse_without_signal(config)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
+        with ExitStack() as begun:  # what has begun ends if the rest cannot
+            self._begin(config, on_event, begun)
+            self._end = begun.pop_all()
+
+    def _begin(self, config: AgentConfig, on_event: Event | None, begun: ExitStack) -> None:
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
+        begun.callback(self.train_envs.pool.close)
+        begun.callback(self.val_envs.pool.close)
         roles = {**self.train_envs.roles, **self.val_envs.roles}
         self._player = make_learner(config, roles, self.processes)
+        begun.callback(close_engine, self._player)
         batching = safe_batching(self._player, config.algorithm.batching)
         algorithm = replace(config.algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
         self.records = Records(config, on_event, writes=self.processes.first)
+        begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
         self.engine, self.critic, self._reference = make_networks(config, self._player, kept, self.processes)
         self.optimizer = make_optimizer(config, self.engine, self.critic)
         self.progress = Progress(0, 0.0, 0, 0)
         self._clock = EngineClock()
         self._collector = self._make_collector("train", config.seed)
+        begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
+        begun.callback(self._val_collector.close)
         self._success = 0.0  # held out, at this iteration; 0 if not measured
         self._warned = False
 
@@ -91,10 +103,8 @@ class AgentTrainer:
         self.close()
 
     def close(self) -> None:
-        """End the env workers; may be called twice."""
-        self.records.close()
-        self._collector.close()
-        self._val_collector.close()
+        """End env workers, and what the engine started; may be called twice."""
+        self._end.close()
 
     def describe(self) -> str:
         """One line: what is trained, on what."""

@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 
 from shoal import envs
+from shoal.core.errors import ConfigError
 from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.engines.making import close_engine
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_roles
 from shoal.rollout.prompts import Prompter
 from shoal.train.agent_config import AgentConfig
+from shoal.train.arithmetic import can_checkpoint
 from shoal.train.critic import Critic, split_optimizer
 from shoal.train.engine_clock import EngineClock
 from shoal.train.policy import TrainableEngine, make_engine
@@ -33,11 +36,20 @@ def make_learner(config: AgentConfig, roles: dict[str, Role], processes: Process
         refuse_without_room(config.engine.replicas, processes)
     device = processes.device(config.engine.device)
     engine = make_engine(replace(config.engine, device=device), words, config.seed)
-    if not config.model.lora.rank:
-        return engine
-    from shoal.train.lora import add_lora
+    try:
+        if config.algorithm.gradient_checkpointing and not can_checkpoint(engine.model):
+            raise ConfigError(
+                "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
+                "twice: leave it out"
+            )
+        if not config.model.lora.rank:
+            return engine
+        from shoal.train.lora import add_lora
 
-    return add_lora(engine, config.model.lora, config.engine.model, config.seed)
+        return add_lora(engine, config.model.lora, config.engine.model, config.seed)
+    except BaseException:
+        close_engine(engine)  # it may have begun processes
+        raise
 
 
 def make_networks(

@@ -106,7 +106,7 @@ class LoraEngine(HuggingFaceEngine):
         """The adapters that `save` wrote, for `load_weights`."""
         from safetensors.torch import load_file
 
-        return load_file(folder / ADAPTER)
+        return dict(load_file(folder / ADAPTER))
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over adapter weights by name."""

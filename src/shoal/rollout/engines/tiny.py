@@ -204,7 +204,7 @@ class TinyEngine:
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, for `load_weights`."""
-        return load_file(folder / "model.safetensors")
+        return dict(load_file(folder / "model.safetensors"))
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over weights by name; `version` marks the completions they produce."""
