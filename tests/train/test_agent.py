@@ -209,6 +209,11 @@ def test_every_shipped_config_composes(name):
     [
         ("algorithm.gama=1", "no setting 'algorithm.gama'. Did you mean 'gamma'"),
         ("algoritm.gamma=1", "no setting 'algoritm.gamma'. Did you mean 'algorithm'"),
+        ("engine.vllm.enforce_eager=true", r"not there yet.*use \+engine.vllm.enforce_eager=true"),
+        (
+            "engine.replicas.resources={num_gpus: 1}",
+            r"not there yet.*use \+engine.replicas.resources={num_gpus: 1}",
+        ),
         ("algorithm.gamma=2", r"algorithm.*gamma must be in \(0, 1\], got 2"),
         ("algorithm.adv_estimator=ppo2", "algorithm.adv_estimator: Invalid enum value 'ppo2'"),
         ("trainer.iterations=0", "iterations must be at least 1, got 0"),

@@ -13,6 +13,9 @@ CONFLICTS = {
     "engine.dtype=bfloat16 has no effect on engine.name=tiny": ["engine.dtype=bfloat16"],
     "gradient_checkpointing=true has no effect": ["algorithm.gradient_checkpointing=true"],
     "dual_clip=3.0 has no effect with policy_loss=gspo": ["algorithm.dual_clip=3", "algorithm.policy_loss=gspo"],
+    "clip_ratio_low=0.1 has no effect with policy_loss=cispo": [
+        "algorithm.clip_ratio_low=0.1", "algorithm.policy_loss=cispo",
+    ],
     "loss_constant=8.0 has no effect with loss_aggregation=token_mean": ["algorithm.loss_constant=8"],
     "step_advantage_weight=0.5 is gigpo's": ["algorithm.step_advantage_weight=0.5"],
     "token_lambda=0.9 is bi_level_gae's": ["algorithm.critic.token_lambda=0.9", "algorithm.adv_estimator=gae"],

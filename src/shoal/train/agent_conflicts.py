@@ -85,6 +85,11 @@ def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
             f"algorithm.dual_clip={algorithm.dual_clip} has no effect with policy_loss="
             f"{algorithm.policy_loss}: set it to null, or policy_loss to clip"
         )
+    if algorithm.policy_loss == "cispo" and algorithm.clip_ratio_low != 0.2:
+        yield (
+            f"algorithm.clip_ratio_low={algorithm.clip_ratio_low} has no effect with policy_loss=cispo, which bounds "
+            f"weights from above alone: leave it out"
+        )
     if algorithm.loss_constant != 1 and algorithm.loss_aggregation != "constant":
         yield (
             f"algorithm.loss_constant={algorithm.loss_constant} has no effect with loss_aggregation="

@@ -80,6 +80,7 @@ class KLPenalty:
     coef: float = 0.0
     """0 keeps no reference model."""
     estimator: KLEstimator = "k3"
+    """`k2` and `k3` pull; the gradient of `k1` is noise that averages to none, so it only tells the KL."""
 
     def __post_init__(self) -> None:
         refuse_negative(self, "coef")

@@ -24,6 +24,7 @@ from shoal.train.token_losses import (
     entropy_of,
     kl_penalty,
     sequence_clipped_loss,
+    sequence_ratios,
     truncated_weight_loss,
     value_loss,
 )
@@ -206,7 +207,10 @@ def token_loss(
     with torch.no_grad():
         gap = logprobs - columns["old_logprobs"]
         ratio = gap.exp()
-        outside = (ratio < 1 - config.clip_ratio_low) | (ratio > 1 + config.clip_ratio_high)
+        bounded = sequence_ratios(gap, micro.samples) if config.policy_loss == "gspo" else ratio
+        outside = bounded > 1 + config.clip_ratio_high
+        if config.policy_loss != "cispo":  # which has no lower bound
+            outside |= bounded < 1 - config.clip_ratio_low
         totals.tokens += len(micro.targets)
         totals.loss += float(loss)
         totals.entropy += float(entropy.sum())
