@@ -229,3 +229,15 @@ def test_a_users_config_builds_on_ours(tmp_path):
     config = compose_config("mine", ["seed=4"], tmp_path)
     assert (config.trainer.iterations, config.seed) == (7, 4)
     assert config.custom_envs["FrozenLakeEnv"].env_config["desc"] == "4x4"
+
+
+def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path):
+    for schedule in ("constant", "linear"):
+        folder, settings = tmp_path / schedule, (f"algorithm.lr_schedule={schedule}", "use_parallel_envs=false")
+        train(folder, *settings, "trainer.iterations=1", "warmup.steps=1")
+        longer = (folder, *settings, "trainer.iterations=2", "warmup.steps=1", "resume=true")
+        if schedule == "constant":
+            assert train(*longer)[0][-1]["iteration"] == 2
+            continue
+        with pytest.raises(DataError, match=r"trainer\.iterations was 1 and is 2"):
+            train(*longer)

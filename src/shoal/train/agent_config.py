@@ -156,6 +156,8 @@ class AgentConfig:
         values = to_mapping(self)
         for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer"):
             del values[key]
+        if self.algorithm.lr_schedule != "constant":  # the rate of an iteration depends on how many there are
+            values["trainer"] = {"iterations": self.trainer.iterations}
         for key in ("use_parallel_rollout", "parallel_n_jobs", "parallel"):
             del values["agent_proxy"][key]
         return values
