@@ -233,7 +233,10 @@ def test_a_users_config_builds_on_ours(tmp_path):
 
 def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path):
     for schedule in ("constant", "linear"):
-        folder, settings = tmp_path / schedule, (f"algorithm.lr_schedule={schedule}", "use_parallel_envs=false")
+        folder, settings = (
+            tmp_path / schedule,
+            (f"algorithm.lr_schedule={schedule}", "use_parallel_envs=false"),
+        )
         train(folder, *settings, "trainer.iterations=1", "warmup.steps=1")
         longer = (folder, *settings, "trainer.iterations=2", "warmup.steps=1", "resume=true")
         if schedule == "constant":

@@ -20,29 +20,28 @@ from shoal.core.configuration import from_mapping
 from shoal.core.data import Trajectory
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
-from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.engines.making import close_engine
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel import ParallelRolloutManager
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_conflicts import refuse_without_signal
-from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
+from shoal.train.agent_metrics import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
 from shoal.train.agent_parts import (
+    describe,
     lockstep_collector,
     make_learner,
     make_networks,
     make_optimizer,
+    set_rates,
     warmed_up,
 )
 from shoal.train.agent_records import Records
+from shoal.train.agent_rollouts import play_groups
 from shoal.train.engine_clock import EngineClock
-from shoal.train.group_advantages import has_signal
 from shoal.train.packing_check import safe_batching
 from shoal.train.preparation import prepare_samples
 from shoal.train.processes import Processes
-from shoal.train.rollout_filter import filter_rollouts
-from shoal.train.schedules import decayed
 from shoal.train.sharding import ShardedEngine
 from shoal.train.shared_collector import SharedCollector, refuse_all_failed
 from shoal.train.update import update
@@ -108,15 +107,7 @@ class AgentTrainer:
 
     def describe(self) -> str:
         """One line: what is trained, on what."""
-        size = sum(parameter.numel() for parameter in self.engine.model.parameters())
-        groups, algorithm = self.config.es_manager.train, self.config.algorithm.adv_estimator
-        several = f", {self.processes.count} processes" if self.processes.count > 1 else ""
-        several += " (sharded)" if self.processes.sharded else ""
-        return (
-            f"{self.config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
-            f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}"
-            f"{several}"
-        )
+        return describe(self.config, self.engine, list(self.train_envs.roles), self.processes)
 
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
@@ -149,7 +140,7 @@ class AgentTrainer:
         config, iteration = self.config, self.progress.iteration
         self._clock.lap()
         clock = time.perf_counter()
-        trajectories, learned, rollouts = self._rollouts(iteration)
+        trajectories, learned, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
         if "engine_busy" not in rollouts:
             rollouts["engine_busy"] = round(self._clock.lap() / rollout_seconds, 4)
@@ -173,45 +164,16 @@ class AgentTrainer:
         return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
-    def _rollouts(self, iteration: int) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
-        """Groups of this iteration (with dynamic sampling, until enough have signal), and those to learn from."""
-        settings = self.config.algorithm.filter_groups
-        played, kept, report = collect_with_signal(
-            self._collector,
-            iteration,
-            self.config.agent_proxy.sampling(),
-            max_batches=settings.max_num_gen_batches if settings.enable else 1,
-        )
-        refuse_all_failed(played, f"iteration {iteration + 1}")
-        if settings.max_num_gen_batches > 1 and report.with_signal < len(self._collector.tags):
-            logger.info("iteration %d: %s", iteration + 1, report)
-        row = report.metrics()
-        learned = kept if settings.enable else [t for t in played if t.status == "ok"]
-        algorithm = self.config.algorithm
-        if algorithm.rollout_filter_ratio < 1:
-            learned, filtered = filter_rollouts(
-                played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type
-            )
-            row |= filtered
-        if isinstance(self._collector.collector, ParallelRolloutManager):
-            row |= self._collector.collector.report.metrics()
-        return played, learned, row
-
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
     ) -> dict[str, float]:
         """Advantages of the groups to learn from, and one update from them."""
         config = self.config
-        whole = [t for t in trajectories if t.status == "ok"]
-        rewards, groups = [t.reward for t in whole], [t.group for t in whole]
-        signal = has_signal(rewards, groups)
-        with_signal = {g for g, kept in zip(groups, signal, strict=True) if kept}
-        row = {"groups_with_signal": len(with_signal) / max(1, len(set(groups)))}
-        row["groups_shaping_only"] = self._shaping_only(whole)
-        row["groups_trained"] = float(len({t.group for t in learned}))
+        row = signal_metrics(trajectories, learned, config.agent_proxy.format_penalty)
+        self._warn_of_shaping(row["groups_shaping_only"])
         if not learned:
             return row
-        self._set_rates(iteration)
+        set_rates(self.optimizer, config.algorithm, iteration / config.trainer.iterations)
         reference = self._reference.engine if self._reference else None
         samples = prepare_samples(
             learned,
@@ -234,19 +196,8 @@ class AgentTrainer:
             self.processes,
         )
 
-    def _set_rates(self, iteration: int) -> None:
-        """Learning rates by the schedule, from the number of the iteration alone."""
-        algorithm = self.config.algorithm
-        progress = iteration / self.config.trainer.iterations
-        rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
-            group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
-
-    def _shaping_only(self, whole: list[Trajectory]) -> float:
-        """Share of groups whose members differ by format penalty alone; warns once when it is most of them."""
-        if self.config.agent_proxy.format_penalty == 0:
-            return 0.0
-        share = shaping_only(whole)
+    def _warn_of_shaping(self, share: float) -> None:
+        """Say once when most groups differ by the format penalty alone."""
         if share > 0.5 and not self._warned:
             self._warned = True
             logger.warning(
@@ -254,7 +205,6 @@ class AgentTrainer:
                 "task. Lower agent_proxy.format_penalty or add warm-up steps.",
                 100 * share,
             )
-        return share
 
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
@@ -295,10 +245,7 @@ class AgentTrainer:
         trajectories = self.evaluate()
         self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
         refuse_all_failed(trajectories, "the evaluation")
-        metrics = rollout_metrics(trajectories)
-        kinds = [key for key in metrics if key.startswith("success/")]
-        wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds)
-        return {f"heldout_{key}": metrics[key] for key in wanted}
+        return heldout_metrics(trajectories)
 
     def _save(self, *, best: bool = False) -> None:
         snapshot = take_snapshot(self.engine, self.critic, self.optimizer, self.processes.first)
