@@ -71,7 +71,7 @@ def test_expected_arrivals_are_the_conditional_frequencies():
 def test_each_schedule_waits_for_what_it_should():
     for schedule, expected in (("greedy", 0.0), ("barrier", None), ("adaptive", 0.0)):
         batcher = Batcher(schedule)
-        batcher.live = 2
+        batcher.at_play = {"x", "y"}
         assert batcher.wait(0.0) is None
         batcher.queue.put(0, "x")
         assert batcher.wait(0.0) == expected

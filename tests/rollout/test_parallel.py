@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import WORDS, CounterEnv, HashEngine, config
+from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
@@ -75,6 +75,32 @@ def test_few_envs_that_play_many_episodes_give_the_same(calm, at_once):
     with ParallelRolloutManager(config(parallel=settings), HashEngine(), backend="processes") as manager:
         assert manager.collect(4) == calm
         assert manager.collect(5) != calm
+        assert manager.collect(4) == calm
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_the_barrier_waits_for_no_episode_that_cannot_begin_yet(calm, backend, at_once):
+    engine = HashEngine()
+    settings = {"schedule": "barrier", "episodes_at_once": at_once}
+    assert play(backend, parallel=settings, engine=engine)[0] == calm
+    assert set(engine.batches[: 8 // at_once * 6]) == {2 * at_once}  # two workers, in lockstep
+
+
+def test_the_barrier_does_not_wait_for_those_that_a_dead_worker_left_open(calm, tmp_path):
+    settings = {"schedule": "barrier"}
+    played, report = play("processes", n_jobs=1, parallel=settings, fault="kill", once=str(tmp_path / "once"))
+    assert played == calm
+    assert report.worker_deaths == 1
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
+@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(calm, backend, schedule):
+    settings = config(nap=0.02, parallel={"schedule": schedule, "episodes_at_once": 2})
+    with ParallelRolloutManager(settings, InterruptingEngine(), backend=backend) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.collect(3)
         assert manager.collect(4) == calm
 
 

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import WORDS, CounterEnv, HashEngine, config
+from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
 from shoal.core.errors import WorkerDiedError
@@ -41,6 +41,19 @@ def play(backend, engine=None, n_jobs=3, **changes):
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 def test_trajectories_on_a_cluster_are_the_serial_ones(cluster, schedule):
     assert play("ray", parallel={"schedule": schedule})[0] == play("serial")[0]
+
+
+@pytest.mark.timeout(300)
+def test_lockstep_does_not_wait_for_workers_that_have_no_place_yet(cluster):
+    assert play("ray", n_jobs=8, parallel={"schedule": "barrier"})[0] == play("serial")[0]
+
+
+@pytest.mark.timeout(300)
+def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
+    with ParallelRolloutManager(config(nap=0.02), InterruptingEngine(), backend="ray") as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.collect(3)
+        assert manager.collect(4) == play("serial")[0]
 
 
 @pytest.mark.timeout(300)

@@ -1,6 +1,6 @@
 """When a batch is launched and whose requests go into it. Pure: time comes in as numbers.
 
-`barrier` waits for every live episode (lockstep), `greedy` never lets the engine idle while something is
+`barrier` waits for every episode at play (lockstep), `greedy` never lets the engine idle while something is
 queued, and `adaptive` waits a little when the requests expected meanwhile are worth more than the idle time.
 """
 
@@ -180,7 +180,7 @@ class Batcher(Generic[T]):
         self.queue: FairQueue[T] = FairQueue()
         self.cost = CostModel()
         self.latencies = Latencies()
-        self.live = 0
+        self.at_play: set[Hashable] = set()
         """Episodes that will ask again; `barrier` waits for all of them."""
         self._least_fixed = least_fixed
         self._idle_since = 0.0
@@ -197,7 +197,7 @@ class Batcher(Generic[T]):
         if queued >= self.max_batch or self.schedule == "greedy":
             return 0.0
         if self.schedule == "barrier":
-            return None if queued < self.live else 0.0
+            return None if queued < len(self.at_play) else 0.0
         return self._worthwhile(now, queued)
 
     def _worthwhile(self, now: float, queued: int) -> float:

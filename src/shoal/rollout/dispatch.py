@@ -51,7 +51,9 @@ class Dispatch:
         placement: where workers run.
         events: what workers report, and what happens to them.
         report: where it is told how the rollout goes.
+        number: of this rollout; reports of another one, which was interrupted, are not mixed up with it.
         share_of: what the worker of a number needs to play these episodes.
+        lost: told the episodes that a lost worker left open.
         give_up: the record of an episode that cannot be played.
         max_deaths: workers that may be lost while they play one episode alone.
     """
@@ -62,16 +64,19 @@ class Dispatch:
         events: Events,
         report: RolloutReport,
         *,
+        number: int,
         share_of: Callable[[int, list[Assignment]], Share],
+        lost: Callable[[list[Assignment]], None],
         give_up: Callable[[Assignment, Status, str], Trajectory],
         max_deaths: int,
     ) -> None:
         self.placement, self.events, self.report = placement, events, report
-        self.share_of, self.give_up, self.max_deaths = share_of, give_up, max_deaths
+        self.number = number
+        self.share_of, self.lost, self.give_up, self.max_deaths = share_of, lost, give_up, max_deaths
         self.results: dict[int, Trajectory] = {}
         self.deaths: dict[int, int] = {}
         self.running: dict[Future[Played], Share] = {}
-        self.number = 0
+        self.started = 0
         self.broken = False
         self.hung = 0
 
@@ -83,8 +88,9 @@ class Dispatch:
             while len(self.results) < len(assignments):
                 kind, first, second = self.events.get()
                 if kind == "report":
-                    index, trajectory = decode_report(first)
-                    self.results.setdefault(index, trajectory)
+                    rollout, index, trajectory = decode_report(first)
+                    if rollout == self.number:
+                        self.results.setdefault(index, trajectory)
                 else:
                     self._ended(first, second)
         finally:
@@ -96,8 +102,8 @@ class Dispatch:
         return self.results
 
     def _start(self, part: list[Assignment], *, spare: bool = False) -> None:
-        share = self.share_of(self.number, part)
-        self.number += 1
+        share = self.share_of(self.started, part)
+        self.started += 1
         events = self.events
         future = self.placement.submit(share, spare=spare)
         self.running[future] = share
@@ -118,6 +124,7 @@ class Dispatch:
         left = [a for a in share.assignments if a.index not in self.results]
         if not left:
             return
+        self.lost(left)
         self.report.worker_deaths += 1
         self.report.replayed_episodes += len(left)
         logger.warning(

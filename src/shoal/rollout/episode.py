@@ -43,6 +43,10 @@ class Place:
     member: int
     env_seed: int
 
+    def key(self, turn: int = 0) -> Key:
+        """What names the noise of a turn."""
+        return Key(self.seed, self.iteration, self.group, self.member, turn)
+
 
 class Episode:
     """From reset to the end; `begin`, then `request`/`respond`/`observe` in turn until `over`."""
@@ -80,8 +84,7 @@ class Episode:
                 f"{role.tag} shows pictures only, and this engine takes none: use an engine for images, or an "
                 f"env that observes text"
             )
-        place = self.place
-        key = Key(place.seed, place.iteration, place.group, place.member, len(self._turns))
+        key = self.place.key(len(self._turns))
         return Request(self._prompt, key, self._sampling, self._images)
 
     def respond(self, completion: Completion) -> list[int | str]:

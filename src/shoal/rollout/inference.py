@@ -142,13 +142,10 @@ class SharedLLMInferenceManager:
         self._loop.post(enqueue)
 
     # --- which episodes there are
-    def expect(self, n_episodes: int) -> None:
-        """So many episodes will ask from now on; the barrier schedule waits for all of them."""
-
-        def begin() -> None:
-            self._loop.batcher.live = n_episodes
-
-        self._loop.post(begin)
+    def entered(self, keys: Sequence[Key]) -> None:
+        """The episodes of these keys are at play until they leave; the barrier schedule waits for all of them."""
+        episodes = [episode_of(key) for key in keys]
+        self._loop.post(lambda: self._loop.room.entered(episodes))
 
     def connect(self, asker: int) -> SharedLLMInferenceManager:
         """A link for a worker in this process: this object."""
@@ -156,7 +153,7 @@ class SharedLLMInferenceManager:
         return self
 
     def left(self, key: Key, report: bytes = b"") -> None:
-        """An episode is over (or given up): it will not ask again."""
+        """An episode is over, or its worker lost: it does not ask again until it enters again."""
         asker = threading.get_ident()
         self._loop.post(lambda: self._loop.room.left(asker, episode_of(key), report))
 

@@ -23,6 +23,7 @@ from shoal.rollout.engine import Completion, Key, Request
 from shoal.rollout.wire import (
     Alive,
     Answer,
+    Entered,
     Hello,
     Left,
     Refusal,
@@ -84,6 +85,10 @@ class SocketLink:
         if len(requests) == 1 and self._reading.acquire(blocking=False):
             return [self._ask_and_read(requests[0], now, deadline)]
         return self._ask_and_wait(requests, now, deadline)
+
+    def entered(self, keys: Sequence[Key]) -> None:
+        """Episodes are at play."""
+        self._send(frame(Entered([episode_of(key) for key in keys])))
 
     def left(self, key: Key, report: bytes = b"") -> None:
         """The episode of `key` is over."""

@@ -39,6 +39,9 @@ class LocalLink:
                 raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
         raise AssertionError
 
+    def entered(self, keys: Any) -> None:
+        """Nobody waits for others here."""
+
     def left(self, key: Key, report: bytes = b"") -> None:
         """An episode is over."""
         del key

@@ -18,7 +18,7 @@ from shoal.core.executors import available_cpus
 from shoal.envs.catalogue import env_class
 from shoal.rollout.capabilities import Restartable
 from shoal.rollout.collector import group_numbers, place_of
-from shoal.rollout.dispatch import Dispatch, Events, RolloutReport, worthwhile_workers
+from shoal.rollout.dispatch import Dispatch, Events, RolloutReport, spread, worthwhile_workers
 from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles, validate_environment_config
@@ -91,6 +91,7 @@ class ParallelRolloutManager:
         self._inference: SharedLLMInferenceManager | None = None
         self._placement = Placement(self.backend, self._workers, self.settings, lambda: self.inference)
         self._reports: Events = queue.SimpleQueue()
+        self._number = 0  # of rollouts so far
 
     def __enter__(self) -> ParallelRolloutManager:
         return self
@@ -176,25 +177,11 @@ class ParallelRolloutManager:
         clock = time.perf_counter()
         self.report = report = RolloutReport(workers=1 if self.backend == "serial" else self._workers)
         self._reports = queue.SimpleQueue()
+        self._number += 1
         if self.backend == "serial":
             results = self._play_here(assignments, sampling)
         else:
-            before = self.inference.statistics
-            seconds, batches = before.engine_seconds, before.batches
-            self.inference.expect(len(assignments))
-            dispatch = Dispatch(
-                self._placement,
-                self._reports,
-                report,
-                share_of=lambda number, part: self._share(number, part, sampling),
-                give_up=lambda assignment, status, why: Episode(
-                    assignment.place, self.roles[assignment.tag], self.prompter, sampling
-                ).trajectory(status, why),
-                max_deaths=self.settings.max_deaths,
-            )
-            results = dispatch.run(assignments, self._workers)
-            report.engine_seconds = before.engine_seconds - seconds
-            report.batches = before.batches - batches
+            results = self._play_on_workers(assignments, sampling)
         report.seconds = time.perf_counter() - clock
         if self.n_jobs == -1 and self.backend != "serial":
             self._workers = worthwhile_workers(report, available_cpus())
@@ -204,11 +191,48 @@ class ParallelRolloutManager:
         """One episode after another in the caller: the reference that the other backends equal."""
         results: dict[int, Trajectory] = {}
         link = LocalLink(
-            self.engine, lambda _, data: results.update([decode_report(data)]), self.settings.engine_retries
+            self.engine,
+            lambda _, data: results.update([decode_report(data)[1:]]),
+            self.settings.engine_retries,
         )
         share = self._share(0, assignments, sampling, threads=1)
         self.report.worker_cpu_seconds = play_share(share, link).cpu_seconds
         return results
+
+    def _play_on_workers(self, assignments: list[Assignment], sampling: Sampling) -> dict[int, Trajectory]:
+        inference, report = self.inference, self.report
+        before = inference.statistics
+        seconds, batches = before.engine_seconds, before.batches
+        dispatch = Dispatch(
+            self._placement,
+            self._reports,
+            report,
+            number=self._number,
+            share_of=lambda number, part: self._share(number, part, sampling),
+            lost=self._lost,
+            give_up=lambda assignment, status, why: Episode(
+                assignment.place, self.roles[assignment.tag], self.prompter, sampling
+            ).trajectory(status, why),
+            max_deaths=self.settings.max_deaths,
+        )
+        if self.settings.schedule == "barrier" and self.backend != "ray":  # where all workers run at once
+            at_once = self.settings.episodes_at_once
+            parts = spread(assignments, self._workers)
+            inference.entered([a.place.key() for part in parts for a in part[:at_once]])
+        try:
+            results = dispatch.run(assignments, self._workers)
+        except BaseException:
+            self._placement.abandon()
+            self._lost(assignments)
+            raise
+        report.engine_seconds = before.engine_seconds - seconds
+        report.batches = before.batches - batches
+        return results
+
+    def _lost(self, assignments: Sequence[Assignment]) -> None:
+        """These episodes do not ask for now."""
+        for assignment in assignments:
+            self.inference.left(assignment.place.key())
 
     def _share(
         self, number: int, assignments: Sequence[Assignment], sampling: Sampling, threads: int | None = None
@@ -216,6 +240,7 @@ class ParallelRolloutManager:
         """What one worker gets."""
         tags = {assignment.tag for assignment in assignments}
         return Share(
+            self._number,
             number,
             tuple(assignments),
             {tag: self._env_fns[tag] for tag in tags},
@@ -225,7 +250,8 @@ class ParallelRolloutManager:
             sampling,
             self._limits,
             threads or self.settings.episodes_at_once,
-            self.settings.keep_envs,
+            lockstep=self.settings.schedule == "barrier",
+            keep_envs=self.settings.keep_envs,
         )
 
     def _on_report(self, asker: Any, data: bytes) -> None:

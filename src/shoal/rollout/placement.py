@@ -76,16 +76,28 @@ class Placement:
             self._executor.shutdown(wait=False)
             self._executor = None
 
+    def abandon(self) -> None:
+        """What still runs is of no use any more; processes are killed, threads are left to end by themselves."""
+        self._end_mailbox()
+        self.forget()
+        if self._spare is not None:
+            self._spare.shutdown(wait=False)
+            self._spare = None
+
     def close(self) -> None:
         """End the workers; may be called twice."""
-        if self._mailbox is not None:  # before Ray itself ends
-            self._mailbox.close()
+        self._end_mailbox()
         for executor in (self._executor, self._spare):
             if isinstance(executor, WorkerExecutor):
                 executor.shutdown(wait=False)
             elif executor is not None:
                 executor.shutdown(wait=True, cancel_futures=True)
-        self._executor = self._spare = self._mailbox = None
+        self._executor = self._spare = None
+
+    def _end_mailbox(self) -> None:
+        if self._mailbox is not None:  # before Ray itself ends
+            self._mailbox.close()
+            self._mailbox = None
 
     def _usual(self) -> Executor:
         if self._executor is None:

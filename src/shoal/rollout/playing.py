@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Completion, Key, Request
+from shoal.rollout.engine import Completion, Request
 from shoal.rollout.env_shelf import KEPT, EnvShelf, kind_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.prompts import Prompter
@@ -67,6 +67,7 @@ class _Stage:
         self.open = len(self.todo)
         self.done: list[int] = []
         self.seats: list[_Seat] = []
+        self.first: tuple[Assignment, ...] = ()  # those that begin together
         self.error: BaseException | None = None
         self.changed = threading.Condition()
         self.hung = 0
@@ -75,6 +76,9 @@ class _Stage:
         cpu = time.process_time()
         n_threads = min(self.share.threads or len(self.todo), len(self.todo))
         limits = self.share.limits
+        self.first = self.share.assignments[:n_threads]
+        if self.share.lockstep:
+            self.link.entered([assignment.place.key() for assignment in self.first])
         try:
             if n_threads == 1 and limits.step_seconds is None and limits.episode_seconds is None:
                 self._sit(_Seat())
@@ -124,28 +128,36 @@ class _Stage:
     def _sit(self, seat: _Seat) -> None:
         """Play episodes until none is left."""
         try:
-            while not seat.abandoned:
-                try:
-                    assignment = self.todo.popleft()
-                except IndexError:
-                    return
+            assignment = self._next()
+            while assignment is not None:
                 trajectory = self._play_with_retries(assignment, seat)
                 with self.changed:
                     if seat.abandoned:
                         return
                     seat.episode = None
+                    following = self._next()  # before the last one leaves: lockstep is to wait for it
                     self._report(assignment, trajectory)
+                assignment = following
         except BaseException as error:
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
 
+    def _next(self) -> Assignment | None:
+        """The next episode to play."""
+        try:
+            assignment = self.todo.popleft()
+        except IndexError:
+            return None
+        if self.share.lockstep and assignment not in self.first:
+            self.link.entered([assignment.place.key()])
+        return assignment
+
     def _report(self, assignment: Assignment, trajectory: Trajectory) -> None:
         self.done.append(assignment.index)
         self.open -= 1
-        place = assignment.place
-        key = Key(place.seed, place.iteration, place.group, place.member, 0)
-        self.link.left(key, encode_report(assignment.index, trajectory))
+        report = encode_report(self.share.rollout, assignment.index, trajectory)
+        self.link.left(assignment.place.key(), report)
         self.changed.notify_all()
 
     def _play_with_retries(self, assignment: Assignment, seat: _Seat) -> Trajectory:

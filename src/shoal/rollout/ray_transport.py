@@ -17,7 +17,7 @@ from shoal.core.errors import EngineError, missing_extra
 from shoal.rollout.answering import Result
 from shoal.rollout.engine import Completion, Key, Request
 from shoal.rollout.inference import SharedLLMInferenceManager
-from shoal.rollout.wire import Answer, Ask, Refusal, answer_of, ask_of, completion_of, episode_of, request_of
+from shoal.rollout.wire import Answer, Ask, Refusal, answer_of, ask_of, completion_of, request_of
 
 logger = logging.getLogger(__name__)
 _asks = msgspec.msgpack.Decoder(list[Ask])
@@ -33,7 +33,7 @@ class _Counter:
 
         self._asyncio = asyncio
         self._inbox: list[tuple[int, bytes]] = []
-        self._reports: list[tuple[tuple[int, int, int, int], bytes]] = []
+        self._news: list[tuple[list[Key], bytes | None]] = []  # who entered; who left, with a report
         self._waiting: dict[int, Any] = {}
         self._arrived = asyncio.Event()
         self._next = 0
@@ -50,8 +50,12 @@ class _Counter:
         finally:
             self._waiting.pop(number, None)
 
-    async def left(self, key: tuple[int, int, int, int], report: bytes) -> None:
-        self._reports.append((key, report))
+    async def entered(self, keys: list[Key]) -> None:
+        self._news.append((keys, None))
+        self._arrived.set()
+
+    async def left(self, key: Key, report: bytes) -> None:
+        self._news.append(([key], report))
         self._arrived.set()
 
     async def take(self, answers: list[tuple[int, bytes]], seconds: float) -> tuple[list[Any], list[Any]]:
@@ -60,13 +64,13 @@ class _Counter:
             future = self._waiting.get(number)
             if future is not None and not future.done():
                 future.set_result(data)
-        if not self._inbox and not self._reports:
+        if not self._inbox and not self._news:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError, self._asyncio.TimeoutError):
                 await self._asyncio.wait_for(self._arrived.wait(), seconds)
         inbox, self._inbox = self._inbox, []
-        reports, self._reports = self._reports, []
-        return inbox, reports
+        news, self._news = self._news, []
+        return inbox, news
 
 
 class Mailbox:
@@ -101,18 +105,19 @@ class Mailbox:
             with self._lock:
                 answers, self._answers = self._answers, []
             try:
-                inbox, reports = self._ray.get(
-                    self.actor.take.remote(answers, 0.002 if self._busy() else 0.2)
-                )
+                inbox, news = self._ray.get(self.actor.take.remote(answers, 0.002 if self._busy() else 0.2))
             except Exception as error:
                 if not self._closed:
                     logger.error("the mailbox of the rollout is gone: %s", error)
                 return
+            for keys, report in news:
+                if report is None:
+                    self._inference.entered(keys)
             for number, data in inbox:
                 self._submit(number, data)
-            for key, report in reports:
-                seed, iteration, group, member = key
-                self._inference.left(Key(seed, iteration, group, member, 0), report)
+            for keys, report in news:
+                if report is not None:
+                    self._inference.left(keys[0], report)
 
     def _busy(self) -> bool:
         """Whether answers are being made: then look again soon to bring them."""
@@ -176,9 +181,13 @@ class RayLink:
             raise EngineError(f"the shared engine is gone ({error})") from error
         return [completion_of(answer) for answer in _answers.decode(data)]
 
+    def entered(self, keys: Sequence[Key]) -> None:
+        """Episodes are at play."""
+        self._ray.get(self._actor.entered.remote(list(keys)))
+
     def left(self, key: Key, report: bytes = b"") -> None:
         """An episode is over."""
-        self._reports.append(self._actor.left.remote(episode_of(key), report))
+        self._reports.append(self._actor.left.remote(key, report))
 
     def close(self) -> None:
         """Make sure that the reports have arrived."""

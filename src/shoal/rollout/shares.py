@@ -14,7 +14,7 @@ from shoal.rollout.episode import Place, Role
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.wire import Link
 
-_reports = msgspec.msgpack.Decoder(tuple[int, Trajectory])
+_reports = msgspec.msgpack.Decoder(tuple[int, int, Trajectory])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker plays, and all it needs for it."""
+    """What one worker plays, and all it needs for it; its numbers are that of the rollout and its own in it."""
 
+    rollout: int
     number: int
     assignments: tuple[Assignment, ...]
     env_fns: Mapping[str, Callable[[], Any]]
@@ -50,6 +51,8 @@ class Share:
     limits: Limits = Limits()
     threads: int | None = None
     """Episodes played at once; all of them if not given."""
+    lockstep: bool = False
+    """Tell the engine which episodes are at play."""
     keep_envs: bool = False
     """Keep the envs for the next share of this process instead of closing them."""
 
@@ -71,11 +74,11 @@ class Played:
     hung: int  # threads left behind in an env that does not answer
 
 
-def encode_report(index: int, trajectory: Trajectory) -> bytes:
+def encode_report(rollout: int, index: int, trajectory: Trajectory) -> bytes:
     """A finished episode as bytes."""
-    return msgspec.msgpack.encode((index, trajectory))
+    return msgspec.msgpack.encode((rollout, index, trajectory))
 
 
-def decode_report(report: bytes) -> tuple[int, Trajectory]:
+def decode_report(report: bytes) -> tuple[int, int, Trajectory]:
     """What `encode_report` wrote."""
     return _reports.decode(report)

@@ -6,7 +6,7 @@ All of it belongs to the engine's thread, but for making a `Waiting`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import msgspec
 
@@ -14,9 +14,10 @@ from shoal.rollout.answering import Result
 from shoal.rollout.batching import Batcher
 from shoal.rollout.connections import Asker, Connection
 from shoal.rollout.engine import Request
-from shoal.rollout.wire import Alive, Ask, Left, episode_of, request_of
+from shoal.rollout.wire import Alive, Ask, Entered, Left, episode_of, request_of
 
 Report = Callable[[Hashable, bytes], None]
+Episode = tuple[int, int, int, int]
 
 
 class Waiting(msgspec.Struct, eq=False):
@@ -28,7 +29,7 @@ class Waiting(msgspec.Struct, eq=False):
     reply: Callable[[int, Result], None]
     deadline: float | None
     arrived: float
-    episode: tuple[int, int, int, int]
+    episode: Episode
     restarts: int = 0
 
 
@@ -65,7 +66,7 @@ class WaitingRoom:
         self._latencies.asked(item.episode, item.arrived)
         self._queue.put(item.asker, item)
 
-    def hear(self, connection: Connection, message: Ask | Left | Alive) -> None:
+    def hear(self, connection: Connection, message: Ask | Entered | Left | Alive) -> None:
         """What a worker process says."""
         if isinstance(message, Ask):
             now, asked = time.monotonic(), message.asked
@@ -83,14 +84,20 @@ class WaitingRoom:
                     episode_of(message.key),
                 )
             )
+        elif isinstance(message, Entered):
+            self.entered(message.keys)
         elif isinstance(message, Left):
             self.left(connection.asker, message.key, message.report)
 
-    def left(self, asker: Hashable, episode: tuple[int, int, int, int], report: bytes) -> None:
+    def entered(self, episodes: Iterable[Episode]) -> None:
+        """Episodes are at play."""
+        self._batcher.at_play.update(episodes)
+
+    def left(self, asker: Hashable, episode: Episode, report: bytes) -> None:
         """An episode will not ask again."""
-        self._batcher.live -= 1
+        self._batcher.at_play.discard(episode)
         self._latencies.left(episode)
-        if self._on_report is not None:
+        if report and self._on_report is not None:
             self._on_report(asker, report)
 
     def is_full(self, asker: Asker | None) -> bool:

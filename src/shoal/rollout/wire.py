@@ -45,6 +45,12 @@ class Alive(msgspec.Struct, array_like=True, tag="v"):
     """A sign of life of a worker that has nothing to ask just now."""
 
 
+class Entered(msgspec.Struct, array_like=True, tag="e"):
+    """Episodes are at play now: lockstep waits for their questions."""
+
+    keys: list[tuple[int, int, int, int]]
+
+
 class Left(msgspec.Struct, array_like=True, tag="l"):
     """An episode is over: it will not ask again. `report` is for the owner of the engine."""
 
@@ -67,7 +73,7 @@ class Refusal(msgspec.Struct, array_like=True, tag="r"):
     late: bool
 
 
-_to_server = msgspec.msgpack.Decoder(Hello | Ask | Left | Alive)
+_to_server = msgspec.msgpack.Decoder(Hello | Ask | Entered | Left | Alive)
 _to_client = msgspec.msgpack.Decoder(Answer | Refusal)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -77,6 +83,10 @@ class Link(Protocol):
 
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
         """One completion a request, in order."""
+        ...
+
+    def entered(self, keys: Sequence[Key]) -> None:
+        """The episodes of these keys are at play (to be said where batches are launched in lockstep)."""
         ...
 
     def left(self, key: Key, report: bytes = b"") -> None:

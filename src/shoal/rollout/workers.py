@@ -49,8 +49,8 @@ class WorkerExecutor(Executor):
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._keepers: list[_Keeper] = []
         self._lock = threading.Lock()
-        self._idle = 0
-        self._closed = False
+        self._open = 0  # tasks that are not over
+        self._closed = self._killed = False
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` in a worker; the future fails with `WorkerDiedError` when that worker dies."""
@@ -61,7 +61,8 @@ class WorkerExecutor(Executor):
             if self._closed:
                 raise RuntimeError("cannot submit to an executor that was shut down")
             self._tasks.put(task)
-            if self._idle == 0 and len(self._keepers) < self.n_workers:
+            self._open += 1
+            if len(self._keepers) < min(self._open, self.n_workers):
                 keeper = _Keeper(self)
                 self._keepers.append(keeper)
                 keeper.thread.start()
@@ -76,7 +77,7 @@ class WorkerExecutor(Executor):
         with self._lock:
             if self._closed and not self._keepers:
                 return
-            self._closed = True
+            self._closed, self._killed = True, not wait
             if cancel_futures or not wait:
                 with contextlib.suppress(queue.Empty):
                     while (task := self._tasks.get_nowait()) is not None:
@@ -114,40 +115,39 @@ class _Keeper:
 
     def _run(self) -> None:
         executor = self.executor
-        while True:
+        while (task := executor._tasks.get()) is not None:
+            runs = task.future.set_running_or_notify_cancel()
+            ok, value = self._do(task) if runs else (False, None)
             with executor._lock:
-                executor._idle += 1
-            task = executor._tasks.get()
-            with executor._lock:
-                executor._idle -= 1
-            if task is None:
-                break
-            if task.future.set_running_or_notify_cancel():
-                self._do(task)
-        if self.process is not None:
-            self.process.end()
-            self.process = None
+                executor._open -= 1
+            if not runs:
+                continue
+            if ok:
+                task.future.set_result(value)
+            else:
+                task.future.set_exception(value)
+        self._let_go()
 
-    def _do(self, task: _Task) -> None:
+    def _do(self, task: _Task) -> tuple[bool, Any]:
+        """Whether a task returned, and what it returned or raised."""
         try:
             if self.process is None or not self.process.alive():
-                if self.process is not None:
-                    self.process.end()
+                self._let_go()
                 self.process = _Process()
+            if self.executor._killed:  # while the process started, so that it was not killed with the others
+                raise WorkerDiedError("the executor was shut down")
             ok, value, recycle = self.process.call(task.data, self.executor._silence)
-        except Exception as error:
-            if self.process is not None:
-                self.process.end()
-                self.process = None
-            task.future.set_exception(error)
-            return
+        except BaseException as error:  # whatever it is: somebody waits for the future
+            self._let_go()
+            return False, error
         if recycle:
-            self.process.end()
-            self.process = None
-        if ok:
-            task.future.set_result(value)
-        else:
-            task.future.set_exception(value)
+            self._let_go()
+        return ok, value
+
+    def _let_go(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.end()
 
 
 class _Process:
