@@ -11,7 +11,6 @@ CONFLICTS = {
     "engine.model=smollm2 has no effect on engine.name=tiny": ["engine.model=smollm2"],
     "engine.train_last_layers=1 has no effect on engine.name=tiny": ["engine.train_last_layers=1"],
     "engine.dtype=bfloat16 has no effect on engine.name=tiny": ["engine.dtype=bfloat16"],
-    "gradient_checkpointing=true has no effect": ["algorithm.gradient_checkpointing=true"],
     "dual_clip=3.0 has no effect with policy_loss=gspo": ["algorithm.dual_clip=3", "algorithm.policy_loss=gspo"],
     "clip_ratio_low=0.1 has no effect with policy_loss=cispo": [
         "algorithm.clip_ratio_low=0.1", "algorithm.policy_loss=cispo",

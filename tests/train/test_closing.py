@@ -1,8 +1,7 @@
 """A trainer ends what it began: envs, rollout workers and engines, also when it cannot begin."""
 
 import pytest
-from tests.train.test_crash_points import SMALL
-from tests.train.tiny_model import write_tiny_model
+from tests.train.test_crash_points import SMALL, train
 
 from shoal.core.errors import ConfigError
 from shoal.rollout.engines.paired import PairedEngine
@@ -77,12 +76,24 @@ def test_a_trainer_that_cannot_begin_leaves_nothing_behind(tmp_path, monkeypatch
 def test_gradient_checkpointing_that_a_model_cannot_do_is_refused_and_its_engine_ended(
     tmp_path, monkeypatch, pools
 ):
-    write_tiny_model(tmp_path / "model")
-    settings = [
-        "engine.name=huggingface", f"engine.model={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}",
-        "algorithm.gradient_checkpointing=true",
-    ]  # fmt: skip
-    monkeypatch.setattr(agent_parts, "make_engine", paired)  # its layers know nothing of it
+    def simple(config, words, seed):
+        engine = paired(config, words, seed)
+        for block in engine.model.blocks:
+            del block.gradient_checkpointing
+        return engine
+
+    monkeypatch.setattr(agent_parts, "make_engine", simple)
+    settings = ["algorithm.gradient_checkpointing=true", f"run_dir={tmp_path}"]
     with pytest.raises(ConfigError, match="gradient_checkpointing=true has no effect on this model"):
-        AgentTrainer(compose_config("demo", [*SMALL[3:], *settings]))
+        AgentTrainer(compose_config("demo", [*SMALL, *settings]))
     assert len(ENDED) == 1
+
+
+def test_the_tiny_model_computes_its_layers_twice_if_asked_to(tmp_path):
+    """To the bit, what it learns is the same."""
+    final = []
+    for asked in ("true", "false"):
+        folder = tmp_path / asked
+        train(folder, f"algorithm.gradient_checkpointing={asked}", "trainer.iterations=1")
+        final.append((folder / "checkpoints" / "step-000001" / "engine" / "model.safetensors").read_bytes())
+    assert final[0] == final[1]

@@ -71,11 +71,6 @@ def _of_model(config: AgentConfig) -> Iterator[str]:
                     f"engine.{name}={getattr(engine, name)} has no effect on {tiny}: "
                     f"set engine.name=huggingface, or leave it out"
                 )
-        if config.algorithm.gradient_checkpointing:
-            yield (
-                f"algorithm.gradient_checkpointing=true has no effect on {tiny}: leave it out, "
-                "or set engine.name=huggingface"
-            )
 
 
 def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:

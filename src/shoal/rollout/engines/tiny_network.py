@@ -30,6 +30,7 @@ class Block(nn.Module):
     def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         self.heads = shape.heads
+        self.gradient_checkpointing = True  # in training mode, which the trainer switches on where asked for
         self.norm_attention = nn.RMSNorm(shape.width)
         self.norm_feed = nn.RMSNorm(shape.width)
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
