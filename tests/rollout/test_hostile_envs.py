@@ -1,0 +1,149 @@
+"""Envs that answer nonsense, fork, or do not let go: each costs its own episode and nothing else."""
+
+import asyncio
+import os
+import sys
+import time
+
+import pytest
+from parallel_doubles import CounterEnv, HashEngine, config
+
+from shoal import envs
+from shoal.core.seeding import stream
+from shoal.rollout.parallel import ParallelRolloutManager
+
+BACKENDS = ("serial", "threads", "processes")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counter():
+    envs.register("test_counter", CounterEnv, replace=True)
+
+
+def play(backend, env=CounterEnv, times=1, **changes):
+    with ParallelRolloutManager(config(**changes), HashEngine(), backend=backend) as manager:
+        manager._env_fns["Counter"] = env
+        played = [manager.collect(4) for _ in range(times)]
+    assert all(trajectories == played[0] for trajectories in played)
+    return played[0]
+
+
+@pytest.fixture(scope="module")
+def calm(_counter):
+    return play("serial")
+
+
+class SameWorld(CounterEnv):
+    """The world of `CounterEnv`, whose random numbers are named by its class."""
+
+    def _start(self, rng):
+        super()._start(stream(self._seed, "env", "CounterEnv"))
+
+
+class Odd(SameWorld):
+    """Does something odd at the second step of some episodes."""
+
+    def step(self, action):
+        answer = super().step(action)
+        return self.odd(*answer) if self._faulty and self._steps == 2 else answer
+
+
+class NoInfo(Odd):
+    def odd(self, observation, reward, terminated, truncated, info):
+        return observation, reward, terminated, truncated, None
+
+
+class HalfCharacter(Odd):
+    def odd(self, observation, *others):
+        return "\ud800", *others
+
+
+class BadPicture(Odd):
+    def odd(self, observation, reward, terminated, truncated, info):
+        return observation, reward, terminated, truncated, {**info, "image": object()}
+
+
+class Cancelled(Odd):
+    def odd(self, *answer):
+        raise asyncio.CancelledError
+
+
+class OddMessage(Odd):
+    def odd(self, *answer):
+        raise ValueError("caf\udce9")
+
+
+class BadExit(Odd):
+    """It raises, and its end does too."""
+
+    def odd(self, *answer):
+        raise ValueError("lost")
+
+    def close(self):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("env", "cause"),
+    [
+        (NoInfo, "TypeError: the info must be a dict, got None"),
+        (HalfCharacter, "UnicodeEncodeError"),
+        (BadPicture, "picture"),
+        (Cancelled, "CancelledError"),
+        (OddMessage, r"ValueError: caf\udce9"),
+        (BadExit, "ValueError: lost"),
+    ],
+)
+def test_whatever_an_env_answers_only_its_own_episode_ends(calm, backend, env, cause):
+    played = play(backend, env)
+    assert played == play("serial", env)
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.turns) == ("env_error", before.turns[:1])
+            assert cause in now.error
+
+
+class Forks(Odd):
+    """Its child leaves by `sys.exit`, through the code that plays the episode."""
+
+    def odd(self, *answer):
+        if not (pid := os.fork()):
+            sys.exit(0)
+        _, status = os.waitpid(pid, 0)
+        assert status == 0
+        return answer
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_child_that_an_env_forked_is_no_second_worker(calm, backend):
+    assert play(backend, Forks) == calm
+
+
+class Clings(SameWorld):
+    """Some do not come back from their end."""
+
+    def close(self):
+        if self._faulty:
+            time.sleep(1000)
+
+
+class FailsAndClings(Clings):
+    def step(self, action):
+        answer = super().step(action)
+        if self._faulty and self._steps == 2:
+            raise ValueError("lost")
+        return answer
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
+    assert play(backend, Clings, times=2, parallel={"step_timeout": 0.5}) == calm
+    played = play(backend, FailsAndClings, parallel={"step_timeout": 0.5})
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.error) == ("timeout", "close did not answer within 0.5 s")
