@@ -25,7 +25,7 @@ import msgspec
 
 from shoal.rollout.answering import Result, Statistics
 from shoal.rollout.link import CHUNK, Address
-from shoal.rollout.wire import Alive, Ask, Hello, Left, answer_of, frame, server_frames
+from shoal.rollout.wire import MAX_FRAME, Alive, Ask, Hello, Left, answer_of, frame, server_frames
 
 logger = logging.getLogger(__name__)
 Asker = tuple[str, int, int]
@@ -209,6 +209,7 @@ class Connections:
         if not hmac.compare_digest(message.token, self._token):
             raise ValueError("wrong secret")
         connection.asker = ("socket", message.asker, connection.descriptor)
+        connection.frames.most = MAX_FRAME
 
     def _listen_to(self, connection: Connection) -> None:
         """Wait for what concerns a connection: not for requests while too many of its own wait already."""

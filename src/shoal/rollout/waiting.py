@@ -5,6 +5,7 @@ All of it belongs to the engine's thread, but for making a `Waiting`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -39,7 +40,8 @@ class WaitingRoom:
     Args:
         batcher: whose queue it is.
         timeout: seconds from a request to its answer, after which it is refused.
-        max_pending: waiting requests of one connection; beyond it nothing more is to be read from it.
+        max_pending: waiting requests of one connection; beyond it nothing more is to be read from it
+            (but in lockstep).
         on_report: called with the asker and what it sent at the end of an episode.
     """
 
@@ -48,6 +50,8 @@ class WaitingRoom:
     ) -> None:
         self._batcher = batcher
         self._queue, self._latencies = batcher.queue, batcher.latencies
+        if batcher.schedule == "barrier":  # it waits for everybody: whoever is not heard would stop all
+            max_pending = sys.maxsize
         self._timeout, self._max_pending, self._on_report = timeout, max_pending, on_report
 
     def items(
