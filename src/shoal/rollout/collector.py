@@ -12,7 +12,7 @@ from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
-from shoal.rollout.engine import Completion, Engine, Request, Sampling
+from shoal.rollout.engine import Completion, Engine, Request, Sampling, as_completion
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -200,13 +200,12 @@ def generate_each(engine: Engine, requests: Sequence[Request]) -> list[Completio
     """
     each = getattr(engine, "generate_each", None)
     if each is not None:
-        named: list[Completion | Exception] = each(requests)
-        return named
+        return [as_completion(answer) for answer in each(requests)]
     try:
         answers = engine.generate(requests)
         if len(answers) != len(requests):
             raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
-        return list(answers)
+        return [as_completion(answer) for answer in answers]
     except Exception as error:
         if len(requests) == 1:
             return [error]

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError
+from shoal.core.errors import EngineError, WorkerDiedError
 from shoal.rollout.engine import Completion, Request
 from shoal.rollout.env_calls import EnvFailedError, Seat, begin, close_all, step
 from shoal.rollout.env_shelf import KEPT, EnvShelf, kind_of
@@ -122,7 +122,8 @@ class _Stage:
                 assignment = following
         except BaseException as error:
             with self.changed:
-                self.error = error
+                if not seat.abandoned:
+                    self.error = error
                 self.changed.notify_all()
 
     def _next(self) -> Assignment | None:
@@ -171,6 +172,9 @@ class _Stage:
         except TimeoutError as error:
             status, why = "timeout", str(error)
         except EngineError as error:
+            if isinstance(error, WorkerDiedError):  # the way to it is lost
+                close_all([env])
+                raise
             status, why = "engine_error", str(error)
         if env is not None and status != "env_error" and not seat.abandoned:
             self.shelf.put(kind, env)

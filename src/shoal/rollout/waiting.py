@@ -5,6 +5,7 @@ All of it belongs to the engine's thread, but for making a `Waiting`.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -17,6 +18,7 @@ from shoal.rollout.connections import Asker, Connection
 from shoal.rollout.engine import Request
 from shoal.rollout.wire import Alive, Ask, Entered, Left, episode_of, request_of
 
+logger = logging.getLogger(__name__)
 Report = Callable[[Hashable, bytes], None]
 Episode = tuple[int, int, int, int]
 
@@ -102,7 +104,10 @@ class WaitingRoom:
         self._batcher.at_play.discard(episode)
         self._latencies.left(episode)
         if report and self._on_report is not None:
-            self._on_report(asker, report)
+            try:
+                self._on_report(asker, report)
+            except Exception:  # it must not end the thread that everybody waits for
+                logger.exception("what was to be done with a report failed")
 
     def is_full(self, asker: Asker | None) -> bool:
         """Whether so much of an asker waits that no more is to be read from it."""

@@ -18,7 +18,7 @@ from shoal.rollout.engine import Completion, Key, Request, Sampling
 
 HEADER = struct.Struct("<I")
 MAX_FRAME = 2**30
-"""Bytes of one message, at most: pictures of a long episode may take many; a connection that announces more is ended."""
+"""Bytes of one message, at most (an episode may show many pictures); a connection that announces more is ended."""
 STRANGERS = 2**16
 """Bytes of a message of somebody who has not introduced himself."""
 
@@ -136,7 +136,8 @@ _sampling = lru_cache(maxsize=256)(Sampling)
 def answer_of(number: int, result: Completion | Exception) -> Answer | Refusal:
     """What became of a request, as a message."""
     if isinstance(result, Exception):
-        return Refusal(number, str(result), isinstance(result, TimeoutError))
+        why = str(result).encode("utf-8", "backslashreplace").decode()
+        return Refusal(number, why, isinstance(result, TimeoutError))
     return Answer(number, result)
 
 
@@ -162,7 +163,7 @@ class Frames:
             if size == HEADER.size + length:
                 return [self._decoder.decode(memoryview(data)[HEADER.size :])]
         buffer += data
-        messages = []
+        messages: list[Any] = []
         at, end = 0, len(buffer)
         with memoryview(buffer) as view:
             while end - at >= HEADER.size:
