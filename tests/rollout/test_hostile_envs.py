@@ -147,3 +147,11 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
             assert now == before
         else:
             assert (now.status, now.error) == ("timeout", "close did not answer within 0.5 s")
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+def test_without_a_time_limit_too_the_next_rollout_does_not_wait_for_envs_whose_end_hangs(
+    calm, backend, monkeypatch
+):
+    monkeypatch.setattr("shoal.rollout.dispatch.PATIENCE", 1.0)
+    assert play(backend, Clings, times=2) == calm

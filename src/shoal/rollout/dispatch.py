@@ -6,7 +6,7 @@ import logging
 import math
 import queue
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import BrokenExecutor, Future, wait
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,8 @@ from shoal.rollout.placement import Placement
 from shoal.rollout.shares import Assignment, Played, Share, decode_report
 
 logger = logging.getLogger(__name__)
+PATIENCE = 10.0
+"""Seconds within which a worker must be done after the last episode."""
 Events = queue.SimpleQueue[tuple[str, Any, Any]]
 
 
@@ -91,6 +93,8 @@ class Dispatch:
                     rollout, index, trajectory = decode_report(first)
                     if rollout == self.number:
                         self.results.setdefault(index, trajectory)
+                elif kind == "closed":
+                    raise WorkerError("the rollout was ended: its manager was closed")
                 else:
                     self._ended(first, second)
         finally:
@@ -157,11 +161,21 @@ class Dispatch:
 
     def _drain(self) -> None:
         """Wait for the workers to be done, so that none still writes when the next rollout begins."""
-        for future in list(self.running):
-            try:
-                self._played(future.result(timeout=10.0))
-            except Exception as error:  # all episodes are there: how a worker ended no longer matters
+        done, stuck = wait(self.running, PATIENCE)
+        for future in done:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:  # all episodes are there: how a worker ended no longer matters
                 logger.debug("a worker ended badly after its last episode: %s", error)
+            elif not future.cancelled():
+                self._played(future.result())
+        if stuck:
+            logger.warning(
+                "%d rollout workers are not done %g s after their last episode (an env that does not close, say) "
+                "and are left behind",
+                len(stuck),
+                PATIENCE,
+            )
+            self.placement.abandon()
 
 
 def spread(items: list[Any], n_parts: int) -> list[list[Any]]:

@@ -11,11 +11,12 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError, WorkerDiedError
+from shoal.core.errors import EngineError, WorkerDiedError, WorkerError
 from shoal.rollout.engine import Completion, Request
 from shoal.rollout.env_calls import EnvFailedError, Seat, begin, close_all, step
 from shoal.rollout.env_shelf import KEPT, EnvShelf, kind_of
@@ -27,11 +28,24 @@ from shoal.rollout.wire import Link
 logger = logging.getLogger(__name__)
 
 
-def play_share(share: Share, connect: Connect) -> Played:
+class StoppedError(WorkerError):
+    """Nobody wants these episodes any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What shares that are played in the caller's own process have in common."""
+
+    kept: EnvShelf = field(default_factory=EnvShelf)
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when the episodes are to end at their next turn."""
+
+
+def play_share(share: Share, connect: Connect, here: Here | None = None) -> Played:
     """Play all episodes of a share; each is reported through the link as soon as it is over."""
     link = connect.connect(share.number)
     try:
-        return _Stage(share, link).run()
+        return _Stage(share, link, here or Here(KEPT)).run()
     finally:
         close = getattr(link, "close", None)
         if close is not None and id(link) != id(connect):
@@ -41,10 +55,10 @@ def play_share(share: Share, connect: Connect) -> Played:
 class _Stage:
     """One share being played."""
 
-    def __init__(self, share: Share, link: Link) -> None:
-        self.share, self.link = share, link
+    def __init__(self, share: Share, link: Link, here: Here) -> None:
+        self.share, self.link, self.stop = share, link, here.stop
         self.prompter = Prompter(share.prompt, share.tokenizer)
-        self.shelf = KEPT if share.keep_envs else EnvShelf()
+        self.shelf = here.kept if share.keep_envs else EnvShelf()
         self.todo = deque(share.assignments)
         self.open = len(self.todo)
         self.done: list[int] = []
@@ -160,27 +174,28 @@ class _Stage:
             time.monotonic(),
             episode,
         )  # in this order: the supervisor looks at any time
-        status: Status = "ok"
+        status: Status = "env_error"
         why: str | None = None
         kind = kind_of(share.env_fns[tag])
         env: Any = None
         try:
             env = seat.in_env("make", lambda: self.shelf.take(kind, share.env_fns[tag]))
             self._act(episode, env, seat)
+            status = "ok"
         except EnvFailedError as error:
-            status, why = "env_error", str(error)
+            why = str(error)
         except TimeoutError as error:
             status, why = "timeout", str(error)
         except EngineError as error:
             if isinstance(error, WorkerDiedError):  # the way to it is lost
-                close_all([env])
                 raise
             status, why = "engine_error", str(error)
-        if env is not None and status != "env_error" and not seat.abandoned:
-            self.shelf.put(kind, env)
-        elif env is not None:
-            with contextlib.suppress(EnvFailedError):
-                seat.in_env("close", env.close)
+        finally:
+            if env is not None and status != "env_error" and not seat.abandoned:
+                self.shelf.put(kind, env)
+            elif env is not None:
+                with contextlib.suppress(EnvFailedError):
+                    seat.in_env("close", env.close)
         return episode.trajectory(status, why)
 
     def _act(self, episode: Episode, env: Any, seat: Seat) -> None:
@@ -198,6 +213,8 @@ class _Stage:
             episode.end_turn()
 
     def _ask(self, request: Request) -> Completion:
+        if self.stop.is_set():
+            raise StoppedError("the rollout was ended before this episode")
         return self.link.generate([request], self.share.limits.request_seconds)[0]
 
 

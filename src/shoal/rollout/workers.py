@@ -39,13 +39,14 @@ class WorkerExecutor(Executor):
         workers: processes, started when first needed; -1 for one per available core.
         silence: seconds without a sign of life (a worker whose interpreter is stuck in C code gives none) after
             which a worker is killed.
+        patience: seconds that an idle worker has to end by itself; then, or at once, it is killed.
     """
 
-    def __init__(self, workers: int = -1, *, silence: float | None = None) -> None:
+    def __init__(self, workers: int = -1, *, silence: float | None = None, patience: float = 0.0) -> None:
         if workers != -1 and workers < 1:
             raise ValueError(f"workers must be -1 (one per core) or at least 1, got {workers}")
         self.n_workers = available_cpus() if workers == -1 else workers
-        self._silence = silence
+        self._silence, self._patience = silence, patience
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._keepers: list[_Keeper] = []
         self._lock = threading.Lock()
@@ -126,7 +127,7 @@ class _Keeper:
                 task.future.set_result(value)
             else:
                 task.future.set_exception(value)
-        self._let_go()
+        self._let_go(executor._patience)
 
     def _do(self, task: _Task) -> tuple[bool, Any]:
         """Whether a task returned, and what it returned or raised."""
@@ -144,10 +145,10 @@ class _Keeper:
             self._let_go()
         return ok, value
 
-    def _let_go(self) -> None:
+    def _let_go(self, patience: float = 0.0) -> None:
         process, self.process = self.process, None
         if process is not None:
-            process.end()
+            process.end(patience)
 
 
 class _Process:
@@ -201,10 +202,13 @@ class _Process:
                 f"worker process {self.pid} gave no sign of life for {self._silence:g} s and was killed"
             )
 
-    def end(self) -> int | None:
-        """Kill it if need be, and return its exit code."""
+    def end(self, patience: float = 0.0) -> int | None:
+        """Kill it if need be, or when it does not end by itself in so many seconds, and return its exit code."""
         if self._pidfd < 0:
             return None
+        if patience:
+            self._channel.close()
+            self._poll.poll(1000 * patience)
         kill_group(self.pid)
         try:
             code: int | None = self._zygote.ask({"do": "reap", "pid": self.pid, "wait": True})["code"]
