@@ -7,6 +7,7 @@ forked from a small process without threads, die with their parent, and are kept
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import select
@@ -30,6 +31,9 @@ from shoal.vector.starter import Zygote
 from shoal.vector.zygote import kill_group
 
 R = TypeVar("R")
+PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
+"""Seconds before another attempt to start a process."""
+logger = logging.getLogger(__name__)
 
 
 class WorkerExecutor(Executor):
@@ -134,7 +138,7 @@ class _Keeper:
         try:
             if self.process is None or not self.process.alive():
                 self._let_go()
-                self.process = _Process()
+                self.process = self._started()
             if self.executor._killed:  # while the process started, so that it was not killed with the others
                 raise WorkerDiedError("the executor was shut down")
             ok, value, recycle = self.process.call(task.data, self.executor._silence)
@@ -144,6 +148,21 @@ class _Keeper:
         if recycle:
             self._let_go()
         return ok, value
+
+    def _started(self) -> _Process:
+        """A new process; where there can be none just now, it is tried again for some seconds."""
+        for pause in PAUSES:
+            try:
+                return _Process()
+            except (WorkerDiedError, OSError) as error:
+                if self.executor._killed:
+                    raise
+                logger.warning("%s; it is tried again in %g s", error, pause)
+                time.sleep(pause)
+        try:
+            return _Process()
+        except (WorkerDiedError, OSError) as error:
+            raise WorkerError(f"no worker process can be started: {error}") from error
 
     def _let_go(self, patience: float = 0.0) -> None:
         process, self.process = self.process, None
@@ -166,7 +185,12 @@ class _Process:
             raise
         finally:
             theirs.close()
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            kill_group(self.pid)
+            ours.close()
+            raise
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
         self._heard = time.monotonic()
