@@ -210,3 +210,30 @@ def test_who_asks_while_it_closes_gets_an_answer():
         time.sleep(0.002)
         shared.close()
         assert ended.wait(20)
+
+
+def test_lockstep_does_not_wait_for_episodes_of_a_connection_that_ended():
+    with SharedLLMInferenceManager(HashEngine(), schedule="barrier") as shared:
+        link = SocketLink(shared.serve())
+        link.entered([request(member).key for member in range(9)])
+        link.left(request(0).key)
+        link.close()
+        assert len(shared.generate([request()], timeout=20)) == 1
+        assert not shared._loop.batcher.at_play
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_report_that_is_lost_costs_time_and_no_episode(calm, backend, monkeypatch):
+    monkeypatch.setattr("shoal.rollout.dispatch.PATIENCE", 0.5)
+    with ParallelRolloutManager(config(), HashEngine(), backend=backend) as manager:
+        real, lost = manager._on_report, []
+
+        def lose(asker, data):
+            if len(lost) < 3:
+                lost.append(data)
+            else:
+                real(asker, data)
+
+        manager.inference._loop.room._on_report = lose
+        assert manager.collect(4) == calm
+        assert manager.report.replayed_episodes == 3

@@ -1,5 +1,7 @@
 """Very many episodes, and very large ones."""
 
+import threading
+
 import pytest
 from parallel_doubles import CounterEnv, HashEngine, config
 
@@ -56,3 +58,20 @@ def test_a_prompt_may_show_many_pictures():
         (answer,) = link.generate([Request((1, 2), Key(1, 0, 0, 0, 0), images=("x" * 20 * 2**20,))])
         link.close()
     assert answer.token_ids
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
+def test_where_few_threads_can_be_started_fewer_episodes_are_played_at_once(schedule, monkeypatch):
+    class Thread(threading.Thread):
+        started = 0
+
+        def start(self):
+            if self.name == "shoal-episode":
+                Thread.started += 1
+                if Thread.started > 5:
+                    raise RuntimeError("can't start new thread")
+            super().start()
+
+    expected = play("serial")[0]
+    monkeypatch.setattr("shoal.rollout.playing.threading.Thread", Thread)
+    assert play("threads", n_jobs=1, parallel={"schedule": schedule})[0] == expected

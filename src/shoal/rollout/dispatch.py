@@ -18,7 +18,7 @@ from shoal.rollout.shares import Assignment, Played, Share, decode_report
 
 logger = logging.getLogger(__name__)
 PATIENCE = 10.0
-"""Seconds within which a worker must be done after the last episode."""
+"""Seconds within which a worker must be done after the last episode, and its reports here when it is done."""
 Events = queue.SimpleQueue[tuple[str, Any, Any]]
 
 
@@ -80,6 +80,7 @@ class Dispatch:
         self.running: dict[Future[Played], Share] = {}
         self.started = 0
         self.broken = False
+        self.unreported = 0  # times that workers were done and episodes missing
         self.hung = 0
 
     def run(self, assignments: list[Assignment], n_workers: int) -> dict[int, Trajectory]:
@@ -88,7 +89,11 @@ class Dispatch:
             self._start(part)
         try:
             while len(self.results) < len(assignments):
-                kind, first, second = self.events.get()
+                try:
+                    kind, first, second = self.events.get(timeout=None if self.running else PATIENCE)
+                except queue.Empty:
+                    self._unreported(assignments)
+                    continue
                 if kind == "report":
                     rollout, index, trajectory = decode_report(first)
                     if rollout == self.number:
@@ -144,6 +149,19 @@ class Dispatch:
             self._start(left[half:], spare=True)
         else:
             self._again_alone(left[0], error)
+
+    def _unreported(self, assignments: list[Assignment]) -> None:
+        """All workers are done, but not all that they played has arrived: play that again."""
+        left = [a for a in assignments if a.index not in self.results]
+        if self.unreported >= self.max_deaths:
+            raise WorkerError(
+                f"{len(left)} episodes were played {self.unreported + 1} times but never reported"
+            )
+        self.unreported += 1
+        self.lost(left)
+        self.report.replayed_episodes += len(left)
+        logger.warning("%d episodes were played, but never reported: they are played again", len(left))
+        self._start(left, spare=True)
 
     def _played(self, played: Played) -> None:
         self.report.worker_cpu_seconds += played.cpu_seconds

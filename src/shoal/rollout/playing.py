@@ -79,8 +79,7 @@ class _Stage:
             if n_threads == 1 and limits.step_seconds is None and limits.episode_seconds is None:
                 self._sit(Seat())
             else:
-                for _ in range(n_threads):
-                    self._start_thread()
+                self._start_threads(n_threads)
                 self._supervise()
         finally:
             self.todo.clear()
@@ -90,10 +89,22 @@ class _Stage:
             raise self.error
         return Played(tuple(self.done), time.process_time() - cpu, self.hung)
 
-    def _start_thread(self) -> None:
-        seat = Seat()
-        self.seats.append(seat)
-        threading.Thread(target=self._sit, args=(seat,), daemon=True, name="shoal-episode").start()
+    def _start_threads(self, n: int) -> None:
+        """Start so many threads, or as many as the system allows."""
+        for i in range(n):
+            seat = Seat()
+            thread = threading.Thread(target=self._sit, args=(seat,), daemon=True, name="shoal-episode")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self.seats:
+                    raise
+                logger.warning("%d instead of %d episodes are played at once: %s", len(self.seats), n, error)
+                late, self.first = self.first[i:], self.first[:i]
+                for assignment in late if self.share.lockstep else ():
+                    self.link.left(assignment.place.key())
+                return
+            self.seats.append(seat)
 
     def _supervise(self) -> None:
         """Wait for the end, and give up on envs that do not answer."""
@@ -119,7 +130,7 @@ class _Stage:
         logger.warning("episode %d is given up: %s", seat.assignment.index, why)
         self._report(seat.assignment, seat.episode.trajectory("timeout", why))
         if self.todo:
-            self._start_thread()
+            self._start_threads(1)
 
     def _sit(self, seat: Seat) -> None:
         """Play episodes until none is left."""

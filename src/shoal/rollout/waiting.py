@@ -52,6 +52,7 @@ class WaitingRoom:
     ) -> None:
         self._batcher = batcher
         self._queue, self._latencies = batcher.queue, batcher.latencies
+        self._entered_by: dict[Connection, set[Episode]] = {}
         if batcher.schedule == "barrier":  # it waits for everybody: whoever is not heard would stop all
             max_pending = sys.maxsize
         self._timeout, self._max_pending, self._on_report = timeout, max_pending, on_report
@@ -91,8 +92,10 @@ class WaitingRoom:
                 )
             )
         elif isinstance(message, Entered):
+            self._entered_by.setdefault(connection, set()).update(message.keys)
             self.entered(message.keys)
         elif isinstance(message, Left):
+            self._entered_by.get(connection, set()).discard(message.key)
             self.left(connection.asker, message.key, message.report)
 
     def entered(self, episodes: Iterable[Episode]) -> None:
@@ -116,6 +119,7 @@ class WaitingRoom:
 
     def ended(self, connection: Connection) -> None:
         """A worker's connection is gone: nobody waits for its answers any more."""
+        self._batcher.at_play -= self._entered_by.pop(connection, set())
         if connection.asker is not None:
             for item in self._queue.drop(connection.asker):
                 self._latencies.left(item.episode)
