@@ -9,8 +9,14 @@ import pytest
 from parallel_doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
+from shoal.core.errors import EngineError
 from shoal.core.seeding import stream
+from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.engine import Sampling
+from shoal.rollout.episode import Episode
+from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.prompts import PromptConfig
 
 BACKENDS = ("serial", "threads", "processes")
 
@@ -155,3 +161,57 @@ def test_without_a_time_limit_too_the_next_rollout_does_not_wait_for_envs_whose_
 ):
     monkeypatch.setattr("shoal.rollout.dispatch.PATIENCE", 1.0)
     assert play(backend, Clings, times=2) == calm
+
+
+class NoReset(SameWorld):
+    def reset(self, *, seed=None, options=None):
+        if seed is not None and seed % 4 == 0:
+            raise ValueError("no such world")
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("vector", ["serial", "process"])
+@pytest.mark.parametrize(("env", "turns"), [(NoReset, 0), (HalfCharacter, 1), (BadPicture, 1)])
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_an_env_answers_to_the_lockstep_collector_only_its_own_episode_ends(
+    calm, env, turns, vector
+):
+    settings = config() | {"vector": {"backend": vector, "num_workers": 2}}
+    settings["custom_envs"]["Counter"]["env_type"] = f"{__name__}:{env.__name__}"
+    train, _ = make_environments(settings)
+    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
+    tags, roles, size = train.tags, train.roles, train.group_size
+    playing = TrajectoryCollector(train.pool, tags, roles, size, HashEngine(), prompt, 7)
+    try:
+        for _ in range(2):
+            for before, now in zip(calm, playing.collect(4, Sampling(16, 1.0, ("</action>",))), strict=True):
+                if now.env_seed % 4:
+                    assert now == before
+                else:
+                    assert (now.status, now.turns) == ("env_error", before.turns[:turns])
+    finally:
+        playing.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads", "lockstep"])
+def test_a_prompt_that_cannot_be_made_ends_its_episode_alone(calm, backend, monkeypatch):
+    real = Episode.request
+
+    def request(self):
+        if self.place.group == 2 and len(self._turns) == 3:
+            raise EngineError("the prompt does not extend the one before")
+        return real(self)
+
+    monkeypatch.setattr(Episode, "request", request)
+    if backend == "lockstep":
+        train, _ = make_environments(config() | {"vector": {"backend": "serial"}})
+        prompt = PromptConfig(**config()["agent_proxy"]["prompt"])
+        tags, roles, size = train.tags, train.roles, train.group_size
+        playing = TrajectoryCollector(train.pool, tags, roles, size, HashEngine(), prompt, 7)
+        played = playing.collect(4, Sampling(16, 1.0, ("</action>",)))
+    else:
+        played = play(backend)
+    for before, now in zip(calm, played, strict=True):
+        assert (
+            now == before if now.group != 2 else (now.status, now.turns) == ("engine_error", before.turns[:3])
+        )
