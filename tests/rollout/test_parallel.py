@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import WORDS, CounterEnv, HashEngine, config
+from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
@@ -92,15 +92,6 @@ def test_the_barrier_does_not_wait_for_those_that_a_dead_worker_left_open(calm, 
     played, report = play("processes", n_jobs=1, parallel=settings, fault="kill", once=str(tmp_path / "once"))
     assert played == calm
     assert report.worker_deaths == 1
-
-
-class InterruptingEngine(HashEngine):
-    """Somebody presses Ctrl-C at its fourth batch."""
-
-    def generate(self, requests):
-        if len(self.batches) == 3:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return super().generate(requests)
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])

@@ -1,11 +1,10 @@
 """Rollouts on a Ray cluster of three nodes, all on this machine."""
 
-import signal
 import threading
 import time
 
 import pytest
-from parallel_doubles import WORDS, CounterEnv, HashEngine, config
+from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
 from shoal.core.errors import WorkerDiedError
@@ -51,13 +50,7 @@ def test_lockstep_does_not_wait_for_workers_that_have_no_place_yet(cluster):
 
 @pytest.mark.timeout(300)
 def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
-    class Interrupting(HashEngine):
-        def generate(self, requests):
-            if len(self.batches) == 3:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            return super().generate(requests)
-
-    with ParallelRolloutManager(config(nap=0.02), Interrupting(), backend="ray") as manager:
+    with ParallelRolloutManager(config(nap=0.02), InterruptingEngine(), backend="ray") as manager:
         with pytest.raises(KeyboardInterrupt):
             manager.collect(3)
         assert manager.collect(4) == play("serial")[0]

@@ -262,7 +262,8 @@ def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -
 
 
 PARENT = """
-import functools, os, sys, time
+import functools, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as a shell may have it
 sys.path.insert(0, {root!r})
 from shoal.vector import make_vec
 from tests.vector.faulty import CountEnv, Faulty
