@@ -124,7 +124,7 @@ class Case:
         wait = self.draw.random() * 0.4
         if act == "interrupt":
             main = threading.main_thread().ident
-            timer = threading.Timer(wait, lambda: signal.pthread_kill(main, signal.SIGINT))
+            timer = threading.Timer(wait, lambda: signal.pthread_kill(main, signal.SIGUSR1))
             with contextlib.suppress(KeyboardInterrupt):
                 timer.start()
                 collect()
@@ -196,6 +196,7 @@ def run_case(seed, limit=LIMIT):
     """Play a case; its threads are gone afterwards, and its descriptors are closed."""
     envs.register("test_counter", CounterEnv, replace=True)
     faulthandler.dump_traceback_later(limit, exit=True)
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # a shell may have SIGINT ignored
     before, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     try:
         with tempfile.TemporaryDirectory() as folder:

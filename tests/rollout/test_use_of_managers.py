@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import CounterEnv, HashEngine, config
+from parallel_doubles import CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
 from shoal.core.errors import WorkerError
@@ -89,17 +89,10 @@ def test_closing_in_the_thread_that_plays_ends_its_rollout():
     assert not manager.worker_pids()
 
 
-class Interrupting(HashEngine):
-    def generate(self, requests):
-        if len(self.batches) == 3:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return super().generate(requests)
-
-
 @pytest.mark.parametrize("settings", [{}, {"episodes_at_once": 2}, {"episode_timeout": 50}])
 @pytest.mark.parametrize("backend", ["serial", "threads"])
 def test_threads_end_soon_after_an_interruption(backend, settings):
-    engine, before = Interrupting(), set(threading.enumerate())
+    engine, before = InterruptingEngine(), set(threading.enumerate())
     with manager_of(backend, engine, nap=0.1, groups=30, max_steps=50, parallel=settings) as manager:
         with pytest.raises(KeyboardInterrupt):
             manager.collect(4)
