@@ -193,7 +193,7 @@ def test_whatever_an_env_answers_to_the_lockstep_collector_only_its_own_episode_
         playing.close()
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads", "lockstep"])
+@pytest.mark.parametrize("backend", ["serial", "threads"])
 def test_a_prompt_that_cannot_be_made_ends_its_episode_alone(calm, backend, monkeypatch):
     real = Episode.request
 
@@ -203,15 +203,7 @@ def test_a_prompt_that_cannot_be_made_ends_its_episode_alone(calm, backend, monk
         return real(self)
 
     monkeypatch.setattr(Episode, "request", request)
-    if backend == "lockstep":
-        train, _ = make_environments(config() | {"vector": {"backend": "serial"}})
-        prompt = PromptConfig(**config()["agent_proxy"]["prompt"])
-        tags, roles, size = train.tags, train.roles, train.group_size
-        playing = TrajectoryCollector(train.pool, tags, roles, size, HashEngine(), prompt, 7)
-        played = playing.collect(4, Sampling(16, 1.0, ("</action>",)))
-    else:
-        played = play(backend)
-    for before, now in zip(calm, played, strict=True):
+    for before, now in zip(calm, play(backend), strict=True):
         assert (
             now == before if now.group != 2 else (now.status, now.turns) == ("engine_error", before.turns[:3])
         )

@@ -110,10 +110,9 @@ class TrajectoryCollector:
         self._begin(episodes, failed)
         live = [i for i in where if i not in failed]
         while live:
-            requests = {i: request for i in live if (request := _request(i, episodes[i], failed))}
-            answers = generate_each(self.engine, list(requests.values())) if requests else []
+            answers = generate_each(self.engine, [episodes[i].request() for i in live])
             actions = {}
-            for i, answer in zip(requests, answers, strict=True):
+            for i, answer in zip(live, answers, strict=True):
                 if isinstance(answer, Completion):
                     actions[i] = episodes[i].respond(answer)
                 else:
@@ -176,15 +175,6 @@ def _told(i: int, failed: dict[int, tuple[Status, str]]) -> Iterator[None]:
         yield
     except Exception as error:
         failed[i] = ("env_error", f"{type(error).__name__}: {error}")
-
-
-def _request(i: int, episode: Episode, failed: dict[int, tuple[Status, str]]) -> Request | None:
-    """What to ask for an episode, unless its prompt cannot be made."""
-    try:
-        return episode.request()
-    except EngineError as error:
-        failed[i] = ("engine_error", str(error))
-        return None
 
 
 class Collector(Protocol):
