@@ -1,6 +1,9 @@
 import copy
+import os
+import sys
 import time
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.capabilities import capabilities_of
 from shoal.rollout.engine import Key, Request, Sampling
 from shoal.rollout.engine_config import EngineConfig, ReplicaConfig, ServerConfig
-from shoal.rollout.engines.making import close_engine, make_engine, make_learner
+from shoal.rollout.engines.making import _replica, close_engine, make_engine, make_learner
 from shoal.rollout.engines.paired import PairedEngine
 from shoal.rollout.engines.tiny import TinyEngine
 from shoal.rollout.parallel import ParallelRolloutManager
@@ -183,3 +186,48 @@ def test_a_request_that_a_server_refuses_fails_alone_and_the_others_are_asked_on
     with pytest.raises(EngineError, match="fault 400"):
         engine.generate(ask(engine, 1))
     close_engine(engine)
+
+
+def test_replicas_use_the_gpu_that_ray_gives_them_whatever_the_trainer_is_on(monkeypatch):
+    """A trainer on `cuda:1` has replicas in processes that see a GPU of their own, number 0 there."""
+    made = []
+    monkeypatch.setattr("shoal.rollout.engines.making.make_engine", lambda config, *_: made.append(config))
+    _replica(EngineConfig(device="cuda:1"), ["Up"], 0)
+    _replica(EngineConfig(device="cpu"), ["Up"], 0)
+    assert [config.device for config in made] == ["cuda", "cpu"]
+
+
+@pytest.mark.parametrize(("visible", "seen"), [(None, "1"), ("4,6", "6")])
+def test_the_vllm_of_a_process_sees_the_gpu_of_that_process_alone(monkeypatch, tmp_path, visible, seen):
+    told = []
+
+    class LLM:
+        def __init__(self, **_):
+            told.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+        def get_tokenizer(self):
+            return None
+
+    parts = {
+        "vllm": {"LLM": LLM, "SamplingParams": object},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": object},
+        "vllm.platforms": {"current_platform": object},
+    }
+    for name, content in parts.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "shoal.rollout.engines.vllm", raising=False)
+    monkeypatch.setattr("shoal.rollout.engines.chat_template.TemplateTokenizer", lambda _: None)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tmp_path / "config.json").write_text("{}")
+    for device in ("cuda:1", "cuda", "cpu"):
+        make_engine(EngineConfig(name="vllm", model=str(tmp_path), device=device)).close()
+    assert told == [seen, visible, visible]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+    monkeypatch.delitem(sys.modules, "shoal.rollout.engines.vllm")

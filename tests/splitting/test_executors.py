@@ -89,10 +89,12 @@ def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_ray_gives_the_serial_batch(processor, damaged):
     ray = pytest.importorskip("ray")
     root, ids = damaged
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)  # not somebody else's
     try:
         for cls in (StepwiseTrajectorySplitter, TrajectorySplitter):
             splitter = cls(processor, root, store="float32", padding="longest", on_error="skip")

@@ -9,16 +9,20 @@ import json
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_file
+from tests.rollout.test_huggingface_engine import CHATML, make_tokenizer
 from tests.rollout.test_huggingface_engine import make_engine as make_llama
 
 from shoal.core.data import Trajectory, Turn
 from shoal.rollout.engine import Key, Request, Sampling
+from shoal.rollout.engines.huggingface import HuggingFaceEngine
 from shoal.rollout.engines.paired import PairedEngine
 from shoal.rollout.engines.tiny import TinyEngine
 from shoal.rollout.engines.tiny_network import TinyShape
@@ -42,6 +46,17 @@ WITH_CRITIC = replace(PLAIN, adv_estimator="gae")
 
 def tiny():
     return TinyEngine(["Up"], TinyShape(width=16, layers=2, heads=2, context=64), seed=1)
+
+
+def experts(kind, **settings):
+    """A mixture-of-experts model: with 6 experts for a handful of tokens, each process misses some."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        plain = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 200}
+        config = getattr(transformers, f"{kind}Config")(**plain, **heads, eos_token_id=None, **settings)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return HuggingFaceEngine(model, make_tokenizer(CHATML))
 
 
 def frozen():
@@ -71,6 +86,14 @@ CASES = {
     "llama-bfloat16": (bfloat16, WITH_CRITIC),
     "llama-last-layer": (frozen, PLAIN),
     "paired": (lambda: PairedEngine(make_llama(), make_llama()), STRAIGHT),
+    "mixtral": (partial(experts, "Mixtral", num_local_experts=6, num_experts_per_tok=1), STRAIGHT),
+    "olmoe": (partial(experts, "Olmoe", num_experts=6, num_experts_per_tok=2), WITH_CRITIC),
+    "qwen3-moe": (
+        partial(
+            experts, "Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8
+        ),
+        PLAIN,
+    ),
     "lora": (lora, PLAIN),
     "lora-bfloat16": (lambda: lora(torch.bfloat16), WITH_CRITIC),
 }

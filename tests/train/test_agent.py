@@ -190,7 +190,7 @@ def test_the_bandit_is_learned(bandit_folder):
 def test_the_best_checkpoint_outlives_the_newest_ones(bandit_folder):
     rows, _ = results(bandit_folder)
     held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
-    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()) and i > 0)
+    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()))
     assert first_best < 15
     best = verify_folder(bandit_folder / "checkpoints" / "best")
     assert read_json(best / "state.json")["iteration"] == first_best
@@ -209,6 +209,11 @@ def test_every_shipped_config_composes(name):
     [
         ("algorithm.gama=1", "no setting 'algorithm.gama'. Did you mean 'gamma'"),
         ("algoritm.gamma=1", "no setting 'algoritm.gamma'. Did you mean 'algorithm'"),
+        ("engine.vllm.enforce_eager=true", r"not there yet.*use \+engine.vllm.enforce_eager=true"),
+        (
+            "engine.replicas.resources={num_gpus: 1}",
+            r"not there yet.*use \+engine.replicas.resources={num_gpus: 1}",
+        ),
         ("algorithm.gamma=2", r"algorithm.*gamma must be in \(0, 1\], got 2"),
         ("algorithm.adv_estimator=ppo2", "algorithm.adv_estimator: Invalid enum value 'ppo2'"),
         ("trainer.iterations=0", "iterations must be at least 1, got 0"),
@@ -224,3 +229,18 @@ def test_a_users_config_builds_on_ours(tmp_path):
     config = compose_config("mine", ["seed=4"], tmp_path)
     assert (config.trainer.iterations, config.seed) == (7, 4)
     assert config.custom_envs["FrozenLakeEnv"].env_config["desc"] == "4x4"
+
+
+def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path):
+    for schedule in ("constant", "linear"):
+        folder, settings = (
+            tmp_path / schedule,
+            (f"algorithm.lr_schedule={schedule}", "use_parallel_envs=false"),
+        )
+        train(folder, *settings, "trainer.iterations=1", "warmup.steps=1")
+        longer = (folder, *settings, "trainer.iterations=2", "warmup.steps=1", "resume=true")
+        if schedule == "constant":
+            assert train(*longer)[0][-1]["iteration"] == 2
+            continue
+        with pytest.raises(DataError, match=r"trainer\.iterations was 1 and is 2"):
+            train(*longer)

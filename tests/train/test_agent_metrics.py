@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 from shoal.core.data import Trajectory, read_trajectories
+from shoal.rollout.dispatch import RolloutReport
+from shoal.rollout.engine import Sampling
+from shoal.rollout.parallel import ParallelRolloutManager
 from shoal.train.agent import AgentTrainer
 from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
 from shoal.train.composition import compose_config
+from shoal.train.processes import Processes
+from shoal.train.shared_collector import SharedCollector
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 SMALL = [
@@ -156,3 +161,38 @@ def test_failures_are_counted_by_their_kind():
     assert (row["failed/timeout"], row["failed/env_error"]) == (2, 1)
     assert "failed/engine_error" not in row
     assert row["success"] == 1.0
+
+
+def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_processes(monkeypatch):
+    """Two batches on two processes, of which the second batch has work for one alone."""
+
+    class Manager(ParallelRolloutManager):
+        def __init__(self):
+            self.tags = ("a", "b")
+
+        def collect(self, iteration, sampling, *, first_group, n_groups):
+            self.report = RolloutReport(
+                seconds=2.0, workers=3, engine_seconds=1.5, batches=4, worker_deaths=1
+            )
+            return []
+
+    class Two(Processes):
+        """The other one plays for 2 seconds when it has a share, of which its engine works 0.5."""
+
+        def together(self, work):
+            other = RolloutReport(2.0, 3, 0.0, 0.5, 6, 0, 2)
+            return [work(), ([], None if refill else other)]
+
+    collector, refill = SharedCollector(Manager(), Two(0, 2)), False
+    collector.collect(0, Sampling())
+    refill = True
+    monkeypatch.setattr(collector._processes, "rank", 1)  # of one group, the second process plays it
+    collector.collect(0, Sampling(), first_group=2, n_groups=1)
+    assert collector.lap() == {
+        "rollout_workers": 6.0,
+        "rollout_batches": 14.0,
+        "engine_busy": round(3.5 / 6, 4),
+        "worker_deaths": 2.0,
+        "replayed_episodes": 2.0,
+    }
+    assert collector.lap() == {}

@@ -76,6 +76,14 @@ def test_rows_go_to_wandb_and_a_resumed_run_keeps_its_name(tmp_path, monkeypatch
     assert logged == [({"success": 0.5}, 3), "finished"] * 2
 
 
+def test_a_run_that_never_begins_is_never_shown_at_wandb(tmp_path, monkeypatch):
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda **_: pytest.fail("nothing has happened yet")
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    WandB(tmp_path, "shoal", {"seed": 1}, enabled=True).close()
+    assert not (tmp_path / "wandb.json").exists()
+
+
 def test_wandb_is_off_by_default_and_its_absence_is_explained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     WandB(tmp_path, "shoal", {}).add({"success": 1.0}, 1)

@@ -87,5 +87,13 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
     described.write_text(described.read_text().replace(digest, "0" * 64))
     with pytest.raises(DataError, match="trained on another model"):
         load_lora(folder)
-    with pytest.raises(ConfigError, match="needs engine.name: huggingface"):
+    with pytest.raises(ConfigError, match="needs engine.name=huggingface"):
         AgentTrainer(compose_config("demo", ["model.lora.rank=2", f"run_dir={tmp_path / 'tiny'}"]))
+
+
+def test_a_model_with_a_single_number_among_its_weights_has_a_hash_too():
+    one = torch.nn.Linear(2, 2)
+    one.register_buffer("scale", torch.tensor(2.0))
+    before = weights_sha256(one)
+    one.scale.add_(1)
+    assert weights_sha256(one) != before

@@ -17,7 +17,8 @@ from shoal.rollout.engines.tiny import TinyEngine
 from shoal.train.agent import AgentTrainer
 from shoal.train.agent_checkpoints import list_checkpoints
 from shoal.train.composition import compose_config
-from shoal.train.sharding import _refuse_mixed, blocks_of
+from shoal.train.processes import Processes
+from shoal.train.sharding import ShardedEngine, _refuse_mixed, blocks_of
 from shoal.train.whole_tensors import fill, whole_weights, without_twins
 
 pytest.importorskip("accelerate")
@@ -29,10 +30,16 @@ SLOW = [
     "llama-autocast",
     "llama-bfloat16",
     "llama-last-layer",
+    "mixtral",
+    "olmoe",
+    "qwen3-moe",
     "paired",
     "lora-bfloat16",
 ]
 ROUGH = {"llama-autocast", "llama-bfloat16"}  # eight bits of a sum depend on its order
+RARE = {
+    "mixtral"
+}  # an expert with a token or two has gradients near Adam's epsilon, which amplifies their rounding
 
 
 def two_processes(folder, *cases):
@@ -57,7 +64,7 @@ def told_slowly(tmp_path_factory):
 
 
 def check(told, case):
-    tolerance = 3e-3 if case in ROUGH else 2e-6
+    tolerance = 3e-3 if case in ROUGH else 2e-5 if case in RARE else 2e-6
     for seen in (process[case] for process in told):
         assert seen["moved"] > 5e-3
         assert seen["gap"] <= tolerance
@@ -159,6 +166,25 @@ def test_parts_that_cannot_be_cut_are_refused_by_name():
     block[0].scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="single number"):
         _refuse_mixed(nn.Sequential(block), [block])
+
+
+def test_experts_that_are_modules_of_their_own_are_refused():
+    block = nn.Module()
+    block.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="0.experts has 2 modules"):
+        _refuse_mixed(nn.Sequential(block), [block])
+
+
+@pytest.mark.parametrize("missing", ["reset_iter_state", "set_force_sum_reduction_for_comms"])
+def test_a_pytorch_too_old_for_shards_is_refused_before_anything_is_cut(monkeypatch, missing):
+    from torch.distributed.fsdp import FSDPModule
+
+    monkeypatch.delattr(FSDPModule, missing)
+    engine = TinyEngine(["Up"])
+    before = [type(part) for part in engine.model.modules()]
+    with pytest.raises(ConfigError, match=r"newer PyTorch than .*: install it, or set trainer.sharding=none"):
+        ShardedEngine(engine, Processes(0, 2, sharded=True))
+    assert [type(part) for part in engine.model.modules()] == before
 
 
 def test_weights_of_another_network_are_not_put_in_place():

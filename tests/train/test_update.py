@@ -191,3 +191,30 @@ def test_frozen_parameters_stay_as_they_are():
     optimizer = torch.optim.AdamW([p for p in engine.model.parameters() if p.requires_grad], lr=0.1)
     gradient_step(engine, None, optimizer, contrast(engine), Algorithm(), 1.0, Totals())
     assert torch.equal(engine.model.embedding.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("loss", "share"),
+    # bounds 0.9 and 1.1; ratios of the tokens of three samples: (2, 0.5) with geometric mean 1, (3, 3), and (0.5)
+    [("clip", 5 / 5), ("gspo", 3 / 5), ("cispo", 3 / 5)],
+)
+def test_the_clip_fraction_is_of_the_ratio_that_the_loss_bounds(loss, share):
+    config = Algorithm(policy_loss=loss, clip_ratio_low=0.1, clip_ratio_high=0.1)
+    bare = [Sample((7, 8, 9), np.array([1, 2]), {}), Sample((8, 9, 7), np.array([1, 2]), {})]
+    bare.append(Sample((9, 7), np.array([1]), {}))
+    totals = Totals()
+    for sample, ratios in zip(bare, ([2, 0.5], [3, 3], [0.5]), strict=True):
+        (micro,) = micro_batches([sample], 99, ENGINE.pad_id, "cpu")
+        now = logprobs_of(ENGINE, micro, 1.0)[1].detach().numpy()
+        columns = {
+            "old_logprobs": now - np.log(ratios),
+            "advantages": np.ones(len(ratios)),
+            "weights": now * 0,
+        }
+        filled = sample
+        for name, column in columns.items():
+            filled = filled.with_column(name, column)
+        filled = filled.with_column("rollout_logprobs", columns["old_logprobs"])
+        (micro,) = micro_batches([filled], 99, ENGINE.pad_id, "cpu")
+        token_loss(ENGINE, micro, config, 1.0, totals)
+    assert totals.metrics(config)["clip_fraction"] == pytest.approx(share)

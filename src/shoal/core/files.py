@@ -106,6 +106,13 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
     fsync_folder(folder.parent)
 
 
+def remove_leftovers(folder: Path | str) -> None:
+    """Remove what writers that were killed amid `write_folder` left in `folder`; no other may be writing there."""
+    for path in Path(folder).glob(".*"):
+        if path.is_dir() and path.suffix in (".tmp", ".old"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def verify_folder(folder: Path | str) -> Path:
     """Return `folder` if every file matches its manifest, else raise a `DataError` that names the file."""
     folder = Path(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -20,29 +20,30 @@ from shoal.core.configuration import from_mapping
 from shoal.core.data import Trajectory
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
-from shoal.rollout.collector import collect_with_signal
+from shoal.rollout.engines.making import close_engine
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel import ParallelRolloutManager
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent_config import AgentConfig
-from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
+from shoal.train.agent_conflicts import refuse_without_signal
+from shoal.train.agent_metrics import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
 from shoal.train.agent_parts import (
+    describe,
     lockstep_collector,
     make_learner,
     make_networks,
     make_optimizer,
+    set_rates,
     warmed_up,
 )
 from shoal.train.agent_records import Records
+from shoal.train.agent_rollouts import play_groups
 from shoal.train.engine_clock import EngineClock
-from shoal.train.group_advantages import has_signal
 from shoal.train.packing_check import safe_batching
 from shoal.train.preparation import prepare_samples
 from shoal.train.processes import Processes
-from shoal.train.rollout_filter import filter_rollouts
-from shoal.train.schedules import decayed
 from shoal.train.sharding import ShardedEngine
-from shoal.train.shared_collector import SharedCollector
+from shoal.train.shared_collector import SharedCollector, refuse_all_failed
 from shoal.train.update import update
 
 logger = logging.getLogger(__name__)
@@ -55,30 +56,42 @@ class AgentTrainer:
         config: an `AgentConfig`, or a mapping (or OmegaConf config) with its keys.
         on_event: called at durable moments (checkpoint, evaluation, summary).
 
-    Use it as a context manager, or call `close`, so that env workers end.
+    Use it as a context manager, or call `close`, so that env workers end, and engines that sample elsewhere.
     """
 
     def __init__(self, config: AgentConfig | Mapping[str, Any], on_event: Event | None = None) -> None:
         if not isinstance(config, AgentConfig):
             plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
             config = from_mapping(AgentConfig, plain)  # type: ignore[arg-type]
+        refuse_without_signal(config)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
+        with ExitStack() as begun:  # what has begun ends if the rest cannot
+            self._begin(config, on_event, begun)
+            self._end = begun.pop_all()
+
+    def _begin(self, config: AgentConfig, on_event: Event | None, begun: ExitStack) -> None:
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
+        begun.callback(self.train_envs.pool.close)
+        begun.callback(self.val_envs.pool.close)
         roles = {**self.train_envs.roles, **self.val_envs.roles}
         self._player = make_learner(config, roles, self.processes)
+        begun.callback(close_engine, self._player)
         batching = safe_batching(self._player, config.algorithm.batching)
         algorithm = replace(config.algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
         self.records = Records(config, on_event, writes=self.processes.first)
+        begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
         self.engine, self.critic, self._reference = make_networks(config, self._player, kept, self.processes)
         self.optimizer = make_optimizer(config, self.engine, self.critic)
         self.progress = Progress(0, 0.0, 0, 0)
         self._clock = EngineClock()
         self._collector = self._make_collector("train", config.seed)
+        begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
+        begun.callback(self._val_collector.close)
         self._success = 0.0  # held out, at this iteration; 0 if not measured
         self._warned = False
 
@@ -89,27 +102,17 @@ class AgentTrainer:
         self.close()
 
     def close(self) -> None:
-        """End the env workers; may be called twice."""
-        self.records.close()
-        self._collector.close()
-        self._val_collector.close()
+        """End env workers, and what the engine started; may be called twice."""
+        self._end.close()
 
     def describe(self) -> str:
         """One line: what is trained, on what."""
-        size = sum(parameter.numel() for parameter in self.engine.model.parameters())
-        groups, algorithm = self.config.es_manager.train, self.config.algorithm.adv_estimator
-        several = f", {self.processes.count} processes" if self.processes.count > 1 else ""
-        several += " (sharded)" if self.processes.sharded else ""
-        return (
-            f"{self.config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
-            f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}"
-            f"{several}"
-        )
+        return describe(self.config, self.engine, list(self.train_envs.roles), self.processes)
 
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
         """Run to the end, yielding one row of metrics an iteration (row 0 is the start); resumes if asked to."""
-        if self.config.resume:
+        if self.config.resume and not self.processes.together(self.records.only_begun)[0]:
             yield from self._resume()
         else:
             yield self._start()
@@ -137,7 +140,7 @@ class AgentTrainer:
         config, iteration = self.config, self.progress.iteration
         self._clock.lap()
         clock = time.perf_counter()
-        trajectories, learned, rollouts = self._rollouts(iteration)
+        trajectories, learned, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
         if "engine_busy" not in rollouts:
             rollouts["engine_busy"] = round(self._clock.lap() / rollout_seconds, 4)
@@ -161,44 +164,16 @@ class AgentTrainer:
         return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
-    def _rollouts(self, iteration: int) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
-        """Groups of this iteration (with dynamic sampling, until enough have signal), and those to learn from."""
-        settings = self.config.algorithm.filter_groups
-        played, kept, report = collect_with_signal(
-            self._collector,
-            iteration,
-            self.config.agent_proxy.sampling(),
-            max_batches=settings.max_num_gen_batches if settings.enable else 1,
-        )
-        if settings.max_num_gen_batches > 1 and report.with_signal < len(self._collector.tags):
-            logger.info("iteration %d: %s", iteration + 1, report)
-        row = report.metrics()
-        learned = kept if settings.enable else [t for t in played if t.status == "ok"]
-        algorithm = self.config.algorithm
-        if algorithm.rollout_filter_ratio < 1:
-            learned, filtered = filter_rollouts(
-                played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type
-            )
-            row |= filtered
-        if isinstance(self._collector.collector, ParallelRolloutManager):
-            row |= self._collector.collector.report.metrics()
-        return played, learned, row
-
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
     ) -> dict[str, float]:
         """Advantages of the groups to learn from, and one update from them."""
         config = self.config
-        whole = [t for t in trajectories if t.status == "ok"]
-        rewards, groups = [t.reward for t in whole], [t.group for t in whole]
-        signal = has_signal(rewards, groups)
-        with_signal = {g for g, kept in zip(groups, signal, strict=True) if kept}
-        row = {"groups_with_signal": len(with_signal) / max(1, len(set(groups)))}
-        row["groups_shaping_only"] = self._shaping_only(whole)
-        row["groups_trained"] = float(len({t.group for t in learned}))
+        row = signal_metrics(trajectories, learned, config.agent_proxy.format_penalty)
+        self._warn_of_shaping(row["groups_shaping_only"])
         if not learned:
             return row
-        self._set_rates(iteration)
+        set_rates(self.optimizer, config.algorithm, iteration / config.trainer.iterations)
         reference = self._reference.engine if self._reference else None
         samples = prepare_samples(
             learned,
@@ -221,19 +196,8 @@ class AgentTrainer:
             self.processes,
         )
 
-    def _set_rates(self, iteration: int) -> None:
-        """Learning rates by the schedule, from the number of the iteration alone."""
-        algorithm = self.config.algorithm
-        progress = iteration / self.config.trainer.iterations
-        rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
-            group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
-
-    def _shaping_only(self, whole: list[Trajectory]) -> float:
-        """Share of groups whose members differ by format penalty alone; warns once when it is most of them."""
-        if self.config.agent_proxy.format_penalty == 0:
-            return 0.0
-        share = shaping_only(whole)
+    def _warn_of_shaping(self, share: float) -> None:
+        """Say once when most groups differ by the format penalty alone."""
         if share > 0.5 and not self._warned:
             self._warned = True
             logger.warning(
@@ -241,7 +205,6 @@ class AgentTrainer:
                 "task. Lower agent_proxy.format_penalty or add warm-up steps.",
                 100 * share,
             )
-        return share
 
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
@@ -258,8 +221,9 @@ class AgentTrainer:
             self._reference.keep(self.engine)
         row |= self._validate()
         self._success = row["heldout_success"]
+        self.progress = replace(self.progress, best_success=self._success)
         self.records.report(row)
-        self._save()
+        self._save(best=True)
         return row
 
     def _resume(self) -> Iterator[dict[str, Any]]:
@@ -280,10 +244,8 @@ class AgentTrainer:
     def _validate(self) -> dict[str, float]:
         trajectories = self.evaluate()
         self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
-        metrics = rollout_metrics(trajectories)
-        kinds = [key for key in metrics if key.startswith("success/")]
-        wanted = ("success", "reward", "turns", "valid_actions", *kinds)
-        return {f"heldout_{key}": metrics[key] for key in wanted}
+        refuse_all_failed(trajectories, "the evaluation")
+        return heldout_metrics(trajectories)
 
     def _save(self, *, best: bool = False) -> None:
         snapshot = take_snapshot(self.engine, self.critic, self.optimizer, self.processes.first)

@@ -63,34 +63,50 @@ def save_checkpoint(
     progress: Progress,
     config: dict[str, Any],
     keep: int,
+    *,
+    best: bool = False,
 ) -> Path:
-    """Commit `folder/step-<iteration>` and drop all but the newest `keep`."""
+    """Commit `folder/step-<iteration>` and drop all but the newest `keep`.
+
+    With `best`, `folder/best` is replaced first: a run that ends between the two comes by the same best again.
+    """
     target = folder / f"step-{progress.iteration:06d}"
+    if best:
+        with write_folder(folder / "best") as temporary:
+            _fill(temporary, engine, snapshot, progress, config)
     with write_folder(target) as temporary:
-        (temporary / "engine").mkdir()
-        engine.save(temporary / "engine", snapshot.engine)
-        save_file(snapshot.optimizer, temporary / "optimizer.safetensors")
-        if snapshot.critic is not None:
-            single, twins = without_twins(snapshot.critic)
-            save_file(single, temporary / "critic.safetensors", twins)
-        state = {
-            "iteration": progress.iteration,
-            "best_success": progress.best_success,
-            "episodes": progress.episodes,
-            "tokens": progress.tokens,
-            "weights_version": engine.weights_version,
-            "config": config,
-        }
-        (temporary / "state.json").write_text(json.dumps(state, indent=2))
+        if best:
+            ignored = shutil.ignore_patterns(MANIFEST)
+            shutil.copytree(folder / "best", temporary, dirs_exist_ok=True, ignore=ignored)
+        else:
+            _fill(temporary, engine, snapshot, progress, config)
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
 
 
-def keep_best(checkpoint: Path) -> None:
-    """Commit a copy of `checkpoint` as `best` beside it, in the place of the best before."""
-    with write_folder(checkpoint.parent / "best") as folder:
-        shutil.copytree(checkpoint, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+def _fill(
+    folder: Path,
+    engine: TrainableEngine,
+    snapshot: Snapshot,
+    progress: Progress,
+    config: dict[str, Any],
+) -> None:
+    (folder / "engine").mkdir()
+    engine.save(folder / "engine", snapshot.engine)
+    save_file(snapshot.optimizer, folder / "optimizer.safetensors")
+    if snapshot.critic is not None:
+        single, twins = without_twins(snapshot.critic)
+        save_file(single, folder / "critic.safetensors", twins)
+    state = {
+        "iteration": progress.iteration,
+        "best_success": progress.best_success,
+        "episodes": progress.episodes,
+        "tokens": progress.tokens,
+        "weights_version": engine.weights_version,
+        "config": config,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -133,9 +149,7 @@ def load_checkpoint(
     difference = _first_difference(state["config"], json.loads(json.dumps(config)))
     if difference:
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
-    adapter = path / "engine" / "adapter_model.safetensors"
-    weights = adapter if adapter.is_file() else path / "engine" / "model.safetensors"
-    engine.load_weights(load_file(weights), state["weights_version"])
+    engine.load_weights(engine.read(path / "engine"), state["weights_version"])
     if critic is not None:
         fill(critic, load_file(path / "critic.safetensors"))
     fill_optimizer(optimizer, load_file(path / "optimizer.safetensors"))

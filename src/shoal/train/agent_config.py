@@ -10,24 +10,15 @@ from shoal.rollout.engine_config import EngineConfig as EngineConfig
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent_conflicts import refuse_ignored
+from shoal.train.algorithm_config import CRITIC_ESTIMATORS as CRITIC_ESTIMATORS
+from shoal.train.algorithm_config import Algorithm as Algorithm
+from shoal.train.algorithm_config import Critic as Critic
+from shoal.train.algorithm_config import Estimator as Estimator
+from shoal.train.algorithm_config import FilterGroups as FilterGroups
+from shoal.train.algorithm_config import KLPenalty as KLPenalty
+from shoal.train.algorithm_config import RolloutCorrection as RolloutCorrection
+from shoal.train.algorithm_config import refuse_negative, refuse_not_positive
 from shoal.train.group_advantages import Method
-from shoal.train.packing import Batching
-from shoal.train.rollout_filter import FilterType
-from shoal.train.token_losses import Aggregation, KLEstimator
-
-Estimator = Literal[
-    "grpo",
-    "dr_grpo",
-    "gigpo",
-    "rloo",
-    "reinforce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "gae",
-    "turn_gae",
-    "bi_level_gae",
-]
-CRITIC_ESTIMATORS = ("gae", "turn_gae", "bi_level_gae")
 
 
 @dataclass(frozen=True)
@@ -45,6 +36,7 @@ class Lora:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ConfigError(f"lora.rank must be at least 0, got {self.rank}")
+        refuse_not_positive(self, "alpha")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout must be in [0, 1), got {self.dropout}")
 
@@ -73,111 +65,13 @@ class AgentProxy(RolloutSettings):
     """Taken off per turn without a valid action; added after normalisation, never part of the spread."""
     reward_normalization: RewardNormalization = RewardNormalization()
 
-
-@dataclass(frozen=True)
-class FilterGroups:
-    """Which groups are learned from."""
-
-    enable: bool = True
-    """Leave out groups whose members all got the same task reward: they say nothing."""
-    max_num_gen_batches: int = 1
-    """Batches of groups to play, at most, until `env_groups` with signal are there."""
-
-
-@dataclass(frozen=True)
-class Critic:
-    """The value network of estimators that need one (`gae`, `turn_gae`, `bi_level_gae`)."""
-
-    gae_lambda: float = 0.95
-    token_lambda: float = 1.0
-    """Trace decay within a turn (`bi_level_gae`)."""
-    learning_rate: float = 1e-3
-    value_clip: float | None = 0.5
-
-
-@dataclass(frozen=True)
-class KLPenalty:
-    """Holding on to the weights that the run started from."""
-
-    coef: float = 0.0
-    """0 keeps no reference model."""
-    estimator: KLEstimator = "k3"
-
-
-@dataclass(frozen=True)
-class RolloutCorrection:
-    """Importance weights for an engine whose log-probs differ from the trainer's."""
-
-    method: Literal["none", "truncate", "mask"] = "none"
-    cap: float = 2.0
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """How trajectories change the weights."""
-
-    adv_estimator: Estimator = "grpo"
-    gamma: float = 1.0
-    """Discount per turn; below 1, shorter solutions are worth more."""
-    step_advantage_weight: float = 1.0
-    """GiGPO: weight of the step-level advantage beside the episode's."""
-    policy_loss: Literal["clip", "gspo", "cispo"] = "clip"
-    loss_aggregation: Aggregation = "token_mean"
-    loss_constant: float = 1.0
-    """Tokens a sequence is divided by, for `loss_aggregation: constant`."""
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
-    dual_clip: float | None = None
-    """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
-    entropy_coef: float = 0.02
-    learning_rate: float = 1e-3
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From `learning_rate` at the first iteration to 0 after the last."""
-    weight_decay: float = 0.0
-    epochs: int = 1
-    minibatch_size: int = 256
-    """Samples of one gradient step."""
-    micro_batch_tokens: int = 16384
-    """Tokens, padding included, that go through the network at once; changes memory, not results."""
-    batching: Batching = "auto"
-    """How samples share the rows of a micro-batch: `padded` (in order), `bucketed` (like lengths together), `packed`
-    (several in a row, attention within each), `auto` (packed where lengths differ enough to pay); changes speed."""
-    gradient_checkpointing: bool = False
-    """Compute each layer a second time in the backward pass: less memory, the same gradients, about a third slower."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
-    max_grad_norm: float = 1.0
-    rollout_filter_ratio: float = 1.0
-    """Share of the groups played to learn from: those that score highest; 1 keeps all."""
-    rollout_filter_type: FilterType = "std"
-    """Score of a group: the spread of its members' task rewards (`std`), or the best one less the mean (`max_mean`)."""
-    filter_groups: FilterGroups = FilterGroups()
-    critic: Critic = Critic()
-    kl: KLPenalty = KLPenalty()
-    rollout_correction: RolloutCorrection = RolloutCorrection()
-
     def __post_init__(self) -> None:
-        if not 0 < self.gamma <= 1:
-            raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
-        for name in (
-            "learning_rate",
-            "epochs",
-            "minibatch_size",
-            "micro_batch_tokens",
-            "max_grad_norm",
-            "loss_constant",
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 < self.rollout_filter_ratio <= 1:
-            raise ConfigError(f"rollout_filter_ratio must be in (0, 1], got {self.rollout_filter_ratio}")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ConfigError(f"dual_clip must be above 1, got {self.dual_clip}")
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the estimator works with values."""
-        return self.adv_estimator in CRITIC_ESTIMATORS
+        super().__post_init__()
+        refuse_negative(self, "format_penalty", "temperature")
+        for name in ("max_tokens", "max_turn"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True)
@@ -194,6 +88,8 @@ class Warmup:
     """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
 
     def __post_init__(self) -> None:
+        refuse_negative(self, "steps")
+        refuse_not_positive(self, "batch_size", "learning_rate")
         if not 0 <= self.expert <= 1:
             raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
 
@@ -225,6 +121,8 @@ class TrainerConfig:
         for name in ("iterations", "eval_every", "save_every", "keep_checkpoints", "save_trajectories_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.stop_at_success is not None and not 0 < self.stop_at_success <= 1:
+            raise ConfigError(f"stop_at_success must be in (0, 1], or null, got {self.stop_at_success}")
 
 
 @dataclass(frozen=True)
@@ -258,6 +156,8 @@ class AgentConfig:
         values = to_mapping(self)
         for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer"):
             del values[key]
+        if self.algorithm.lr_schedule != "constant":  # the rate of an iteration depends on how many there are
+            values["trainer"] = {"iterations": self.trainer.iterations}
         for key in ("use_parallel_rollout", "parallel_n_jobs", "parallel"):
             del values["agent_proxy"][key]
         return values

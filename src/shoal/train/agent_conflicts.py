@@ -26,25 +26,51 @@ def refuse_ignored(config: AgentConfig) -> None:
         raise ConfigError(conflict)
 
 
+def refuse_without_signal(config: AgentConfig) -> None:
+    """Check that groups can differ within, where that is what is learned from; a mere rollout may do without.
+
+    Raises:
+        ConfigError: nothing would ever be learned, or nothing but the format.
+    """
+    groups, algorithm = config.es_manager.train, config.algorithm
+    compared = config.agent_proxy.reward_normalization.grouping == "state"
+    if algorithm.filter_groups.enable:
+        needs = "algorithm.filter_groups.enable=true leaves such groups out"
+    elif algorithm.adv_estimator in GROUPED and algorithm.adv_estimator != "gigpo" and compared:
+        needs = f"algorithm.adv_estimator={algorithm.adv_estimator} learns from what differs within groups"
+    else:
+        return
+    if groups.group_size == 1:
+        raise ConfigError(
+            f"a group of es_manager.train.group_size=1 has no other member to differ from, and {needs}: raise it"
+        )
+    if config.agent_proxy.temperature == 0:
+        raise ConfigError(
+            f"agent_proxy.temperature=0 plays all members of a group alike, and {needs}: set it to 1, say"
+        )
+
+
 def _of_model(config: AgentConfig) -> Iterator[str]:
     engine, lora = config.engine, config.model.lora
+    if lora.rank and engine.name != "huggingface":
+        yield (
+            f"model.lora.rank={lora.rank} needs engine.name=huggingface, got {engine.name}: set it, or "
+            f"model.lora.rank to 0"
+        )
     if lora.rank and engine.train_last_layers is not None:
         yield (
             f"model.lora.rank={lora.rank} trains adapters in all layers, so engine.train_last_layers="
             f"{engine.train_last_layers} would do nothing: set it to null, or model.lora.rank to 0"
         )
-    if engine.name == "tiny":
+    replicas = engine.name == "ray" and engine.replicas.engine == "tiny"
+    if engine.name == "tiny" or replicas:
+        tiny = "engine.replicas.engine=tiny" if replicas else "engine.name=tiny"
         for name, plain in (("model", None), ("train_last_layers", None), ("dtype", "float32")):
             if getattr(engine, name) != plain:
                 yield (
-                    f"engine.{name}={getattr(engine, name)} has no effect on engine.name=tiny: "
+                    f"engine.{name}={getattr(engine, name)} has no effect on {tiny}: "
                     f"set engine.name=huggingface, or leave it out"
                 )
-        if config.algorithm.gradient_checkpointing:
-            yield (
-                "algorithm.gradient_checkpointing=true has no effect on engine.name=tiny: leave it out, "
-                "or set engine.name=huggingface"
-            )
 
 
 def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
@@ -53,6 +79,11 @@ def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
         yield (
             f"algorithm.dual_clip={algorithm.dual_clip} has no effect with policy_loss="
             f"{algorithm.policy_loss}: set it to null, or policy_loss to clip"
+        )
+    if algorithm.policy_loss == "cispo" and algorithm.clip_ratio_low != 0.2:
+        yield (
+            f"algorithm.clip_ratio_low={algorithm.clip_ratio_low} has no effect with policy_loss=cispo, which bounds "
+            f"weights from above alone: leave it out"
         )
     if algorithm.loss_constant != 1 and algorithm.loss_aggregation != "constant":
         yield (

@@ -35,6 +35,29 @@ def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
     return {f"success/{kind}": won[kind] / played[kind] for kind in sorted(played)} if len(played) > 1 else {}
 
 
+def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What an evaluation says, as `heldout_…`."""
+    metrics = rollout_metrics(trajectories)
+    kinds = [key for key in metrics if key.startswith("success/")]
+    wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds)
+    return {f"heldout_{key}": metrics[key] for key in wanted}
+
+
+def signal_metrics(
+    trajectories: Sequence[Trajectory], learned: Sequence[Trajectory], format_penalty: float
+) -> dict[str, float]:
+    """How many groups of those played say something, and how many are learned from."""
+    whole = [t for t in trajectories if t.status == "ok"]
+    groups = [t.group for t in whole]
+    signal = has_signal([t.reward for t in whole], groups)
+    with_signal = {group for group, kept in zip(groups, signal, strict=True) if kept}
+    return {
+        "groups_with_signal": len(with_signal) / max(1, len(set(groups))),
+        "groups_shaping_only": shaping_only(whole) if format_penalty else 0.0,
+        "groups_trained": float(len({t.group for t in learned})),
+    }
+
+
 def iteration_times(
     row: Mapping[str, Any], rollout_seconds: float, seconds: float, tokens: int
 ) -> dict[str, float]:

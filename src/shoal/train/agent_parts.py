@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from shoal import envs
+from shoal.core.errors import ConfigError
 from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.engines.making import close_engine
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_roles
 from shoal.rollout.prompts import Prompter
-from shoal.train.agent_config import AgentConfig
+from shoal.train.agent_config import AgentConfig, Algorithm
+from shoal.train.arithmetic import can_checkpoint
 from shoal.train.critic import Critic, split_optimizer
 from shoal.train.engine_clock import EngineClock
 from shoal.train.policy import TrainableEngine, make_engine
 from shoal.train.processes import Processes
 from shoal.train.reference import BaseReference, Reference
+from shoal.train.schedules import decayed
 from shoal.train.sharding import ShardedEngine, shard_critic
 from shoal.train.update import trained_parameters
 from shoal.train.warmup import warm_up
@@ -27,13 +31,26 @@ from shoal.train.warmup import warm_up
 def make_learner(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> TrainableEngine:
     """The engine of a config on this process's device, with adapters if they are what is trained."""
     words = sorted({word for role in roles.values() for word in role.projection.words()})
+    if config.engine.name == "ray" and processes.count > 1:
+        from shoal.train.cluster_room import refuse_without_room
+
+        refuse_without_room(config.engine.replicas, processes)
     device = processes.device(config.engine.device)
     engine = make_engine(replace(config.engine, device=device), words, config.seed)
-    if not config.model.lora.rank:
-        return engine
-    from shoal.train.lora import add_lora
+    try:
+        if config.algorithm.gradient_checkpointing and not can_checkpoint(engine.model):
+            raise ConfigError(
+                "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
+                "twice: leave it out"
+            )
+        if not config.model.lora.rank:
+            return engine
+        from shoal.train.lora import add_lora
 
-    return add_lora(engine, config.model.lora, config.engine.model, config.seed)
+        return add_lora(engine, config.model.lora, config.engine.model, config.seed)
+    except BaseException:
+        close_engine(engine)  # it may have begun processes
+        raise
 
 
 def make_networks(
@@ -65,6 +82,25 @@ def make_optimizer(
         algorithm.learning_rate,
         algorithm.critic.learning_rate,
         algorithm.weight_decay,
+    )
+
+
+def set_rates(optimizer: torch.optim.Optimizer, algorithm: Algorithm, progress: float) -> None:
+    """Learning rates by the schedule, from the finished share of the run alone."""
+    rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
+
+
+def describe(config: AgentConfig, engine: TrainableEngine, kinds: Sequence[str], processes: Processes) -> str:
+    """One line: what is trained, on what."""
+    size = sum(parameter.numel() for parameter in engine.model.parameters())
+    groups, algorithm = config.es_manager.train, config.algorithm.adv_estimator
+    several = f", {processes.count} processes" if processes.count > 1 else ""
+    several += " (sharded)" if processes.sharded else ""
+    return (
+        f"{config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
+        f"{groups.env_groups} groups of {groups.group_size} on {', '.join(kinds)}{several}"
     )
 
 

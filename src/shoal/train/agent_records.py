@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from shoal.core.configuration import to_mapping
 from shoal.core.data import Trajectory, write_trajectories
 from shoal.core.errors import ConfigError
+from shoal.core.files import remove_leftovers
 from shoal.core.run_folder import Event, RunFolder
-from shoal.train.agent_checkpoints import Progress, Snapshot, keep_best, save_checkpoint
+from shoal.train.agent_checkpoints import Progress, Snapshot, list_checkpoints, save_checkpoint
 from shoal.train.agent_config import AgentConfig
 from shoal.train.policy import TrainableEngine
 from shoal.train.tensorboard import TensorBoard
@@ -31,29 +32,40 @@ class Records:
         self._config = config
         self._writes = writes
         self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event)
+        self._checkpoints = self.folder.path / "checkpoints"
         settings = config.trainer
         self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)
         self._wandb = WandB(
             self.folder.path, settings.wandb_project, to_mapping(config), writes and settings.wandb
         )
 
+    def only_begun(self) -> bool:
+        """Whether the folder holds a run that ended before its first checkpoint: there is nothing to go on from."""
+        if not (self.folder.path / "config.yaml").exists() or list_checkpoints(self._checkpoints):
+            return False
+        return all(row["iteration"] == 0 for row in self.folder.read_metrics())
+
     def begin(self) -> None:
-        """Write the config of a new run.
+        """Write the config of a new run, or of one that was only begun and is asked to go on.
 
         Raises:
             ConfigError: the folder holds a run.
         """
         if not self._writes:
             return
-        if self.folder.metrics_path.exists():
+        if self._config.resume:
+            self.go_on(-1)
+        elif self.folder.metrics_path.exists():
             raise ConfigError(
                 f"{self.folder.path} holds a run already: pass resume=true to go on with it, or another run_dir"
             )
         OmegaConf.save(OmegaConf.create(to_mapping(self._config)), self.folder.path / "config.yaml")
 
     def go_on(self, iteration: int) -> list[dict[str, Any]]:
-        """Drop what was reported after `iteration`, and give the rows before."""
+        """Drop what was reported after `iteration` and what was half written, and give the rows before."""
         if self._writes:
+            remove_leftovers(self._checkpoints)
+            remove_leftovers(self.folder.path)
             self.folder.keep_metrics(lambda row: row["iteration"] <= iteration)
         return [row for row in self.folder.read_metrics() if row["iteration"] <= iteration]
 
@@ -82,19 +94,18 @@ class Records:
         *,
         best: bool = False,
     ) -> None:
-        """Commit a checkpoint, and keep a copy of it if it is the best so far."""
+        """Commit a checkpoint, as the best one too if it is the best so far."""
         if not self._writes:
             return
         path = save_checkpoint(
-            self.folder.path / "checkpoints",
+            self._checkpoints,
             engine,
             snapshot,
             progress,
             self._config.comparable(),
             self._config.trainer.keep_checkpoints,
+            best=best,
         )
-        if best:
-            keep_best(path)
         self.folder.event("checkpoint", step=progress.iteration, path=str(path))
 
     def finish(self, progress: Progress) -> None:

@@ -24,15 +24,22 @@ def autocast(model: nn.Module, precision: Precision) -> contextlib.AbstractConte
     return torch.autocast(next(model.parameters()).device.type, torch.bfloat16)
 
 
+def can_checkpoint(model: nn.Module) -> bool:
+    """Whether layers of this model can be computed again in the backward pass."""
+    return bool(_layers(model))
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if hasattr(part, "gradient_checkpointing")]
+
+
 @contextlib.contextmanager
 def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[None]:
     """The layers of `model` are computed again in the backward pass if asked for, and adapters drop out by `seed`.
 
     The model itself stays in evaluation mode: what it computes is what the engine computed.
     """
-    layers = (
-        [part for part in model.modules() if hasattr(part, "gradient_checkpointing")] if checkpointing else []
-    )
+    layers = _layers(model) if checkpointing else []
     drops = [
         part
         for name, part in model.named_modules()

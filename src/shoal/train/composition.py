@@ -70,7 +70,19 @@ def _explain(error: Exception) -> str:
     key = first.split("'")[1] if "Could not override" in first and "'" in first else ""
     if not key:
         return first
+    if _takes_own_keys(key):
+        return f"{key!r} is not there yet. {str(error).strip().splitlines()[-1]}"
     return f"no setting {key!r}.{_nearest(key)}"
+
+
+def _takes_own_keys(key: str) -> bool:
+    """Whether a setting is in a mapping whose keys are the user's, or is such a mapping."""
+    node: Any = AgentConfig()
+    for part in key.split("."):
+        if isinstance(node, dict):
+            return True
+        node = getattr(node, part, None)
+    return isinstance(node, dict)
 
 
 def _nearest(key: str) -> str:

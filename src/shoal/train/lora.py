@@ -102,6 +102,12 @@ class LoraEngine(HuggingFaceEngine):
         self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]  # the adapters alone
         self.tokenizer.tokenizer.save_pretrained(folder)
 
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The adapters that `save` wrote, for `load_weights`."""
+        from safetensors.torch import load_file
+
+        return dict(load_file(folder / ADAPTER))
+
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over adapter weights by name."""
         own = self.adapter_parameters()
@@ -133,8 +139,6 @@ def load_lora(folder: Path, device: str = "cpu") -> LoraEngine:
     Raises:
         DataError: the base model is not the one that the adapters were trained on.
     """
-    from safetensors.torch import load_file
-
     described, settings = read_json(folder / "engine.json"), read_json(folder / "adapter_config.json")
     engine = HuggingFaceEngine.load(resolve_model(described["base"]), device=device, dtype=described["dtype"])
     modules = settings["target_modules"]
@@ -142,7 +146,7 @@ def load_lora(folder: Path, device: str = "cpu") -> LoraEngine:
     adapted = LoraEngine(engine, lora, described["base"], 0)
     if adapted.base_sha256 != described["base_sha256"]:
         raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
-    adapted.load_weights(load_file(folder / ADAPTER), adapted.weights_version)
+    adapted.load_weights(adapted.read(folder), adapted.weights_version)
     return adapted
 
 
@@ -166,5 +170,5 @@ def weights_sha256(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -56,6 +56,10 @@ class TrainableEngine(Protocol):
         """Take over weights by name."""
         ...
 
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, by the names that `load_weights` wants."""
+        ...
+
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write what `load_engine` needs into an existing folder; `weights` by name in the place of the network's."""
         ...

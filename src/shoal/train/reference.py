@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.core.files import verify_folder, write_folder
@@ -45,7 +44,7 @@ class Reference:
 
     def load(self) -> None:
         """Read back what `keep` wrote."""
-        weights = load_file(verify_folder(self._folder) / "model.safetensors")
+        weights = self.engine.read(verify_folder(self._folder))
         self.engine.load_weights(weights, self.engine.weights_version)
 
 

@@ -161,6 +161,13 @@ def _shard(
 
 
 def _refuse_mixed(root: nn.Module, parts: Sequence[nn.Module]) -> None:
+    for name, part in root.named_modules():
+        if name.endswith("experts") and isinstance(part, nn.ModuleList):
+            raise ConfigError(
+                f"trainer.sharding=full needs the experts of a layer in one tensor, as transformers 5 keeps them, and "
+                f"{name} has {len(part)} modules: a process whose samples miss one would have no gradient to sum. "
+                f"Set trainer.sharding=none"
+            )
     inner = {id(parameter) for part in parts for parameter in part.parameters()}
     rest = [p for p in root.parameters() if id(p) not in inner]
     for group in [*(list(part.parameters()) for part in parts), rest]:

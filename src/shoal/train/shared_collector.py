@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
+from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.dispatch import RolloutReport
 from shoal.rollout.engine import Sampling
 from shoal.rollout.parallel import ParallelRolloutManager
 from shoal.train.processes import Processes
@@ -31,6 +34,9 @@ class SharedCollector:
         self._ready = ready
         self.tags = collector.tags
         self._processes = processes
+        self._reports: list[
+            list[RolloutReport]
+        ] = []  # since the last lap: of each call, one a process that played
 
     def collect(
         self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
@@ -41,18 +47,65 @@ class SharedCollector:
         cuts = [n_groups * rank // processes.count for rank in range(processes.count + 1)]
         first, last = cuts[processes.rank], cuts[processes.rank + 1]
 
-        def play() -> list[bytes]:
+        def play() -> tuple[list[bytes], RolloutReport | None]:
             if first == last:
-                return []
+                return [], None
             played = self.collector.collect(
                 iteration, sampling, first_group=first_group + first, n_groups=last - first
             )
-            return [encode_trajectory(trajectory) for trajectory in played]
+            refuse_no_numbers(played)
+            report = self.collector.report if isinstance(self.collector, ParallelRolloutManager) else None
+            return [encode_trajectory(trajectory) for trajectory in played], report
 
         with self._ready():
             everyone = processes.together(play)
-        return [decode_trajectory(line) for lines in everyone for line in lines]
+        self._reports.append([report for _, report in everyone if report is not None])
+        return [decode_trajectory(line) for lines, _ in everyone for line in lines]
+
+    def lap(self) -> dict[str, float]:
+        """How parallel rollouts went since the last lap, all calls and processes together; nothing for others."""
+        calls, self._reports = self._reports, []
+        reports = [report for call in calls for report in call]
+        if not reports:
+            return {}
+        return RolloutReport(
+            seconds=sum(report.seconds for report in reports),
+            workers=max(sum(report.workers for report in call) for call in calls),
+            engine_seconds=sum(report.engine_seconds for report in reports),
+            batches=sum(report.batches for report in reports),
+            worker_deaths=sum(report.worker_deaths for report in reports),
+            replayed_episodes=sum(report.replayed_episodes for report in reports),
+        ).metrics()
 
     def close(self) -> None:
         """End this process's envs and workers."""
         self.collector.close()
+
+
+def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
+    """Check what the engine said of its own tokens.
+
+    Raises:
+        DivergedError: NaN or infinity, as from weights that a too large step has spoiled.
+    """
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            if not all(map(math.isfinite, turn.logprobs)):
+                raise DivergedError(
+                    f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
+                    f"{trajectory.member}): its weights are spoiled. Lower the learning rate (algorithm.learning_rate, "
+                    f"or warmup.learning_rate at the start); resume=true goes on from the last checkpoint"
+                )
+
+
+def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Check that something can be said and learned of these episodes.
+
+    Raises:
+        EngineError: not one was played to its end (`EnvError` if it was the env that failed first).
+    """
+    if any(trajectory.status == "ok" for trajectory in trajectories):
+        return
+    first = trajectories[0]
+    kind = EnvError if first.status == "env_error" else EngineError
+    raise kind(f"all {len(trajectories)} episodes of {what} failed; the first: {first.error or first.status}")

@@ -64,9 +64,15 @@ def sequence_clipped_loss(
     Returns:
         `[N]`, equal for the tokens of a sequence with one advantage.
     """
-    count = torch.zeros(int(rows.max()) + 1, device=rows.device).index_add(0, rows, torch.ones_like(logprobs))
-    gap = torch.zeros_like(count).index_add(0, rows, logprobs - old_logprobs) / count.clamp(min=1)
-    return _clip(gap.exp()[rows], advantages, clip_low, clip_high, None)
+    ratio = sequence_ratios(logprobs - old_logprobs, rows)
+    return _clip(ratio, advantages, clip_low, clip_high, None)
+
+
+def sequence_ratios(gaps: Tensor, rows: Tensor) -> Tensor:
+    """`[N]` the ratio of each token's sequence under GSPO, from `log p - log old` of the tokens."""
+    count = torch.zeros(int(rows.max()) + 1, device=rows.device).index_add(0, rows, torch.ones_like(gaps))
+    mean = torch.zeros_like(count).index_add(0, rows, gaps) / count.clamp(min=1)
+    return mean.exp()[rows]
 
 
 def truncated_weight_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cap: float) -> Tensor:

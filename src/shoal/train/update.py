@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 
+from shoal.core.errors import DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.train.agent_config import Algorithm
 from shoal.train.arithmetic import Precision, autocast, training_mode
@@ -22,6 +24,7 @@ from shoal.train.token_losses import (
     entropy_of,
     kl_penalty,
     sequence_clipped_loss,
+    sequence_ratios,
     truncated_weight_loss,
     value_loss,
 )
@@ -133,7 +136,11 @@ def gradient_step(
     totals: Totals,
     processes: Processes = ALONE,
 ) -> None:
-    """One step of the optimizer; the weights of all tokens of the minibatch sum to 1, over all processes."""
+    """One step of the optimizer; the weights of all tokens of the minibatch sum to 1, over all processes.
+
+    Raises:
+        DivergedError: a gradient is NaN or infinite; the weights are those from before this step.
+    """
     weights = aggregation_weights(
         [len(s.places) for s in minibatch], config.loss_aggregation, config.loss_constant
     )
@@ -156,11 +163,26 @@ def gradient_step(
                 loss = loss + critic_loss(critic, micro, config, totals)
         loss.backward()  # type: ignore[no-untyped-call]
     processes.sum_gradients([p for group in optimizer.param_groups for p in group["params"]])
-    totals.grad_norm += float(whole(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)))
+    totals.grad_norm += refuse_diverged(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm), "policy")
     if critic is not None:
-        nn.utils.clip_grad_norm_(critic.parameters(), config.max_grad_norm)
+        refuse_diverged(nn.utils.clip_grad_norm_(critic.parameters(), config.max_grad_norm), "critic")
     totals.steps += 1
     optimizer.step()
+
+
+def refuse_diverged(norm: Tensor, of: str) -> float:
+    """The norm of a gradient as a number.
+
+    Raises:
+        DivergedError: it is NaN or infinite; no step was made with it.
+    """
+    size = float(whole(norm))
+    if not math.isfinite(size):
+        raise DivergedError(
+            f"the gradient of the {of} is {size} (its norm): training diverged, and the weights are those from before "
+            f"it. Lower the learning rate; resume=true goes on from the last checkpoint"
+        )
+    return size
 
 
 def token_loss(
@@ -185,7 +207,10 @@ def token_loss(
     with torch.no_grad():
         gap = logprobs - columns["old_logprobs"]
         ratio = gap.exp()
-        outside = (ratio < 1 - config.clip_ratio_low) | (ratio > 1 + config.clip_ratio_high)
+        bounded = sequence_ratios(gap, micro.samples) if config.policy_loss == "gspo" else ratio
+        outside = bounded > 1 + config.clip_ratio_high
+        if config.policy_loss != "cispo":  # which has no lower bound
+            outside |= bounded < 1 - config.clip_ratio_low
         totals.tokens += len(micro.targets)
         totals.loss += float(loss)
         totals.entropy += float(entropy.sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from shoal.core.files import read_json, write_json
 
 
 class WandB:
-    """Sends numbers of metric rows; a resumed run goes on under its old name.
+    """Sends numbers of metric rows, from the first one on; a resumed run goes on under its old name.
 
     Args:
         folder: the run folder; the name of the run at W&B is kept in it.
@@ -30,6 +31,7 @@ class WandB:
         option: str = "trainer.wandb=true",
     ) -> None:
         self._run: Any = None
+        self._init: Any = None
         if not enabled:
             return
         try:
@@ -38,21 +40,22 @@ class WandB:
             raise MissingExtraError(
                 f"{option} needs a package that is not installed: run pip install wandb"
             ) from error
-        known = folder / "wandb.json"
-        before = read_json(known)["id"] if known.exists() else None
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            dir=str(folder),
-            config=dict(config),
-            id=before,
-            resume="allow",
+        self._init = partial(
+            wandb.init, project=project, name=folder.name, dir=str(folder), config=dict(config)
         )
-        write_json(known, {"id": self._run.id})
+        self._known = folder / "wandb.json"
+
+    def _open(self) -> None:
+        """Begin at W&B, which a run that is refused at its start never does."""
+        before = read_json(self._known)["id"] if self._known.exists() else None
+        self._run = self._init(id=before, resume="allow")
+        write_json(self._known, {"id": self._run.id})
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
         """Send the numbers of `row` at `step`."""
-        if self._run is not None:
+        if self._init is not None:
+            if self._run is None:
+                self._open()
             numbers = {
                 name: value
                 for name, value in row.items()

@@ -5,6 +5,7 @@ Where the config says so, a share of the actions is the env's expert's, and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
 from shoal.rollout.engine import Completion, Sampling
@@ -58,6 +59,8 @@ def warm_up(
             loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
             (share * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+        if not math.isfinite(total):
+            raise DivergedError(f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate")
         optimizer.step()
         yield total
 

@@ -25,6 +25,7 @@ try:
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
     from shoal.rollout.engines.prefix_cache import PrefixStore, can_be_cropped, fill_cache, take_row
+    from shoal.rollout.engines.weight_files import read_weights
 except ImportError as error:
     raise missing_extra("the Hugging Face engine", "llm") from error
 
@@ -289,6 +290,10 @@ class HuggingFaceEngine:
         (folder / "engine.json").write_text(json.dumps({"engine": "huggingface", "dtype": dtype}))
         self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         self.tokenizer.tokenizer.save_pretrained(folder)
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, for `load_weights`."""
+        return read_weights(folder, self.model)
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over weights by name; tied weights may be left out."""

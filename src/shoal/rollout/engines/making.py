@@ -89,7 +89,8 @@ def _vllm(config: EngineConfig) -> Engine:
     folder = _folder(config)
     from shoal.rollout.engines.vllm import VllmEngine
 
-    return VllmEngine(folder, **{"dtype": config.dtype, **config.vllm})
+    gpu = config.device.partition(":")[2]
+    return VllmEngine(folder, gpu=int(gpu) if gpu else None, **{"dtype": config.dtype, **config.vllm})
 
 
 def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
@@ -110,11 +111,11 @@ def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
 
 
 def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
-    """An engine in a process of its own, where threads are its own business too."""
+    """An engine in a process of its own, where threads are its own business too, and Ray says which GPUs it sees."""
     import torch
 
     torch.set_num_threads(config.threads)
-    return make_engine(config, words, seed)
+    return make_engine(replace(config, device=config.device.partition(":")[0]), words, seed)
 
 
 def _openai(config: EngineConfig) -> Engine:

@@ -199,8 +199,12 @@ class TinyEngine:
             engine = cls(described["words"], TinyShape(**described["shape"]), device=device)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{folder / 'engine.json'} does not describe a tiny engine: {error}") from error
-        engine.load_weights(load_file(folder / "model.safetensors"), engine.weights_version)
+        engine.load_weights(engine.read(folder), engine.weights_version)
         return engine
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, for `load_weights`."""
+        return dict(load_file(folder / "model.safetensors"))
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over weights by name; `version` marks the completions they produce."""

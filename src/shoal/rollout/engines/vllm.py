@@ -6,10 +6,12 @@ rounding, so the level is L0; log-probabilities are those of the sampling at any
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from shoal.core.errors import DataError, EngineError, missing_extra
 from shoal.rollout.capabilities import Capabilities
 from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
 from shoal.rollout.engines.chat_template import TemplateTokenizer
+from shoal.rollout.engines.weight_files import as_in_files
 
 try:
     from vllm import LLM, SamplingParams
@@ -24,6 +27,8 @@ try:
     from vllm.platforms import current_platform
 except ImportError as error:
     raise missing_extra("the vLLM engine", "vllm") from error
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class VllmEngine:
@@ -33,6 +38,7 @@ class VllmEngine:
         model: a model folder.
         tokenizer: its tokenizer; the one in the folder if None.
         adapters: make room for LoRA adapters.
+        gpu: the only GPU of this process that vLLM's own processes shall see; all if None.
         **options: of `vllm.LLM` (`dtype`, `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …).
     """
 
@@ -44,11 +50,12 @@ class VllmEngine:
         *,
         tokenizer: ChatTokenizer | None = None,
         adapters: bool = False,
+        gpu: int | None = None,
         **options: Any,
     ) -> None:
         if not (Path(model) / "config.json").is_file():
             raise DataError(f"{model} is not a model folder: it has no config.json")
-        self._folder, self._adapters = Path(model), adapters
+        self._folder, self._adapters, self._gpu = Path(model), adapters, gpu
         self._options = {"logprobs_mode": "processed_logprobs", "enable_lora": adapters, **options}
         self._lora: Any = None
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
@@ -59,7 +66,8 @@ class VllmEngine:
     def _start(self) -> Any:
         """A vLLM with the last weights."""
         folder = self._folder if self._weights is None else self._weights.name
-        llm = LLM(model=str(folder), tokenizer=str(self._folder), **self._options)
+        with _seeing(self._gpu):
+            llm = LLM(model=str(folder), tokenizer=str(self._folder), **self._options)
         self._end = weakref.finalize(self, _shut_down, llm)
         return llm
 
@@ -127,7 +135,8 @@ class VllmEngine:
 
         # By way of a folder: the model may live in processes of its own, and there with names of its own.
         folder = tempfile.TemporaryDirectory(prefix="shoal-weights-")
-        distinct = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+        named = as_in_files(self._folder, weights)
+        distinct = {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
         save_file(distinct, Path(folder.name) / "model.safetensors", {"format": "pt"})
         for name in ("config.json", "generation_config.json"):
             if (self._folder / name).is_file():
@@ -163,6 +172,24 @@ class VllmEngine:
         self._end()
         if self._weights is not None:
             self._weights.cleanup()
+
+
+@contextlib.contextmanager
+def _seeing(gpu: int | None) -> Iterator[None]:
+    """Processes that are started meanwhile see one GPU of those that this one sees; there is no setting for it."""
+    if gpu is None:
+        yield
+        return
+    before = os.environ.get(_VISIBLE)
+    seen = [str(number) for number in range(gpu + 1)] if before is None else before.split(",")
+    os.environ[_VISIBLE] = seen[gpu]
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VISIBLE]
+        else:
+            os.environ[_VISIBLE] = before
 
 
 def _shut_down(llm: Any) -> None:
