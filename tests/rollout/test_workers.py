@@ -1,9 +1,14 @@
+import json
+import os
 import queue
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
-from shoal.core.errors import WorkerDiedError
+from shoal.core.errors import WorkerDiedError, WorkerError
 from shoal.rollout import workers
 from shoal.rollout.workers import WorkerExecutor
 from shoal.testing import check_executor
@@ -64,3 +69,41 @@ def test_a_shutdown_that_does_not_wait_also_ends_a_worker_that_just_starts(monke
     executor.shutdown(wait=False)
     with pytest.raises(WorkerDiedError, match="shut down"):
         future.result(timeout=0)
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerDiedError("the process that starts workers is gone"), OSError(24, "full")]
+)
+def test_a_process_that_cannot_be_started_just_now_is_started_later(monkeypatch, error):
+    class Stubborn(workers._Process):
+        attempts = 0
+
+        def __init__(self):
+            Stubborn.attempts += 1
+            if Stubborn.attempts < 4:
+                raise error
+            super().__init__()
+
+    monkeypatch.setattr(workers, "_Process", Stubborn)
+    with WorkerExecutor(1) as executor:
+        assert executor.submit(int).result(timeout=60) == 0
+    assert Stubborn.attempts == 4
+    monkeypatch.setattr(workers, "PAUSES", (0.01,))
+    Stubborn.attempts = -9
+    with WorkerExecutor(1) as executor, pytest.raises(WorkerError, match="no worker process can be started"):
+        executor.submit(int).result(timeout=60)
+
+
+def test_where_no_process_can_be_forked_the_forking_one_says_so_and_lives_on():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = "import os\ndef fork(): raise OSError(11, 'no more')\nos.fork = fork\n"
+    program += f"from shoal.vector.zygote import main; main({theirs.fileno()})"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], env=environ)
+    theirs.close()
+    with ours:
+        assert ours.recv(64) == b"ready"
+        for number in range(2):
+            ours.send(json.dumps({"do": "start", "method": "forkserver", "number": number}).encode())
+            assert json.loads(ours.recv(4096)) == {"number": number, "error": "[Errno 11] no more"}
+    assert process.wait(20) == 0

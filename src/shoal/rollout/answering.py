@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Completion, Engine, Request
+from shoal.rollout.engine import Completion, Engine, Request, as_completion
 
 logger = logging.getLogger(__name__)
 Result = Completion | Exception
@@ -61,7 +61,7 @@ class Answerer:
         """
         if self._hung is not None:
             return [EngineError(self._hung)] * len(requests)
-        return self._ask(requests, abandoned)
+        return [as_completion(answer) for answer in self._ask(requests, abandoned)]
 
     def replace(self, why: str) -> None:
         """The engine hangs and its thread was left behind: take another one, or refuse from now on."""
@@ -78,7 +78,7 @@ class Answerer:
         self.restarting = True
         try:
             self.engine = self._restart()
-        except Exception:  # whatever it is, it must not end the thread that everybody waits for
+        except BaseException:  # whatever it is, it must not end the thread that everybody waits for
             logger.exception("the engine could not be restarted")
             return False
         finally:

@@ -5,14 +5,15 @@ Group g of an iteration starts its members from one env seed; members differ in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError
+from shoal.core.errors import EngineError, EnvError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
-from shoal.rollout.engine import Completion, Engine, Request, Sampling
+from shoal.rollout.engine import Completion, Engine, Request, Sampling, as_completion
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -105,11 +106,9 @@ class TrajectoryCollector:
                 strict=True,
             )
         )
-        seeds = [episodes[i].place.env_seed for i in where]
         failed: dict[int, tuple[Status, str]] = {}
-        for i, (observation, info) in zip(where, self.envs.reset_some(where, seeds), strict=True):
-            episodes[i].begin(observation, info)
-        live = list(where)
+        self._begin(episodes, failed)
+        live = [i for i in where if i not in failed]
         while live:
             answers = generate_each(self.engine, [episodes[i].request() for i in live])
             actions = {}
@@ -121,6 +120,25 @@ class TrajectoryCollector:
             self._act(actions, episodes, failed)
             live = [i for i in live if i not in failed and not episodes[i].over]
         return [episodes[i].trajectory(*failed.get(i, ("ok", None))) for i in where]
+
+    def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, tuple[Status, str]]) -> None:
+        """Reset all envs; where one fails, each alone."""
+        try:
+            resets = self._reset(list(episodes), episodes)
+        except (WorkerError, EnvError):
+            resets = []
+            for i in episodes:
+                try:
+                    resets += self._reset([i], episodes)
+                except (WorkerError, EnvError) as error:
+                    failed[i] = ("env_error", str(error))
+        for i, (observation, info) in resets:
+            with _told(i, failed):
+                episodes[i].begin(observation, info)
+
+    def _reset(self, indices: list[int], episodes: Mapping[int, Episode]) -> list[tuple[int, Reset]]:
+        seeds = [episodes[i].place.env_seed for i in indices]
+        return list(zip(indices, self.envs.reset_some(indices, seeds), strict=True))
 
     def _act(
         self,
@@ -141,12 +159,22 @@ class TrajectoryCollector:
                     )
                     del pending[i]
                     continue
-                episodes[i].observe(observation, reward, terminated, truncated, info)
-                if terminated or truncated or not pending[i]:
+                with _told(i, failed):
+                    episodes[i].observe(observation, reward, terminated, truncated, info)
+                if terminated or truncated or i in failed or not pending[i]:
                     del pending[i]
         for i in actions:
             if i not in failed:
                 episodes[i].end_turn()
+
+
+@contextlib.contextmanager
+def _told(i: int, failed: dict[int, tuple[Status, str]]) -> Iterator[None]:
+    """An env that answers what it must not ends its own episode."""
+    try:
+        yield
+    except Exception as error:
+        failed[i] = ("env_error", f"{type(error).__name__}: {error}")
 
 
 class Collector(Protocol):
@@ -200,13 +228,12 @@ def generate_each(engine: Engine, requests: Sequence[Request]) -> list[Completio
     """
     each = getattr(engine, "generate_each", None)
     if each is not None:
-        named: list[Completion | Exception] = each(requests)
-        return named
+        return [as_completion(answer) for answer in each(requests)]
     try:
         answers = engine.generate(requests)
         if len(answers) != len(requests):
             raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
-        return list(answers)
+        return [as_completion(answer) for answer in answers]
     except Exception as error:
         if len(requests) == 1:
             return [error]

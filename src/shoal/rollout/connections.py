@@ -25,7 +25,7 @@ import msgspec
 
 from shoal.rollout.answering import Result, Statistics
 from shoal.rollout.link import CHUNK, Address
-from shoal.rollout.wire import Alive, Ask, Hello, Left, answer_of, frame, server_frames
+from shoal.rollout.wire import MAX_FRAME, Alive, Ask, Hello, Left, answer_of, frame, server_frames
 
 logger = logging.getLogger(__name__)
 Asker = tuple[str, int, int]
@@ -64,12 +64,14 @@ class Connections:
         self._by_descriptor: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()
         self._listener: socket.socket | None = None
+        self._paused = False
         self._folder: Path | None = None
         self._chunk = memoryview(bytearray(CHUNK))
         self._token = secrets.token_bytes(16)
 
     def __len__(self) -> int:
-        return len(self._by_descriptor)
+        """How many there are to be swept."""
+        return len(self._by_descriptor) + self._paused
 
     # --- from any thread
     def ring(self) -> None:
@@ -80,21 +82,16 @@ class Connections:
 
     def serve(self) -> Address:
         """Listen on a Unix socket that only this user's processes with the returned secret can use."""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))
-            if len(str(self._folder)) > 90:  # a Unix socket's path has room for 107 bytes
-                self._folder.rmdir()
-                self._folder = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            path = self._folder / "engine"
-            listener.bind(str(path))
-            path.chmod(0o600)
-            listener.listen(128)
-            listener.setblocking(False)
-            self._listener = listener
-            self._epoll.register(listener, READ)
+        if self._listener is None:
+            folder = Path(tempfile.mkdtemp(prefix="shoal-"))
+            if len(str(folder)) > 90:  # a Unix socket's path has room for 107 bytes
+                folder.rmdir()
+                folder = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
+            self._folder = folder
+            self._listener = _listen(folder / "engine")
+            self._epoll.register(self._listener, READ)
         beat = None if self._silence is None else min(0.5, self._silence / 4)
-        return Address(str(self._folder / "engine"), self._token, beat)
+        return Address(self._listener.getsockname(), self._token, beat)
 
     # --- from the engine's thread
     def look(self, wait: float | None) -> None:
@@ -128,6 +125,9 @@ class Connections:
 
     def sweep(self, now: float) -> None:
         """End connections that keep us waiting, and workers that give no sign of life."""
+        if self._paused and self._listener is not None:
+            self._epoll.modify(self._listener, READ)
+            self._paused = False
         for connection in list(self._by_descriptor.values()):
             silent = now - connection.since
             if (connection.asker is None or connection.frames.partial) and silent > PATIENCE:
@@ -166,20 +166,31 @@ class Connections:
                 os.close(bell)
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
+        while True:
+            try:
                 sock, _ = listener.accept()
-                pid, uid, _ = struct.unpack(
-                    "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-                )
-                if uid != os.getuid() or len(self._by_descriptor) >= MAX_CONNECTIONS:
-                    self._statistics.refused_connections += 1
-                    sock.close()
-                    continue
-                sock.setblocking(False)
-                connection = Connection(sock, pid, self._dirty)
-                self._by_descriptor[connection.descriptor] = connection
-                self._epoll.register(connection.descriptor, READ)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._pause(listener, error)
+                return
+            pid, uid, _ = struct.unpack(
+                "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            )
+            if uid != os.getuid() or len(self._by_descriptor) >= MAX_CONNECTIONS:
+                self._statistics.refused_connections += 1
+                sock.close()
+                continue
+            sock.setblocking(False)
+            connection = Connection(sock, pid, self._dirty)
+            self._by_descriptor[connection.descriptor] = connection
+            self._epoll.register(connection.descriptor, READ)
+
+    def _pause(self, listener: socket.socket, error: OSError) -> None:
+        """No descriptor is free, say: who wants to connect has to wait until the next sweep."""
+        logger.warning("a worker cannot connect to the shared engine yet: %s", error)
+        self._epoll.modify(listener, 0)
+        self._paused = True
 
     def _receive(self, connection: Connection) -> None:
         try:
@@ -209,6 +220,7 @@ class Connections:
         if not hmac.compare_digest(message.token, self._token):
             raise ValueError("wrong secret")
         connection.asker = ("socket", message.asker, connection.descriptor)
+        connection.frames.most = MAX_FRAME
 
     def _listen_to(self, connection: Connection) -> None:
         """Wait for what concerns a connection: not for requests while too many of its own wait already."""
@@ -217,6 +229,20 @@ class Connections:
         if events != connection.events:
             self._epoll.modify(connection.descriptor, events)
             connection.events = events
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        shutil.rmtree(path.parent, ignore_errors=True)
+        raise
+    return listener
 
 
 class Connection:

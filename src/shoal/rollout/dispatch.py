@@ -6,7 +6,7 @@ import logging
 import math
 import queue
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import BrokenExecutor, Future, wait
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,8 @@ from shoal.rollout.placement import Placement
 from shoal.rollout.shares import Assignment, Played, Share, decode_report
 
 logger = logging.getLogger(__name__)
+PATIENCE = 10.0
+"""Seconds within which a worker must be done after the last episode, and its reports here when it is done."""
 Events = queue.SimpleQueue[tuple[str, Any, Any]]
 
 
@@ -78,6 +80,7 @@ class Dispatch:
         self.running: dict[Future[Played], Share] = {}
         self.started = 0
         self.broken = False
+        self.unreported = 0  # times that workers were done and episodes missing
         self.hung = 0
 
     def run(self, assignments: list[Assignment], n_workers: int) -> dict[int, Trajectory]:
@@ -86,11 +89,17 @@ class Dispatch:
             self._start(part)
         try:
             while len(self.results) < len(assignments):
-                kind, first, second = self.events.get()
+                try:
+                    kind, first, second = self.events.get(timeout=None if self.running else PATIENCE)
+                except queue.Empty:
+                    self._unreported(assignments)
+                    continue
                 if kind == "report":
                     rollout, index, trajectory = decode_report(first)
                     if rollout == self.number:
                         self.results.setdefault(index, trajectory)
+                elif kind == "closed":
+                    raise WorkerError("the rollout was ended: its manager was closed")
                 else:
                     self._ended(first, second)
         finally:
@@ -141,6 +150,19 @@ class Dispatch:
         else:
             self._again_alone(left[0], error)
 
+    def _unreported(self, assignments: list[Assignment]) -> None:
+        """All workers are done, but not all that they played has arrived: play that again."""
+        left = [a for a in assignments if a.index not in self.results]
+        if self.unreported >= self.max_deaths:
+            raise WorkerError(
+                f"{len(left)} episodes were played {self.unreported + 1} times but never reported"
+            )
+        self.unreported += 1
+        self.lost(left)
+        self.report.replayed_episodes += len(left)
+        logger.warning("%d episodes were played, but never reported: they are played again", len(left))
+        self._start(left, spare=True)
+
     def _played(self, played: Played) -> None:
         self.report.worker_cpu_seconds += played.cpu_seconds
         self.hung += played.hung
@@ -157,11 +179,21 @@ class Dispatch:
 
     def _drain(self) -> None:
         """Wait for the workers to be done, so that none still writes when the next rollout begins."""
-        for future in list(self.running):
-            try:
-                self._played(future.result(timeout=10.0))
-            except Exception as error:  # all episodes are there: how a worker ended no longer matters
+        done, stuck = wait(self.running, PATIENCE)
+        for future in done:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:  # all episodes are there: how a worker ended no longer matters
                 logger.debug("a worker ended badly after its last episode: %s", error)
+            elif not future.cancelled():
+                self._played(future.result())
+        if stuck:
+            logger.warning(
+                "%d rollout workers are not done %g s after their last episode (an env that does not close, say) "
+                "and are left behind",
+                len(stuck),
+                PATIENCE,
+            )
+            self.placement.abandon()
 
 
 def spread(items: list[Any], n_parts: int) -> list[list[Any]]:

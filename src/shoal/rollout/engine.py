@@ -13,6 +13,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_check
 import msgspec
 import numpy as np
 
+from shoal.core.errors import EngineError
 from shoal.core.seeding import stream
 
 Level = Literal["L0", "L1", "L2"]
@@ -68,6 +69,32 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[float, ...]  # of each token as sampled (for greedy: at temperature 1)
     finish: Literal["stop", "length"]
     weights_version: int = 0
+
+
+def as_completion(answer: Any) -> Completion | Exception:
+    """What an engine answered to one request, numbers of NumPy and the like as plain ones.
+
+    Returns:
+        The completion, or the exception that stands in its place; an `EngineError` for anything else.
+    """
+    if isinstance(answer, Completion):
+        ids, logprobs = answer.token_ids, answer.logprobs
+        if type(ids) is tuple and type(logprobs) is tuple:
+            first = ids[:1] + logprobs[:1]
+            if all(type(number) in (int, float) for number in first):
+                return answer
+        try:
+            numbers = tuple(map(int, ids)), tuple(map(float, logprobs))
+            return Completion(*numbers, answer.finish, int(answer.weights_version))
+        except (TypeError, ValueError) as error:
+            return EngineError(f"the engine gave a completion that is none ({error}): {answer!r}")
+    if isinstance(answer, EngineError | TimeoutError):
+        return answer
+    if isinstance(answer, Exception):
+        refused = EngineError(f"the engine failed: {type(answer).__name__}: {answer}")
+        refused.__cause__ = answer
+        return refused
+    return EngineError(f"the engine must answer with a Completion, it gave {answer!r}")
 
 
 class ChatTokenizer(Protocol):

@@ -7,19 +7,22 @@ that a request which cannot be answered fails alone; one that hangs is left behi
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
 from shoal.core.errors import EngineError
-from shoal.rollout.answering import Answerer
+from shoal.rollout.answering import Answerer, Result
 from shoal.rollout.batching import Batcher
 from shoal.rollout.connections import Connections
 from shoal.rollout.link import Address
 from shoal.rollout.running import Call, Runner
 from shoal.rollout.waiting import Report, Waiting, WaitingRoom
 
+logger = logging.getLogger(__name__)
 QUICK = 1e-3
 """Seconds of an engine call that nothing else need be done meanwhile."""
 KNOWN = 8
@@ -54,7 +57,7 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._running: Call | None = None
         self._done: list[Call] = []  # answered, but the answers are not sent yet
-        self._closed = False
+        self._closed, self._why = False, "the shared engine was closed"
         self._next_sweep = 0.0
         self._runner = Runner(self._report)
         self._thread = threading.Thread(target=self._run, daemon=True, name="shoal-inference")
@@ -67,14 +70,17 @@ class EngineLoop:
         Raises:
             EngineError: it has ended.
         """
-        if self._closed:
-            raise EngineError("the shared engine was closed")
-        self._inbox.append(action)
+        with self._lock:  # `close` does what came before it
+            if self._closed:
+                raise EngineError(self._why)
+            self._inbox.append(action)
         self._connections.ring()
 
     def serve(self) -> Address:
         """Listen on a Unix socket that only this user's processes with the returned secret can use."""
         with self._lock:
+            if self._closed:
+                raise EngineError(self._why)
             address = self._connections.serve()
         self._connections.ring()
         return address
@@ -87,20 +93,35 @@ class EngineLoop:
             self._closed = True
             self._connections.ring()
         self._thread.join(2 * PATIENCE)
+        self._wind_up()
+
+    def _wind_up(self) -> None:
         self._runner.end()
         while self._inbox:
-            self._inbox.popleft()()
+            with contextlib.suppress(Exception):
+                self._inbox.popleft()()
         self._deliver()
         left = self.batcher.queue.take(2**62)
         if self._running is not None:  # the engine hangs
             self._running.abandoned = True
             left += self._running.batch
         for item in left:
-            item.reply(item.number, EngineError("the shared engine was closed"))
+            self._reply(item, EngineError(self._why))
         self._connections.close()
 
     # --- the thread
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # whatever it is: nobody is to wait for this thread any more
+            with self._lock:
+                if self._closed:
+                    return
+                self._closed, self._why = True, f"the shared engine's thread failed: {error!r}"
+            logger.exception("the shared engine's thread failed; all further requests are refused")
+            self._wind_up()
+
+    def _work(self) -> None:
         batcher = self.batcher
         while not self._closed:
             now = time.monotonic()
@@ -176,9 +197,17 @@ class EngineLoop:
         """Send the answers of calls that are over."""
         for call in self._done:
             for item, result in zip(call.batch, call.results, strict=True):
-                item.reply(item.number, result)
+                self._reply(item, result)
         self._done.clear()
         self._connections.flush()
+
+    def _reply(self, item: Waiting, result: Result) -> None:
+        try:
+            item.reply(item.number, result)
+        except Exception as error:  # an answer that cannot be sent, say: it fails alone
+            logger.exception("an answer of the engine could not be given")
+            with contextlib.suppress(Exception):
+                item.reply(item.number, EngineError(f"its answer could not be given: {error}"))
 
     # --- an engine that hangs
     def _watch(self, call: Call, deadline: float) -> None:
@@ -195,7 +224,7 @@ class EngineLoop:
             for item in call.batch:
                 item.restarts += 1
                 if item.restarts > self.answerer.retries:
-                    item.reply(item.number, TimeoutError(f"the engine hangs: {why}"))
+                    self._reply(item, TimeoutError(f"the engine hangs: {why}"))
                 else:
                     self.batcher.queue.put(item.asker, item)
             self._connections.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,14 +26,12 @@ class EnvShelf:
         with self._lock:
             self._idle.setdefault(kind, []).append(env)
 
-    def close(self) -> None:
-        """Close the idle envs."""
+    def clear(self) -> list[Any]:
+        """The idle envs, which nobody else gets any more."""
         with self._lock:
             envs = [env for idle in self._idle.values() for env in idle]
             self._idle.clear()
-        for env in envs:
-            with contextlib.suppress(Exception):
-                env.close()
+        return envs
 
 
 KEPT = EnvShelf()

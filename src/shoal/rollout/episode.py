@@ -147,7 +147,7 @@ class Episode:
             terminated=self._terminated,
             truncated=self._truncated,
             status=status,
-            error=error,
+            error=None if error is None else error.encode("utf-8", "backslashreplace").decode(),
             weights_version=self._version,
         )
 
@@ -176,3 +176,6 @@ class Episode:
         self._image = None if picture is None else picture_url(picture)
         self._words = list(info.get("available_actions", ()))
         self._anchor = str(info.get("anchor", self._text or self._image))
+        for text in (self._text, self._anchor, *map(str, self._words)):
+            if not text.isascii():
+                text.encode()  # half a character (a lone surrogate) can neither be tokenized nor recorded

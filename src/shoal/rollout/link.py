@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.core.errors import EngineError
+from shoal.core.errors import EngineError, WorkerDiedError
 from shoal.rollout.engine import Completion, Key, Request
 from shoal.rollout.wire import (
     Alive,
@@ -51,6 +51,10 @@ class Address:
         return SocketLink(self, asker)
 
 
+class LinkLostError(EngineError, WorkerDiedError):
+    """The connection is gone: like a worker that died, it says nothing of the episodes that were at play."""
+
+
 class SocketLink:
     """A worker's connection to the shared engine; any number of threads may ask at once."""
 
@@ -77,7 +81,7 @@ class SocketLink:
         """One completion a request, in order.
 
         Raises:
-            EngineError: the engine refused, or the connection is gone.
+            EngineError: the engine refused, or (`LinkLostError`) the connection is gone.
             TimeoutError: no answer in time.
         """
         now = time.monotonic()
@@ -104,7 +108,7 @@ class SocketLink:
             with self._sending:
                 self._socket.sendall(data)
         except OSError as error:
-            raise EngineError(f"the shared engine is gone ({error})") from error
+            raise LinkLostError(f"the shared engine is gone ({error})") from error
 
     def _beat(self, seconds: float) -> None:
         with contextlib.suppress(EngineError):
@@ -162,7 +166,7 @@ class SocketLink:
 
     def _check(self, deadline: float | None) -> None:
         if self._broken:
-            raise EngineError(f"the connection to the shared engine ended: {self._broken}")
+            raise LinkLostError(f"the connection to the shared engine ended: {self._broken}")
         if deadline is not None and time.monotonic() >= deadline:
             raise TimeoutError("the engine did not answer in time")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Completion, Key
+from shoal.rollout.engine import Completion, Key, as_completion
 
 
 @dataclass
@@ -29,7 +29,11 @@ class LocalLink:
         del timeout
         for attempt in range(self.retries + 1):
             try:
-                return list(self.engine.generate(requests))
+                answers = [as_completion(answer) for answer in self.engine.generate(requests)]
+                for answer in answers:
+                    if isinstance(answer, Exception):
+                        raise answer
+                return answers  # type: ignore[return-value]
             except Exception as error:
                 self.failures += 1
                 if attempt < self.retries:

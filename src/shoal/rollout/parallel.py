@@ -7,13 +7,14 @@ its unfinished episodes: they are played again, in fresh processes, and the roll
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, did_you_mean
+from shoal.core.errors import ConfigError, WorkerError, did_you_mean
 from shoal.core.executors import available_cpus
 from shoal.envs.catalogue import env_class
 from shoal.rollout.capabilities import Restartable
@@ -29,6 +30,9 @@ from shoal.rollout.playing import play_share
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.settings import BACKENDS, Backend, rollout_config
 from shoal.rollout.shares import Assignment, Limits, Share, decode_report
+
+PATIENCE = 10.0
+"""Seconds that a rollout in another thread has to end when the manager is closed."""
 
 
 class ParallelRolloutManager:
@@ -92,6 +96,9 @@ class ParallelRolloutManager:
         self._placement = Placement(self.backend, self._workers, self.settings, lambda: self.inference)
         self._reports: Events = queue.SimpleQueue()
         self._number = 0  # of rollouts so far
+        self._playing = threading.Lock()
+        self._player: int | None = None  # the thread that plays
+        self._closes = 0
 
     def __enter__(self) -> ParallelRolloutManager:
         return self
@@ -100,11 +107,22 @@ class ParallelRolloutManager:
         self.close()
 
     def close(self) -> None:
-        """End workers and the shared engine's thread; may be called twice."""
-        self._placement.close()
-        if self._inference is not None:
-            self._inference.close()
-        self._inference = None
+        """End workers and the shared engine's thread; may be called twice.
+
+        A rollout that another thread plays ends with a `WorkerError`.
+        """
+        self._closes += 1
+        self._reports.put(("closed", None, None))
+        self._placement.here.stop.set()
+        alone = self._player != threading.get_ident() and self._playing.acquire(timeout=PATIENCE)
+        try:
+            self._placement.close(gently=alone)
+            if self._inference is not None:
+                self._inference.close()
+            self._inference = None
+        finally:
+            if alone:
+                self._playing.release()
 
     @property
     def inference(self) -> SharedLLMInferenceManager:
@@ -173,10 +191,24 @@ class ParallelRolloutManager:
             assignments: which episodes, of the config's kinds of env, numbered without gaps from 0.
             sampling: how tokens are picked.
         """
-        assignments = list(assignments)
+        closes = self._closes
+        with self._playing:  # one rollout at a time, whoever asks
+            self._player = threading.get_ident()
+            self._reports = queue.SimpleQueue()
+            try:
+                if closes != self._closes:
+                    raise WorkerError("the rollout did not begin: its manager was closed")
+                return self._play(list(assignments), sampling)
+            except BaseException:
+                self._placement.abandon()
+                self._lost(assignments)
+                raise
+            finally:
+                self._player = None
+
+    def _play(self, assignments: list[Assignment], sampling: Sampling) -> list[Trajectory]:
         clock = time.perf_counter()
         self.report = report = RolloutReport(workers=1 if self.backend == "serial" else self._workers)
-        self._reports = queue.SimpleQueue()
         self._number += 1
         if self.backend == "serial":
             results = self._play_here(assignments, sampling)
@@ -196,7 +228,7 @@ class ParallelRolloutManager:
             self.settings.engine_retries,
         )
         share = self._share(0, assignments, sampling, threads=1)
-        self.report.worker_cpu_seconds = play_share(share, link).cpu_seconds
+        self.report.worker_cpu_seconds = play_share(share, link, self._placement.here).cpu_seconds
         return results
 
     def _play_on_workers(self, assignments: list[Assignment], sampling: Sampling) -> dict[int, Trajectory]:
@@ -219,20 +251,17 @@ class ParallelRolloutManager:
             at_once = self.settings.episodes_at_once
             parts = spread(assignments, self._workers)
             inference.entered([a.place.key() for part in parts for a in part[:at_once]])
-        try:
-            results = dispatch.run(assignments, self._workers)
-        except BaseException:
-            self._placement.abandon()
-            self._lost(assignments)
-            raise
+        results = dispatch.run(assignments, self._workers)
         report.engine_seconds = before.engine_seconds - seconds
         report.batches = before.batches - batches
         return results
 
     def _lost(self, assignments: Sequence[Assignment]) -> None:
         """These episodes do not ask for now."""
-        for assignment in assignments:
-            self.inference.left(assignment.place.key())
+        inference = self._inference
+        if inference is not None:
+            for assignment in assignments:
+                inference.left(assignment.place.key())
 
     def _share(
         self, number: int, assignments: Sequence[Assignment], sampling: Sampling, threads: int | None = None

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
 from shoal.core.errors import ConfigError
 from shoal.core.executors import RayExecutor, make_executor
+from shoal.rollout.env_calls import close_all
 from shoal.rollout.inference import SharedLLMInferenceManager
-from shoal.rollout.playing import play_share
+from shoal.rollout.playing import Here, play_share
 from shoal.rollout.settings import ParallelConfig
 from shoal.rollout.shares import Connect, Played, Share
 from shoal.rollout.workers import WorkerExecutor
 from shoal.vector.sending import by_value
 
+R = TypeVar("R")
+PATIENCE = 5.0
+"""Seconds that a worker has to close the envs that it kept."""
 GRACE = 5.0
 """Seconds beyond `step_timeout` after which a worker that gives no sign of life is killed."""
 
@@ -44,11 +49,12 @@ class Placement:
         self._executor: Executor | None = None
         self._spare: WorkerExecutor | None = None
         self._mailbox: Any = None
+        self.here = Here()
 
     def submit(self, share: Share, *, spare: bool = False) -> Future[Played]:
         """Start a share on a worker; `spare` takes fresh processes instead of an executor that broke."""
         if self.backend == "threads":
-            return self._usual().submit(play_share, share, self._inference())
+            return self._usual().submit(play_share, share, self._inference(), self.here)
         with by_value([*share.env_fns.values(), type(share.tokenizer)]):
             try:
                 data = cloudpickle.dumps(share, protocol=5)
@@ -77,22 +83,26 @@ class Placement:
             self._executor = None
 
     def abandon(self) -> None:
-        """What still runs is of no use any more; processes are killed, threads are left to end by themselves."""
+        """What still runs is of no use any more; processes are killed, threads end at their next turn."""
         self._end_mailbox()
+        self.here.stop.set()
+        self.here = Here(self.here.kept)
         self.forget()
         if self._spare is not None:
             self._spare.shutdown(wait=False)
             self._spare = None
 
-    def close(self) -> None:
-        """End the workers; may be called twice."""
+    def close(self, *, gently: bool) -> None:
+        """End the workers and the envs that were kept; `gently` where nothing runs. May be called twice."""
         self._end_mailbox()
         for executor in (self._executor, self._spare):
             if isinstance(executor, WorkerExecutor):
-                executor.shutdown(wait=False)
+                executor.shutdown(wait=gently and self._settings.keep_envs, cancel_futures=True)
             elif executor is not None:
                 executor.shutdown(wait=True, cancel_futures=True)
         self._executor = self._spare = None
+        close_all(self.here.kept.clear(), self._settings.step_timeout)
+        self.here = Here()
 
     def _end_mailbox(self) -> None:
         if self._mailbox is not None:  # before Ray itself ends
@@ -102,12 +112,16 @@ class Placement:
     def _usual(self) -> Executor:
         if self._executor is None:
             if self.backend == "processes":
-                self._executor = WorkerExecutor(self._n_workers, silence=silence(self._settings))
+                kept = self._settings.keep_envs
+                self._executor = WorkerExecutor(
+                    self._n_workers, silence=silence(self._settings), patience=PATIENCE if kept else 0.0
+                )
+            elif self.backend == "threads":
+                self._executor = _Threads()
             elif self.backend == "ray":
                 self._executor = RayExecutor(self._settings.ray_options)
             else:
-                name = {"threads": "thread"}.get(self.backend, self.backend)
-                self._executor = make_executor(name, self._n_workers)
+                self._executor = make_executor(self.backend, self._n_workers)
         return self._executor
 
     def _fresh(self) -> WorkerExecutor:
@@ -122,6 +136,25 @@ class Placement:
             self._usual()  # starts Ray where it does not run yet
             self._mailbox = Mailbox(self._inference())
         return self._mailbox
+
+
+class _Threads(Executor):
+    """A daemon thread for each share: one that an env does not let go keeps nobody from leaving the program."""
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        future: Future[R] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, daemon=True, name="shoal-share").start()
+        return future
 
 
 def silence(settings: ParallelConfig) -> float | None:

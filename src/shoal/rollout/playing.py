@@ -8,48 +8,44 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError
+from shoal.core.errors import EngineError, WorkerDiedError, WorkerError
 from shoal.rollout.engine import Completion, Request
+from shoal.rollout.env_calls import EnvFailedError, Seat, begin, close_all, step
 from shoal.rollout.env_shelf import KEPT, EnvShelf, kind_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.shares import Assignment, Connect, Limits, Played, Share, encode_report
+from shoal.rollout.shares import Assignment, Connect, Played, Share, encode_report
 from shoal.rollout.wire import Link
 
 logger = logging.getLogger(__name__)
 
 
-class EnvFailedError(Exception):
-    """An env raised, or answered what it must not."""
+class StoppedError(WorkerError):
+    """Nobody wants these episodes any more."""
 
 
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """A thread that plays one episode after another, as its supervisor sees it."""
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What shares that are played in the caller's own process have in common."""
 
-    episode: Episode | None = None
-    assignment: Assignment | None = None
-    began: float = 0.0
-    doing: str = ""
-    in_env_since: float | None = None
-    abandoned: bool = False
+    kept: EnvShelf = field(default_factory=EnvShelf)
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when the episodes are to end at their next turn."""
 
 
-def play_share(share: Share, connect: Connect) -> Played:
+def play_share(share: Share, connect: Connect, here: Here | None = None) -> Played:
     """Play all episodes of a share; each is reported through the link as soon as it is over."""
     link = connect.connect(share.number)
     try:
-        return _Stage(share, link).run()
+        return _Stage(share, link, here or Here(KEPT)).run()
     finally:
         close = getattr(link, "close", None)
         if close is not None and id(link) != id(connect):
@@ -59,14 +55,14 @@ def play_share(share: Share, connect: Connect) -> Played:
 class _Stage:
     """One share being played."""
 
-    def __init__(self, share: Share, link: Link) -> None:
-        self.share, self.link = share, link
+    def __init__(self, share: Share, link: Link, here: Here) -> None:
+        self.share, self.link, self.stop = share, link, here.stop
         self.prompter = Prompter(share.prompt, share.tokenizer)
-        self.shelf = KEPT if share.keep_envs else EnvShelf()
+        self.shelf = here.kept if share.keep_envs else EnvShelf()
         self.todo = deque(share.assignments)
         self.open = len(self.todo)
         self.done: list[int] = []
-        self.seats: list[_Seat] = []
+        self.seats: list[Seat] = []
         self.first: tuple[Assignment, ...] = ()  # those that begin together
         self.error: BaseException | None = None
         self.changed = threading.Condition()
@@ -81,23 +77,34 @@ class _Stage:
             self.link.entered([assignment.place.key() for assignment in self.first])
         try:
             if n_threads == 1 and limits.step_seconds is None and limits.episode_seconds is None:
-                self._sit(_Seat())
+                self._sit(Seat())
             else:
-                for _ in range(n_threads):
-                    self._start_thread()
+                self._start_threads(n_threads)
                 self._supervise()
         finally:
             self.todo.clear()
             if not self.share.keep_envs:
-                self.shelf.close()
+                self.hung += close_all(self.shelf.clear(), limits.step_seconds)
         if self.error is not None:
             raise self.error
         return Played(tuple(self.done), time.process_time() - cpu, self.hung)
 
-    def _start_thread(self) -> None:
-        seat = _Seat()
-        self.seats.append(seat)
-        threading.Thread(target=self._sit, args=(seat,), daemon=True, name="shoal-episode").start()
+    def _start_threads(self, n: int) -> None:
+        """Start so many threads, or as many as the system allows."""
+        for i in range(n):
+            seat = Seat()
+            thread = threading.Thread(target=self._sit, args=(seat,), daemon=True, name="shoal-episode")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self.seats:
+                    raise
+                logger.warning("%d instead of %d episodes are played at once: %s", len(self.seats), n, error)
+                late, self.first = self.first[i:], self.first[:i]
+                for assignment in late if self.share.lockstep else ():
+                    self.link.left(assignment.place.key())
+                return
+            self.seats.append(seat)
 
     def _supervise(self) -> None:
         """Wait for the end, and give up on envs that do not answer."""
@@ -109,11 +116,11 @@ class _Stage:
                 self.changed.wait(look)
                 now = time.monotonic()
                 for seat in list(self.seats) if look is not None else ():
-                    why = _overdue(seat, now, limits)
+                    why = seat.overdue(now, limits)
                     if why is not None:
                         self._abandon(seat, why)
 
-    def _abandon(self, seat: _Seat, why: str) -> None:
+    def _abandon(self, seat: Seat, why: str) -> None:
         """The env does not come back: record the episode, leave its thread behind, and go on with another."""
         seat.abandoned = True
         self.seats.remove(seat)
@@ -123,9 +130,9 @@ class _Stage:
         logger.warning("episode %d is given up: %s", seat.assignment.index, why)
         self._report(seat.assignment, seat.episode.trajectory("timeout", why))
         if self.todo:
-            self._start_thread()
+            self._start_threads(1)
 
-    def _sit(self, seat: _Seat) -> None:
+    def _sit(self, seat: Seat) -> None:
         """Play episodes until none is left."""
         try:
             assignment = self._next()
@@ -140,7 +147,8 @@ class _Stage:
                 assignment = following
         except BaseException as error:
             with self.changed:
-                self.error = error
+                if not seat.abandoned:
+                    self.error = error
                 self.changed.notify_all()
 
     def _next(self) -> Assignment | None:
@@ -160,7 +168,7 @@ class _Stage:
         self.link.left(assignment.place.key(), report)
         self.changed.notify_all()
 
-    def _play_with_retries(self, assignment: Assignment, seat: _Seat) -> Trajectory:
+    def _play_with_retries(self, assignment: Assignment, seat: Seat) -> Trajectory:
         seat.assignment = assignment
         for attempt in range(self.share.limits.env_retries + 1):
             trajectory = self._play(assignment, seat)
@@ -169,82 +177,61 @@ class _Stage:
             logger.warning("episode %d, attempt %d: %s", assignment.index, attempt + 1, trajectory.error)
         return trajectory
 
-    def _play(self, assignment: Assignment, seat: _Seat) -> Trajectory:
+    def _play(self, assignment: Assignment, seat: Seat) -> Trajectory:
         """One episode in one env; whatever goes wrong is in the record."""
         share, tag = self.share, assignment.tag
         episode = Episode(assignment.place, share.roles[tag], self.prompter, share.sampling)
-        seat.episode, seat.began = episode, time.monotonic()
-        status: Status = "ok"
+        seat.began, seat.episode = (
+            time.monotonic(),
+            episode,
+        )  # in this order: the supervisor looks at any time
+        status: Status = "env_error"
         why: str | None = None
         kind = kind_of(share.env_fns[tag])
         env: Any = None
         try:
-            env = _in_env(seat, "make", lambda: self.shelf.take(kind, share.env_fns[tag]))
+            env = seat.in_env("make", lambda: self.shelf.take(kind, share.env_fns[tag]))
             self._act(episode, env, seat)
+            status = "ok"
         except EnvFailedError as error:
-            status, why = "env_error", str(error)
+            why = str(error)
         except TimeoutError as error:
             status, why = "timeout", str(error)
         except EngineError as error:
+            if isinstance(error, WorkerDiedError):  # the way to it is lost
+                raise
             status, why = "engine_error", str(error)
-        if env is not None and status != "env_error" and not seat.abandoned:
-            self.shelf.put(kind, env)
-        elif env is not None:
-            with contextlib.suppress(Exception, SystemExit):
-                env.close()
+        finally:
+            if env is not None and status != "env_error" and not seat.abandoned:
+                self.shelf.put(kind, env)
+            elif env is not None:
+                with contextlib.suppress(EnvFailedError):
+                    seat.in_env("close", env.close)
         return episode.trajectory(status, why)
 
-    def _act(self, episode: Episode, env: Any, seat: _Seat) -> None:
+    def _act(self, episode: Episode, env: Any, seat: Seat) -> None:
         """The straight story of an episode."""
-        observation, info = _in_env(seat, "reset", lambda: _pair(env.reset(seed=episode.place.env_seed)))
-        episode.begin(observation, info)
+        seat.in_env("reset", partial(begin, episode, env))
         while not episode.over:
             completion = self._ask(episode.request())
             for action in episode.respond(completion):
-                step = _in_env(seat, f"step({action!r})", partial(_step, env, action))
-                if seat.abandoned:
-                    return
-                episode.observe(*step)
-                if step[2] or step[3]:
+                if seat.abandoned or seat.in_env(
+                    f"step({action!r})", partial(_step, seat, episode, env, action)
+                ):
                     break
+            if seat.abandoned:
+                return
             episode.end_turn()
 
     def _ask(self, request: Request) -> Completion:
+        if self.stop.is_set():
+            raise StoppedError("the rollout was ended before this episode")
         return self.link.generate([request], self.share.limits.request_seconds)[0]
 
 
-def _overdue(seat: _Seat, now: float, limits: Limits) -> str | None:
-    """Why this seat's episode has to be given up, if it has."""
-    since = seat.in_env_since
-    if seat.episode is None:
-        return None
-    if since is not None and limits.step_seconds is not None and now - since > limits.step_seconds:
-        return f"{seat.doing} did not answer within {limits.step_seconds:g} s"
-    if limits.episode_seconds is not None and now - seat.began > limits.episode_seconds:
-        return f"the episode did not end within {limits.episode_seconds:g} s"
-    return None
-
-
-def _in_env(seat: _Seat, doing: str, call: Callable[[], Any]) -> Any:
-    """Call into the env, so that what it raises is told apart from all else."""
-    seat.doing, seat.in_env_since = doing, time.monotonic()
-    try:
-        return call()
-    except (Exception, SystemExit) as error:
-        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise EnvFailedError(f"{doing} failed: {message}") from error
-    finally:
-        seat.in_env_since = None
-
-
-def _pair(result: Any) -> tuple[str, Mapping[str, Any]]:
-    observation, info = result
-    return observation, info
-
-
-def _step(env: Any, action: int | str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-    observation, reward, terminated, truncated, info = env.step(action)
-    number = float(reward)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward must be a finite number, got {reward!r}")
-    return observation, number, bool(terminated), bool(truncated), info
+def _step(seat: Seat, episode: Episode, env: Any, action: int | str) -> bool:
+    """Step the env and tell the episode; whether that was the end of it."""
+    result = step(env, action)
+    if not seat.abandoned:
+        episode.observe(*result)
+    return result[2] or result[3]

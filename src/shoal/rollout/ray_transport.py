@@ -128,7 +128,8 @@ class Mailbox:
     def _submit(self, number: int, data: bytes) -> None:
         asks = _asks.decode(data)
         done: dict[int, Answer | Refusal] = {}
-        self._open += 1
+        with self._lock:
+            self._open += 1
 
         def reply(place: int, result: Result) -> None:
             done[place] = answer_of(place, result)

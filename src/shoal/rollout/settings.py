@@ -48,7 +48,8 @@ class ParallelConfig:
     ray_options: dict[str, Any] = field(default_factory=dict)
     """Of each worker's Ray task: `num_cpus`, `resources`, `runtime_env`, …"""
     keep_envs: bool = False
-    """Keep envs in their workers for the next rollout instead of making new ones."""
+    """Keep envs in their workers for the next rollout instead of making new ones, until the manager is closed (on
+    "loky" and "ray" they then end with their process, without their `close`)."""
 
     def __post_init__(self) -> None:
         for name in ("step_timeout", "episode_timeout", "request_timeout", "engine_timeout"):

@@ -5,6 +5,8 @@ All of it belongs to the engine's thread, but for making a `Waiting`.
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -16,6 +18,7 @@ from shoal.rollout.connections import Asker, Connection
 from shoal.rollout.engine import Request
 from shoal.rollout.wire import Alive, Ask, Entered, Left, episode_of, request_of
 
+logger = logging.getLogger(__name__)
 Report = Callable[[Hashable, bytes], None]
 Episode = tuple[int, int, int, int]
 
@@ -39,7 +42,8 @@ class WaitingRoom:
     Args:
         batcher: whose queue it is.
         timeout: seconds from a request to its answer, after which it is refused.
-        max_pending: waiting requests of one connection; beyond it nothing more is to be read from it.
+        max_pending: waiting requests of one connection; beyond it nothing more is to be read from it
+            (but in lockstep).
         on_report: called with the asker and what it sent at the end of an episode.
     """
 
@@ -48,6 +52,9 @@ class WaitingRoom:
     ) -> None:
         self._batcher = batcher
         self._queue, self._latencies = batcher.queue, batcher.latencies
+        self._entered_by: dict[Connection, set[Episode]] = {}
+        if batcher.schedule == "barrier":  # it waits for everybody: whoever is not heard would stop all
+            max_pending = sys.maxsize
         self._timeout, self._max_pending, self._on_report = timeout, max_pending, on_report
 
     def items(
@@ -85,8 +92,10 @@ class WaitingRoom:
                 )
             )
         elif isinstance(message, Entered):
+            self._entered_by.setdefault(connection, set()).update(message.keys)
             self.entered(message.keys)
         elif isinstance(message, Left):
+            self._entered_by.get(connection, set()).discard(message.key)
             self.left(connection.asker, message.key, message.report)
 
     def entered(self, episodes: Iterable[Episode]) -> None:
@@ -98,7 +107,10 @@ class WaitingRoom:
         self._batcher.at_play.discard(episode)
         self._latencies.left(episode)
         if report and self._on_report is not None:
-            self._on_report(asker, report)
+            try:
+                self._on_report(asker, report)
+            except Exception:  # it must not end the thread that everybody waits for
+                logger.exception("what was to be done with a report failed")
 
     def is_full(self, asker: Asker | None) -> bool:
         """Whether so much of an asker waits that no more is to be read from it."""
@@ -107,6 +119,7 @@ class WaitingRoom:
 
     def ended(self, connection: Connection) -> None:
         """A worker's connection is gone: nobody waits for its answers any more."""
+        self._batcher.at_play -= self._entered_by.pop(connection, set())
         if connection.asker is not None:
             for item in self._queue.drop(connection.asker):
                 self._latencies.left(item.episode)

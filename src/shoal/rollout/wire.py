@@ -17,8 +17,10 @@ from shoal.core.errors import EngineError
 from shoal.rollout.engine import Completion, Key, Request, Sampling
 
 HEADER = struct.Struct("<I")
-MAX_FRAME = 16 * 2**20
-"""Bytes of one message, at most; a connection that announces more is ended."""
+MAX_FRAME = 2**30
+"""Bytes of one message, at most (an episode may show many pictures); a connection that announces more is ended."""
+STRANGERS = 2**16
+"""Bytes of a message of somebody who has not introduced himself."""
 
 
 class Hello(msgspec.Struct, array_like=True, tag="h"):
@@ -134,14 +136,17 @@ _sampling = lru_cache(maxsize=256)(Sampling)
 def answer_of(number: int, result: Completion | Exception) -> Answer | Refusal:
     """What became of a request, as a message."""
     if isinstance(result, Exception):
-        return Refusal(number, str(result), isinstance(result, TimeoutError))
+        why = str(result).encode("utf-8", "backslashreplace").decode()
+        return Refusal(number, why, isinstance(result, TimeoutError))
     return Answer(number, result)
 
 
 class Frames:
     """Bytes as they come, cut into messages."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder) -> None:
+    def __init__(self, decoder: msgspec.msgpack.Decoder, most: int = MAX_FRAME) -> None:
+        self.most = most
+        """Bytes of one message, at most."""
         self._decoder = decoder
         self._buffer = bytearray()
 
@@ -158,14 +163,16 @@ class Frames:
             if size == HEADER.size + length:
                 return [self._decoder.decode(memoryview(data)[HEADER.size :])]
         buffer += data
-        messages = []
+        messages: list[Any] = []
         at, end = 0, len(buffer)
         with memoryview(buffer) as view:
             while end - at >= HEADER.size:
                 (length,) = HEADER.unpack_from(buffer, at)
-                if length > MAX_FRAME:
+                if length > self.most:
+                    if messages:  # one of them may be the introduction; the rest of this one is yet to come
+                        break
                     raise ValueError(
-                        f"a message must have at most {MAX_FRAME} bytes, {length} were announced"
+                        f"a message must have at most {self.most} bytes, {length} were announced"
                     )
                 if end - at < HEADER.size + length:
                     break
@@ -177,8 +184,8 @@ class Frames:
 
 
 def server_frames() -> Frames:
-    """A decoder for what workers send."""
-    return Frames(_to_server)
+    """A decoder for what workers send, who are strangers at first."""
+    return Frames(_to_server, STRANGERS)
 
 
 def client_frames() -> Frames:

@@ -13,6 +13,8 @@ import traceback
 import cloudpickle
 
 from shoal.core.errors import WorkerError
+from shoal.rollout.env_calls import close_all
+from shoal.rollout.env_shelf import KEPT
 from shoal.vector.channel import Channel, ChannelClosedError
 
 BEAT = 0.5
@@ -43,6 +45,8 @@ def main(descriptor: int, log: int) -> int:
                 channel.send(answer)
     except ChannelClosedError:
         return 0
+    finally:
+        close_all(KEPT.clear())
 
 
 def _answer(task: bytes | bytearray) -> bytes:

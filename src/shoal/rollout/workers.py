@@ -7,6 +7,7 @@ forked from a small process without threads, die with their parent, and are kept
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import select
@@ -30,6 +31,9 @@ from shoal.vector.starter import Zygote
 from shoal.vector.zygote import kill_group
 
 R = TypeVar("R")
+PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
+"""Seconds before another attempt to start a process."""
+logger = logging.getLogger(__name__)
 
 
 class WorkerExecutor(Executor):
@@ -39,13 +43,14 @@ class WorkerExecutor(Executor):
         workers: processes, started when first needed; -1 for one per available core.
         silence: seconds without a sign of life (a worker whose interpreter is stuck in C code gives none) after
             which a worker is killed.
+        patience: seconds that an idle worker has to end by itself; then, or at once, it is killed.
     """
 
-    def __init__(self, workers: int = -1, *, silence: float | None = None) -> None:
+    def __init__(self, workers: int = -1, *, silence: float | None = None, patience: float = 0.0) -> None:
         if workers != -1 and workers < 1:
             raise ValueError(f"workers must be -1 (one per core) or at least 1, got {workers}")
         self.n_workers = available_cpus() if workers == -1 else workers
-        self._silence = silence
+        self._silence, self._patience = silence, patience
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._keepers: list[_Keeper] = []
         self._lock = threading.Lock()
@@ -126,14 +131,14 @@ class _Keeper:
                 task.future.set_result(value)
             else:
                 task.future.set_exception(value)
-        self._let_go()
+        self._let_go(executor._patience)
 
     def _do(self, task: _Task) -> tuple[bool, Any]:
         """Whether a task returned, and what it returned or raised."""
         try:
             if self.process is None or not self.process.alive():
                 self._let_go()
-                self.process = _Process()
+                self.process = self._started()
             if self.executor._killed:  # while the process started, so that it was not killed with the others
                 raise WorkerDiedError("the executor was shut down")
             ok, value, recycle = self.process.call(task.data, self.executor._silence)
@@ -144,10 +149,25 @@ class _Keeper:
             self._let_go()
         return ok, value
 
-    def _let_go(self) -> None:
+    def _started(self) -> _Process:
+        """A new process; where there can be none just now, it is tried again for some seconds."""
+        for pause in PAUSES:
+            try:
+                return _Process()
+            except (WorkerDiedError, OSError) as error:
+                if self.executor._killed:
+                    raise
+                logger.warning("%s; it is tried again in %g s", error, pause)
+                time.sleep(pause)
+        try:
+            return _Process()
+        except (WorkerDiedError, OSError) as error:
+            raise WorkerError(f"no worker process can be started: {error}") from error
+
+    def _let_go(self, patience: float = 0.0) -> None:
         process, self.process = self.process, None
         if process is not None:
-            process.end()
+            process.end(patience)
 
 
 class _Process:
@@ -165,7 +185,12 @@ class _Process:
             raise
         finally:
             theirs.close()
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            kill_group(self.pid)
+            ours.close()
+            raise
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
         self._heard = time.monotonic()
@@ -201,10 +226,13 @@ class _Process:
                 f"worker process {self.pid} gave no sign of life for {self._silence:g} s and was killed"
             )
 
-    def end(self) -> int | None:
-        """Kill it if need be, and return its exit code."""
+    def end(self, patience: float = 0.0) -> int | None:
+        """Kill it if need be, or when it does not end by itself in so many seconds, and return its exit code."""
         if self._pidfd < 0:
             return None
+        if patience:
+            self._channel.close()
+            self._poll.poll(1000 * patience)
         kill_group(self.pid)
         try:
             code: int | None = self._zygote.ask({"do": "reap", "pid": self.pid, "wait": True})["code"]

@@ -82,7 +82,10 @@ class Zygote:
                     self._answers[answer["number"]] = answer
             except OSError as error:
                 raise WorkerDiedError(f"the process that starts workers is gone ({error})") from error
-            return self._answers.pop(number)
+            answer = self._answers.pop(number)
+            if "error" in answer:
+                raise WorkerDiedError(f"a worker process could not be started: {answer['error']}")
+            return answer
 
 
 def _end_zygote(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:

@@ -43,11 +43,15 @@ def main(descriptor: int) -> None:
             if request is None:
                 break
             if request["do"] == "start":
-                pid = _start(link, request, descriptors)
-                children.add(pid)
+                answer: dict[str, Any] = {"number": request["number"]}
+                try:
+                    answer["pid"] = pid = _start(link, request, descriptors)
+                    children.add(pid)
+                except OSError as error:  # no more processes just now, say: those that run go on
+                    answer["error"] = str(error)
                 for item in descriptors:
                     os.close(item)
-                link.send(json.dumps({"pid": pid, "number": request["number"]}).encode())
+                link.send(json.dumps(answer).encode())
             else:
                 code = _reap(int(request["pid"]), bool(request["wait"]))
                 if code is not None:
