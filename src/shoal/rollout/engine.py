@@ -79,10 +79,9 @@ def as_completion(answer: Any) -> Completion | Exception:
     """
     if isinstance(answer, Completion):
         ids, logprobs = answer.token_ids, answer.logprobs
-        if type(ids) is tuple and type(logprobs) is tuple:
-            first = ids[:1] + logprobs[:1]
-            if all(type(number) in (int, float) for number in first):
-                return answer
+        plain = type(ids) is type(logprobs) is tuple
+        if plain and (not ids or (type(ids[0]) is int and logprobs and type(logprobs[0]) is float)):
+            return answer
         try:
             numbers = tuple(map(int, ids)), tuple(map(float, logprobs))
             return Completion(*numbers, answer.finish, int(answer.weights_version))

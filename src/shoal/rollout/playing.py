@@ -181,10 +181,8 @@ class _Stage:
         """One episode in one env; whatever goes wrong is in the record."""
         share, tag = self.share, assignment.tag
         episode = Episode(assignment.place, share.roles[tag], self.prompter, share.sampling)
-        seat.began, seat.episode = (
-            time.monotonic(),
-            episode,
-        )  # in this order: the supervisor looks at any time
+        seat.began = time.monotonic()  # before the episode: the supervisor looks at any time
+        seat.episode = episode
         status: Status = "env_error"
         why: str | None = None
         kind = kind_of(share.env_fns[tag])
