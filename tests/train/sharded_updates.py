@@ -5,7 +5,9 @@
 Every process trains a twin of its own. The first writes `FOLDER/told.json`: for each process, what it saw of each case.
 """
 
+import atexit
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -233,7 +235,15 @@ def watch(case, processes, folder):
     return told
 
 
+def tell_threads(folder):
+    """Which threads of the group are left when all have left it (registered first, so this is called last)."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    left = [name for name in names if "gloo" in name]
+    (folder / f"left-{os.environ['RANK']}.json").write_text(json.dumps(left))
+
+
 def main():
+    atexit.register(tell_threads, Path(sys.argv[1]))
     signal.alarm(400)  # processes that wait for each other for ever end too
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])

@@ -7,6 +7,7 @@ and, up to the order of float sums, the weights are those of one process.
 from __future__ import annotations
 
 import atexit
+import gc
 import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,6 +85,7 @@ class Processes:
 
         if self._mesh is None:
             self._mesh = init_device_mesh(device, (self.count,))
+            atexit.register(_let_go, self._mesh)
         return self._mesh
 
     # --- sharing out
@@ -197,6 +199,16 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
             buckets.append([parameter])
             filled = parameter.numel()
     return buckets
+
+
+def _let_go(mesh: DeviceMesh) -> None:
+    """Let the group's threads end in `_leave`.
+
+    Caches of PyTorch keep the mesh, and it and networks in shards keep the group, until the interpreter itself ends;
+    there, a thread of the group once aborted a process that had done all its work.
+    """
+    getattr(mesh, "_pg_registry", {}).clear()
+    gc.collect()
 
 
 def _leave() -> None:
