@@ -22,7 +22,10 @@ from shoal.train.sharding import ShardedEngine, _refuse_mixed, blocks_of
 from shoal.train.whole_tensors import fill, whole_weights, without_twins
 
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.timeout(600)  # processes that start on a busy machine
+pytestmark = [
+    pytest.mark.timeout(600),  # processes that start on a busy machine
+    pytest.mark.xdist_group("sharding"),  # what two processes saw is looked at by several tests
+]
 FAST = ["tiny", "llama", "lora"]
 SLOW = [
     "llama-critic",
