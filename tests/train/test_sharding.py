@@ -40,9 +40,7 @@ SLOW = [
     "lora-bfloat16",
 ]
 ROUGH = {"llama-autocast", "llama-bfloat16"}  # eight bits of a sum depend on its order
-RARE = {
-    "mixtral"
-}  # an expert with a token or two has gradients near Adam's epsilon, which amplifies their rounding
+RARE = {"mixtral"}  # gradients of an expert with a token or two are near Adam's epsilon: their rounding grows
 
 
 def two_processes(folder, *cases):

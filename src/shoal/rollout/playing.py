@@ -91,7 +91,7 @@ class _Stage:
 
     def _start_threads(self, n: int) -> None:
         """Start so many threads, or as many as the system allows."""
-        for i in range(n):
+        for _ in range(n):
             seat = Seat()
             thread = threading.Thread(target=self._sit, args=(seat,), daemon=True, name="shoal-episode")
             try:
@@ -100,7 +100,9 @@ class _Stage:
                 if not self.seats:
                     raise
                 logger.warning("%d instead of %d episodes are played at once: %s", len(self.seats), n, error)
-                late, self.first = self.first[i:], self.first[:i]
+                waiting = set(self.todo)  # of the announced ones, those that have to wait for a thread
+                late = [assignment for assignment in self.first if assignment in waiting]
+                self.first = tuple(assignment for assignment in self.first if assignment not in waiting)
                 for assignment in late if self.share.lockstep else ():
                     self.link.left(assignment.place.key())
                 return

@@ -34,9 +34,8 @@ class SharedCollector:
         self._ready = ready
         self.tags = collector.tags
         self._processes = processes
-        self._reports: list[
-            list[RolloutReport]
-        ] = []  # since the last lap: of each call, one a process that played
+        # Since the last lap: of each call, one a process that played.
+        self._reports: list[list[RolloutReport]] = []
 
     def collect(
         self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
