@@ -27,7 +27,7 @@ _HOME: dict[str, str] = {
     "ParallelRolloutManager": "shoal.rollout.parallel",
     "SharedLLMInferenceManager": "shoal.rollout.inference",
     "create_projection_function": "shoal.rollout.projections",
-    "MultiProcessEnvironmentContainer": "shoal.vector.container",
+    "MultiProcessEnvironmentContainer": "shoal.vector.compat",
     "PPO": "shoal.train.ppo",
     "PPOConfig": "shoal.train.ppo_config",
     "PPOTrainer": "shoal.train.ppo_trainer",
@@ -48,8 +48,8 @@ _HOME: dict[str, str] = {
     "FrozenLakeEnvironmentManager": "shoal.rollout.manager_kinds",
     "BanditEnvironmentManager": "shoal.rollout.manager_kinds",
     "make_manager": "shoal.rollout.manager_kinds",
-    "ParallelEnv": "shoal.vector.parallel_env",
-    "groups": "shoal.vector.arguments",
+    "ParallelEnv": "shoal.vector.compat",
+    "groups": "shoal.vector.vector_env",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -21,7 +21,7 @@ from shoal import envs
 from shoal.core.errors import EngineError
 from shoal.rollout.engine import Key, Request
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.vector.starter import Zygote
+from shoal.core.processes import Zygote
 
 LIMIT = 90
 """Seconds of one case."""

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.vector import make_vec
-from shoal.vector.plan import Plan
+from shoal.vector.make import Plan
 from tests.vector.faulty import CountEnv
 from tests.vector.scripted import Coordinates, Scripted
 
@@ -84,6 +84,8 @@ def build(fns: Any, layout: dict[str, Any], monkeypatch: Any, **options: Any) ->
         monkeypatch.setattr("shoal.vector.make._plan", lambda *_: plan)
     else:
         monkeypatch.undo()
+    if chosen["backend"] != "process":
+        options.pop("text_bytes", None)
     return make_vec(fns, **chosen, **options)
 
 
@@ -181,7 +183,7 @@ def test_asynchronous_stepping_gives_each_env_its_own_trajectory(
         counts = [0] * n
         ours.send(range(n), [np.int64(0)] * n)
         while min(counts) < 9:
-            ready = ours.recv(min(least, len(ours.flight.ids)))
+            ready = ours.recv(min(least, len(ours.in_flight)))
             assert len(ready.ids) >= 1
             for k, i in enumerate(ready.ids.tolist()):
                 obs, reward, terminated, truncated, info = plain[i].step(np.int64(counts[i] % 5))
@@ -198,7 +200,7 @@ def test_asynchronous_stepping_gives_each_env_its_own_trajectory(
                 assert same(ready.infos[k], info)
                 counts[i] += 1
             ours.send(ready.ids, [np.int64(counts[i] % 5) for i in ready.ids.tolist()])
-        while ours.flight.ids:
+        while ours.in_flight:
             ours.recv(n)
     finally:
         ours.close()
@@ -298,7 +300,7 @@ def test_observations_that_the_caller_keeps_never_change(backend: Any) -> None:
 
 
 def test_the_plan_moves_work_only_where_that_pays() -> None:
-    from shoal.vector.plan import StepCost, choose
+    from shoal.vector.make import StepCost, choose
 
     assert choose(StepCost(1e-6, 1e-6), 4, cpus=2).backend == "serial"
     assert choose(StepCost(1e-3, 1e-3), 8, cpus=1).backend == "serial"

@@ -18,7 +18,7 @@ import pytest
 
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import make_vec
-from shoal.vector.slots import shared_file
+from shoal.vector.buffers import shared_file
 from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty
 
 ROOT = Path(__file__).parents[2]

@@ -100,7 +100,7 @@ def test_a_failure_in_flight_is_replaced_and_the_others_come_as_ever(fault: str)
     assert seen[1][2]["worker_restarted"]
     envs.send([0, 1], [1, 1])
     rewards = dict.fromkeys((0, 1), 0.0)
-    while envs.flight.ids:
+    while envs.in_flight:
         ready = envs.recv()
         rewards.update(zip(ready.ids.tolist(), ready.rewards.tolist(), strict=True))
     assert rewards == {0: 12.0, 1: 11.0}

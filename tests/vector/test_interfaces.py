@@ -25,7 +25,8 @@ from shoal.vector import (
     groups,
     make_vec,
 )
-from shoal.vector.timing import BUCKETS, bucket_of, quantiles
+from shoal.vector.buffers import BUCKETS
+from shoal.vector.env_group import bucket_of, quantiles
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.scripted import SlowEnv, WordEnv
 

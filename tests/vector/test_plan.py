@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from shoal.vector.plan import StepCost
-from shoal.vector.trial import LONGEST, pays
+from shoal.vector.env_group import Trial
+from shoal.vector.make import LONGEST, StepCost, pays
+from shoal.vector.process import Worker
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,28 +30,37 @@ class Machine:
         self.seconds += rounds * 1e-8
 
 
-class Worker:
+class Busy(Worker):
     """A worker that begins `late` seconds after it is told, on a core of its own or on the caller's."""
 
+    inline = False
+
     def __init__(self, machine: Machine, count: int, *, late: float = 0.0, own_core: bool = True) -> None:
-        self.machine, self.count, self.late, self.own_core = machine, count, late, own_core
+        super().__init__(0, [print] * count)  # type: ignore[list-item]
+        self.machine, self.late, self.own_core = machine, late, own_core
         self.rounds: list[int] = []
 
-    def start_trial(self, rounds: int) -> None:
-        self.rounds.append(rounds)
-        self.ready = self.machine.seconds + self.late + rounds * 1e-8
+    def start(self, command: Any, *, bell: bool = False) -> None:
+        assert isinstance(command, Trial)
+        self.command = command
+        self.rounds.append(command.rounds)
+        self.ready = self.machine.seconds + self.late + command.rounds * 1e-8
 
-    def finish(self, timeout: float | None = None) -> None:
+    def receive(self) -> None:
         if self.own_core:
             self.machine.seconds = max(self.machine.seconds, self.ready)
         else:
             self.machine.work(self.rounds[-1])
 
 
-def decision(cost: StepCost, n_envs: int = 32, **options: Any) -> tuple[bool, Worker]:
+def caller(count: int) -> Worker:
+    return Worker(0, [print] * count)  # type: ignore[list-item]
+
+
+def decision(cost: StepCost, n_envs: int = 32, **options: Any) -> tuple[bool, Busy]:
     machine = Machine()
-    worker = Worker(machine, n_envs // 2, **options)
-    return pays([worker], cost, n_envs, work=machine.work, now=machine.now), worker
+    worker = Busy(machine, n_envs // 2, **options)
+    return pays([worker, caller(n_envs // 2)], cost, work=machine.work, now=machine.now), worker
 
 
 def test_workers_pay_when_they_work_while_the_caller_does() -> None:
@@ -76,15 +86,15 @@ def test_workers_do_not_pay_when_carrying_costs_more_than_stepping() -> None:
 
 
 def test_rare_long_waits_count_for_workers_wake_up_late_where_others_keep_the_core() -> None:
-    class Crowded(Worker):
-        def finish(self, timeout: float | None = None) -> None:
-            super().finish(timeout)
+    class Crowded(Busy):
+        def receive(self) -> None:
+            super().receive()
             if len(self.rounds) % 10 == 9:
                 self.machine.seconds += 3e-3  # somebody else's time slice
 
     machine = Machine()
     crowded = Crowded(machine, 16)
-    assert not pays([crowded], StepCost(20e-6, 20e-6), 32, work=machine.work, now=machine.now)
+    assert not pays([crowded, caller(16)], StepCost(20e-6, 20e-6), work=machine.work, now=machine.now)
 
 
 def test_nothing_is_tried_where_steps_are_long() -> None:
@@ -97,7 +107,7 @@ PROGRAM = """
 import os, sys
 sys.path.insert(0, {root!r})
 os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
-import shoal.vector.plan as plan
+import shoal.vector.make as plan
 from shoal.vector import make_vec
 from tests.vector.faulty import CountEnv
 class Busy(CountEnv):
@@ -107,7 +117,7 @@ class Busy(CountEnv):
 plan.available_cpus = lambda: 2  # a core that is counted and never free
 assert plan.choose(plan.probe(Busy), 16).backend == "process"
 envs = make_vec(Busy, 16)
-assert [lane.inline for lane in envs.lanes] == [True]
+assert [worker.inline for worker in envs.workers] == [True]
 assert envs.stats()["workers"] == []
 obs, _ = envs.reset(seed=0)
 assert obs[:, 1].tolist() == [1.0] * 16  # the first episode: the trial touched no env

@@ -20,8 +20,8 @@ from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
 from shoal.testing import check_vector_env
 from shoal.vector import make_vec
-from shoal.vector.plan import probe
-from shoal.vector.share import EnvFn
+from shoal.vector.env_group import EnvFn
+from shoal.vector.make import probe
 from shoal.vector.sources import env_fn_of
 
 Make = Callable[[Sequence[EnvFn]], Any]

@@ -21,7 +21,7 @@ from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig
 from shoal.vector import make_vec
-from shoal.vector.make import Backend
+from shoal.vector.make import BackendName as Backend
 
 
 @dataclass(frozen=True)

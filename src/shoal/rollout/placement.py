@@ -12,13 +12,13 @@ import cloudpickle
 
 from shoal.core.errors import ConfigError
 from shoal.core.executors import RayExecutor, make_executor
+from shoal.core.processes import by_value
 from shoal.rollout.env_calls import close_all
 from shoal.rollout.inference import SharedLLMInferenceManager
 from shoal.rollout.playing import Here, play_share
 from shoal.rollout.settings import ParallelConfig
 from shoal.rollout.shares import Connect, Played, Share
 from shoal.rollout.workers import WorkerExecutor
-from shoal.vector.sending import by_value
 
 R = TypeVar("R")
 PATIENCE = 5.0

@@ -13,9 +13,9 @@ import traceback
 import cloudpickle
 
 from shoal.core.errors import WorkerError
+from shoal.core.processes import Channel, ChannelClosedError
 from shoal.rollout.env_calls import close_all
 from shoal.rollout.env_shelf import KEPT
-from shoal.vector.channel import Channel, ChannelClosedError
 
 BEAT = 0.5
 """Seconds between a busy worker's signs of life."""

@@ -24,11 +24,15 @@ import cloudpickle
 
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.executors import available_cpus
-from shoal.vector.channel import Channel, ChannelClosedError
-from shoal.vector.failures import RemoteTraceback, describe_exit
-from shoal.vector.sending import by_value
-from shoal.vector.starter import Zygote
-from shoal.vector.zygote import kill_group
+from shoal.core.processes import (
+    Channel,
+    ChannelClosedError,
+    RemoteTraceback,
+    Zygote,
+    by_value,
+    describe_exit,
+    kill_group,
+)
 
 R = TypeVar("R")
 PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shoal.core.errors import ConfigError
+from shoal.core.processes import StartMethod
 from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.policy_networks import ActorCritic, n_weights
 from shoal.train.ppo_agent import make_agent
@@ -33,7 +34,6 @@ from shoal.train.ppo_envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo_episodes import EpisodeLog
 from shoal.train.ppo_evaluation import Evaluation, evaluate
 from shoal.train.ppo_experience import Experience
-from shoal.vector.launch import StartMethod
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]

@@ -14,6 +14,7 @@ import numpy as np
 
 from shoal.core.errors import EnvError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.executors import available_cpus
+from shoal.core.processes import StartMethod
 from shoal.rollout.spaces import ActionRows
 from shoal.rollout.steps import EnvSlice, StepRollout
 from shoal.rollout.vector_steps import VectorSteps
@@ -22,7 +23,6 @@ from shoal.train.ppo_agent import PPOAgent
 from shoal.train.ppo_envs import EnvFactory, EnvFacts
 from shoal.train.ppo_episodes import EpisodeLog
 from shoal.train.ppo_workers import WorkerSteps
-from shoal.vector.launch import StartMethod
 
 logger = logging.getLogger(__name__)
 Collector = EnvSlice | VectorSteps | WorkerSteps

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from shoal.core.processes import StartMethod
 from shoal.train.ppo_checkpoints import find_checkpoint, load_checkpoint
 from shoal.train.ppo_checks import read_config
 from shoal.train.ppo_config import PPOConfig
-from shoal.vector.launch import StartMethod
 
 
 @dataclass(frozen=True, slots=True)

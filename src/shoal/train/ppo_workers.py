@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.processes import StartMethod
 from shoal.rollout.spaces import ActionRows, ObservationRows
 from shoal.rollout.steps import StepPolicy, StepRollout
 from shoal.train.compiled_network import CompiledNetwork
 from shoal.train.ppo_envs import EnvFactory, EnvFacts
 from shoal.train.ppo_share import ShareMaker
-from shoal.vector.launch import StartMethod
 
 Array = np.ndarray
 

@@ -6,17 +6,17 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "AsyncVectorEnv": "gym_async",
-    "EnvPoolStyle": "pool_styles",
-    "JaxVectorEnv": "jax_env",
-    "MultiProcessEnvironmentContainer": "container",
-    "ParallelEnv": "parallel_env",
-    "PufferStyle": "pool_styles",
-    "Ready": "results",
+    "AsyncVectorEnv": "compat",
+    "EnvPoolStyle": "compat",
+    "JaxVectorEnv": "native",
+    "MultiProcessEnvironmentContainer": "compat",
+    "ParallelEnv": "compat",
+    "PufferStyle": "compat",
+    "Ready": "infos",
     "SB3VecEnv": "sb3",
-    "StepResult": "results",
-    "VectorPool": "pool",
-    "groups": "arguments",
+    "StepResult": "infos",
+    "VectorPool": "vector_env",
+    "groups": "vector_env",
     "make_vec": "make",
 }
 __all__ = sorted(_HOME)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import signal
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.processes import RemoteTraceback, describe_exit
 
 MAX_REPR = 300
 
@@ -25,14 +26,8 @@ class Failure:
     pid: int | None = None
     exception: BaseException | None = None
     kind: str = "exception"  # or "died", "timeout"
-    exit_code: int | None = None
-
-
-class RemoteTraceback(Exception):  # noqa: N818  (named like the standard library's, shown as a cause)
-    """The traceback of a worker as text, chained as the cause of what the caller sees."""
-
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0])
+    ending: tuple[Any, dict[str, Any]] | None = None
+    """Last observation and info of an episode that had ended, reward and flags in the buffers, before the failure."""
 
 
 def short(value: Any) -> str:
@@ -71,42 +66,20 @@ def portable(failure: Failure) -> Failure:
     return failure
 
 
-def died(env: int, doing: str, action: Any, pid: int, exit_code: int | None, trace: str = "") -> Failure:
+def died(
+    env: int, doing: str, action: Any, pid: int | None, exit_code: int | None, trace: str = ""
+) -> Failure:
     """A failure for a worker process that is gone."""
-    return Failure(
-        env,
-        doing,
-        f"its worker process {describe_exit(exit_code)}",
-        trace,
-        action,
-        pid,
-        None,
-        "died",
-        exit_code,
-    )
+    summary = f"its worker process {describe_exit(exit_code)}"
+    return Failure(env, doing, summary, trace, None if action is None else short(action), pid, None, "died")
 
 
 def timed_out(env: int, doing: str, action: Any, pid: int | None, seconds: float, trace: str = "") -> Failure:
     """A failure for an environment that did not come back in time."""
-    return Failure(env, doing, f"no answer within {seconds:g} s", trace, action, pid, None, "timeout")
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code in words.
-
-    >>> describe_exit(-9)
-    'was killed by SIGKILL'
-    >>> describe_exit(3)
-    'exited with code 3'
-    """
-    if code is None:
-        return "is gone"
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    summary = f"no answer within {seconds:g} s"
+    return Failure(
+        env, doing, summary, trace, None if action is None else short(action), pid, None, "timeout"
+    )
 
 
 def error_of(failure: Failure) -> WorkerError:
@@ -148,3 +121,12 @@ def _str_fails(error: BaseException) -> bool:
     except Exception:
         return True
     return False
+
+
+def raise_first(failures: Sequence[Failure]) -> None:
+    """Raise the first failure, with a note for each other one."""
+    if failures:
+        error = error_of(failures[0])
+        for other in failures[1:]:
+            error.add_note(f"also: {error_of(other)}")
+        raise error

@@ -1,22 +1,78 @@
-"""Infos of single environments as the dict of arrays that Gymnasium's vector environments return."""
+"""What environments tell beside arrays: ends of episodes and infos, on their way to the caller's dicts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 
 PLAIN = (int, float, bool)
 
 
-def batch_infos(n_envs: int, records: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+class Where(Enum):
+    """Where a final observation is, when it is not in the message."""
+
+    BUFFER = "buffer"
+
+
+IN_BUFFER = Where.BUFFER
+
+
+class Told(NamedTuple):
+    """What one environment told in one step or reset."""
+
+    env: int
+    final: Any  # the last observation of an episode that was replaced in this step, or IN_BUFFER
+    final_info: dict[str, Any] | None  # of that last step; None where no episode was replaced
+    info: dict[str, Any]
+
+
+class StepResult(NamedTuple):
+    """What one environment answered to one action."""
+
+    observation: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+class Ready(NamedTuple):
+    """The environments that answered, whichever were first.
+
+    `observations` is batched like those of `step`, with one row per entry of `ids`; `late` names the
+    environments that have been at work for longer than the `timeout` of `recv`.
+    """
+
+    ids: np.ndarray[Any, Any]
+    observations: Any
+    rewards: np.ndarray[Any, Any]
+    terminated: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+    infos: list[dict[str, Any]]
+    late: list[int]
+
+
+def by_env(told: Iterable[Told]) -> dict[int, dict[str, Any]]:
+    """One info per environment."""
+    infos: dict[int, dict[str, Any]] = {}
+    for env, final, final_info, info in told:
+        ended = {} if final_info is None else {"final_obs": final, "final_info": final_info}
+        infos[env] = {**ended, **info}
+    return infos
+
+
+def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
     """Each key of any env's info becomes an array over envs, with a mask `_key` of who had it.
 
     Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included.
     """
     out: dict[str, Any] = {}
-    for env, info in records:
+    for env, final, final_info, info in sorted(told, key=lambda item: item.env):
+        if final_info is not None:
+            _add(out, {"final_obs": final, "final_info": final_info}, env, n_envs)
         _add(out, info, env, n_envs)
     return out
 
@@ -32,7 +88,11 @@ def _add(out: dict[str, Any], info: dict[str, Any], env: int, n_envs: int) -> No
             _add(array, value, env, n_envs)
         else:
             array = out[key] if key in out else _empty_like(value, n_envs)
-            array[env] = value
+            try:
+                array[env] = value
+            except (TypeError, ValueError):  # not of the kind that another env told: any object fits then
+                array = _as_objects(array)
+                array[env] = value
         mask = out.get(mask_key)
         if mask is None:
             mask = np.zeros(n_envs, dtype=np.bool_)
@@ -47,3 +107,10 @@ def _empty_like(value: Any, n_envs: int) -> Any:
     if isinstance(value, np.ndarray):
         return np.zeros((n_envs, *value.shape), dtype=value.dtype)
     return np.full(n_envs, None, dtype=object)
+
+
+def _as_objects(values: Any) -> Any:
+    loose = np.full(len(values), None, dtype=object)
+    for i, value in enumerate(values):
+        loose[i] = value
+    return loose

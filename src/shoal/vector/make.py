@@ -2,55 +2,63 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
-from typing import Any, Literal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import available_cpus
-from shoal.vector.lanes import close
-from shoal.vector.launch import StartMethod
-from shoal.vector.opening import HANDOUT_PLACES, Parts, Rules, open_processes, open_serial, open_threads
-from shoal.vector.plan import Plan, choose, probe
-from shoal.vector.pool import VectorPool
-from shoal.vector.results import Handouts
-from shoal.vector.share import EnvFn
+from shoal.core.processes import START_METHODS, StartMethod
+from shoal.vector.buffers import HANDOUTS, RECYCLE_FROM, Buffers
+from shoal.vector.env_group import About, EnvFn, Trial, be_busy
+from shoal.vector.failures import raise_first
+from shoal.vector.process import Backend, Limits, ProcessBackend, ThreadBackend, Worker, replies_of
+from shoal.vector.recovery import OnFailure
 from shoal.vector.sources import Source, env_fns_of
-from shoal.vector.standing import OnFailure
-from shoal.vector.trial import pays
+from shoal.vector.spaces import Layout, batched
+from shoal.vector.vector_env import Description, VectorPool, close_all, distinct
+from shoal.vector.worker import Attach, Make
 
-Backend = Literal["auto", "serial", "process", "thread", "ray"]
+BackendName = Literal["auto", "serial", "process", "thread", "ray"]
 BACKENDS = ("auto", "serial", "process", "thread", "ray")
 AUTORESET = {
     "same_step": AutoresetMode.SAME_STEP,
     "next_step": AutoresetMode.NEXT_STEP,
     "disabled": AutoresetMode.DISABLED,
 }
+TEXT_BYTES = 2048
 
 
 def make_vec(
     env: Source | Sequence[Source],
     num_envs: int | None = None,
     *,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
     num_workers: int | None = None,
     start_method: StartMethod | None = None,
     env_kwargs: dict[str, Any] | None = None,
     autoreset: str | AutoresetMode = "same_step",
     step_timeout: float | None = None,
+    make_timeout: float | None = None,
     on_failure: OnFailure = "raise",
     max_restarts: int = 3,
     check_nan: bool = True,
     threads: bool = False,
     ring: int | None = None,
     copy_observations: bool | None = None,
-    text_bytes: int = 2048,
+    text_bytes: int | None = None,
+    ray_options: dict[str, Any] | None = None,
 ) -> VectorPool:
     """Many environments as one vector environment.
 
-    All backends give the same results for the same seeds.
+    All backends give the same results for the same seeds. An environment is made, stepped and closed in one thread.
 
     Args:
         env: the name of a shoal env, a Gymnasium id or spec, a class or function that makes an env, or a
@@ -61,77 +69,259 @@ def make_vec(
             taken (the caller steps a share of CPU-bound environments, so one that crashes takes it along;
             asking for restarts or a timeout keeps all of them in workers).
         num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env).
-        start_method: "forkserver" (default), "spawn" or "fork".
+        start_method: of worker processes: "forkserver" (default), "spawn" or "fork".
         env_kwargs: passed to what makes each env.
         autoreset: "same_step", "next_step" or "disabled", as Gymnasium defines them.
-        step_timeout: seconds that one step or reset of one env may take; a worker that takes longer is killed.
+        step_timeout: seconds that one step, reset or call of one env may take; a worker that takes longer is killed.
+        make_timeout: seconds that making one env may take; default: `step_timeout`.
         on_failure: what an env's failure does: "raise" an error, "restart" what failed, or "mask" it out.
         max_restarts: per env, after which a failure raises.
-        check_nan: a NaN reward or observation is a failure of its env.
+        check_nan: a reward that is NaN or infinite, or an observation with NaN, is a failure of its env.
         threads: in worker processes, one thread per env: for environments that wait (HTTP, browsers).
         ring: keep the last so many observations in place: `observation_ring()` shows them as one array
             `[ring, num_envs, ...]`, and what `step` returns is a view of it, valid for `ring - 1` more steps.
         copy_observations: return copies (default, without a ring) or views that the next step overwrites.
-        text_bytes: room per env for text observations; longer text goes by message.
+        text_bytes: of worker processes: room per env for text observations (default 2048); longer text goes by
+            message.
+        ray_options: of the actors, such as `{"num_cpus": 1, "resources": {...}}`.
 
     Raises:
         UnknownNameError: for an env nobody registered.
-        ConfigError: for what cannot run: too little memory, too many files, environments that do not pickle.
-        WorkerError: when an environment cannot be made.
+        ConfigError: for what cannot run: too little memory, too many files, environments that do not pickle,
+            an argument that this backend has no use for.
+        WorkerError: when an environment cannot be made; it says which.
     """
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
-    if ring is not None and ring < 2:
-        raise ValueError(f"ring must be at least 2, got {ring}")
-    _check(backend, on_failure, step_timeout)
+    given = {
+        "num_workers": num_workers,
+        "start_method": start_method,
+        "step_timeout": step_timeout,
+        "make_timeout": make_timeout,
+        "threads": threads or None,
+        "text_bytes": text_bytes,
+        "ray_options": ray_options,
+    }
+    check_options(backend, on_failure, ring, given)
     env_fns = env_fns_of(env, num_envs, env_kwargs)
     plan = _plan(env_fns, backend, num_workers, threads, step_timeout, on_failure)
-    rules = Rules(autoreset_mode(autoreset), check_nan, on_failure, max_restarts, ring)
-    shared = {"method": start_method or "forkserver", "text_bytes": text_bytes}
-    parts = _open(env_fns, rules, plan, num_workers, step_timeout, shared)
     copies = ring is None if copy_observations is None else copy_observations
-    pool = VectorPool(**parts, copy_observations=copies)
-    if parts["backend"] is None and copies and pool.slots.ring == HANDOUT_PLACES:
-        pool.handouts = Handouts(pool.slots)
-    return pool
+    setup = Setup(
+        autoreset_mode(autoreset),
+        check_nan=check_nan,
+        places=ring or (1 if on_failure == "raise" else 2),
+        limits=Limits(step_timeout, step_timeout if make_timeout is None else make_timeout),
+        method=start_method or "forkserver",
+        text_bytes=TEXT_BYTES if text_bytes is None else text_bytes,
+        handouts=ring is None and copies and on_failure == "raise",
+        ray_options=ray_options or {},
+    )
+    opened = open_workers(env_fns, plan, setup)
+    if plan.cost is not None and not pays(opened.workers, plan.cost):
+        opened.close()
+        opened = open_workers(env_fns, Plan("serial"), setup)
+    return VectorPool(
+        *opened[:5],
+        on_failure=on_failure,
+        max_restarts=max_restarts,
+        copy_observations=copies,
+        handouts=opened.handouts,
+    )
 
 
-def _check(backend: str, on_failure: str, step_timeout: float | None) -> None:
+def check_options(backend: str, on_failure: str, ring: int | None, given: dict[str, Any]) -> None:
+    """Refuse values that do not exist, and arguments that a backend has no use for."""
     if backend not in BACKENDS:
         raise ValueError(f"no vector backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
     if on_failure not in ("raise", "restart", "mask"):
         raise ValueError(f"on_failure must be 'raise', 'restart' or 'mask', got {on_failure!r}")
-    if step_timeout is not None and step_timeout <= 0:
-        raise ValueError(f"step_timeout must be positive, got {step_timeout}")
-    if backend == "serial" and step_timeout is not None:
+    if given["num_workers"] is not None and given["num_workers"] < 1:
+        raise ValueError(f"num_workers must be at least 1, got {given['num_workers']}")
+    if given["text_bytes"] is not None and given["text_bytes"] < 0:
+        raise ValueError(f"text_bytes must not be negative, got {given['text_bytes']}")
+    if given["start_method"] not in (None, *START_METHODS):
+        method = given["start_method"]
+        raise ValueError(f"no start method named {method!r}.{did_you_mean(str(method), START_METHODS)}")
+    if ring is not None and ring < 2:
+        raise ValueError(f"ring must be at least 2, got {ring}")
+    for name in ("step_timeout", "make_timeout"):
+        if given[name] is not None and given[name] <= 0:
+            raise ValueError(f"{name} must be positive, got {given[name]}")
+    if backend == "serial" and given["step_timeout"] is not None:
         raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
+    for name, backends in USED_BY.items():
+        if given[name] is not None and backend not in ("auto", *backends):
+            raise ConfigError(
+                f"{name}={given[name]!r} means nothing to backend={backend!r}, only to {' and '.join(backends)}: "
+                f"leave it out, or choose another backend"
+            )
 
 
-def _open(
+USED_BY = {
+    "num_workers": ("process", "thread", "ray"),
+    "start_method": ("process",),
+    "make_timeout": ("process", "thread", "ray"),
+    "threads": ("process",),
+    "text_bytes": ("process",),
+    "ray_options": ("ray",),
+}
+"""The backends that have a use for an argument; "auto" may come to have."""
+
+
+def autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
+    """Gymnasium's mode for a name."""
+    if isinstance(mode, AutoresetMode):
+        return mode
+    try:
+        return AUTORESET[mode]
+    except KeyError:
+        raise ValueError(f"no autoreset mode {mode!r}.{did_you_mean(mode, AUTORESET)}") from None
+
+
+# --- opening what a vector env stands on
+@dataclass(frozen=True)
+class Setup:
+    """How environments are made and kept, wherever they run; `make_vec` explains each."""
+
+    autoreset: AutoresetMode
+    check_nan: bool = True
+    places: int = 1
+    limits: Limits = field(default_factory=Limits)
+    method: StartMethod = "forkserver"
+    text_bytes: int = TEXT_BYTES
+    handouts: bool = False
+    ray_options: dict[str, Any] = field(default_factory=dict)
+
+
+class Opened(NamedTuple):
+    """Environments that are made and know where their results go; the first five are a `VectorPool`'s arguments."""
+
+    workers: list[Worker]
+    backend: Backend | None
+    buffers: Buffers
+    attach: Attach
+    description: Description
+    handouts: bool
+
+    def close(self) -> None:
+        """End it all."""
+        close_all(self.workers, self.backend, os.getpid())
+
+
+def open_workers(
     env_fns: Sequence[EnvFn],
-    rules: Rules,
     plan: Plan,
-    num_workers: int | None,
-    step_timeout: float | None,
-    shared: dict[str, Any],
-) -> Parts:
-    """What the plan says; where it was made from a guess of what workers gain, that is tried first."""
-    if plan.backend == "ray":
-        from shoal.vector.remote import open_ray
+    setup: Setup,
+    describe: Callable[[Description], Description] = lambda found: found,
+) -> Opened:
+    """Make the environments where the plan says.
 
-        return open_ray(env_fns, rules, num_workers=num_workers, step_timeout=step_timeout)
+    Args:
+        env_fns: make them.
+        plan: where.
+        setup: how.
+        describe: may refuse or change what the environments say of their spaces.
+    """
+    own = len(env_fns) if plan.backend == "serial" else plan.caller_share
+    rest = len(env_fns) - own
+    backend = _backend(env_fns[:rest], plan, setup) if rest else None
+    workers: list[Worker] = [*backend.workers] if backend is not None else []
+    try:
+        if backend is not None:
+            backend.start(backend.workers)
+        if own:
+            workers.append(Worker(rest, env_fns[rest:]))
+            workers[-1].begin(Make(rest, ()))
+        replies = replies_of(workers)  # the caller makes its own while the workers make theirs
+        raise_first(distinct([failure for reply in replies for failure in reply.failures]))
+        description = describe(description_of([about for reply in replies for about in reply.value]))
+        observations = Layout.shared(description.observation_spaces)
+        large = observations.is_leaf and observations.leaves[0].nbytes * len(env_fns) >= RECYCLE_FROM
+        handouts = setup.handouts and backend is None and bool(observations.fixed) and large
+        attach = Attach(
+            len(env_fns),
+            observations,
+            Layout.shared(description.action_spaces),
+            setup.autoreset,
+            setup.check_nan,
+            HANDOUTS if handouts and setup.autoreset is not AutoresetMode.DISABLED else setup.places,
+            setup.text_bytes,
+        )
+        buffers = backend.share(attach) if backend is not None else attach.buffers()
+        if backend is not None:
+            backend.attach(backend.workers, attach, buffers)
+            raise_first([failure for reply in replies_of(backend.workers) for failure in reply.failures])
+        for worker in workers:
+            if worker.group is not None:
+                worker.buffers = buffers
+                worker.group.attach(buffers, attach.autoreset, attach.check_nan)
+    except BaseException:
+        close_all(workers, backend, os.getpid(), 0.0)
+        raise
+    return Opened(workers, backend, buffers, attach, description, attach.places == HANDOUTS and handouts)
+
+
+def _backend(env_fns: Sequence[EnvFn], plan: Plan, setup: Setup) -> Backend:
+    n_workers = min(plan.workers or len(env_fns), len(env_fns))
     if plan.backend == "thread":
-        return open_threads(env_fns, rules, num_workers=num_workers, step_timeout=step_timeout)
-    if plan.backend == "process":
-        parts = open_processes(env_fns, rules, plan=plan, step_timeout=step_timeout, **shared)
-        if plan.cost is None or pays(_workers_of(parts), plan.cost, len(env_fns)):
-            return parts
-        close(parts["lanes"], parts["backend"], os.getpid())
-    return open_serial(env_fns, rules)
+        return ThreadBackend(env_fns, n_workers, setup.limits)
+    if plan.backend == "ray":
+        from shoal.vector.ray import RayBackend
+
+        return cast(Backend, RayBackend(env_fns, plan.workers or None, setup.limits, setup.ray_options))
+    return ProcessBackend(env_fns, n_workers, plan.threads, setup.method, setup.limits)
 
 
-def _workers_of(parts: Parts) -> list[Any]:
-    return [lane for lane in parts["lanes"] if not lane.inline]
+def description_of(abouts: Sequence[About]) -> Description:
+    """Spaces and metadata of all environments from what was said of each."""
+    observation_spaces = [about.observation_space for about in abouts]
+    action_spaces = [about.action_space for about in abouts]
+    first = abouts[0]
+    return Description(
+        observation_spaces,
+        action_spaces,
+        batched(observation_spaces),
+        batched(action_spaces),
+        dict(first.metadata),
+        first.render_mode,
+        first.spec,
+    )
+
+
+# --- which backend suits: one environment is measured for a moment before the others are made
+PROBE_SECONDS, PROBE_STEPS = 0.05, 300
+HANDOVER = 10e-6
+"""Seconds that a vector step with workers takes beyond its longest share."""
+WRITE, READ = 0.4e-9, 0.1e-9
+"""Seconds per byte to write memory that another core has just read, and to read what it has just written."""
+WORTH_IT = 0.9
+"""Workers are used when a vector step with them takes less than this part of the time without."""
+WAITS = 0.5
+"""A step that computes for less than this part of its time is waiting for something."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step of one environment takes, by the clock and of the processor, in seconds."""
+
+    wall: float
+    cpu: float
+    nbytes: int = 0  # of an observation
+
+    @property
+    def waits(self) -> bool:
+        """Most of it is waiting, long enough for threads to pay."""
+        return self.wall > 300e-6 and self.cpu < WAITS * self.wall
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the environments go: `workers` processes, or threads, and a share for the caller."""
+
+    backend: str
+    workers: int = 0
+    threads: bool = False  # in the processes, one for each env
+    caller_share: int = 0
+    cost: StepCost | None = field(default=None, repr=False, compare=False)
+    """What the plan was made for, where it was measured."""
 
 
 def _plan(
@@ -144,19 +334,153 @@ def _plan(
 ) -> Plan:
     n_envs = len(env_fns)
     if backend in ("serial", "thread", "ray"):
-        return Plan(backend)
+        return Plan(backend, workers=num_workers or 0)
     guarded = step_timeout is not None or on_failure != "raise"
     if backend == "auto" and num_workers is None and not threads and not guarded:
-        return choose(probe(env_fns[0]), n_envs)
+        cost = probe(env_fns[0])
+        return Plan("serial") if cost is None else choose(cost, n_envs)
     default = n_envs if step_timeout is not None and not threads else available_cpus()
     return Plan("process", workers=min(num_workers or default, n_envs), threads=threads)
 
 
-def autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    """Gymnasium's mode for a name."""
-    if isinstance(mode, AutoresetMode):
-        return mode
+def probe(fn: EnvFn) -> StepCost | None:
+    """Make one environment, step it with random actions for a moment, and close it; None if it fails at that."""
+    best: list[tuple[float, float]] = []
+    obs: Any = None
     try:
-        return AUTORESET[mode]
-    except KeyError:
-        raise ValueError(f"no autoreset mode {mode!r}.{did_you_mean(mode, AUTORESET)}") from None
+        env = fn()
+        try:
+            actions = copy.deepcopy(env.action_space)
+            actions.seed(0)
+            obs, _ = env.reset(seed=0)
+            end = time.perf_counter() + PROBE_SECONDS
+            while len(best) < PROBE_STEPS and (len(best) < 3 or time.perf_counter() < end):
+                action = actions.sample()
+                wall, cpu = time.perf_counter(), time.thread_time()
+                obs, _, terminated, truncated, _ = env.step(action)
+                copy.copy(obs)  # what a vector env does with it at least
+                best.append((time.perf_counter() - wall, time.thread_time() - cpu))
+                if terminated or truncated:
+                    env.reset()
+        finally:
+            env.close()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # it is told by whoever makes or steps it in earnest, with its number
+        return None
+    best.sort()
+    middle = best[: max(1, len(best) * 3 // 4)]  # without the outliers of a busy machine
+    wall, cpu = (sum(times) / len(middle) for times in zip(*middle, strict=True))
+    return StepCost(wall, cpu, _nbytes(obs))
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(_nbytes, value))
+    return 8
+
+
+def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
+    """The plan for `n_envs` environments of this cost.
+
+    >>> choose(StepCost(1e-6, 1e-6), n_envs=4, cpus=2).backend
+    'serial'
+    >>> choose(StepCost(5e-3, 1e-5), n_envs=32, cpus=2)
+    Plan(backend='process', workers=2, threads=True, caller_share=0)
+    >>> choose(StepCost(2e-4, 2e-4), n_envs=32, cpus=2)
+    Plan(backend='process', workers=1, threads=False, caller_share=16)
+    """
+    cpus = available_cpus() if cpus is None else cpus
+    if n_envs == 1:
+        return Plan("serial")
+    if cost.waits:
+        if not sys.platform.startswith("linux"):
+            return Plan("thread")
+        return Plan("process", workers=min(cpus, n_envs), threads=True)
+    parts = min(cpus, n_envs)
+    if parts == 1 or not sys.platform.startswith("linux"):
+        return Plan("serial")
+    alone = n_envs * cost.wall
+    caller_share = min(range(1, n_envs // parts + 1), key=lambda share: _together(cost, n_envs, parts, share))
+    if _together(cost, n_envs, parts, caller_share) > WORTH_IT * alone:
+        return Plan("serial")
+    return Plan("process", workers=parts - 1, caller_share=caller_share, cost=cost)
+
+
+def _together(cost: StepCost, n_envs: int, parts: int, caller_share: int) -> float:
+    """Seconds of one vector step when the caller steps `caller_share` envs and workers the others."""
+    moved = n_envs - caller_share
+    worker = -(-moved // (parts - 1)) * (cost.wall + cost.nbytes * WRITE)
+    caller = caller_share * cost.wall
+    return max(worker, caller) + HANDOVER + moved * cost.nbytes * READ
+
+
+# --- whether workers that are started already make steps faster here and now, before anything depends on it
+TRIAL_SECONDS = 0.05
+LONGEST = 5e-3
+"""Seconds of a vector step from which waking a worker costs little in comparison: no trial then."""
+LEAST = 8
+"""Rounds of a trial, however long they take."""
+
+
+def pays(
+    workers: Sequence[Any],
+    cost: StepCost,
+    *,
+    work: Callable[[int], None] = be_busy,
+    now: Callable[[], float] = time.perf_counter,
+) -> bool:
+    """Whether stepping with these workers takes clearly less time than the caller stepping all itself.
+
+    A count of cores promises nothing: others may keep them busy, and then each wake-up of a worker takes longer than
+    a step of a cheap environment. So all do what a step would cost, without touching an environment.
+
+    Args:
+        workers: all of them, the caller's own group included.
+        cost: of one env's step.
+        work: what the caller does for so many rounds.
+        now: the clock.
+    """
+    n_envs = sum(worker.count for worker in workers)
+    others = [worker for worker in workers if not worker.inline]
+    moved = sum(worker.count for worker in others)
+    if n_envs * cost.wall > LONGEST:
+        return True
+    per_env = cost.wall * _rounds_per_second(work, now)
+    shared: list[float] = []
+    single: list[float] = []
+    end = now() + TRIAL_SECONDS
+    while len(shared) < LEAST or now() < end:
+        start = now()
+        for worker in others:
+            worker.begin(Trial(int(per_env * worker.count)))
+        work(int(per_env * (n_envs - moved)))
+        replies_of(others)
+        middle = now()
+        work(int(per_env * n_envs))
+        shared.append(middle - start)
+        single.append(now() - middle)
+    carrying = -(-moved // len(others)) * cost.nbytes * WRITE + moved * cost.nbytes * READ
+    return _mean(shared) + carrying < WORTH_IT * _mean(single)
+
+
+def _rounds_per_second(work: Callable[[int], None], now: Callable[[], float]) -> float:
+    """How fast the caller works."""
+    rounds = 2000
+    best = 1.0
+    for _ in range(5):
+        start = now()
+        work(rounds)
+        best = min(best, now() - start)
+    return rounds / best
+
+
+def _mean(times: list[float]) -> float:
+    """Without the first two, which wake up; all others count, for it is the rare long wait that costs."""
+    return sum(times[2:]) / (len(times) - 2)

@@ -1,124 +1,759 @@
-"""The worker processes of a pool, the block they share with it, and how to replace one."""
+"""Workers as their caller sees them: told a command, waited for, and given up when they die or take too long.
+
+There is one wait, `wait_any`. It looks at all workers that are at work, so their time limits run side by side.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import mmap
 import os
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shoal.vector import slots as words
-from shoal.vector import worker
-from shoal.vector.channel import Channel
-from shoal.vector.launch import StartMethod, WorkerProcess, socket_pair
-from shoal.vector.process_lane import ProcessLane
-from shoal.vector.share import EnvFn
-from shoal.vector.slots import Slots, address_of, shared_file
-from shoal.vector.waiting import SLICE, Signal, init_signal
+import numpy as np
+
+from shoal.core.errors import ConfigError, WorkerDiedError
+from shoal.core.processes import (
+    SLICE,
+    Channel,
+    ChannelClosedError,
+    StartMethod,
+    WorkerProcess,
+    dumps,
+    end_all,
+    require_linux,
+    socket_pair,
+)
+from shoal.vector import buffers as words
+from shoal.vector import worker as operations
+from shoal.vector.actions import read
+from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer, shared_file
+from shoal.vector.env_group import EnvFn, EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
+from shoal.vector.failures import Failure, died, from_exception, timed_out
+from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve
+
+LOADING_SECONDS = 60.0
+"""Time for a worker with a time limit to start and import what it needs, before its first constructor begins."""
 
 
-class ProcessBackend:
-    """The workers of a pool, and how to replace one.
+class Limits:
+    """Seconds that one env may take.
 
     Args:
-        shares: for each worker, for each of its lanes, the first env and what makes its envs.
-        method: how the processes come to be.
+        step: for a step, a reset or a call; None for ever.
+        make: for its constructor.
     """
 
-    def __init__(self, shares: Sequence[Sequence[tuple[int, Sequence[EnvFn]]]], method: StartMethod) -> None:
-        self.workers = [WorkerProcess(lanes, method) for lanes in shares]
-        self.lanes: list[list[ProcessLane]] = [[] for _ in shares]
-        self.block = -1
-        self.attach: worker.Attach | None = None
-        self.bell: Signal | None = None
+    def __init__(self, step: float | None = None, make: float | None = None) -> None:
+        self.step, self.make = step, make
 
-    def start(self) -> None:
-        """Start all workers; they make their environments meanwhile."""
-        for process in self.workers:
-            process.start()
+    def of(self, command: Any) -> float | None:
+        """The limit for one env in this command."""
+        return self.make if isinstance(command, Make | Rebuild) else self.step
 
-    def describe(self) -> list[worker.About]:
-        """What the workers say of the environments, in order."""
-        return [about for process in self.workers for about in process.describe()]
 
-    def open(self, attach: worker.Attach, step_timeout: float | None) -> tuple[Slots, list[ProcessLane]]:
-        """Make the shared block and connect every lane."""
-        self.attach = attach
-        plan = (attach.n_envs, attach.observations, attach.actions)
-        sizes: dict[str, Any] = {
-            "n_lanes": attach.n_lanes,
-            "ring": attach.ring,
-            "text_bytes": attach.text_bytes,
-        }
-        self.block = shared_file(Slots(*plan, **sizes, buffer=False).nbytes)
-        slots = Slots(*plan, **sizes, buffer=mmap.mmap(self.block, 0))
-        bell = address_of(slots.signal_bytes) + 2 * attach.n_lanes * words.LINE
-        init_signal(bell)
-        self.bell = Signal(bell)
-        number = 0
-        for process, lanes in zip(self.workers, self.lanes, strict=True):
-            for first, env_fns in process.lanes:
-                lane = ProcessLane(process, slots, number, first, len(env_fns), attach.spin, step_timeout)
-                lanes.append(lane)
-                number += 1
-            self._connect(process, lanes)
-        return slots, [lane for lanes in self.lanes for lane in lanes]
+class Worker:
+    """A group of environments and the command it is at; here for a group that the caller itself steps.
 
-    def _connect(self, process: WorkerProcess, lanes: Sequence[ProcessLane]) -> None:
-        assert self.attach is not None
-        theirs = []
+    Args:
+        first: global index of the first env.
+        env_fns: make the envs.
+        limits: of time.
+    """
+
+    inline = True
+    home: Any = None
+    """What it lives in; workers with the same home are lost together."""
+
+    def __init__(self, first: int, env_fns: Sequence[EnvFn], limits: Limits | None = None) -> None:
+        self.first, self.env_fns, self.count = first, list(env_fns), len(env_fns)
+        self.ids = range(first, first + self.count)
+        self.limits = limits or Limits()
+        self.place = 0
+        """Where its latest observations are."""
+        self.command: Any = None
+        """What it is at, or what it answered as long as nobody took the reply."""
+        self.queued: Any = None
+        """The next command: it waits for an abandoned one to end."""
+        self.abandoned = False
+        """Nobody waits for the reply to `command` any more."""
+        self.lost: Failure | None = None
+        """Why it can no longer work, if so."""
+        self.group: EnvGroup | None = None
+        self.buffers: Buffers | None = None
+        self._seen = (-1, 0.0)
+
+    # --- what each kind of worker does in its own way
+    def start(self, command: Any, *, bell: bool = False) -> None:
+        """Begin a command; with `bell`, its reply rings for all."""
+        del bell
+        self.command, self.abandoned = command, False
+        if isinstance(command, Step) and command.actions is None:  # now: the caller may write the next ones
+            assert self.group is not None
+            command.actions = self.group.actions(command.members, command.loose)
+
+    def answered(self) -> bool:
+        """The reply is there, or never will be: `take` does not wait."""
+        return True
+
+    def pause(self, seconds: float) -> None:
+        """Sleep until there is a reply, or so many seconds."""
+
+    def quick(self) -> bool:
+        """`answered`, after a short look where that pays."""
+        return self.answered()
+
+    def receive(self) -> Reply | None:
+        """The reply; the caller's own group does its work here."""
+        command, self.command = self.command, None
+        if isinstance(command, Make):
+            self.group = EnvGroup(self.env_fns, self.first)
+            return self.group.make()
+        assert self.group is not None
+        return self.group.run(command)
+
+    def progress(self) -> int:
+        """Position of the env that it is at, or `LOADING`."""
+        return self.group.progress[0] if self.group is not None else 0
+
+    def own_times(self) -> Any:
+        """The histograms of step times of its envs, if they are not in the common buffers."""
+        return None
+
+    def is_gone(self) -> bool:
+        """It ended by itself."""
+        return False
+
+    def give_up(self) -> None:
+        """End it if that is possible; it is `lost` from now on."""
+
+    def ask_stack(self) -> None:
+        """Have it tell where it is."""
+
+    def stack(self) -> str:
+        """Where it was when it was asked, or crashed."""
+        return ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        return None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of its process."""
+        return None
+
+    # --- what is the same for all
+    def begin(self, command: Any, *, bell: bool = False) -> None:
+        """Begin a command, or have it wait until an abandoned one is over."""
+        if self.command is not None:
+            self.abandoned, self.queued = True, command
+        else:
+            self._seen = (-1, time.monotonic())
+            self.start(command, bell=bell)
+
+    def take(self) -> tuple[Any, Reply | None]:
+        """The command that is over and its reply; a lost worker gives its failure."""
+        command, reply = self.command, None
+        if self.lost is None:
+            reply = self.receive()
+        if self.lost is not None:
+            reply = Reply(failures=[self.lost])
+        self.command = None
+        return command, reply
+
+    def overdue(self, now: float) -> float | None:
+        """The time limit that the env it is at has exceeded, if so."""
+        limit = self.limits.of(self.command)
+        if limit is None:
+            return None
+        at = self.progress()
+        if at == words.LOADING:
+            limit = max(limit, LOADING_SECONDS)
+        if at != self._seen[0]:
+            self._seen = (at, now if self._seen[0] >= 0 else self._seen[1])
+        return limit if now - self._seen[1] > limit else None
+
+    def lose(self, failure: Failure) -> None:
+        """Give it up because of this."""
+        self.lost = failure
+        self.give_up()
+
+    def current(self) -> tuple[int, str, Any]:
+        """The env that it is at, what it does to it, and with which action."""
+        at = self.progress()
+        env = self.first + (at if at < self.count else 0)
+        return env, name_of(self.command) if self.command is not None else "wait", self.action_of(env)
+
+    def action_of(self, env: int) -> Any:
+        """The action that an env was given in the present command, as far as it is known."""
+        if not isinstance(self.command, Step) or self.buffers is None:
+            return None
+        command = self.command
+        members = list(range(self.count)) if command.members is None else list(command.members)
         try:
-            for lane in lanes:
+            if command.actions is not None:
+                return command.actions[members.index(env - self.first)]
+            return read(self.buffers, self.first, [env - self.first], command.loose)[0]
+        except Exception:  # for a message: what cannot be told is left out
+            return None
+
+
+def look_at(workers: Iterable[Worker]) -> None:
+    """Notice workers that are gone, and give up those that are overdue, all at once."""
+    at_work = [worker for worker in workers if worker.lost is None and worker.command is not None]
+    waiting = [worker for worker in at_work if not worker.answered()]
+    homes: dict[int, list[Worker]] = {}
+    for worker in waiting:
+        if worker.is_gone():
+            homes.setdefault(id(worker.home if worker.home is not None else worker), []).append(worker)
+    for suspects in homes.values():
+        env, doing, action = suspects[0].current()
+        failure = died(env, doing, action, suspects[0].pid, suspects[0].exit_code, suspects[0].stack())
+        if len(suspects) > 1:
+            others = ", ".join(str(worker.current()[0]) for worker in suspects[1:9])
+            failure.summary += f" (or it was the fault of env {others}, which it stepped at the same time)"
+        for worker in suspects:
+            worker.lose(failure)
+    now = time.monotonic()
+    overdue = [
+        (worker, limit) for worker in waiting if worker.lost is None and (limit := worker.overdue(now))
+    ]
+    if not overdue:
+        return
+    for worker, _ in overdue:
+        worker.ask_stack()
+    end = now + 0.3
+    while time.monotonic() < end and not all(worker.stack() for worker, _ in overdue):
+        time.sleep(0.005)
+    failures = [timed_out(*worker.current(), worker.pid, limit, worker.stack()) for worker, limit in overdue]
+    for (worker, _), failure in zip(overdue, failures, strict=True):
+        worker.lose(failure)
+    for worker in at_work:  # neighbours of those: killed with them, and not to blame
+        for (other, _), failure in zip(overdue, failures, strict=True):
+            if worker.lost is None and worker.home is not None and worker.home is other.home:
+                worker.lose(failure)
+
+
+def wait_any(
+    wanted: Sequence[Worker], workers: Sequence[Worker], deadline: float | None, pause: Any
+) -> list[Worker]:
+    """Those of `wanted` that have an answer, or never will; waits until there is one.
+
+    Args:
+        wanted: whom to wait for.
+        workers: all at work, whose time runs meanwhile.
+        deadline: by `time.monotonic`.
+        pause: sleeps until there may be something, or so many seconds.
+
+    Raises:
+        TimeoutError: at the deadline.
+    """
+    looked = time.monotonic()
+    while True:
+        ready = [worker for worker in wanted if worker.answered()]
+        if ready:
+            return ready
+        now = time.monotonic()
+        if now - looked >= SLICE:
+            looked = now
+            look_at(workers)
+            continue
+        left = SLICE - (now - looked)
+        if deadline is not None:
+            if now >= deadline:
+                raise TimeoutError
+            left = min(left, deadline - now)
+        pause(left)
+
+
+def replies_of(workers: Sequence[Worker]) -> list[Reply]:
+    """What all of these answer to what they were told, in their order; the caller's own work is done first."""
+    replies: dict[int, Reply] = {}
+    for worker in sorted(workers, key=lambda worker: not worker.inline):
+        if not worker.quick():
+            wait_any([worker], workers, None, worker.pause)
+        replies[id(worker)] = worker.take()[1] or Reply()
+    return [replies[id(worker)] for worker in workers]
+
+
+class Backend:
+    """What workers live in: how it is started, replaced and ended."""
+
+    workers: Sequence[Worker] = ()
+
+    def start(self, workers: Sequence[Worker]) -> None:
+        """Start what these live in and have them make their environments; `replies_of` tells how that went."""
+        for worker in workers:
+            worker.lost = worker.command = worker.queued = None
+            worker.begin(Make(worker.first, worker.env_fns))
+
+    def attach(self, workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> None:
+        """Tell them where their results go."""
+        for worker in workers:
+            worker.buffers = buffers
+            worker.begin(attach)
+
+    def share(self, attach: Attach) -> Buffers:
+        """The buffers of the vector env, where its workers can reach them."""
+        return attach.buffers()
+
+    def housemates(self, worker: Worker) -> list[Worker]:
+        """All workers that are lost with this one, itself included."""
+        if worker.home is None:
+            return [worker]
+        return [other for other in self.workers if other.home is worker.home]
+
+    def wait_bell(self, seconds: float) -> None:
+        """Sleep until a reply rings, or so many seconds."""
+
+    def stats(self) -> list[dict[str, Any]]:
+        """One row per process."""
+        return []
+
+    def close(self, seconds: float) -> None:
+        """End everything, by force after so many seconds."""
+
+
+# --- groups with rows of their own (threads, other machines): their results are copied over
+Rows = tuple[Sequence[Any], Any, Any, Any, Sequence[Any]]
+"""Observations by leaf, rewards, terminated, truncated, final observations by leaf: `[count, ...]` each."""
+
+
+def rows_of(own: Buffers) -> Rows:
+    """What a group wrote into buffers of its own."""
+    obs = [
+        rows[0] if leaf.kind == "fixed" else None
+        for leaf, rows in zip(own.observations.leaves, own.obs, strict=True)
+    ]
+    return obs, own.rewards, own.terminated, own.truncated, own.final
+
+
+def land(rows: Rows, command: Any, buffers: Buffers, first: int, count: int) -> None:
+    """Copy the rows that a step or reset wrote to where the caller looks."""
+    obs, rewards, terminated, truncated, final = rows
+    members = np.arange(count) if command.members is None else np.asarray(command.members, dtype=np.intp)
+    ids = first + members
+    for target, source in zip(buffers.obs, obs, strict=True):
+        if source is not None:
+            target[command.place, ids] = source[members]
+    buffers.rewards[ids] = rewards[members]
+    buffers.terminated[ids], buffers.truncated[ids] = terminated[members], truncated[members]
+    if final and final[0] is not None:
+        buffers.final[0][ids] = final[0][members]
+
+
+def with_own_rows(worker: Worker, command: Any) -> Any:
+    """The command as a group with rows of its own gets it: with its actions, and one place."""
+    if isinstance(command, Step):
+        assert worker.buffers is not None
+        members = range(worker.count) if command.members is None else command.members
+        if command.actions is None:
+            actions = read(worker.buffers, worker.first, members, command.loose) if len(members) else []
+            command.actions = actions
+        return Step(command.members, 0, {}, command.actions)
+    if isinstance(command, Reset):
+        return Reset(command.members, command.seeds, command.options, 0, command.ends)
+    return command
+
+
+class ThreadWorker(Worker):
+    """A group in a thread of the caller's process: for environments that wait and need no isolation."""
+
+    inline = False
+
+    def __init__(self, backend: ThreadBackend, first: int, env_fns: Sequence[EnvFn], limits: Limits) -> None:
+        super().__init__(first, env_fns, limits)
+        self.backend = backend
+        self.box = QueueBox(backend.bell)
+        self.thread: threading.Thread | None = None
+
+    def enter_thread(self) -> None:
+        """Begin with a fresh thread; one that hangs is left behind, as threads cannot be killed."""
+        self.box = QueueBox(self.backend.bell)
+        self.thread = threading.Thread(target=_serve_in_thread, args=(self.box, self.first), daemon=True)
+        self.thread.name = f"shoal-envs-{self.first}"
+        self.thread.start()
+
+    def start(self, command: Any, *, bell: bool = False) -> None:
+        """Put the command into the mailbox."""
+        del bell
+        self.command, self.abandoned = command, False
+        self.box.commands.put(with_own_rows(self, command))
+
+    def answered(self) -> bool:
+        """The reply is there, or never will be."""
+        return self.lost is not None or not self.box.replies.empty()
+
+    def pause(self, seconds: float) -> None:
+        """Sleep until some thread answers."""
+        self.backend.wait_bell(seconds)
+
+    def receive(self) -> Reply | None:
+        """The reply, with the rows copied over."""
+        reply = self.box.replies.get()
+        with contextlib.suppress(queue.Empty):
+            self.backend.bell.get_nowait()  # as many bells as replies
+        if isinstance(self.command, Step | Reset):
+            self._land()
+        return reply
+
+    def _land(self) -> None:
+        if self.box.own is not None and self.buffers is not None:
+            land(rows_of(self.box.own), self.command, self.buffers, self.first, self.count)
+
+    def progress(self) -> int:
+        """Position of the env that it is at."""
+        return int(self.box.progress[0])
+
+    def own_times(self) -> Any:
+        """Of the group's own buffers."""
+        return None if self.box.own is None else self.box.own.times
+
+    def is_gone(self) -> bool:
+        """Its thread ended."""
+        return self.thread is not None and not self.thread.is_alive() and self.box.replies.empty()
+
+    def give_up(self) -> None:
+        """Leave the thread behind; ends of episodes that it wrote are kept."""
+        if isinstance(self.command, Step):
+            self._land()
+        self.box.commands.put(Close())
+
+
+def _serve_in_thread(box: QueueBox, first: int) -> None:
+    try:
+        serve(box)
+    except BaseException as error:
+        box.reply(Reply(failures=[from_exception(first, "serve", error)]))
+
+
+class ThreadBackend(Backend):
+    """Threads of the calling process with a group each.
+
+    Args:
+        env_fns: of all environments.
+        n_threads: how many threads share them.
+        limits: of time.
+    """
+
+    def __init__(self, env_fns: Sequence[EnvFn], n_threads: int, limits: Limits) -> None:
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        cuts = even_cuts(len(env_fns), n_threads)
+        self.workers = [ThreadWorker(self, lo, env_fns[lo:hi], limits) for lo, hi in cuts]
+
+    def start(self, workers: Sequence[Worker]) -> None:
+        """Fresh threads."""
+        for worker in workers:
+            assert isinstance(worker, ThreadWorker)
+            worker.enter_thread()
+        super().start(workers)
+
+    def wait_bell(self, seconds: float) -> None:
+        """Sleep until a thread answers."""
+        with contextlib.suppress(queue.Empty):
+            self.bell.get(timeout=max(seconds, 0.0))
+
+    def close(self, seconds: float) -> None:
+        """Have the threads close their envs; those that hang are left behind."""
+        threads = [
+            worker.thread for worker in self.workers if isinstance(worker, ThreadWorker) and not worker.lost
+        ]
+        for worker in self.workers:
+            if isinstance(worker, ThreadWorker):
+                worker.box.commands.put(Close())
+        end = time.monotonic() + seconds
+        for thread in threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+
+
+class ProcessWorker(Worker):
+    """A group in a worker process, or in one of its threads."""
+
+    inline = False
+
+    def __init__(
+        self,
+        home: WorkerProcess,
+        lines: Lines,
+        number: int,
+        first: int,
+        env_fns: Sequence[EnvFn],
+        limits: Limits,
+    ) -> None:
+        super().__init__(first, env_fns, limits)
+        self.home: WorkerProcess = home
+        self.lines, self.number = lines, number
+        self._command, self._reply = lines.command(number), lines.reply(number)
+        self._patience = Patience()
+        self._sequence = 0
+        self._texts: dict[int, TextBuffer] = {}
+        self.channel: Channel | None = None
+
+    def connect(self, channel: Channel) -> None:
+        """Begin anew with a fresh process."""
+        self.let_go()
+        self.channel = channel
+        self._wake, self._ready = (
+            self.lines.wake(self.number, new=True),
+            self.lines.ready(self.number, new=True),
+        )
+        self._reply[words.REPLY_SEQUENCE] = self._command[words.SEQUENCE] = self._sequence
+        self._reply[words.PROGRESS] = words.LOADING
+        self._rings = False
+
+    def let_go(self) -> None:
+        """Close the channel."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+    def find_texts(self, buffers: Buffers) -> None:
+        """Look up where its text comes."""
+        self._texts = TextBuffer.of(buffers, self.first, self.count)
+
+    def start(self, command: Any, *, bell: bool = False) -> None:
+        """Write the command line, and send what it has no words for."""
+        self.command, self.abandoned = command, False
+        line = self._command
+        message: Any = command
+        if type(command) is Step:
+            operation, number = operations.STEP, command.place
+            if command.members is not None:
+                operation = operations.STEP_SOME
+                assert self.buffers is not None
+                mask = self.buffers.members[self.first : self.first + self.count]
+                mask[...] = False
+                mask[command.members] = True
+            message = command.loose or None
+        elif isinstance(command, Trial):
+            operation, number, message = operations.TRIAL, command.rounds, None
+        elif isinstance(command, Close):
+            operation, number, message = operations.CLOSE, 0, None
+        else:
+            operation, number = operations.MESSAGE, 0
+        data = b"" if message is None else dumps(message)[0]
+        self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+        line[words.OPERATION], line[words.PLACE] = operation, number
+        line[words.HAS_MESSAGE] = bool(data)
+        line[words.BELL] = self._rings = bell
+        line[words.SEQUENCE] = self._sequence
+        self._wake.release()
+        if data and self.lost is None and self.channel is not None:
+            with contextlib.suppress(
+                ChannelClosedError, WorkerDiedError
+            ):  # whoever waits finds out and tells
+                self.channel.send(data, self._still_there)
+
+    def _still_there(self) -> None:
+        look_at([self])
+        if self.lost is not None:
+            raise WorkerDiedError(self.lost.summary)
+
+    def answered(self) -> bool:
+        """The reply is there, or never will be."""
+        return self.lost is not None or self._reply[words.REPLY_SEQUENCE] == self._sequence
+
+    def quick(self) -> bool:
+        """`answered`, after a short look where that pays."""
+        if self._rings or self.lost is not None:
+            return self.answered()
+        return self._patience.look(self._ready.acquire) and self.answered()
+
+    def pause(self, seconds: float) -> None:
+        """Sleep until it answers."""
+        if self._rings:
+            time.sleep(min(seconds, 0.001))
+        else:
+            self._ready.acquire(True, max(seconds, 0.0))
+
+    def receive(self) -> Reply | None:
+        """What the reply line, the text and the channel hold."""
+        flags = self._reply[words.REPLY_FLAGS]
+        if not flags:
+            return None
+        reply = self._message() if flags & operations.HAS_MESSAGE else Reply()
+        if flags & operations.HAS_TEXT:
+            for leaf, text in self._texts.items():
+                reply.columns[leaf] = text.unpack()
+        return reply
+
+    def _message(self) -> Reply:
+        assert self.channel is not None
+        while True:
+            try:
+                sequence, reply = self.channel.receive(self._still_there)
+            except (ChannelClosedError, WorkerDiedError):
+                self.home.make_sure_it_is_gone()
+                if self.lost is None:
+                    env, doing, action = self.current()
+                    self.lose(died(env, doing, action, self.pid, self.exit_code, self.stack()))
+                return Reply()
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # what came cannot be read here
+                env, doing, _ = self.current()
+                return Reply(failures=[from_exception(env, f"reading its reply to {doing}", error)])
+            if sequence == self._sequence:
+                found: Reply = reply
+                return found
+
+    def progress(self) -> int:
+        """Position of the env that it is at."""
+        return int(self._reply[words.PROGRESS])
+
+    def is_gone(self) -> bool:
+        """Its process ended, and its last answer is not whole."""
+        return not self.home.alive()
+
+    def give_up(self) -> None:
+        """Kill the process."""
+        self.home.kill()
+
+    def ask_stack(self) -> None:
+        """Have the process write its stacks."""
+        self.home.ask_stack()
+
+    def stack(self) -> str:
+        """What the process wrote."""
+        return self.home.log_text()
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        return self.home.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of its process."""
+        if not self.home.alive():
+            self.home.reap()
+        return self.home.exit_code
+
+
+class ProcessBackend(Backend):
+    """Worker processes that share a block of memory with the caller.
+
+    Args:
+        env_fns: of all environments.
+        n_processes: how many processes share them.
+        threads: one thread for each env, instead of one for all of a process.
+        method: how the processes come to be.
+        limits: of time.
+    """
+
+    def __init__(
+        self, env_fns: Sequence[EnvFn], n_processes: int, threads: bool, method: StartMethod, limits: Limits
+    ) -> None:
+        require_linux("worker processes")
+        cuts = even_cuts(len(env_fns), n_processes)
+        n_groups = len(env_fns) if threads else len(cuts)
+        self._block = self._control = -1
+        self.processes = [WorkerProcess("shoal.vector.worker:main", method) for _ in cuts]
+        self.workers: list[ProcessWorker] = []
+        self._control = shared_file(Lines.nbytes(n_groups))
+        self.lines = Lines(n_groups, mmap.mmap(self._control, 0))
+        self._bell = self.lines.bell(new=True)
+        for process, (lo, hi) in zip(self.processes, cuts, strict=True):
+            for first, stop in [(i, i + 1) for i in range(lo, hi)] if threads else [(lo, hi)]:
+                number = len(self.workers)
+                fns = env_fns[first:stop]
+                self.workers.append(ProcessWorker(process, self.lines, number, first, fns, limits))
+
+    def start(self, workers: Sequence[Worker]) -> None:
+        """Fresh processes for these workers and all who live with them."""
+        for process in {id(worker.home): worker.home for worker in workers}.values():
+            if process.starts:
+                process.kill()
+                process.release()
+            process.start()
+            self._settle([worker for worker in self.workers if worker.home is process])
+        for worker in workers:
+            worker.lost = worker.command = worker.queued = None
+        made: dict[Any, bytes] = {}
+        for worker in workers:
+            key = tuple(map(id, worker.env_fns))
+            if key not in made:
+                made[key] = dumps_env_fns(worker.env_fns)
+            worker.begin(Make(worker.first, made[key]))
+
+    def _settle(self, workers: Sequence[ProcessWorker]) -> None:
+        process, theirs = workers[0].home, []
+        try:
+            for worker in workers:
                 ours, their = socket_pair()
                 theirs.append(their)
-                if lane.channel is not None:
-                    lane.channel.close()
-                lane.channel = Channel(ours, SLICE)
-            numbers = [lane.number for lane in lanes]
-            process.attach(dataclasses.replace(self.attach, lane_numbers=numbers), self.block, theirs)
+                worker.connect(Channel(ours, SLICE))
+            with contextlib.suppress(
+                ChannelClosedError, WorkerDiedError
+            ):  # whoever waits finds out and tells
+                home = Home(self.lines.n_groups, [worker.number for worker in workers])
+                process.channel.send(dumps(home)[0], process.check)
+                process.channel.send_descriptors(
+                    [self._control, *[item.fileno() for item in theirs]], process.check
+                )
         finally:
             for their in theirs:
                 their.close()
-        process.receive()
 
-    def revive(self, lane: ProcessLane) -> list[ProcessLane]:
-        """Replace the worker of a lost lane by a fresh one; returns all lanes of that worker."""
-        process = lane.process
-        lanes = self.lanes[self.workers.index(process)]
-        process.kill()
-        process.release()
-        process.start()
-        process.describe()
-        for item in lanes:
-            item.reconnect()
-        self._connect(process, lanes)
-        return lanes
+    def attach(self, workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> None:
+        """Hand over the block."""
+        for worker in workers:
+            assert isinstance(worker, ProcessWorker)
+            worker.find_texts(buffers)
+            worker.buffers = buffers
+            worker.begin(attach)
+            with contextlib.suppress(ChannelClosedError, WorkerDiedError):
+                assert worker.channel is not None
+                worker.channel.send_descriptors([self._block], worker.home.check)
+
+    def share(self, attach: Attach) -> Buffers:
+        """In a block that the workers map."""
+        self._block = shared_file(attach.buffers(False).nbytes)
+        return attach.buffers(mmap.mmap(self._block, 0))
 
     def wait_bell(self, seconds: float) -> None:
-        """Sleep until a lane that rings has an answer."""
-        if self.bell is not None and self.bell.acquire(True, max(seconds, 0.0)):
-            self.bell.drain()  # the words in memory tell who is ready; one look serves all that rang
+        """Sleep until a worker rings; one look serves all that rang."""
+        if self._bell.acquire(True, max(seconds, 0.0)):
+            self._bell.drain()
 
     def stats(self) -> list[dict[str, Any]]:
-        """Memory and restarts of each worker."""
+        """Memory and restarts of each process."""
         return [
-            {"pid": process.pid, "rss_mib": process.rss() / 2**20, "restarts": process.generation - 1}
-            for process in self.workers
+            {"pid": process.pid, "rss_mib": process.rss() / 2**20, "restarts": process.starts - 1}
+            for process in self.processes
         ]
 
     def close(self, seconds: float) -> None:
-        """Wait for workers that were asked to close, then kill those that did not."""
-        end = time.monotonic() + seconds
-        for process in self.workers:
-            if (
-                process.owner == os.getpid() and process.pid > 0
-            ):  # else: a fork of the caller, not ours to end
-                if not process.wait(end - time.monotonic()):
-                    process.kill()
-                process.reap()
-                process.release()
-        if self.block >= 0:
-            os.close(self.block)
-            self.block = -1
+        """Tell all to close, then kill those that do not."""
+        for worker in self.workers:
+            if worker.channel is not None and worker.lost is None and worker.home.owner == os.getpid():
+                worker.start(Close())
+        end_all(self.processes, seconds)
+        for worker in self.workers:
+            worker.let_go()
+        for descriptor in (self._control, self._block):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._control = self._block = -1
+
+
+def dumps_env_fns(env_fns: Sequence[EnvFn]) -> bytes:
+    """Functions that make environments as bytes for a process that may lack the modules they come from.
+
+    Raises:
+        ConfigError: when a function holds something that cannot be sent to another process.
+    """
+    try:
+        return dumps(list(env_fns))[0]
+    except Exception as error:
+        raise ConfigError(
+            f"what makes the environments cannot be sent to a worker process ({error}); make it a function of a "
+            f"module, without locks, files or generators in its closure, or use backend='serial'"
+        ) from error

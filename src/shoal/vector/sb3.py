@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
+from gymnasium.vector import AutoresetMode
 
-from shoal.core.errors import MissingExtraError
+from shoal.core.errors import ConfigError, MissingExtraError
+from shoal.vector.compat import call, get, has, is_wrapped, patched
 from shoal.vector.make import make_vec
-from shoal.vector.pool import VectorPool
-from shoal.vector.sb3_calls import call, get, has, is_wrapped, patched
+from shoal.vector.vector_env import VectorPool
 
 if TYPE_CHECKING:
 
@@ -59,6 +60,15 @@ class SB3VecEnv(_VecEnv):
         if start_method is not None:
             multiprocessing.get_context(start_method)  # raises for a method that does not exist
         if isinstance(env_fns, VectorPool):
+            if options or start_method is not None or backend != "process":
+                raise ConfigError(
+                    "options are for environments that are made here: give them to make_vec, which made this one"
+                )
+            if env_fns.autoreset_mode is not AutoresetMode.SAME_STEP:
+                raise ConfigError(
+                    f"SB3VecEnv needs autoreset='same_step', as Stable-Baselines3 resets, got "
+                    f"{env_fns.autoreset_mode.name}: pass autoreset='same_step' to make_vec"
+                )
             self.pool = env_fns
         else:
             self.pool = make_vec(

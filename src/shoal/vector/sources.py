@@ -10,7 +10,7 @@ import gymnasium
 
 from shoal import envs as text_envs
 from shoal.core.errors import UnknownNameError, did_you_mean
-from shoal.vector.share import EnvFn
+from shoal.vector.env_group import EnvFn
 
 Source = str | Callable[..., gymnasium.Env[Any, Any]] | gymnasium.envs.registration.EnvSpec
 

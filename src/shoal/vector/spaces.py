@@ -85,26 +85,6 @@ class Layout:
         """A value, or a batch, from one entry per leaf."""
         return columns[0] if self.is_leaf else _gather(self.node, columns)
 
-    def split(self, batch: Any, n: int) -> list[Any]:
-        """A batch of n values as one entry per leaf: an array of length n if fixed, else a list of n."""
-        return [_column(leaf, part, n) for leaf, part in zip(self.leaves, self.flatten(batch), strict=True)]
-
-
-def _column(leaf: Leaf, part: Any, n: int) -> Any:
-    if leaf.kind != "fixed":
-        values = list(part)
-        if len(values) != n:
-            raise ValueError(f"expected one action for each of {n} environments, got {len(values)}")
-        return values
-    array = np.asarray(part)
-    if array.ndim == 0:
-        raise TypeError(f"expected one action for each of {n} environments, got the single {part!r}")
-    if len(array) != n:
-        raise ValueError(
-            f"expected actions of shape {(n, *leaf.shape)} for {n} environments, got {array.shape}"
-        )
-    return array
-
 
 def _distinct(all_spaces: Sequence[Space[Any]]) -> list[Space[Any]]:
     kept: list[Space[Any]] = []
@@ -124,12 +104,12 @@ def _walk(space: Space[Any], leaves: list[Leaf]) -> Node:
 
 
 def _leaf(space: Space[Any]) -> Leaf:
-    # Exact types only: a user's subclass of Box may mean something else by its values.
+    # Exact types only: a user's subclass of Box may mean something else by its values. Of Text it is still str.
     if type(space) in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary):
         assert space.shape is not None
         assert space.dtype is not None
         return Leaf("fixed", tuple(space.shape), np.dtype(space.dtype))
-    if type(space) is spaces.Text:
+    if isinstance(space, spaces.Text):
         return Leaf("text")
     return Leaf("object")
 
@@ -151,12 +131,8 @@ def _gather(node: Node, columns: Sequence[Any]) -> Any:
     return tuple(_gather(child, columns) for _, child in children)
 
 
-def batch_observation_space(all_spaces: Sequence[Space[Any]]) -> tuple[Space[Any], Space[Any]]:
-    """`(single, batched)` of the observation spaces of all environments, equal or not."""
-    return all_spaces[0], _batched(all_spaces)
-
-
-def _batched(all_spaces: Sequence[Space[Any]]) -> Space[Any]:
+def batched(all_spaces: Sequence[Space[Any]]) -> Space[Any]:
+    """The space of a batch of values, one of each of these spaces, equal or not."""
     first = all_spaces[0]
     if all(space is first or space == first for space in all_spaces):
         return batch_space(first, len(all_spaces))
@@ -166,6 +142,3 @@ def _batched(all_spaces: Sequence[Space[Any]]) -> Space[Any]:
         except (TypeError, ValueError):
             pass
     return spaces.Tuple(tuple(all_spaces))
-
-
-batch_action_space = _batched

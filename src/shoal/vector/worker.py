@@ -1,279 +1,321 @@
-"""A worker process: makes its environments, tells what they are, then steps them on command until told to end."""
+"""Where groups of environments work for a caller: the loop that serves one, in a thread or in a worker process.
+
+Environments are made, stepped and closed in the thread that serves their group.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
+import mmap
 import os
 import pickle
-import signal
+import queue
 import socket
 import sys
 import threading
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
 
-from shoal.vector import slots as slot_words
-from shoal.vector.actions import read, reader
-from shoal.vector.channel import Channel, ChannelClosedError, dumps
+from shoal.core.processes import (
+    Channel,
+    ChannelClosedError,
+    dumps,
+    settle,
+    write_stacks_on_request,
+)
+from shoal.vector import buffers as words
+from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer
+from shoal.vector.env_group import EnvFn, EnvGroup, Reply, Step, Trial
 from shoal.vector.failures import Failure, from_exception, portable
-from shoal.vector.share import CATCH, EnvFn, Extras, Share
-from shoal.vector.slots import Slots, address_of
+from shoal.vector.infos import Told
 from shoal.vector.spaces import Layout
-from shoal.vector.strips import strips_of
-from shoal.vector.timing import turn_over
-from shoal.vector.waiting import Patience, Signal
-from shoal.vector.writers import members_of
 
 STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
-HAS_EXTRAS, HAS_TEXT = 1, 2
-STACK_SIGNAL = signal.SIGRTMIN + 7
-"""Makes a worker write the stack of its threads into its log, whatever it is doing."""
+"""Operations on a command line; a `MESSAGE` carries any other command."""
+HAS_MESSAGE, HAS_TEXT = 1, 2
+"""Flags of a reply line."""
 
 
 @dataclass
-class Setup:
-    """The first message: the caller's surroundings, and the environments of each lane."""
+class Home:
+    """What a worker process is told first; the lines and a socket for each group follow as descriptors."""
 
-    path: list[str]
-    folder: str
-    environ: dict[str, str]
-    argv: list[str]
-    lanes: list[tuple[int, bytes]]  # (first env, pickled functions)
-    parent: int
+    n_groups: int
+    numbers: list[int]  # of the groups that live here
+
+
+@dataclass
+class Make:
+    """The first command of a group: make the environments."""
+
+    first: int
+    env_fns: Any  # functions, or their pickle
 
 
 @dataclass
 class Attach:
-    """The second message: how the shared block is laid out; it comes with the descriptors."""
+    """The second command: where results go; a worker process gets the block as a descriptor."""
 
     n_envs: int
     observations: Layout
     actions: Layout
-    n_lanes: int
-    lane_numbers: list[int]
-    ring: int
-    text_bytes: int
     autoreset: AutoresetMode
     check_nan: bool
-    spin: float
+    places: int = 1
+    text_bytes: int = 0
+
+    def buffers(self, memory: Any = None, n_envs: int | None = None) -> Buffers:
+        """The buffers over some memory, or for so many environments in memory of their own."""
+        return Buffers(
+            self.n_envs if n_envs is None else n_envs,
+            self.observations,
+            self.actions,
+            places=self.places if n_envs is None else 1,
+            text_bytes=self.text_bytes if memory is not None else 0,
+            memory=memory,
+        )
 
 
 @dataclass
-class About:
-    """One environment as its worker describes it."""
-
-    observation_space: Any
-    action_space: Any
-    metadata: dict[str, Any]
-    render_mode: str | None
-    spec: Any
+class Close:
+    """The last command."""
 
 
+class Mailbox(Protocol):
+    """How a group is told and tells."""
+
+    progress: Any
+
+    def next(self) -> Any:
+        """Wait for the next command."""
+
+    def buffers(self, attach: Attach, group: EnvGroup) -> Buffers:
+        """Where the results of the group go."""
+
+    def reply(self, reply: Reply | None) -> None:
+        """Answer the last command."""
+
+
+def serve(box: Mailbox) -> None:
+    """Do what a group is told until it is told to close."""
+    group: EnvGroup | None = None
+    while not isinstance(command := box.next(), Close):
+        if isinstance(command, Make):
+            group, reply = _made(command, box.progress)
+        elif isinstance(command, Attach):
+            assert group is not None
+            group.attach(box.buffers(command, group), command.autoreset, command.check_nan)
+            reply = None
+        else:
+            assert group is not None
+            if group.own and isinstance(command, Step):
+                group.buffers.flags.fill(False)
+            reply = group.run(command)
+        box.reply(reply)
+    failures = group.close() if group is not None else []
+    box.reply(Reply(failures=failures) if failures else None)
+
+
+def _made(command: Make, progress: Any) -> tuple[EnvGroup | None, Reply]:
+    env_fns: Sequence[EnvFn] = ()
+    try:
+        env_fns = pickle.loads(command.env_fns) if isinstance(command.env_fns, bytes) else command.env_fns
+    except BaseException as error:
+        return None, Reply(failures=[from_exception(command.first, "make", error, None, os.getpid())])
+    group = EnvGroup(env_fns, command.first, progress)
+    return group, group.make()
+
+
+# --- a thread of the caller's process
+class QueueBox:
+    """The mailbox of a group in a thread of the caller's process.
+
+    Args:
+        bell: gets an entry for every reply.
+    """
+
+    def __init__(self, bell: queue.SimpleQueue[None]) -> None:
+        self.progress = [words.LOADING]
+        self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
+        self.bell = bell
+        self.own: Buffers | None = None
+
+    def next(self) -> Any:
+        """The next command."""
+        return self.commands.get()
+
+    def buffers(self, attach: Attach, group: EnvGroup) -> Buffers:
+        """Buffers of its own: a thread that hangs cannot be ended, and must not write where others do."""
+        self.own = attach.buffers(n_envs=group.count)
+        return self.own
+
+    def reply(self, reply: Reply | None) -> None:
+        """Hand the reply over."""
+        self.replies.put(reply)
+        self.bell.put(None)
+
+
+# --- a worker process
 def main(descriptor: int, log: int) -> int:
-    """Run a worker; returns its exit code."""
-    with contextlib.suppress(Exception):
-        faulthandler.enable(log, all_threads=True)
-        faulthandler.register(STACK_SIGNAL, log, all_threads=True, chain=False)
+    """Run a worker process; returns its exit code."""
+    write_stacks_on_request(log)
     channel = Channel(socket.socket(fileno=descriptor))
-    setup: Setup = channel.receive()
-    sys.path[:], sys.argv[:] = setup.path, setup.argv
-    os.environ.clear()
-    os.environ.update(setup.environ)
-    with contextlib.suppress(OSError):
-        os.chdir(setup.folder)
-    made = _make(setup, channel)
-    if made is None:
-        return 1
-    attach: Attach = channel.receive()
-    message, descriptors, _, _ = socket.recv_fds(channel.sock, 1, 1 + len(attach.lane_numbers))
-    del message
-    slots = _map(attach, descriptors[0])
-    lanes = []
-    for number, (first, env_fns, envs), sock in zip(attach.lane_numbers, made, descriptors[1:], strict=True):
-        word = slots.reply[number][slot_words.PROGRESS : slot_words.PROGRESS + 1]
-        share = Share(
-            env_fns, first, slots, attach.autoreset, check_nan=attach.check_nan, progress=word, envs=envs
-        )
-        lanes.append(LaneServer(share, slots, number, Channel(socket.socket(fileno=sock)), attach.spin))
-    gc.collect()
-    gc.freeze()
-    channel.send(dumps("attached"))
-    if len(lanes) == 1:
-        lanes[0].serve()
-    else:
-        sys.setswitchinterval(5e-4)
-        threads = [threading.Thread(target=lane.serve, name=f"lane-{lane.number}") for lane in lanes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    settle(channel.receive())
+    home: Home = channel.receive()
+    control, *sockets = channel.receive_descriptors(1 + len(home.numbers))
+    lines = Lines(home.n_groups, mmap.mmap(control, 0))
+    os.close(control)
+    alone = len(home.numbers) == 1
+    boxes = [
+        LineBox(lines, number, Channel(socket.socket(fileno=item)), alone)
+        for number, item in zip(home.numbers, sockets, strict=True)
+    ]
+    if alone:
+        serve(boxes[0])
+        return 0
+    sys.setswitchinterval(5e-4)
+    threads = [
+        threading.Thread(target=_serve_or_end, args=(box,), name=f"group-{box.number}") for box in boxes
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return 0
 
 
-def _make(setup: Setup, channel: Channel) -> list[tuple[int, list[EnvFn], list[Any]]] | None:
-    made: list[tuple[int, list[EnvFn], list[Any]]] = []
-    abouts: list[About] = []
-    for first, data in setup.lanes:
-        at = first
-        try:
-            env_fns: list[EnvFn] = pickle.loads(data)
-            envs: list[Any] = []
-            for at in range(first, first + len(env_fns)):
-                env = env_fns[at - first]()
-                envs.append(env)
-                abouts.append(
-                    About(
-                        env.observation_space, env.action_space, dict(env.metadata), env.render_mode, env.spec
-                    )
-                )
-        except CATCH as error:
-            channel.send(dumps(portable(from_exception(at, "make", error, None, os.getpid()))))
-            return None
-        made.append((first, env_fns, envs))
+def _serve_or_end(box: LineBox) -> None:
+    """A group that cannot be served any more must not be waited for: the whole worker ends."""
     try:
-        channel.send(dumps(abouts))
-    except Exception as error:  # a space or metadata that does not pickle
-        channel.send(dumps(portable(from_exception(setup.lanes[0][0], "make", error, None, os.getpid()))))
-        return None
-    return made
-
-
-def _map(attach: Attach, descriptor: int) -> Slots:
-    import mmap
-
-    slots = Slots(
-        attach.n_envs,
-        attach.observations,
-        attach.actions,
-        n_lanes=attach.n_lanes,
-        ring=attach.ring,
-        text_bytes=attach.text_bytes,
-        buffer=mmap.mmap(descriptor, 0),
-    )
-    os.close(descriptor)
-    return slots
-
-
-class LaneServer:
-    """Answers the commands of one lane."""
-
-    def __init__(self, share: Share, slots: Slots, number: int, channel: Channel, spin: float) -> None:
-        self.share, self.slots, self.number, self.channel = share, slots, number, channel
-        self.command, self.reply = slots.command[number], slots.reply[number]
-        base = address_of(slots.signal_bytes)
-        self.wake = Signal(base + 2 * number * slot_words.LINE)
-        self.ready = Signal(base + (2 * number + 1) * slot_words.LINE)
-        self.bell = Signal(base + 2 * slots.n_lanes * slot_words.LINE)
-        self.patience = Patience(spin)
-        self.strips = strips_of(slots, share.first, share.count)
-        self.all = range(share.count)
-        self.read = reader(slots, share.first, share.count)
-
-    def serve(self) -> None:
-        """Until `CLOSE`."""
-        command, reply, channel = self.command, self.reply, self.channel
-        parent = os.getppid()
-        look, wake = self.patience.look, self.wake.acquire
-        while True:
-            if not look(wake):
-                while not wake(True, 1.0):
-                    if os.getppid() != parent:
-                        os._exit(1)
-            done = command[slot_words.SEQUENCE]
-            operation = command[slot_words.OPERATION]
-            if operation == CLOSE:
-                with contextlib.suppress(*CATCH):
-                    self.share.close()
-                reply[slot_words.REPLY_MESSAGE] = 0
-                reply[slot_words.REPLY_SEQUENCE] = done
-                return
-            try:
-                message = channel.receive() if command[slot_words.HAS_MESSAGE] else None
-            except ChannelClosedError:
-                return
-            extras = self._do(operation, message, command[slot_words.RING])
-            flags = 0
-            data = b""
-            if extras is not None:
-                if extras.columns and self._pack_text(extras):
-                    flags = HAS_TEXT
-                if extras.columns or extras.infos or extras.failures or extras.value is not None:
-                    flags |= HAS_EXTRAS
-                    data = self._pack(extras, done)
-            reply[slot_words.REPLY_MESSAGE] = flags
-            reply[slot_words.REPLY_SEQUENCE] = done
-            (self.bell if command[slot_words.BELL_MODE] else self.ready).release()
-            if data:
-                try:
-                    channel.send(data)
-                except ChannelClosedError:
-                    os._exit(1)
-
-    def _do(self, operation: int, message: Any, ring: int) -> Extras | None:
-        share = self.share
-        if operation == STEP:
-            actions = read(self.slots, share.first, self.all, message) if message else self.read()
-            return share.step(actions, self.all, ring)
-        if operation == STEP_SOME:
-            stop = share.first + share.count
-            members = members_of(self.slots.mask[share.first : stop].tolist())
-            return share.step(read(self.slots, share.first, members, message or {}), members, ring)
-        if operation == TRIAL:
-            turn_over(ring)
-            return None
-        name, arguments = message
-        result: Extras | None = getattr(share, name)(*arguments)
-        return result
-
-    def _pack_text(self, extras: Extras) -> bool:
-        """Move the text of a reply into shared memory; all of it or none."""
-        for leaf, strip in self.strips.items():
-            if not strip.pack(extras.columns[leaf]):
-                return False
-        for leaf in self.strips:
-            del extras.columns[leaf]
-        return bool(self.strips)
-
-    def _pack(self, extras: Extras, sequence: int) -> bytes:
-        for failure in extras.failures:
-            portable(failure)
-        try:
-            return dumps((sequence, extras))
-        except Exception as error:
-            return dumps((sequence, self._unpackable(extras, error)))
-
-    def _unpackable(self, extras: Extras, error: Exception) -> Extras:
-        """The same reply without what cannot be sent, with a failure for each env concerned."""
-        failures: list[Failure] = list(extras.failures)
-        infos = []
-        for record in extras.infos:
-            try:
-                dumps(record)
-                infos.append(record)
-            except Exception as problem:
-                failures.append(from_exception(record[0], "sending its info", problem, None, os.getpid()))
-        if not failures:
-            failures = [from_exception(self.share.first, "sending its results", error, None, os.getpid())]
-        columns: dict[int, list[Any]] = {leaf: [None] * len(v) for leaf, v in extras.columns.items()}
-        for leaf, values in extras.columns.items():
-            for at, value in enumerate(values):
-                with contextlib.suppress(Exception):
-                    dumps(value)
-                    columns[leaf][at] = value
-        return Extras(columns, infos, [portable(failure) for failure in failures], None)
-
-
-def watch_parent(parent: int, seconds: float = 0.5) -> None:
-    """End this process when its parent is gone (for forked workers, whose parent is the caller itself)."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(seconds)
+        serve(box)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="watch-parent").start()
+
+class LineBox:
+    """The mailbox of a group in a worker process: lines in shared memory, and a socket for what is no number.
+
+    Args:
+        lines: of all groups.
+        number: of this one.
+        channel: to the caller.
+        alone: no other group lives in this process.
+    """
+
+    def __init__(self, lines: Lines, number: int, channel: Channel, alone: bool) -> None:
+        self.number, self.channel, self.alone = number, channel, alone
+        self._command, self._reply = lines.command(number), lines.reply(number)
+        self._wake, self._ready, self._bell = lines.wake(number), lines.ready(number), lines.bell()
+        self.progress = self._reply[words.PROGRESS : words.PROGRESS + 1]
+        self._patience = Patience()
+        self._parent = os.getppid()
+        self._members: Any = None
+        self._texts: dict[int, TextBuffer] = {}
+        self._first = 0
+        self._sequence = self._rings = 0
+
+    def next(self) -> Any:
+        """Wait for a command; ends the process when its parent is gone."""
+        wake = self._wake.acquire
+        if not self._patience.look(wake):
+            while not wake(True, 1.0):
+                if os.getppid() != self._parent:
+                    os._exit(1)
+        command = self._command
+        self._sequence, self._rings = command[words.SEQUENCE], command[words.BELL]
+        operation = command[words.OPERATION]
+        try:
+            message = self.channel.receive() if command[words.HAS_MESSAGE] else None
+        except ChannelClosedError:
+            os._exit(1)
+        if operation == STEP:
+            return Step(None, command[words.PLACE], message or {})
+        if operation == STEP_SOME:
+            return Step(self._members.nonzero()[0].tolist(), command[words.PLACE], message or {})
+        if operation == TRIAL:
+            return Trial(command[words.PLACE])
+        return Close() if operation == CLOSE else message
+
+    def buffers(self, attach: Attach, group: EnvGroup) -> Buffers:
+        """The block that the caller shares."""
+        (descriptor,) = self.channel.receive_descriptors(1)
+        found = attach.buffers(mmap.mmap(descriptor, 0))
+        os.close(descriptor)
+        self._first = group.first
+        self._members = found.members[group.first : group.first + group.count]
+        self._texts = TextBuffer.of(found, group.first, group.count)
+        if self.alone:
+            gc.collect()
+            gc.freeze()
+        return found
+
+    def reply(self, reply: Reply | None) -> None:
+        """Tell that the last command is done, and what it left."""
+        flags, data = 0, b""
+        if reply is not None:
+            if reply.columns and self._pack_text(reply):
+                flags = HAS_TEXT
+            if reply.columns or reply.told or reply.failures or reply.value is not None:
+                flags |= HAS_MESSAGE
+                data = _packed(reply, self._sequence, self._first)
+        line = self._reply
+        line[words.REPLY_FLAGS] = flags
+        line[words.REPLY_SEQUENCE] = self._sequence
+        (self._bell if self._rings else self._ready).release()
+        if data:
+            try:
+                self.channel.send(data)
+            except ChannelClosedError:
+                os._exit(1)
+
+    def _pack_text(self, reply: Reply) -> bool:
+        """Move the text of a reply into shared memory; all of it or none."""
+        if not all(text.pack(reply.columns[leaf]) for leaf, text in self._texts.items()):
+            return False
+        for leaf in self._texts:
+            del reply.columns[leaf]
+        return bool(self._texts)
+
+
+def _packed(reply: Reply, sequence: int, first: int) -> bytes:
+    """A reply as bytes that are safe to load: what came from elsewhere was loaded here once, for a trial."""
+    for failure in reply.failures:
+        portable(failure)
+    try:
+        return _tried((sequence, reply))
+    except BaseException as error:
+        return dumps((sequence, _without_what_cannot_travel(reply, error, first)))[0]
+
+
+def _tried(value: Any) -> bytes:
+    data, plain = dumps(value)
+    if not plain:
+        pickle.loads(data)
+    return data
+
+
+def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) -> Reply:
+    """The same reply without what cannot be sent, with a failure for each env concerned."""
+    failures: list[Failure] = list(reply.failures)
+    told: list[Told] = []
+    for item in reply.told:
+        try:
+            _tried(item)
+            told.append(item)
+        except BaseException as problem:
+            failures.append(from_exception(item.env, "sending its info", problem, None, os.getpid()))
+    columns: dict[int, list[Any]] = {leaf: [None] * len(v) for leaf, v in reply.columns.items()}
+    for leaf, values in reply.columns.items():
+        for at, value in enumerate(values):
+            with contextlib.suppress(BaseException):
+                _tried(value)
+                columns[leaf][at] = value
+    if len(failures) == len(reply.failures):
+        failures.append(from_exception(first, "sending its results", error, None, os.getpid()))
+    return Reply(columns, told, [portable(failure) for failure in failures], None)

@@ -1,0 +1,502 @@
+"""The memory through which environments and their caller talk: one block, each env in its own rows.
+
+The block is plain memory for environments in this process and a shared mapping for worker processes; the code that
+reads and writes rows is the same.
+"""
+
+from __future__ import annotations
+
+import _multiprocessing  # type: ignore[import-not-found]
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import ConfigError, EnvError
+from shoal.vector.spaces import Layout, Leaf
+
+Array = np.ndarray[Any, Any]
+LINE = 64
+"""Bytes of a group's command line and of its reply line: one cache line each, so they never share one."""
+BUCKETS = 128
+"""Of the histogram of step times that each env has."""
+RECYCLE_FROM = 65_536
+"""Bytes from which the memory of copies is used again: fresh memory costs a page fault per 4 KiB, which is several
+times the copying itself."""
+HANDOUTS = 5
+"""Places for large observations that are handed to the caller where they were written."""
+
+
+class Buffers:
+    """Named arrays over one block; the same arguments give the same places in every process.
+
+    Args:
+        n_envs: number of environments.
+        observations: layout of one observation.
+        actions: layout of one action.
+        places: how many batches of observations there is room for.
+        text_bytes: room for text per env and leaf; longer text goes by message.
+        memory: the block, None for private memory, or False for `nbytes` only.
+    """
+
+    rewards: Array  # [n_envs] float64
+    terminated: Array  # [n_envs] bool
+    truncated: Array  # [n_envs] bool
+    members: Array  # [n_envs] bool  who takes part in a step of some
+    times: Array  # [n_envs, BUCKETS] uint32
+    act: list[Any]  # per leaf of an action [n_envs, *shape], None if it has no fixed size
+    obs: list[
+        Any
+    ]  # per leaf of an observation [places, n_envs, *shape]; text: [n_envs, 16 + text_bytes] bytes or None
+    final: list[Any]  # per leaf [n_envs, *shape]: the last observation of an episode that ended in this step
+
+    def __init__(
+        self,
+        n_envs: int,
+        observations: Layout,
+        actions: Layout,
+        *,
+        places: int = 1,
+        text_bytes: int = 0,
+        memory: Any = None,
+    ) -> None:
+        self.n_envs, self.places, self.text_bytes = n_envs, places, text_bytes
+        self.observations, self.actions = observations, actions
+        plan = _Plan()
+        vectors = [plan.add(code, (n_envs,)) for code in ("f8", "?", "?", "?")]
+        times = plan.add("u4", (n_envs, BUCKETS))
+        act = [plan.leaf(leaf, (n_envs,), 0) for leaf in actions.leaves]
+        obs = [plan.leaf(leaf, (places, n_envs), text_bytes) for leaf in observations.leaves]
+        final = [plan.leaf(leaf, (n_envs,), 0) for leaf in observations.leaves]
+        self.nbytes = plan.size
+        if memory is False:  # only the size was asked for
+            return
+        view = memoryview(mmap.mmap(-1, self.nbytes) if memory is None else memory)
+        self.rewards, self.terminated, self.truncated, self.members = (plan.array(view, v) for v in vectors)
+        self.flags = np.frombuffer(view[vectors[1][0] : vectors[2][0] + n_envs], np.bool_)
+        """Both kinds of ends in one array, with what lies between them."""
+        self.times = plan.array(view, times)
+        self.act = [plan.array(view, place) for place in act]
+        self.obs = [plan.array(view, place) for place in obs]
+        self.final = [plan.array(view, place) for place in final]
+        self._memory, self._obs_at = view, obs
+
+    def any_end(self) -> bool:
+        """Whether an episode ended in the last step."""
+        return b"\x01" in self.flags.tobytes()
+
+    def handout(self, place: int) -> Array:
+        """The only leaf of the observations at one place as a flat array that all views of it refer to."""
+        at = self._obs_at[0]
+        assert at is not None
+        offset, kind, shape = at
+        step = int(np.prod(shape[1:], dtype=np.int64)) * kind.itemsize
+        return np.frombuffer(self._memory[offset + place * step : offset + (place + 1) * step], kind)
+
+
+_Place = tuple[int, np.dtype[Any], tuple[int, ...]]
+
+
+class _Plan:
+    """Hands out aligned places in a block that does not exist yet."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def add(self, dtype: Any, shape: tuple[int, ...]) -> _Place:
+        kind = np.dtype(dtype)
+        offset = self.size
+        self.size = -(-(offset + int(np.prod(shape, dtype=np.int64)) * kind.itemsize) // LINE) * LINE
+        return offset, kind, shape
+
+    def leaf(self, leaf: Leaf, lead: tuple[int, ...], text_bytes: int) -> _Place | None:
+        if leaf.kind == "fixed":
+            return self.add(leaf.dtype, (*lead, *leaf.shape))
+        if leaf.kind == "text" and text_bytes:
+            # per env its room, and 16 bytes for the lengths at the head of its group's text
+            return self.add("u1", (lead[-1], 16 + text_bytes))
+        return None
+
+    @staticmethod
+    def array(memory: memoryview, place: _Place | None) -> Any:
+        if place is None:
+            return None
+        offset, kind, shape = place
+        return np.frombuffer(memory, kind, int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
+
+
+class RowWriter:
+    """Puts values of one fixed leaf into the rows of a group.
+
+    Args:
+        leaf: which values fit.
+        rows: `[count, *shape]`, one row per environment.
+    """
+
+    def __init__(self, leaf: Leaf, rows: Array) -> None:
+        self.dtype, self.shape = leaf.dtype, leaf.shape
+        self.rows = [rows[j, ...] for j in range(len(rows))]
+        self.flat = rows.reshape(-1)
+        self._scalars: tuple[type, ...] = ()
+        if not leaf.shape:  # what needs no conversion: numbers of the space's own type, and Python's own
+            self._scalars = (leaf.dtype.type, *((int,) if leaf.dtype.kind in "iu" else ()))
+
+    def write(self, j: int, value: Any) -> None:
+        """Write one value, converted if that loses nothing."""
+        if (type(value) is np.ndarray and value.dtype == self.dtype and value.shape == self.shape) or (
+            type(value) in self._scalars
+        ):
+            self.rows[j][...] = value
+            return
+        given = np.asarray(value)
+        if given.shape != self.shape:
+            raise EnvError(f"observation must have shape {self.shape}, got {given.shape}")
+        if given.dtype != self.dtype and not np.can_cast(given.dtype, self.dtype, "same_kind"):
+            raise EnvError(f"observation must have dtype {self.dtype}, got {given.dtype} ({value!r:.80})")
+        self.rows[j][...] = given
+
+
+class TextBuffer:
+    """The strings of one leaf of one group: joined, encoded once, with their lengths in front.
+
+    Args:
+        memory: writable bytes.
+        most: the largest number of strings.
+    """
+
+    def __init__(self, memory: memoryview, most: int) -> None:
+        head = 4 * (most + 2)
+        self._head = memory[:head].cast("I")
+        self._body = memory[head:]
+        self.capacity = len(self._body)
+
+    @classmethod
+    def of(cls, buffers: Buffers, first: int, count: int) -> dict[int, TextBuffer]:
+        """By leaf, those of the group with the environments `first … first + count - 1`."""
+        rows = {leaf: buffers.obs[leaf] for leaf in buffers.observations.text}
+        return {
+            leaf: cls(row[first : first + count].reshape(-1).data, count)
+            for leaf, row in rows.items()
+            if row is not None
+        }
+
+    def pack(self, texts: Sequence[str]) -> bool:
+        """Write the strings; False when they do not fit or are not all strings."""
+        try:
+            data = "".join(texts).encode("utf-8", "surrogatepass")
+        except TypeError:
+            return False
+        size, count = len(data), len(texts)
+        if size > self.capacity:
+            return False
+        head = self._head
+        head[0], head[1] = count, size
+        head[2 : 2 + count] = memoryview(array("I", map(len, texts)))
+        self._body[:size] = data
+        return True
+
+    def unpack(self) -> list[str]:
+        """The strings last written."""
+        head = self._head
+        count = head[0]
+        whole = str(self._body[: head[1]], "utf-8", "surrogatepass")
+        texts: list[str] = []
+        start = 0
+        for length in head[2 : 2 + count]:
+            texts.append(whole[start : start + length])
+            start += length
+        return texts
+
+
+class Observations:
+    """What the caller sees of the observations: leaves of fixed size in the buffers, the others as values here.
+
+    Args:
+        buffers: of the vector env.
+        copy: give copies; else views that later steps overwrite.
+        handouts: give large observations where they were written, and write elsewhere while the caller keeps them.
+    """
+
+    def __init__(self, buffers: Buffers, *, copy: bool, handouts: bool = False) -> None:
+        self.buffers, self.layout, self.copy = buffers, buffers.observations, copy
+        self.values: dict[int, list[Any]] = {
+            i: [None] * buffers.n_envs for i in (*self.layout.text, *self.layout.objects)
+        }
+        one = self.layout.is_leaf and bool(self.layout.fixed)
+        small = one and buffers.obs[0][0].nbytes < RECYCLE_FROM
+        self._small = list(buffers.obs[0]) if small and copy else None
+        self._kept: list[Any] | None = [None] * buffers.places if handouts else None
+        self._spares: dict[int, list[tuple[Array, Any]]] = {}
+
+    def next_place(self, place: int) -> int:
+        """Where to write the observations after those at `place`; never where the caller may still look."""
+        if self._kept is None:
+            return (place + 1) % self.buffers.places
+        # Place 0 is copied when it is given. Of the others it is known from a weak reference when nobody looks.
+        free = (k for k in range(1, len(self._kept)) if self._kept[k] is None or self._kept[k]() is None)
+        return next(free, 0)
+
+    def batch(self, place: int) -> Any:
+        """The observations of all environments at one place."""
+        if self._small is not None:
+            return self._small[place].copy()
+        if self._kept is not None and place:
+            owner = self.buffers.handout(place)
+            self._kept[place] = weakref.ref(owner)
+            return owner.reshape(self.buffers.obs[0].shape[1:])
+        copy = self.copy or self._kept is not None
+        columns = [
+            tuple(self.values[i])
+            if i in self.values
+            else (self._copied(i, rows[place]) if copy else rows[place])
+            for i, rows in enumerate(self.buffers.obs)
+        ]
+        return self.layout.rebuild(columns)
+
+    def _copied(self, leaf: int, rows: Array) -> Array:
+        """A copy; of large arrays into memory that an earlier copy had and nobody looks at any more."""
+        if rows.nbytes < RECYCLE_FROM:
+            return rows.copy()
+        spares = self._spares.setdefault(leaf, [])
+        k = next((k for k, (_, user) in enumerate(spares) if user() is None), len(spares))
+        if k == HANDOUTS:
+            return rows.copy()
+        block = spares.pop(k)[0] if k < len(spares) else np.empty(rows.nbytes, np.uint8)
+        owner = np.frombuffer(block.data, rows.dtype)
+        spares.append((block, weakref.ref(owner)))
+        copied = owner.reshape(rows.shape)
+        copied[...] = rows
+        return copied
+
+    def rows(self, ids: Sequence[int], places: Sequence[int]) -> Any:
+        """The observations of some environments, each at its place; always copies."""
+        where = np.asarray(places, dtype=np.intp), np.asarray(ids, dtype=np.intp)
+        columns = [
+            tuple(self.values[leaf][i] for i in ids) if leaf in self.values else rows[where]
+            for leaf, rows in enumerate(self.buffers.obs)
+        ]
+        return self.layout.rebuild(columns)
+
+    def stack(self, each: Sequence[Sequence[Any]]) -> Any:
+        """A batch of observations, each given by its leaf values."""
+        columns: list[Any] = []
+        for k, leaf in enumerate(self.layout.leaves):
+            column = [values[k] for values in each]
+            fixed = leaf.kind == "fixed"
+            columns.append(
+                np.array(column, dtype=leaf.dtype).reshape(len(each), *leaf.shape) if fixed else tuple(column)
+            )
+        return self.layout.rebuild(columns)
+
+    def leaves(self, i: int, place: int) -> list[Any]:
+        """The leaf values of one environment's observation; arrays are copies."""
+        found: list[Any] = []
+        for leaf, rows in enumerate(self.buffers.obs):
+            value = self.values[leaf][i] if leaf in self.values else rows[place, i]
+            found.append(value.copy() if isinstance(value, np.ndarray) else value)
+        return found
+
+    def one(self, i: int, place: int) -> Any:
+        """One environment's observation."""
+        return self.layout.rebuild(self.leaves(i, place))
+
+    def put(self, i: int, place: int, leaves: Sequence[Any]) -> None:
+        """Make these leaf values the observation of one environment."""
+        for leaf, rows in enumerate(self.buffers.obs):
+            if leaf in self.values:
+                self.values[leaf][i] = leaves[leaf]
+            else:
+                rows[place, i] = leaves[leaf]
+
+    def carry(self, ids: Any, before: int, place: int) -> None:
+        """Take the observations of some environments along to another place."""
+        if before != place:
+            for leaf in self.layout.fixed:
+                rows = self.buffers.obs[leaf]
+                rows[place, ids] = rows[before, ids]
+
+    def keep(self, ids: Sequence[int], columns: dict[int, list[Any]], but: Iterable[int] = ()) -> None:
+        """Take over the values that came by message, except those of the envs `but`."""
+        for leaf, values in columns.items():
+            kept = self.values[leaf]
+            if not but and isinstance(ids, range):
+                kept[ids.start : ids.stop] = values
+                continue
+            for i, value in zip(ids, values, strict=True):
+                if i not in but:
+                    kept[i] = value
+
+
+# --- lines and signals: how a group in another process is told and tells
+SEQUENCE, OPERATION, HAS_MESSAGE, PLACE, BELL = range(5)
+"""32-bit words of a command line."""
+REPLY_SEQUENCE, REPLY_FLAGS, PROGRESS = range(3)
+"""32-bit words of a reply line."""
+LOADING = 0xFFFFFFFF
+"""Progress of a group that does not have its environments yet; else the position of the env it is at."""
+
+
+class Lines:
+    """A command line, a reply line and two signals for each group, and one bell that all can ring.
+
+    Args:
+        n_groups: groups in worker processes.
+        memory: shared with them.
+    """
+
+    def __init__(self, n_groups: int, memory: Any) -> None:
+        self.n_groups = n_groups
+        self._view = memoryview(memory)
+        self._base = int(np.frombuffer(self._view, np.uint8).ctypes.data)
+
+    @staticmethod
+    def nbytes(n_groups: int) -> int:
+        """Bytes that so many groups take."""
+        return (4 * n_groups + 1) * LINE
+
+    def command(self, number: int) -> memoryview:
+        """Words that the caller writes: faster to index than an array."""
+        return self._words(4 * number)
+
+    def reply(self, number: int) -> memoryview:
+        """Words that the group writes."""
+        return self._words(4 * number + 1)
+
+    def _words(self, line: int) -> memoryview:
+        return self._view[line * LINE : (line + 1) * LINE].cast("I")
+
+    def wake(self, number: int, *, new: bool = False) -> Signal:
+        """There is a command."""
+        return Signal(self._base + (4 * number + 2) * LINE, new=new)
+
+    def ready(self, number: int, *, new: bool = False) -> Signal:
+        """There is a reply."""
+        return Signal(self._base + (4 * number + 3) * LINE, new=new)
+
+    def bell(self, *, new: bool = False) -> Signal:
+        """There is a reply somewhere."""
+        return Signal(self._base + 4 * self.n_groups * LINE, new=new)
+
+
+class Signal:
+    """One side of a semaphore in shared memory; it has no name, so nothing can be left behind.
+
+    Args:
+        address: of the semaphore in this process.
+        new: make it, at zero.
+    """
+
+    def __init__(self, address: int, *, new: bool = False) -> None:
+        if new:
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+            if libc.sem_init(address, 1, 0) != 0:
+                raise OSError(ctypes.get_errno(), "worker processes need Linux semaphores in shared memory")
+        lock = _multiprocessing.SemLock._rebuild(address, 1, 2**31 - 1, None)
+        self.acquire: Callable[..., bool] = lock.acquire
+        self.release: Callable[[], None] = lock.release
+
+    def drain(self) -> None:
+        """Back to zero."""
+        while self.acquire(False):
+            pass
+
+
+class Patience:
+    """How long to look before sleeping: long while looking pays, rarely when it does not.
+
+    Looking is never unbounded and yields the core each time, so that it costs little where cores are few.
+
+    Args:
+        most: seconds a wait may look before it sleeps.
+    """
+
+    def __init__(self, most: float = 200e-6) -> None:
+        self.most = most
+        self._misses = 0
+        self._skips = 0
+
+    def look(self, acquire: Callable[..., bool]) -> bool:
+        """Try to take a semaphore for a while; True when it was taken."""
+        if acquire(False):
+            return True
+        if self._skips:
+            self._skips -= 1
+            return False
+        give_way, now = os.sched_yield, time.perf_counter
+        end = now() + self.most
+        while now() < end:
+            give_way()
+            if acquire(False):
+                self._misses = 0
+                return True
+        self._misses = min(self._misses + 1, 6)
+        self._skips = (1 << self._misses) - 1  # after a miss, sleep at once the next 1, 3, 7 … 63 times
+        return False
+
+
+# --- shared memory
+def shared_file(nbytes: int) -> int:
+    """The descriptor of `nbytes` of shared memory without a name: nothing is left behind, however we end.
+
+    Raises:
+        ConfigError: when the memory is not there; asked for up front, so that no later write can fault.
+    """
+    available = available_memory()
+    if nbytes > available:
+        raise ConfigError(_too_little(nbytes, f"{available / 2**20:.0f} MiB are available"))
+    descriptor = os.memfd_create("shoal-vector", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise ConfigError(_too_little(nbytes, error.strerror or "no space")) from error
+        raise
+    return descriptor
+
+
+def _too_little(nbytes: int, why: str) -> str:
+    return (
+        f"not enough shared memory for {nbytes / 2**20:.0f} MiB of observations and actions ({why}): use fewer "
+        f"environments, smaller observations or a shorter ring"
+    )
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be had, of the machine and of the control group we run in.
+
+    What a group uses to cache files does not count as used: the kernel gives it back when memory is needed.
+    """
+    found = [1 << 62]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    for folder, most, used, cache, shared in (
+        ("sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem"),
+        (
+            "sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_cache",
+            "total_shmem",
+        ),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            limit, usage = (int((root / folder / name).read_text()) for name in (most, used))
+            with contextlib.suppress(OSError, ValueError):
+                lines = (root / folder / "memory.stat").read_text().splitlines()
+                stat = {name: int(value) for name, value in (line.split() for line in lines)}
+                usage -= stat.get(cache, 0) - stat.get(shared, 0)
+            found.append(limit - max(usage, 0))
+    return min(found)

@@ -1,0 +1,488 @@
+"""Other faces of a vector env, for programs written against another library's interface; each is thin.
+
+`MultiProcessEnvironmentContainer` and `ParallelEnv` (small training loops), `AsyncVectorEnv` (Gymnasium's), `EnvPoolStyle`
+and `PufferStyle`; Stable-Baselines3's is in `sb3.py`, which imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import Space, logger, spaces
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
+
+from shoal.core.errors import EnvError, did_you_mean
+from shoal.core.executors import available_cpus
+from shoal.core.processes import START_METHODS, StartMethod
+from shoal.vector.failures import Failure
+from shoal.vector.make import BackendName, Plan, Setup, check_options, make_vec, open_workers, probe
+from shoal.vector.process import Limits
+from shoal.vector.recovery import OnFailure
+from shoal.vector.vector_env import Description, VectorPool, groups
+
+
+class MultiProcessEnvironmentContainer:
+    """`env_num` groups of `group_n` environments; those of a group start from the same state.
+
+    Group g holds environments `g * group_n … (g + 1) * group_n - 1`; in the k-th `reset()` they all get the
+    seed derived from `(seed, "env", k, g)`.
+
+    Args:
+        env_type: name of a shoal env, a Gymnasium id, or a class or function that makes an env.
+        env_num: number of groups.
+        group_n: environments per group.
+        seed: the run seed.
+        env_kwargs: settings of the env.
+        backend: where the environments run.
+        on_failure: "restart" replaces what failed and reports it done with `info["worker_restarted"]`.
+        **options: passed on to `make_vec` (`num_workers`, `step_timeout`, …).
+    """
+
+    def __init__(
+        self,
+        env_type: str | Callable[..., Any],
+        env_num: int = 1,
+        group_n: int = 1,
+        seed: int = 0,
+        env_kwargs: dict[str, Any] | None = None,
+        *,
+        backend: BackendName = "process",
+        on_failure: OnFailure = "restart",
+        **options: Any,
+    ) -> None:
+        if env_num < 1 or group_n < 1:
+            raise ValueError(f"env_num and group_n must be at least 1, got {env_num} and {group_n}")
+        self.env_type, self.env_num, self.group_n, self.seed = env_type, env_num, group_n, seed
+        self.num_processes = env_num * group_n
+        self.iteration = -1
+        self.envs = make_vec(
+            env_type,
+            env_num * group_n,
+            backend=backend,
+            env_kwargs=env_kwargs,
+            autoreset="disabled",
+            on_failure=on_failure,
+            **options,
+        )
+        self._obs: list[Any] = [None] * len(self)
+        self._infos: list[dict[str, Any]] = [{} for _ in range(len(self))]
+        self._done = [True] * len(self)
+
+    def __len__(self) -> int:
+        return self.env_num * self.group_n
+
+    def reset(self) -> tuple[list[Any], list[dict[str, Any]]]:
+        """New episodes everywhere: one observation and one info per environment."""
+        self.iteration += 1
+        seeds = groups(self.seed, self.env_num, self.group_n, iteration=self.iteration)
+        for i, (obs, info) in enumerate(self.envs.reset_some(range(len(self)), seeds)):
+            self._obs[i], self._infos[i], self._done[i] = obs, info, False
+        return list(self._obs), list(self._infos)
+
+    def step(self, actions: Sequence[Any]) -> tuple[list[Any], list[float], list[bool], list[dict[str, Any]]]:
+        """One action per environment; None leaves an environment alone (its last results, reward 0).
+
+        Raises:
+            EnvError: for an action to an environment whose episode is over.
+        """
+        if len(actions) != len(self):
+            raise ValueError(f"expected {len(self)} actions (None leaves an env alone), got {len(actions)}")
+        chosen = [i for i, action in enumerate(actions) if action is not None]
+        over = [i for i in chosen if self._done[i]]
+        if over:
+            raise EnvError(f"the episodes of environments {over} are over: pass None for them, or reset()")
+        rewards = [0.0] * len(self)
+        results = self.envs.step_some(chosen, [actions[i] for i in chosen]) if chosen else []
+        for i, result in zip(chosen, results, strict=True):
+            self._obs[i], rewards[i], self._infos[i] = result.observation, result.reward, result.info
+            self._done[i] = result.terminated or result.truncated
+        return list(self._obs), rewards, list(self._done), list(self._infos)
+
+    def render(self) -> list[Any]:
+        """What every environment renders."""
+        return list(self.envs.render())
+
+    def get_available_actions(self) -> list[Any]:
+        """The actions each environment would take now, as it names them."""
+        return list(self.envs.call("available_actions"))
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.envs.close()
+
+    def __enter__(self) -> MultiProcessEnvironmentContainer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class ParallelEnv:
+    """Environments in worker processes that reset themselves when an episode ends.
+
+    Args:
+        env_fns: functions that make the environments; they may be lambdas.
+        start_method: "forkserver" (default), "spawn" or "fork".
+        seed: environment i is seeded with `seed + i` in the first reset.
+        **options: of `make_vec`: `num_workers`, `step_timeout`, `on_failure`, …
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        start_method: StartMethod | None = None,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.envs = make_vec(
+            list(env_fns), backend=options.pop("backend", "process"), start_method=start_method, **options
+        )
+        self.n_envs = self.num_envs = self.envs.num_envs
+        self.observation_space = self.envs.single_observation_space
+        self.action_space = self.envs.single_action_space
+        self._seed = seed
+
+    def reset(self, seed: int | Sequence[int | None] | None = None) -> tuple[Any, dict[str, Any]]:
+        """First observations `[n_envs, ...]` and infos; without a seed the one given at the start, once."""
+        if seed is None:
+            seed, self._seed = self._seed, None
+        return self.envs.reset(seed=seed)
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Observations, rewards, terminated, truncated `[n_envs, ...]` and infos.
+
+        Where an episode ended the observation is the first of the next one; the last one is in
+        `infos["final_obs"]`.
+        """
+        return self.envs.step(actions)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.envs.close()
+
+    def __len__(self) -> int:
+        return self.num_envs
+
+    def __enter__(self) -> ParallelEnv:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncVectorEnv(VectorPool):
+    """Environments in worker processes, with the arguments and errors of `gymnasium.vector.AsyncVectorEnv`.
+
+    Args:
+        env_fns: functions that make the environments.
+        shared_memory: accepted; observations of fixed size always go through shared memory.
+        copy: return copies of the observations.
+        context: "forkserver" (default), "spawn" or "fork".
+        daemon: accepted; workers always end with their parent.
+        worker: not supported: a worker speaks shoal's own protocol.
+        observation_mode: "same", "different" or `(batched space, single space)`.
+        autoreset_mode: Gymnasium's.
+        max_concurrency: how many environments may be at work at once.
+        **options: of `make_vec`: `num_workers`, `threads`, `step_timeout`, `on_failure`, … Without `num_workers`
+            one env more is made and tried for a moment: those that wait get a thread each.
+    """
+
+    OPTIONS = {
+        "num_workers": None,
+        "threads": False,
+        "step_timeout": None,
+        "make_timeout": None,
+        "on_failure": "raise",
+        "max_restarts": 3,
+        "check_nan": False,
+        "ring": None,
+        "text_bytes": None,
+    }
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        shared_memory: bool = True,
+        copy: bool = True,
+        context: str | None = None,
+        daemon: bool = True,
+        worker: Any = None,
+        observation_mode: Any = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        max_concurrency: int | None = None,
+        **options: Any,
+    ) -> None:
+        if worker is not None:
+            raise ValueError("a custom `worker` is not supported: put what it does into the env or a wrapper")
+        if context is not None and context not in START_METHODS:
+            raise ValueError(f"context must be one of {START_METHODS} or None, got {context!r}")
+        if max_concurrency is not None:
+            if not isinstance(max_concurrency, int | np.integer):
+                raise ValueError(
+                    f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}."
+                )
+            if max_concurrency < 1:
+                raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
+        mode = autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
+        self.env_fns, self.shared_memory, self.daemon = env_fns, shared_memory, daemon
+        self.context, self.observation_mode, self.max_concurrency = context, observation_mode, max_concurrency
+        chosen = dict(self.OPTIONS)
+        for name, value in options.items():
+            if name not in chosen:
+                raise TypeError(f"AsyncVectorEnv has no argument {name!r}.{did_you_mean(name, chosen)}")
+            chosen[name] = value
+        step, make, ring = chosen["step_timeout"], chosen["make_timeout"], chosen["ring"]
+        on_failure: OnFailure = chosen["on_failure"]
+        given = {**chosen, "start_method": context, "threads": chosen["threads"] or None, "ray_options": None}
+        check_options("process", on_failure, ring, given)
+        n_workers, threads = chosen["num_workers"] or max_concurrency, chosen["threads"]
+        if n_workers is None and not threads:
+            cost = probe(env_fns[0])  # (Gymnasium's makes one env more, too)
+            threads = cost is not None and cost.waits
+        setup = Setup(
+            mode,
+            check_nan=chosen["check_nan"],
+            places=ring or (1 if on_failure == "raise" else 2),
+            limits=Limits(step, step if make is None else make),
+            method=context or "forkserver",  # type: ignore[arg-type]
+            text_bytes=2048 if chosen["text_bytes"] is None else chosen["text_bytes"],
+        )
+        plan = Plan("process", min(n_workers or available_cpus(), len(env_fns)), threads)
+        opened = open_workers(
+            list(env_fns),
+            plan,
+            setup,
+            lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode),
+        )
+        super().__init__(
+            *opened[:5], on_failure=on_failure, max_restarts=chosen["max_restarts"], copy_observations=copy
+        )
+        if isinstance(observation_mode, tuple):
+            self.single_observation_space = observation_mode[1]
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Close as Gymnasium does: with a warning, and after `timeout` by force, when a call is pending."""
+        if self._state is not None:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{self._state}` to complete.")
+        super().close_extras(timeout, terminate)
+
+    def _report(self, failures: Sequence[Failure]) -> None:
+        """Log failures as Gymnasium does."""
+        for failure in failures:
+            logger.error(f"Received the following error from Worker-{failure.env} - Shutting it down")
+            logger.error(failure.trace or failure.summary)
+        if self.on_failure == "raise":
+            logger.error("Raising the last exception back to the main process.")
+
+
+def _static(found: Description, shared_memory: bool) -> Description:
+    # As Gymnasium does it; `make_vec` and shared_memory=False take such spaces.
+    space = found.observation_spaces[0]
+    if not shared_memory:
+        return found
+    if isinstance(space, spaces.Graph | spaces.Sequence):
+        raise TypeError(  # (its users look for Gymnasium's words)
+            f"{space} has a dynamic shape so its not possible to make a static shared memory. "
+            "Pass shared_memory=False, or use make_vec"
+        )
+    if not any(kind.__module__.partition(".")[0] == "gymnasium" for kind in type(space).__mro__[:-2]):
+        raise ValueError(
+            f"the custom space {space} has no place in shared memory: pass shared_memory=False, or use make_vec"
+        )
+    return found
+
+
+def spaces_by_mode(found: Description, mode: Any) -> Description:
+    """The description with its observation space batched as `mode` asks.
+
+    Raises:
+        RuntimeError: when the environments' spaces are not as the mode says.
+    """
+    each, n_envs = found.observation_spaces, len(found.observation_spaces)
+    first = each[0]
+    if isinstance(mode, tuple) and len(mode) == 2:
+        if not all(isinstance(item, Space) for item in mode):
+            raise TypeError(
+                f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
+            )
+        batched, first = mode
+    elif mode == "same":
+        batched = batch_space(first, n_envs)
+    elif mode == "different":
+        batched = batch_differing_spaces(each)
+    else:
+        raise ValueError(
+            "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "
+            f"observation space, actual got {mode}"
+        )
+    if mode == "same":
+        if any(space != first for space in each):
+            raise RuntimeError(
+                "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation "
+                "spaces are not equivalent. If this is intentional, use `observation_mode='different'` instead."
+            )
+    elif any(not is_space_dtype_shape_equiv(space, first) for space in each):
+        raise RuntimeError(
+            "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's "
+            "observation spaces do not share a common shape and dtype."
+        )
+    if any(space != found.action_spaces[0] for space in found.action_spaces):
+        raise RuntimeError(
+            f"Some environments have an action space different from `{found.action_spaces[0]}`. "
+            "In order to batch actions, the action spaces from all environments must be equal."
+        )
+    return found._replace(observation_space=batched)
+
+
+class EnvPoolStyle:
+    """EnvPool's asynchronous interface: every `recv` gives `batch_size` environments, whichever came first.
+
+    Args:
+        pool: from `make_vec`.
+        batch_size: environments per `recv`; default all.
+    """
+
+    def __init__(self, pool: VectorPool, batch_size: int | None = None) -> None:
+        self.pool = pool
+        self.num_envs = pool.num_envs
+        self.batch_size = batch_size or pool.num_envs
+        if not 1 <= self.batch_size <= self.num_envs:
+            raise ValueError(f"batch_size must be in [1, {self.num_envs}], got {batch_size}")
+        self.observation_space, self.action_space = pool.single_observation_space, pool.single_action_space
+        self._spare: list[tuple[Any, ...]] = []
+
+    def async_reset(self, seed: int | None = None) -> None:
+        """Begin an episode everywhere; the first observations come by `recv`."""
+        seeds: Sequence[int | None] = [None if seed is None else seed + i for i in range(self.num_envs)]
+        self._spare = []
+        self.pool.send_reset(range(self.num_envs), seeds)
+
+    def recv(self) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Observations, rewards, terminated, truncated and infos of `batch_size` environments.
+
+        `infos["env_id"]` says which they are, `infos["infos"]` has what each of them told.
+        """
+        wanted = min(self.batch_size, len(self._spare) + len(self.pool.in_flight))
+        if len(self._spare) < wanted:
+            ready = self.pool.recv(wanted - len(self._spare))
+            columns = self.pool.buffers.observations.flatten(ready.observations)
+            for k, i in enumerate(ready.ids.tolist()):
+                row = [column[k] for column in columns]
+                flags = (ready.rewards[k], ready.terminated[k], ready.truncated[k])
+                self._spare.append((i, row, *flags, ready.infos[k]))
+        taken, self._spare = self._spare[:wanted], self._spare[wanted:]
+        ids, values, rewards, terminated, truncated, infos = zip(*taken, strict=True)
+        return (
+            self.pool.stacked(values),
+            np.array(rewards),
+            np.array(terminated),
+            np.array(truncated),
+            {"env_id": np.array(ids, dtype=np.int64), "infos": list(infos)},
+        )
+
+    def send(self, actions: Any, env_id: Any = None) -> None:
+        """Give these environments their next actions; without ids, all of them in order."""
+        ids = range(self.num_envs) if env_id is None else [int(i) for i in env_id]
+        self.pool.send(ids, actions)
+
+    def step(self, actions: Any, env_id: Any = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """`send`, then `recv`."""
+        self.send(actions, env_id)
+        return self.recv()
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.close()
+
+
+class PufferStyle:
+    """PufferLib's interface: `async_reset`, `recv` with env ids and a mask, `send` for the batch just received.
+
+    Args:
+        pool: from `make_vec`.
+        batch_size: environments per `recv`; default all.
+    """
+
+    def __init__(self, pool: VectorPool, batch_size: int | None = None) -> None:
+        self._inner = EnvPoolStyle(pool, batch_size)
+        self.num_agents = self.num_envs = pool.num_envs
+        self.agents_per_batch = self._inner.batch_size
+        self.single_observation_space = pool.single_observation_space
+        self.single_action_space = pool.single_action_space
+        self._ids = np.arange(pool.num_envs)
+
+    def async_reset(self, seed: int = 0) -> None:
+        """Begin an episode everywhere, environment i with `seed + i`."""
+        self._inner.async_reset(seed)
+
+    def recv(self) -> tuple[Any, Any, Any, Any, list[dict[str, Any]], Any, Any]:
+        """Observations, rewards, terminals, truncations, infos, env ids and mask of one batch."""
+        obs, rewards, terminated, truncated, infos = self._inner.recv()
+        self._ids = infos["env_id"]
+        told = [info for info in infos["infos"] if info]
+        return obs, rewards, terminated, truncated, told, self._ids, np.ones(len(self._ids), dtype=bool)
+
+    def send(self, actions: Any) -> None:
+        """The actions for the batch that `recv` gave."""
+        self._inner.send(actions, self._ids)
+
+    def reset(self, seed: int = 0) -> tuple[Any, list[dict[str, Any]]]:
+        """`async_reset` and the first batch."""
+        self.async_reset(seed)
+        obs, _, _, _, infos, _, _ = self.recv()
+        return obs, infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, list[dict[str, Any]]]:
+        """`send`, then `recv`, without ids and mask."""
+        self.send(actions)
+        return self.recv()[:5]
+
+    def close(self) -> None:
+        """End the workers."""
+        self._inner.close()
+
+
+# --- what `SB3VecEnv` has its workers do: here, because importing Stable-Baselines3 takes seconds in every worker
+def patched(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """A function whose env Gymnasium understands, even when `fn` makes one of the old `gym` package."""
+    return functools.partial(_make, fn)
+
+
+def _make(fn: Callable[[], Any]) -> Any:
+    env = fn()
+    if isinstance(env, gymnasium.Env):
+        return env
+    from stable_baselines3.common.vec_env.patch_gym import _patch_env
+
+    return _patch_env(env)
+
+
+def get(env: Any, name: str) -> Any:
+    """An attribute of the env or of a wrapper around it."""
+    return env.get_wrapper_attr(name)
+
+
+def has(env: Any, name: str) -> bool:
+    """Whether `get` would find it."""
+    return bool(env.has_wrapper_attr(name))
+
+
+def call(env: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the env or of a wrapper around it."""
+    return env.get_wrapper_attr(name)(*args, **kwargs)
+
+
+def is_wrapped(env: Any, wrapper_class: type) -> bool:
+    """Whether a wrapper of this class is somewhere around the env."""
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, wrapper_class):
+            return True
+        env = env.env
+    return False

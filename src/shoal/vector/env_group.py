@@ -1,0 +1,581 @@
+"""A group of environments that one thread makes, steps, resets, asks and closes, one after another.
+
+Results go to the group's rows of the buffers, with one assignment for all environments where that is possible; what
+has no fixed size, and what went wrong, comes back as a `Reply`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from shoal.core.errors import EnvError
+from shoal.vector.actions import Loose, read, reader
+from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, RowWriter
+from shoal.vector.failures import Failure, from_exception
+from shoal.vector.infos import IN_BUFFER, Told
+
+EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+
+
+# --- what a group can be told
+@dataclass(slots=True)
+class Step:
+    """Step `members` (positions in the group; None for all).
+
+    Without `actions`, one for each, they are in the buffers, but for those that are loose.
+    """
+
+    members: Sequence[int] | None
+    place: int
+    loose: Loose = field(default_factory=dict)
+    actions: Sequence[Any] | None = None
+
+
+@dataclass(slots=True)
+class Reset:
+    """Reset `members`, each with its seed; `ends` leaves them as if their episodes had just ended."""
+
+    members: Sequence[int]
+    seeds: Sequence[int | None]
+    options: dict[str, Any] | None
+    place: int
+    ends: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """Call a method, or read an attribute, of each of `members`."""
+
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    members: Sequence[int]
+
+
+@dataclass(slots=True)
+class Apply:
+    """`function(env, *args)` for each of `members`."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    members: Sequence[int]
+
+
+@dataclass(slots=True)
+class SetAttr:
+    """Set an attribute of each of `members`, on the wrapper that has it."""
+
+    name: str
+    values: Sequence[Any]
+    members: Sequence[int]
+
+
+@dataclass(slots=True)
+class Rebuild:
+    """Throw `members` away and make them anew."""
+
+    members: Sequence[int]
+
+
+@dataclass(slots=True)
+class Trial:
+    """Be busy for so many rounds, without touching an env."""
+
+    rounds: int
+
+
+Command = Step | Reset | Call | Apply | SetAttr | Rebuild | Trial
+
+
+def name_of(command: Any) -> str:
+    """What a command does, in the word that messages use."""
+    match command:
+        case Call(name=name):
+            return f"call {name}"
+        case SetAttr(name=name):
+            return f"set {name}"
+        case Apply(function=function):
+            return getattr(function, "__name__", "apply")
+        case Rebuild():
+            return "make"
+    return type(command).__name__.lower()
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a command left beside the buffers."""
+
+    columns: dict[int, list[Any]] = field(
+        default_factory=dict
+    )  # leaf -> values of the members, in their order
+    told: list[Told] = field(default_factory=list)  # of those that told something
+    failures: list[Failure] = field(default_factory=list)
+    value: Any = None  # what calls returned, or what was said of envs that were made
+
+
+@dataclass
+class About:
+    """One environment as whoever made it describes it."""
+
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+    metadata: dict[str, Any]
+    render_mode: str | None
+    spec: Any
+
+
+class EnvGroup:
+    """Environments `first … first + len(env_fns) - 1`.
+
+    Args:
+        env_fns: makes them.
+        first: global index of the first one.
+        progress: a word of memory that always tells which env is at work, or None.
+    """
+
+    def __init__(self, env_fns: Sequence[EnvFn], first: int, progress: Any = None) -> None:
+        self.env_fns, self.first, self.count = list(env_fns), first, len(env_fns)
+        self.envs: list[Any] = []
+        self.progress = [LOADING] if progress is None else progress
+        self._ended = [False] * self.count
+        self._ending: tuple[Any, dict[str, Any]] | None = None
+        # An env that raises KeyboardInterrupt is as broken as any other; where it may be a real Ctrl-C of the
+        # caller's, it passes.
+        main = threading.current_thread() is threading.main_thread()
+        self.let_pass: tuple[type[BaseException], ...] = (
+            (KeyboardInterrupt,) if main and progress is None else ()
+        )
+
+    def make(self) -> Reply:
+        """Make the environments, until one fails; `value` describes them."""
+        reply = Reply(value=[])
+        for j, fn in enumerate(self.env_fns):
+            self.progress[0] = j
+            try:
+                env = fn()
+                self.envs.append(env)
+                about = env.observation_space, env.action_space, dict(env.metadata), env.render_mode, env.spec
+            except BaseException as error:
+                self._note(reply.failures, j, "make", error)
+                with contextlib.suppress(Exception):
+                    self.close()
+                break
+            reply.value.append(About(*about))
+        return reply
+
+    def attach(self, buffers: Buffers, autoreset: AutoresetMode, check_nan: bool) -> None:
+        """Point at the rows of the buffers that results go to; buffers for this group alone are its own."""
+        self.buffers, self.autoreset, self.check_nan = buffers, autoreset, check_nan
+        self.layout = buffers.observations
+        self.own = buffers.n_envs == self.count
+        rows = slice(0, None) if self.own else slice(self.first, self.first + self.count)
+        self.rewards = buffers.rewards[rows]
+        self.terminated, self.truncated = buffers.terminated[rows], buffers.truncated[rows]
+        leaves = self.layout.leaves
+        fixed = {i: buffers.obs[i] for i in self.layout.fixed}
+        self._writers = [
+            {i: RowWriter(leaves[i], obs[place, rows]) for i, obs in fixed.items()}
+            for place in range(buffers.places)
+        ]
+        self._beside = [*self.layout.text, *self.layout.objects]
+        self._plain = self.layout.is_leaf and bool(fixed)
+        self._final = buffers.final[0][rows] if self._plain else None
+        self._times = StepTimes(buffers.times[rows])
+        self._read = reader(buffers, self.first, self.count)
+        self._all = range(self.count)
+        self.take_steps()
+
+    def take_steps(self) -> None:
+        """Look up the step functions of the environments anew."""
+        self._steps = [env.step for env in self.envs]
+        self._times.wrap(self._steps)
+
+    def run(self, command: Command) -> Reply | None:
+        """Do what a command says."""
+        match command:
+            case Step(members=members, actions=actions, place=place):
+                if actions is None:
+                    actions = self.actions(members, command.loose)
+                return self.step(actions, members, place)
+            case Reset():
+                return self.reset(command)
+            case Trial(rounds=rounds):
+                return be_busy(rounds)
+            case Rebuild(members=members):
+                return self._each(members, "make", self._rebuild)
+            case Call(name=name, args=args, kwargs=kwargs, members=members):
+
+                def ask(j: int) -> Any:
+                    attribute = self.envs[j].get_wrapper_attr(name)
+                    return attribute(*args, **kwargs) if callable(attribute) else attribute
+
+                return self._each(members, name_of(command), ask)
+            case SetAttr(name=name, values=values, members=members):
+                of = dict(zip(members, values, strict=True))
+                return self._each(
+                    members, name_of(command), lambda j: self.envs[j].set_wrapper_attr(name, of[j]) and None
+                )
+            case Apply(function=function, args=args, members=members):
+                return self._each(members, name_of(command), lambda j: function(self.envs[j], *args))
+
+    def _each(self, members: Sequence[int], doing: str, work: Callable[[int], Any]) -> Reply:
+        """`work` for each of the members; one that fails leaves None."""
+        reply = Reply(value=[])
+        for j in members:
+            self.progress[0] = j
+            result = None
+            try:
+                result = work(j)
+            except BaseException as error:
+                self._note(reply.failures, j, doing, error)
+            reply.value.append(result)
+        self.take_steps()
+        return reply
+
+    def _rebuild(self, j: int) -> None:
+        with contextlib.suppress(Exception):
+            self.envs[j].close()
+        self.envs[j] = self.env_fns[j]()
+        self._ended[j] = False
+
+    def actions(self, members: Sequence[int] | None, loose: Loose) -> list[Any]:
+        """The actions for the members, as the caller left them in the buffers or beside."""
+        if members is None:
+            return read(self.buffers, self.first, self._all, loose) if loose else self._read()
+        return read(self.buffers, self.first, members, loose) if members else []
+
+    def reset(self, command: Reset) -> Reply | None:
+        """Reset some envs; their rewards are 0 and no ends stand."""
+        reply = Reply()
+        columns: dict[int, list[Any]] = {i: [None] * self.count for i in self._beside}
+        for j, seed in zip(command.members, command.seeds, strict=True):
+            self.progress[0] = j
+            self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
+            try:
+                obs, info = self.envs[j].reset(seed=seed, options=command.options)
+                self._put(j, obs, command.place, columns)
+                info = _checked(info)
+            except BaseException as error:
+                self._ended[j] = True
+                self._note(reply.failures, j, "reset", error)
+                continue
+            self._ended[j] = command.ends
+            if info:
+                reply.told.append(Told(self.first + j, None, None, info))
+        reply.columns = _of_members(columns, command.members, self.count)
+        return reply if (columns or reply.told or reply.failures) else None
+
+    def step(self, actions: Sequence[Any], members: Sequence[int] | None, place: int) -> Reply | None:
+        """Step the members with one action each; the rows of the others stay. Their ends were cleared before."""
+        told: list[Told] = []
+        failures: list[Failure] = []
+        rewards = [0.0] * self.count
+        columns: dict[int, list[Any]] = {i: [None] * self.count for i in self._beside} if self._beside else {}
+        chosen = self._all if members is None else members
+        done, size = 0, len(chosen)
+        while done < size:
+            try:
+                self._advance(chosen, actions, done, rewards, place, columns, told)
+                break
+            except BaseException as error:
+                j = self.progress[0]
+                done = chosen.index(j) + 1
+                self._note(failures, j, "step", error, actions[done - 1])
+                self._ended[j] = True
+                if self._ending is not None:  # the episode had ended before its successor could not begin
+                    failures[-1].ending, self._ending = self._ending, None
+                else:
+                    rewards[j] = 0.0
+                    self.terminated[j] = self.truncated[j] = False
+        self._pay(rewards, actions, members, failures)
+        writers = self._writers[place]
+        if self.check_nan and writers:
+            self._refuse_nan(writers, actions, chosen, failures)
+        if columns or told or failures:
+            return Reply(_of_members(columns, chosen, self.count), told, failures)
+        return None
+
+    def _advance(
+        self,
+        members: Sequence[int],
+        actions: Sequence[Any],
+        start: int,
+        rewards: list[Any],
+        place: int,
+        columns: dict[int, list[Any]],
+        told: list[Told],
+    ) -> None:
+        """Step the members from the `start`-th on."""
+        progress, ended, first, array = self.progress, self._ended, self.first, np.ndarray
+        steps = self._times.turn(self._steps)
+        if self._plain:
+            writer = self._writers[place][0]
+            rows, dtype, shape = writer.rows, writer.dtype, writer.shape
+        else:
+            rows, dtype, shape = [None] * self.count, None, None  # type: ignore[list-item]
+        if start or len(members) < self.count:
+            members, actions = members[start:], actions[start:]
+            steps, rows = [steps[j] for j in members], [rows[j] for j in members]
+        for j, step, action, row in zip(members, steps, actions, rows, strict=True):
+            progress[0] = j
+            if ended[j]:
+                obs = self._restart(j, told)
+            else:
+                obs, rewards[j], terminated, truncated, info = step(action)
+                if terminated or truncated:
+                    obs = self._end(j, obs, rewards[j], terminated, truncated, info, told)
+                elif info:
+                    told.append(Told(first + j, None, None, _checked(info)))
+            if row is not None and type(obs) is array and obs.dtype is dtype and obs.shape == shape:
+                row[...] = obs
+            else:
+                self._put(j, obs, place, columns)
+
+    def _restart(self, j: int, told: list[Told]) -> Any:
+        """The step after an end, under next-step autoreset: the first observation of a new episode."""
+        if self.autoreset is not AutoresetMode.NEXT_STEP:
+            raise EnvError("the episode is over; reset it before the next step")
+        obs, info = self.envs[j].reset()
+        self._ended[j] = False
+        if info:
+            told.append(Told(self.first + j, None, None, _checked(info)))
+        return obs
+
+    def _end(
+        self,
+        j: int,
+        obs: Any,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        info: dict[str, Any],
+        told: list[Told],
+    ) -> Any:
+        """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
+        _checked(info)
+        if self.autoreset is not AutoresetMode.SAME_STEP:
+            self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
+            self._ended[j] = True
+            if info:
+                told.append(Told(self.first + j, None, None, info))
+            return obs
+        final: Any = IN_BUFFER
+        target = self._final
+        if (
+            target is not None
+            and type(obs) is np.ndarray
+            and obs.dtype == target.dtype
+            and obs.shape == target.shape[1:]
+        ):
+            target[j] = obs
+        else:
+            final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
+        final_info = dict(info)
+        # The end is whole in the buffers before anything else can go wrong: it is never lost.
+        with contextlib.suppress(TypeError, ValueError):
+            self.rewards[j] = reward
+        self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
+        self._ending = final, final_info
+        obs, info = self.envs[j].reset()
+        _checked(info)
+        self._ending = None
+        if final is not IN_BUFFER or final_info or info:
+            told.append(Told(self.first + j, final, final_info, info))
+        return obs
+
+    def _put(self, j: int, obs: Any, place: int, columns: dict[int, list[Any]]) -> None:
+        """Write an observation of any space."""
+        writers = self._writers[place]
+        for i, value in enumerate(self.layout.flatten(obs)):
+            if i in writers:
+                writers[i].write(j, value)
+                continue
+            if self.layout.leaves[i].kind == "text" and not isinstance(value, str):
+                raise EnvError(f"observation must be str in a Text space, got {type(value).__name__}")
+            columns[i][j] = value
+
+    def _pay(
+        self,
+        rewards: list[Any],
+        actions: Sequence[Any],
+        members: Sequence[int] | None,
+        failures: list[Failure],
+    ) -> None:
+        try:
+            total = sum(rewards)
+            if members is None:
+                self.rewards[...] = rewards
+            else:
+                self.rewards[members] = [rewards[j] for j in members]
+            if total - total == 0.0 or not self.check_nan:
+                return
+        except (TypeError, ValueError):
+            pass
+        for at, j in enumerate(self._all if members is None else members):
+            problem = ""
+            try:
+                self.rewards[j] = math.nan if isinstance(rewards[j], str | bytes) else rewards[j]
+                if isinstance(rewards[j], str | bytes):
+                    problem = f"reward must be a number, got {rewards[j]!r:.80}"
+                elif self.check_nan and not math.isfinite(self.rewards[j]):
+                    problem = f"reward is {'NaN' if np.isnan(self.rewards[j]) else 'infinite'}"
+            except (TypeError, ValueError):
+                problem = f"reward must be a number, got {rewards[j]!r:.80}"
+            if problem:
+                self.rewards[j] = 0.0
+                self._refuse(j, problem, actions[at], failures)
+
+    def _refuse_nan(
+        self,
+        writers: dict[int, RowWriter],
+        actions: Sequence[Any],
+        members: Sequence[int],
+        failures: list[Failure],
+    ) -> None:
+        for writer in writers.values():
+            if writer.dtype.kind != "f":
+                continue
+            square = writer.flat.dot(writer.flat)  # NaN if and only if one of them is: squares cannot cancel
+            if square == square:
+                continue
+            for at, j in enumerate(members):
+                if np.isnan(writer.rows[j]).any():
+                    self._refuse(j, "observation holds NaN", actions[at], failures)
+
+    def _refuse(self, j: int, problem: str, action: Any, failures: list[Failure]) -> None:
+        if "number" not in problem:
+            problem += " (pass check_nan=False if that is meant)"
+        self._ended[j] = True
+        if all(failure.env != self.first + j for failure in failures):
+            self._note(failures, j, "step", EnvError(problem), action)
+
+    def _note(
+        self, failures: list[Failure], j: int, doing: str, error: BaseException, action: Any = None
+    ) -> None:
+        if self.let_pass and isinstance(error, self.let_pass):
+            raise error
+        failures.append(from_exception(self.first + j, doing, error, action, os.getpid()))
+
+    def close(self) -> list[Failure]:
+        """Close every env; one that fails does not keep the others open."""
+        failures: list[Failure] = []
+        for j, env in enumerate(self.envs):
+            self.progress[0] = j
+            try:
+                env.close()
+            except BaseException as error:
+                self._note(failures, j, "close", error)
+        self.envs, self._steps = [], []
+        return failures
+
+
+def _checked(info: Any) -> Any:
+    if isinstance(info, dict | Mapping):
+        return info
+    raise EnvError(f"info must be a dict, got {type(info).__name__}")
+
+
+def _of_members(columns: dict[int, list[Any]], members: Sequence[int], count: int) -> dict[int, list[Any]]:
+    if len(members) == count:
+        return columns
+    return {i: [values[j] for j in members] for i, values in columns.items()}
+
+
+def even_cuts(n: int, parts: int) -> list[tuple[int, int]]:
+    """`n` things in contiguous parts whose sizes differ by at most one.
+
+    >>> even_cuts(5, 2)
+    [(0, 2), (2, 5)]
+    """
+    return list(itertools.pairwise(n * k // parts for k in range(parts + 1)))
+
+
+# --- how long steps take
+def be_busy(rounds: int) -> None:
+    """Keep this core busy: the stand-in for environments whose steps must not be taken."""
+    for _ in range(rounds):
+        pass
+
+
+class StepTimes:
+    """A histogram per environment, filled by a sample of its steps.
+
+    Args:
+        rows: `[count, BUCKETS]`.
+    """
+
+    EVERY = 17
+    """One step in so many is timed, where steps are short; a prime, to fall out of step with the episodes."""
+    LONG = 100e-6
+    """Seconds from which the clock costs nothing in comparison: then every step is timed."""
+
+    def __init__(self, rows: Array) -> None:
+        self._rows = [memoryview(row) for row in rows]
+        self._timed: list[Callable[[Any], Any]] = []
+        self._rest = 0
+        self._longest = 0.0
+
+    def wrap(self, steps: list[Any]) -> None:
+        """Take these as the step functions."""
+        self._timed = [self._wrapped(row, step) for row, step in zip(self._rows, steps, strict=True)]
+
+    def turn(self, steps: list[Any]) -> list[Any]:
+        """The functions to step with this time: `steps`, or the timed ones."""
+        if self._rest:
+            self._rest -= 1
+            return steps
+        self._rest = 0 if self._longest > self.LONG else self.EVERY - 1
+        self._longest = 0.0
+        return self._timed
+
+    def _wrapped(self, row: memoryview, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(action: Any) -> Any:
+            start = time.perf_counter()
+            result = step(action)
+            seconds = time.perf_counter() - start
+            row[bucket_of(seconds)] += 1
+            self._longest = max(self._longest, seconds)
+            return result
+
+        return timed
+
+
+SHORTEST, PER_OCTAVE = 1e-7, 4
+"""Seconds of the first bucket, and buckets to a doubling: the last one is beyond seven minutes."""
+
+
+def bucket_of(seconds: float) -> int:
+    """The bucket of a duration.
+
+    >>> bucket_of(0.0), bucket_of(1e-7), bucket_of(2.1e-7), bucket_of(1e9)
+    (0, 0, 4, 127)
+    """
+    if seconds <= SHORTEST:
+        return 0
+    return min(BUCKETS - 1, int(PER_OCTAVE * math.log2(seconds / SHORTEST)))
+
+
+def quantiles(rows: Array, *shares: float) -> list[list[float]]:
+    """For each share (0.5 is the median) the seconds of every row; NaN where nothing was timed."""
+    counts = rows.astype(np.int64).cumsum(axis=1)
+    total = counts[:, -1:]
+    middles = SHORTEST * 2 ** ((np.arange(BUCKETS) + 0.5) / PER_OCTAVE)
+    found = []
+    for share in shares:
+        at = (counts < np.maximum(np.ceil(share * total), 1)).sum(axis=1)
+        values = middles[np.minimum(at, BUCKETS - 1)]
+        found.append(np.where(total[:, 0] > 0, values, np.nan).tolist())
+    return found

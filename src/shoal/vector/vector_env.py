@@ -1,0 +1,1200 @@
+"""Many environments behind one `gymnasium.vector.VectorEnv`, whatever steps them.
+
+Every operation goes the same way: commands for the workers, one wait for their replies, failures dealt with, one
+batch. A command that nobody waits for any more (a time limit, Ctrl-C) runs to its end before the next one begins;
+an episode that ended in it is reported by the next step of its env.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from shoal.core.errors import WorkerTimeoutError
+from shoal.core.seeding import derive_seed
+from shoal.vector.actions import (
+    NOTHING_LOOSE,
+    WHOLE,
+    Loose,
+    of_group,
+    plain_target,
+    split,
+    whole_actions,
+    write_batch,
+    write_some,
+)
+from shoal.vector.buffers import Buffers, Observations
+from shoal.vector.env_group import Apply, Call, Command, Rebuild, Reply, Reset, SetAttr, Step, quantiles
+from shoal.vector.failures import Failure, error_of, raise_first
+from shoal.vector.infos import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
+from shoal.vector.process import Backend, Worker, replies_of, wait_any
+from shoal.vector.recovery import MaskedEnv, OnFailure, Owed, decide, restart_seed, told_of
+from shoal.vector.worker import Attach
+
+logger = logging.getLogger(__name__)
+Seeds = int | Sequence[int | None] | None
+Pending = list[tuple[Worker, Any]]
+"""Workers and what each was told."""
+
+
+class Description(NamedTuple):
+    """What a vector env must know of its environments before it can talk to them."""
+
+    observation_spaces: list[gymnasium.Space[Any]]
+    action_spaces: list[gymnasium.Space[Any]]
+    observation_space: gymnasium.Space[Any]  # batched
+    action_space: gymnasium.Space[Any]
+    metadata: dict[str, Any]
+    render_mode: str | None
+    spec: Any
+
+
+class PendingTimeoutError(WorkerTimeoutError, multiprocessing.TimeoutError):
+    """A `*_wait(timeout=…)` ran out; what was begun goes on."""
+
+
+class VectorPool(VectorEnv[Any, Any, Any]):
+    """A vector environment; made by `make_vec`.
+
+    Args:
+        workers: groups of environments, in their order; they have made them.
+        backend: what they live in; None if the caller steps all.
+        buffers: the arrays they share with the vector env.
+        attach: how the workers were told so.
+        description: spaces and metadata.
+        on_failure: "raise" an error, "restart" what failed, or "mask" it out for good.
+        max_restarts: per environment; the next failure raises.
+        copy_observations: return copies; else views that later steps overwrite.
+        handouts: give large observations where they were written.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        backend: Backend | None,
+        buffers: Buffers,
+        attach: Attach,
+        description: Description,
+        *,
+        on_failure: OnFailure = "raise",
+        max_restarts: int = 3,
+        copy_observations: bool = True,
+        handouts: bool = False,
+    ) -> None:
+        self.num_envs = buffers.n_envs
+        self.workers, self.backend, self.buffers = list(workers), backend, buffers
+        self.on_failure, self.max_restarts = on_failure, max_restarts
+        self.autoreset_mode = attach.autoreset
+        self.metadata = {**description.metadata, "autoreset_mode": attach.autoreset}
+        self.render_mode, self.spec = description.render_mode, description.spec
+        self.observation_spaces = description.observation_spaces
+        self.action_spaces = description.action_spaces
+        self.single_observation_space = description.observation_spaces[0]
+        self.single_action_space = description.action_spaces[0]
+        self.observation_space = description.observation_space
+        self.action_space = description.action_space
+        self.active = np.ones(self.num_envs, dtype=np.bool_)
+        """False for environments that were masked out after a failure."""
+        self._all_active = True
+        self._same_step = attach.autoreset is AutoresetMode.SAME_STEP
+        self._attach = attach
+        self._observations = Observations(buffers, copy=copy_observations, handouts=handouts)
+        self._plain_actions = plain_target(buffers)
+        self._by_env = [worker for worker in self.workers for _ in range(worker.count)]
+        self._inline_first = sorted(self.workers, key=lambda worker: not worker.inline)
+        self._place = 0
+        self._seeds: list[int | None] = [None] * self.num_envs
+        self._failed = [0] * self.num_envs
+        self._replaced = [0] * self.num_envs
+        self._owed: dict[int, Owed] = {}
+        # what is under way
+        self._turn = threading.Lock()  # held from `*_async` to `*_wait`
+        self._state: str | None = None
+        self._pending: Pending = []
+        self._paying: dict[int, Owed] = {}  # what the step under way reports instead of being taken
+        self._skipped: set[int] = set()  # envs that it leaves out because of what came late
+        self._late: list[Worker] = []  # at an abandoned command
+        self._late_failures: list[Failure] = []
+        # what was sent and not received: env -> when; the workers at it; jobs that wait for their worker; results
+        self._flying: dict[int, float] = {}
+        self._at_work: dict[int, tuple[Worker, Command]] = {}
+        self._jobs: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._landed: list[tuple[int, list[Any], float, bool, bool, dict[str, Any]]] = []
+        self._errors: list[Exception] = []
+        self._waited = self._stepping = self._began = 0.0
+        self._finalizer = weakref.finalize(self, close_all, self.workers, backend, os.getpid())
+
+    # --- one operation at a time
+    def _enter(self, operation: str, *, flying: bool = False) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(
+                f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
+            )
+        if not self._turn.acquire(False):
+            raise AlreadyPendingCallError(
+                f"Calling `{operation}` while waiting for a pending call to `{self._state}` to complete.",
+                str(self._state),
+            )
+        if self._flying and not flying:
+            self._leave()
+            raise AlreadyPendingCallError(
+                f"Calling `{operation}` while environments {sorted(self._flying)[:8]} are in flight; `recv` them.",
+                "recv",
+            )
+
+    def _leave(self) -> None:
+        self._state = None
+        self._turn.release()
+
+    def _expect(self, operation: str) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(
+                f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
+            )
+        if self._state != operation:
+            raise NoAsyncCallError(
+                f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
+            )
+
+    def _begun(self, operation: str, begin: Callable[[], None]) -> None:
+        """Run what begins an operation; if that fails, what it began is abandoned."""
+        try:
+            begin()
+        except BaseException:
+            self._abandon({})
+            self._leave()
+            raise
+        self._state = operation
+
+    def _abandon(self, replies: dict[int, Reply | None]) -> None:
+        """Nobody waits for what is pending any more; what was answered already keeps its ends."""
+        pending, self._pending = self._pending, []
+        self._owed.update(self._paying)
+        self._paying, self._skipped = {}, set()
+        for worker, command in pending:
+            if id(worker) in replies:
+                self._land_late(worker, command, replies[id(worker)])
+            elif worker.inline:
+                worker.command = None
+                self._land_late(worker, command, None)
+            elif worker.queued is command:
+                worker.queued = None  # it never began
+            elif worker.command is command:
+                worker.abandoned = True
+                self._late.append(worker)
+
+    # --- reset
+    def reset(
+        self, *, seed: Seeds = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, or those in `options["reset_mask"]`.
+
+        Args:
+            seed: None, an int (env i gets `seed + i`) or one seed per env.
+            options: passed to every env, without `reset_mask`.
+        """
+        self.reset_async(seed, options)
+        return self.reset_wait()
+
+    def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
+        """Begin a reset; `reset_wait` returns its result."""
+        self._enter("reset_async")
+
+        def begin() -> None:
+            chosen, rest = range(self.num_envs), options
+            if options is not None and "reset_mask" in options:
+                rest = dict(options)
+                chosen = np.flatnonzero(_checked_mask(rest.pop("reset_mask"), self.num_envs)).tolist()
+            self._begin_reset(chosen, spread(seed, self.num_envs), rest)
+
+        self._begun("reset", begin)
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """The first observations and infos of the episodes begun by `reset_async`."""
+        self._expect("reset")
+        told = self._collect(timeout, "reset")
+        return self._batch(), batch_infos(self.num_envs, told)
+
+    def reset_each(
+        self, seeds: Sequence[int | None], options: dict[str, Any] | None = None
+    ) -> tuple[Any, list[dict[str, Any]]]:
+        """Reset all environments: a batch of observations and one info per environment."""
+        self.reset_async(list(seeds), options)
+        infos = by_env(self._collect(None, "reset"))
+        return self._batch(), [infos.get(i, {}) for i in range(self.num_envs)]
+
+    def reset_some(
+        self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
+    ) -> list[tuple[Any, dict[str, Any]]]:
+        """Reset the environments `indices`, each with its seed; one `(observation, info)` for each."""
+        self._enter("reset_some")
+        chosen: list[int] = []
+
+        def begin() -> None:
+            chosen.extend(self._indices(indices, seeds, "seeds"))
+            everyone: list[int | None] = [None] * self.num_envs
+            for i, seed in zip(chosen, seeds, strict=True):
+                everyone[i] = seed
+            self._begin_reset(sorted(chosen), everyone, options)
+
+        self._begun("reset", begin)
+        infos = by_env(self._collect(None, "reset"))
+        return [(self._observation(i), infos.get(i, {})) for i in chosen]
+
+    def _begin_reset(
+        self, chosen: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None
+    ) -> None:
+        alive = [i for i in chosen if self.active[i]]
+        if len(alive) == int(self.active.sum()):
+            lost = [worker for worker in self.workers if worker.lost is not None]
+            if lost:  # fresh workers in place of those that a raised failure left behind
+                raise_first(self._start_anew(lost))
+        for i in alive:
+            self._owed.pop(i, None)
+            if seeds[i] is not None:
+                self._seeds[i] = seeds[i]
+        place = self._next_place()
+        for worker, members in self._by_worker(alive, rest=True):
+            given = [seeds[worker.first + j] for j in members]
+            self._begin(worker, Reset(members, given, options, place))
+
+    # --- step
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step every environment with its action."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step; `step_wait` returns its result."""
+        self._enter("step_async")
+        try:
+            target = self._plain_actions
+            if (
+                target is not None
+                and type(actions) is np.ndarray
+                and actions.dtype is target.dtype
+                and actions.shape == target.shape
+                and not self._late
+            ):
+                target[...] = actions
+                self._begin_step(NOTHING_LOOSE)
+            else:
+                columns = split(self.buffers.actions, actions, self.num_envs)
+                if self._late:  # somebody may still read the buffers
+                    self._begin_step({WHOLE: dict(enumerate(whole_actions(self.buffers.actions, columns)))})
+                else:
+                    self._begin_step(write_batch(self.buffers, columns))
+        except BaseException:
+            self._abandon({})
+            self._leave()
+            raise
+        self._state = "step"
+
+    def step_async_each(self, actions: Sequence[Any]) -> None:
+        """`step_async` with one action per environment, not batched."""
+        self._enter("step_async")
+
+        def begin() -> None:
+            if len(actions) != self.num_envs:
+                raise ValueError(f"expected {self.num_envs} actions, got {len(actions)}")
+            self._begin_step(self._written(range(self.num_envs), actions))
+
+        self._begun("step", begin)
+
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
+        self._expect("step")
+        told = self._collect(timeout, "step")
+        buffers = self.buffers
+        return (
+            self._batch(),
+            buffers.rewards.copy(),
+            buffers.terminated.copy(),
+            buffers.truncated.copy(),
+            batch_infos(self.num_envs, told) if told else {},
+        )
+
+    def step_wait_each(self) -> tuple[Any, Any, Any, Any, list[Told]]:
+        """`step_wait` with the infos as they came."""
+        self._expect("step")
+        told = self._collect(None, "step")
+        buffers = self.buffers
+        flags = buffers.terminated.copy(), buffers.truncated.copy()
+        return self._batch(), buffers.rewards.copy(), *flags, told
+
+    def step_some(self, indices: Sequence[int], actions: Sequence[Any]) -> list[StepResult]:
+        """Step only the environments `indices`, with one action each; the others are left alone.
+
+        An action may be anything: what is not in the action space reaches the env as it is.
+        """
+        self._enter("step_some")
+        chosen: list[int] = []
+
+        def begin() -> None:
+            chosen.extend(self._indices(indices, actions, "actions"))
+            self._begin_step(self._written(chosen, actions), sorted(chosen))
+
+        self._begun("step", begin)
+        infos = by_env(self._collect(None, "step"))
+        buffers = self.buffers
+        return [
+            StepResult(
+                self._observation(i),
+                float(buffers.rewards[i]),
+                bool(buffers.terminated[i]),
+                bool(buffers.truncated[i]),
+                infos.get(i, {}),
+            )
+            for i in chosen
+        ]
+
+    def _written(self, ids: Sequence[int], actions: Sequence[Any]) -> Loose:
+        if self._late:
+            return {WHOLE: dict(zip(ids, actions, strict=True))}
+        return write_some(self.buffers, ids, actions)
+
+    def _begin_step(self, loose: Loose, chosen: Sequence[int] | None = None) -> None:
+        """Begin to step all envs, or only those `chosen`."""
+        whole = chosen is None
+        if whole:
+            self._began = time.perf_counter()
+            if self._all_active and not (self._owed or self._late):
+                self.buffers.flags.fill(False)
+                if self.buffers.places > 1:
+                    self._place = self._observations.next_place(self._place)
+                place, pending = self._place, self._pending
+                for worker in self.workers:
+                    worker.place = place
+                    command = Step(
+                        None, place, of_group(loose, worker.first, worker.count) if loose else loose
+                    )
+                    pending.append((worker, command))
+                    worker.begin(command)
+                return
+            for i in np.flatnonzero(~self.active).tolist():
+                self._paying[i] = Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
+            chosen = np.flatnonzero(self.active).tolist()
+        assert chosen is not None
+        going = [i for i in chosen if i not in self._owed]
+        self._pay(i for i in chosen if i in self._owed)
+        place = self._next_place()
+        for worker, members in self._by_worker(going, rest=True):
+            self._begin(worker, Step(members, place, of_group(loose, worker.first, worker.count)))
+
+    def _pay(self, due: Iterable[int]) -> None:
+        """Report what is owed to envs that would be stepped now: they must not step."""
+        for i in list(due):
+            self._paying[i] = self._owed.pop(i)
+
+    def _flag(self, i: int, reward: float, terminated: bool, truncated: bool) -> None:
+        buffers = self.buffers
+        buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = reward, terminated, truncated
+
+    def _next_place(self) -> int:
+        self._place = self._observations.next_place(self._place)
+        return self._place
+
+    def _by_worker(self, chosen: Iterable[int], *, rest: bool = False) -> list[tuple[Worker, list[int]]]:
+        """Environments as (worker, positions in its group); with `rest`, workers without any of them move on."""
+        parts: dict[int, tuple[Worker, list[int]]] = {}
+        for i in chosen:
+            worker = self._by_env[i]
+            parts.setdefault(id(worker), (worker, []))[1].append(i - worker.first)
+        if rest:
+            for worker in self.workers:
+                if id(worker) not in parts and worker.command is None:
+                    self._move(worker, [], self._place)
+        return list(parts.values())
+
+    def _move(self, worker: Worker, members: Sequence[int], place: int) -> None:
+        """Go to a place with the observations of those that do not step."""
+        if len(members) < worker.count and worker.place != place:
+            taken = set(members)
+            ids = [worker.first + j for j in range(worker.count) if j not in taken]
+            self._observations.carry(ids, worker.place, place)
+        worker.place = place
+
+    def _begin(self, worker: Worker, command: Any, *, bell: bool = False) -> None:
+        """Begin a command, or put it behind an abandoned one."""
+        self._pending.append((worker, command))
+        if worker.command is None:
+            self._launch(worker, command, bell=bell)
+        else:
+            worker.begin(command)
+
+    def _launch(self, worker: Worker, command: Any, *, bell: bool = False) -> None:
+        if isinstance(command, Step | Reset):
+            members = command.members
+            assert members is not None
+            self._move(worker, members, command.place)
+            if isinstance(command, Step):
+                ids = [worker.first + j for j in members]
+                self.buffers.terminated[ids] = self.buffers.truncated[ids] = False
+                if len(members) == worker.count and WHOLE not in command.loose:
+                    command.members = None
+        worker.begin(command, bell=bell)
+
+    # --- replies
+    def _collect(self, timeout: float | None, word: str) -> list[Told]:
+        """Finish a reset or step: keep what came beside the buffers, deal with failures, return the infos."""
+        try:
+            pending = self._pending
+            replies = self._replies(pending, timeout, word)
+            told, failures = self._land(pending, replies)
+            if failures:
+                paying = set(self._paying) | self._skipped
+                try:
+                    self._recover(failures, told, pending, paying)
+                except BaseException:
+                    self._owed.update(self._paying)
+                    for worker, command in pending:
+                        if isinstance(command, Step):
+                            self._owe(worker, command, told, {failure.env for failure in failures})
+                    raise
+            for i, owed in self._paying.items():
+                self._flag(i, owed.reward, owed.terminated, owed.truncated)
+                told.append(owed.told)
+            return told
+        finally:
+            self._pending, self._paying, self._skipped = [], {}, set()
+            self._leave()
+
+    def _replies(self, pending: Pending, timeout: float | None, word: str) -> list[Reply | None]:
+        """The replies of workers at work: the caller's own group first, then the others as they come."""
+        replies: dict[int, Reply | None] = {}
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            if self._late or timeout is not None:
+                self._gather(pending, replies, deadline)
+            else:
+                self._finish(pending, replies)
+        except TimeoutError:
+            self._abandon(replies)
+            raise PendingTimeoutError(
+                f"The call to `{word}_wait` has timed out after {timeout} second(s)."
+            ) from None
+        except BaseException:
+            self._abandon(replies)
+            raise
+        return [replies[id(worker)] for worker, _ in pending]
+
+    def _finish(self, pending: Pending, replies: dict[int, Reply | None]) -> None:
+        """The usual case: nobody is late, and there is no deadline. Notes how long the caller waited for others."""
+        now, waiting = time.perf_counter, 0.0
+        workers = [worker for worker, _ in pending]
+        if len(workers) == len(self.workers):
+            workers = self._inline_first
+        for worker in workers:
+            if not worker.inline:
+                waiting = waiting or now()
+                if not worker.quick():
+                    wait_any([worker], workers, None, worker.pause)
+            replies[id(worker)] = worker.take()[1]
+        if self._state == "step":
+            end = now()
+            self._waited += end - waiting if waiting else 0.0
+            self._stepping += end - self._began if self._began else 0.0
+            self._began = 0.0
+
+    def _gather(self, pending: Pending, replies: dict[int, Reply | None], deadline: float | None) -> None:
+        """Replies when some workers are still at an abandoned command, whose turn comes first."""
+        waiting = {id(worker): worker for worker, _ in pending}
+        while waiting:
+            workers = list(waiting.values())
+            pause = workers[0].pause
+            for worker in wait_any(
+                workers, workers, deadline, lambda left, pause=pause: pause(min(left, 0.005))
+            ):
+                command, reply = worker.take()
+                if worker.queued is None:
+                    replies[id(worker)] = reply
+                    del waiting[id(worker)]
+                elif worker.lost is not None:
+                    worker.queued = None
+                    self._late = [other for other in self._late if other is not worker]
+                    replies[id(worker)] = reply
+                    del waiting[id(worker)]
+                elif not self._after_late(worker, command, reply):
+                    replies[id(worker)] = None
+                    del waiting[id(worker)]
+
+    def _after_late(self, worker: Worker, command: Any, reply: Reply | None) -> bool:
+        """Take over an abandoned command's reply and begin the next one; False if there is nothing left to do."""
+        self._late = [other for other in self._late if other is not worker]
+        self._land_late(worker, command, reply)
+        following, worker.queued = worker.queued, None
+        if following is None:
+            return False
+        if isinstance(following, Reset):
+            for j in following.members:
+                self._owed.pop(worker.first + j, None)
+        if isinstance(following, Step):
+            assert following.members is not None
+            failed = {failure.env for failure in self._late_failures}
+            ids = [worker.first + j for j in following.members]
+            self._skipped |= failed & set(ids)
+            self._pay(i for i in ids if i in self._owed)
+            following.members = [i - worker.first for i in ids if i not in self._paying and i not in failed]
+            if not following.members:
+                self._move(worker, [], following.place)
+                return False
+        if isinstance(following, Step | Reset):
+            self._launch(worker, following)
+        else:
+            worker.begin(following)
+        return True
+
+    def _land_late(self, worker: Worker, command: Any, reply: Reply | None) -> None:
+        """Keep of an abandoned step what must not be lost: ends of episodes, and failures."""
+        if worker.lost is not None or not isinstance(command, Step | Reset):
+            return
+        reply = reply or Reply()
+        failed = {failure.env for failure in reply.failures}
+        self._observations.keep(_ids(worker, command), reply.columns, failed)
+        self._late_failures += reply.failures
+        if isinstance(command, Step):
+            self._owe(worker, command, reply.told, failed)
+
+    def _owe(self, worker: Worker, command: Step, told: Sequence[Told], failed: set[int]) -> None:
+        """Remember the ends of a step that the caller does not see."""
+        buffers = self.buffers
+        known = {item.env: item for item in told}
+        for i in _ids(worker, command):
+            if i not in failed and (buffers.terminated[i] or buffers.truncated[i]):
+                item = known.get(i) or Told(i, IN_BUFFER, {} if self._same_step else None, {})
+                final = self._final(item.final, i) if self._same_step else None
+                item = Told(i, final, item.final_info, {**item.info, "late": True})
+                flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
+                self._owed[i] = Owed(float(buffers.rewards[i]), *flags, item)
+
+    def _final(self, final: Any, i: int) -> Any:
+        """The last observation of an episode that was replaced."""
+        if final is not IN_BUFFER:
+            return final
+        rows = self.buffers.final[0]
+        return rows[i].copy() if rows is not None and self.buffers.observations.is_leaf else None
+
+    def _land(self, pending: Pending, replies: Sequence[Reply | None]) -> tuple[list[Told], list[Failure]]:
+        """Take over the replies of workers: infos, completed by the ends without any, and failures."""
+        told: list[Told] = []
+        failures, self._late_failures = self._late_failures, []
+        for (worker, command), reply in zip(pending, replies, strict=True):
+            if reply is not None:
+                failed = {failure.env for failure in reply.failures}
+                if reply.columns:
+                    self._observations.keep(_ids(worker, command), reply.columns, failed)
+                told += reply.told
+                failures += reply.failures
+        buffers = self.buffers
+        if self._same_step and buffers.any_end():
+            known = {item.env for item in told if item.final_info is not None}
+            for worker, command in pending:
+                if isinstance(command, Step) and worker.lost is None:
+                    ended = (
+                        i for i in _ids(worker, command) if buffers.terminated[i] or buffers.truncated[i]
+                    )
+                    told += [Told(i, IN_BUFFER, {}, {}) for i in ended if i not in known]
+            told = [item._replace(final=self._final(item.final, item.env)) for item in told]
+        return told, failures
+
+    # --- failures
+    def _recover(self, failures: list[Failure], told: list[Told], pending: Pending, beside: set[int]) -> None:
+        """Deal with the failures of an operation; `told` is then what all envs told, the replaced ones included.
+
+        Args:
+            failures: what failed.
+            told: by the envs that took part.
+            pending: what the workers were told.
+            beside: envs that were stepped for the caller without any command.
+
+        Raises:
+            WorkerError: with the policy "raise", or when an env failed too often.
+        """
+        failures = distinct(failures)
+        self._report(failures)
+        stepped, given = set(beside), dict[int, int | None]()
+        for worker, command in pending:
+            if isinstance(command, Step):
+                stepped.update(_ids(worker, command))
+            elif isinstance(command, Reset):
+                given.update(zip(_ids(worker, command), command.seeds, strict=True))
+        before: dict[int, _Before] = {}
+        while failures:
+            for failure in failures:
+                self._failed[failure.env] += 1
+            if self.on_failure == "raise":
+                raise_first(failures)
+            counts = dict(enumerate(self._failed))
+            decision = decide(failures, self.on_failure, counts, self.max_restarts, self._lost_with)
+            if decision.error is not None:
+                raise decision.error
+            for failure in failures:
+                logger.warning("%s; policy: %s", error_of(failure), self.on_failure)
+            known = {item.env: item for item in told}
+            for i in decision.hurt:
+                if i not in before:
+                    before[i] = self._before(i, i in stepped, known.get(i), decision.hurt[i])
+            self._mask(decision.masked)
+            fresh, failures = self._make_anew(decision.hurt, given)
+            again = {failure.env for failure in failures}
+            told[:] = [item for item in told if item.env not in decision.hurt]
+            for i, failure in decision.hurt.items():
+                if not self.active[i]:
+                    info = {"worker_masked": True, "worker_error": str(error_of(failure))}
+                    told += self._replaced_told(i, before[i], None, info, i in stepped or i in given)
+                elif i not in again and self._by_env[i].lost is None:
+                    info = {**fresh.get(i, {}), **told_of(failure)}
+                    if i in given:
+                        told.append(Told(i, None, None, info))
+                    else:
+                        told += self._replaced_told(i, before[i], told_of(failure), info, i in stepped)
+
+    def _lost_with(self, i: int) -> list[int]:
+        worker = self._by_env[i]
+        if worker.lost is None or self.backend is None:
+            return []
+        return [other for mate in self.backend.housemates(worker) for other in mate.ids]
+
+    def _before(self, i: int, stepped: bool, told: Told | None, failure: Failure) -> _Before:
+        """What an env showed last, before it is made anew."""
+        worker, buffers = self._by_env[i], self.buffers
+        last = self._observations.leaves(i, (worker.place - 1) % buffers.places)
+        if not stepped or not (buffers.terminated[i] or buffers.truncated[i]):
+            return _Before(last, None)
+        final, info = (told.final, told.final_info) if told is not None else (IN_BUFFER, {})
+        if failure.env == i and failure.ending is not None:
+            final, info = failure.ending
+        if self._same_step:
+            final = self._final(final, i)
+            if final is None:
+                final = buffers.observations.rebuild(last)
+        else:
+            last = self._observations.leaves(i, worker.place)
+        flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
+        return _Before(last, Owed(float(buffers.rewards[i]), *flags, Told(i, final, info, {})))
+
+    def _replaced_told(
+        self, i: int, before: _Before, final_info: dict[str, Any] | None, info: dict[str, Any], seen: bool
+    ) -> list[Told]:
+        """The end of the episode of an env that was replaced, or left out; owed to it where nobody sees it now."""
+        end = before.end or Owed(0.0, False, True, Told(i, None, None, {}))
+        told = Told(i, None, None, info)
+        if self._same_step and final_info is not None:
+            final = end.told.final if before.end else self.buffers.observations.rebuild(before.last)
+            told = Told(i, final, {**(end.told.final_info or {}), **final_info}, info)
+        else:
+            self._observations.put(i, self._by_env[i].place, before.last)
+        if not seen:
+            self._owed[i] = end._replace(told=told)
+            return []
+        self._flag(i, end.reward, end.terminated, end.truncated)
+        return [told]
+
+    def _mask(self, envs: Iterable[int]) -> None:
+        for i in envs:
+            worker = self._by_env[i]
+            self.active[i] = self._all_active = False
+            worker.env_fns[i - worker.first] = MaskedEnv
+
+    def _make_anew(
+        self, hurt: Iterable[int], given: dict[int, int | None]
+    ) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
+        """Replace these envs, all at once, and reset them; the infos of their resets, and what failed again."""
+        lost = [worker for worker in self.workers if worker.lost is not None and set(worker.ids) & set(hurt)]
+        failures = self._start_anew(lost)
+        alive = [i for i in sorted(hurt) if self.active[i] and self._by_env[i].lost is None]
+        anew = {id(worker) for worker in lost}
+        rebuilt = self._by_worker(i for i in alive if id(self._by_env[i]) not in anew)
+        failures += self._ask([(worker, Rebuild(members)) for worker, members in rebuilt])[1]
+        failed = {failure.env for failure in failures}
+        infos: dict[int, dict[str, Any]] = {}
+        for i in hurt:
+            self._replaced[i] += 1
+        for ends in (False, True):
+            chosen = [
+                i for i in alive if i not in failed and (not self._same_step and i not in given) is ends
+            ]
+            commands: Pending = []
+            for worker, members in self._by_worker(chosen):
+                seeds = [self._seed_of(worker.first + j, given) for j in members]
+                commands.append((worker, Reset(members, seeds, None, worker.place, ends)))
+            replies, more = self._ask(commands)
+            failures += more
+            for (worker, command), reply in zip(commands, replies, strict=True):
+                self._observations.keep(_ids(worker, command), reply.columns, {item.env for item in more})
+                infos.update({item.env: item.info for item in reply.told})
+        return infos, failures
+
+    def _seed_of(self, i: int, given: dict[int, int | None]) -> int | None:
+        seed = given.get(i)
+        return restart_seed(self._seeds[i], self._replaced[i]) if seed is None else seed
+
+    def _start_anew(self, lost: Sequence[Worker]) -> list[Failure]:
+        """Fresh workers in place of lost ones and of those who live with them, all at once; what failed."""
+        if not lost or self.backend is None:
+            return []
+        mates = {id(mate): mate for worker in lost for mate in self.backend.housemates(worker)}
+        workers = list(mates.values())
+        self._late = [worker for worker in self._late if id(worker) not in mates]
+        try:
+            self.backend.start(workers)
+            failures = _failures_of(workers, replies_of(workers))
+            ready = [worker for worker in workers if worker.lost is None]
+            self.backend.attach(ready, self._attach, self.buffers)
+            return distinct(failures + _failures_of(ready, replies_of(ready)))
+        except BaseException:  # an interrupt, or no process can be started: they stay lost
+            for worker in workers:
+                if worker.lost is None:
+                    worker.lose(
+                        Failure(worker.first, "make", "it was interrupted while its worker was replaced")
+                    )
+            raise
+
+    def _ask(self, commands: Pending) -> tuple[list[Reply], list[Failure]]:
+        """Tell workers something aside and wait for all of them."""
+        workers = [worker for worker, _ in commands]
+        try:
+            for worker, command in commands:
+                worker.begin(command)
+            replies = replies_of(workers)
+        except BaseException:
+            for worker in workers:
+                if worker.command is not None and not worker.inline:
+                    worker.lose(Failure(worker.first, "make", "it was interrupted while it was replaced"))
+            raise
+        return replies, [failure for reply in replies for failure in reply.failures]
+
+    def _report(self, failures: Sequence[Failure]) -> None:
+        """Called with the failures of an operation before they are dealt with; for subclasses."""
+
+    # --- methods and attributes of the environments
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of every environment, or read an attribute; one result per environment."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Begin a call; `call_wait` returns its results."""
+        self._enter("call_async")
+
+        def begin() -> None:
+            if name in ("reset", "step", "close"):
+                raise ValueError(f"{name!r} has a method of its own on the vector environment; use that")
+            for worker, members in self._by_worker(np.flatnonzero(self.active).tolist()):
+                self._begin(worker, Call(name, args, kwargs, members))
+
+        self._begun("call", begin)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """The results of `call_async`, in the order of the environments; None for those that were masked out."""
+        self._expect("call")
+        answers = self._answers(timeout)
+        return tuple(answers.get(i) for i in range(self.num_envs))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every environment."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of every environment: one value for all, or a list or tuple of one for each."""
+        self._enter("set_attr")
+
+        def begin() -> None:
+            each = values if isinstance(values, list | tuple) else [values] * self.num_envs
+            if len(each) != self.num_envs:
+                raise ValueError(
+                    f"values must be a list or tuple of one value per environment ({self.num_envs}), "
+                    f"got {len(each)}"
+                )
+            for worker, members in self._by_worker(np.flatnonzero(self.active).tolist()):
+                self._begin(worker, SetAttr(name, [each[worker.first + j] for j in members], members))
+
+        self._begun("call", begin)
+        self._answers(None)
+
+    def apply(
+        self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None
+    ) -> list[Any]:
+        """`function(env, *args)` for each environment, or some of them, where they live."""
+        self._enter("apply")
+        chosen: list[int] = []
+
+        def begin() -> None:
+            chosen.extend(
+                range(self.num_envs) if indices is None else self._indices(indices, indices, "indices")
+            )
+            for worker, members in self._by_worker(sorted(chosen)):
+                self._begin(worker, Apply(function, args, members))
+
+        self._begun("call", begin)
+        results = self._answers(None)
+        return [results[i] for i in chosen]
+
+    def _answers(self, timeout: float | None) -> dict[int, Any]:
+        """What each env answered to a call."""
+        try:
+            pending = self._pending
+            replies = self._replies(pending, timeout, "call")
+            raise_first(distinct([failure for reply in replies if reply for failure in reply.failures]))
+            answers: dict[int, Any] = {}
+            for (worker, command), reply in zip(pending, replies, strict=True):
+                if reply is not None and reply.value is not None:
+                    answers.update(zip(_ids(worker, command), reply.value, strict=True))
+            return answers
+        finally:
+            self._pending = []
+            self._leave()
+
+    def render(self) -> tuple[Any, ...]:
+        """What every environment renders."""
+        return self.call("render")
+
+    @property  # type: ignore[override]
+    def np_random_seed(self) -> Any:
+        """The seed of every environment's generator."""
+        return self.get_attr("np_random_seed")
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> Any:
+        """Every environment's generator (from other processes: copies)."""
+        return self.get_attr("np_random")
+
+    # --- environments on their own way: a worker answers as a whole, and an env whose worker is busy waits
+    def send(self, env_ids: Sequence[int], actions: Sequence[Any]) -> None:
+        """Begin to step these environments; `recv` returns each when it is ready.
+
+        An environment takes its next action only after `recv` has returned its last result.
+        """
+        self._dispatch("send", env_ids, actions, "actions", "step")
+
+    def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int | None] | None = None) -> None:
+        """Begin to reset these environments; `recv` returns their first observations."""
+        given = [None] * len(env_ids) if seeds is None else list(seeds)
+        self._dispatch("send_reset", env_ids, given, "seeds", "reset")
+
+    def _dispatch(
+        self, operation: str, env_ids: Sequence[int], jobs: Sequence[Any], word: str, kind: str
+    ) -> None:
+        self._enter(operation, flying=True)
+        try:
+            ids = self._indices(env_ids, jobs, word)
+            busy = [i for i in ids if i in self._flying]
+            if busy:
+                raise ValueError(
+                    f"environments {busy} are still in flight: recv them before sending them again"
+                )
+            now = time.monotonic()
+            for i, job in zip(ids, jobs, strict=True):
+                if kind == "reset" and job is not None:
+                    self._seeds[i] = job
+                self._flying[i] = now
+                self._jobs.setdefault(id(self._by_env[i]), {})[i] = kind, job
+            for worker in {id(self._by_env[i]): self._by_env[i] for i in ids}.values():
+                self._set_to_work(worker)
+        finally:
+            self._leave()
+
+    def recv(self, min_envs: int = 1, timeout: float | None = None) -> Ready:
+        """The environments that are ready, at least `min_envs` of those in flight.
+
+        After `timeout` seconds it returns what there is, perhaps nothing; `late` names who kept it waiting.
+
+        Raises:
+            WorkerError: an environment failed and nothing replaces it; it is no longer in flight. The others are,
+                or are ready, and come with the next call.
+        """
+        self._enter("recv", flying=True)
+        try:
+            if min_envs < 1:
+                raise ValueError(f"min_envs must be at least 1, got {min_envs}")
+            if not self._flying and not self._errors:
+                raise ValueError("no environment is in flight: send some actions first")
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while True:
+                self._collect_landed()
+                if self._errors:
+                    error, *others = self._errors
+                    self._errors = []
+                    for other in others:
+                        error.add_note(f"also: {other}")
+                    raise error
+                if len(self._landed) >= min(min_envs, len(self._flying)):
+                    break
+                try:
+                    self._wait_in_flight(deadline)
+                except TimeoutError:
+                    break
+            return self._taken(timeout)
+        finally:
+            self._leave()
+
+    def _wait_in_flight(self, deadline: float | None) -> None:
+        late = [worker for worker in self._late if self._jobs.get(id(worker))]
+        workers = [worker for worker, _ in self._at_work.values()] + late
+        sleep = time.sleep if self.backend is None else self.backend.wait_bell
+        longest = 0.005 if late else 1.0
+        wait_any(workers, workers, deadline, lambda left: sleep(min(left, longest)))
+
+    def _set_to_work(self, worker: Worker) -> None:
+        """Begin the next jobs of a worker, if it is free."""
+        jobs = self._jobs.get(id(worker))
+        while jobs and worker.command is None and id(worker) not in self._at_work:
+            kind = next(iter(jobs.values()))[0]
+            chosen = sorted(i for i, job in jobs.items() if job[0] == kind)
+            given = {i: jobs.pop(i)[1] for i in chosen}
+            if kind == "step":
+                for i in [i for i in chosen if i in self._owed]:
+                    owed = self._owed.pop(i)
+                    chosen.remove(i)
+                    self._flag(i, owed.reward, owed.terminated, owed.truncated)
+                    self._deliver([i], [owed.told])
+            if not chosen:
+                continue
+            members, each = [i - worker.first for i in chosen], [given[i] for i in chosen]
+            place = self._observations.next_place(worker.place)
+            command: Command
+            if kind == "step":
+                command = Step(members, place, write_some(self.buffers, chosen, each))
+            else:
+                for i in chosen:
+                    self._owed.pop(i, None)
+                command = Reset(members, each, None, place)
+            self._at_work[id(worker)] = worker, command
+            self._launch(worker, command, bell=True)
+
+    def _collect_landed(self) -> None:
+        """Take over what workers in flight have answered, and give them their next jobs."""
+        while True:
+            for worker in [worker for worker in self._late if worker.answered()]:
+                self._after_late(worker, *worker.take())
+                self._set_to_work(worker)
+            ready = [(worker, command) for worker, command in self._at_work.values() if worker.answered()]
+            if not ready:
+                return
+            lost = [pair for pair in ready if pair[0].lost is not None]
+            for landing in [*([pair] for pair in ready if pair[0].lost is None), *([lost] if lost else [])]:
+                self._land_in_flight(landing)
+
+    def _land_in_flight(self, landing: Pending) -> None:
+        replies = []
+        for worker, _ in landing:
+            replies.append(worker.take()[1])
+            del self._at_work[id(worker)]
+        told, failures = self._land(landing, replies)
+        ids = [i for worker, command in landing for i in _ids(worker, command)]
+        if failures:
+            try:
+                self._recover(failures, told, landing, set())
+            except Exception as error:
+                self._errors.append(error)
+                ended = self.buffers.terminated | self.buffers.truncated
+                failed = {failure.env for failure in failures}
+                failed |= {i for i in ids if self._by_env[i].lost is not None and not ended[i]}
+                for i in failed:
+                    self._flying.pop(i, None)
+                ids = [i for i in ids if i not in failed]
+        self._deliver(ids, told)
+        for worker, _ in landing:
+            self._set_to_work(worker)
+
+    def _deliver(self, ids: Iterable[int], told: Iterable[Told]) -> None:
+        buffers, infos = self.buffers, by_env(told)
+        for i in ids:
+            leaves = self._observations.leaves(i, self._by_env[i].place)
+            flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
+            self._landed.append((i, leaves, float(buffers.rewards[i]), *flags, infos.get(i, {})))
+
+    def _taken(self, timeout: float | None) -> Ready:
+        landed, self._landed = self._landed, []
+        for entry in landed:
+            self._flying.pop(entry[0], None)
+        now = time.monotonic()
+        late = [i for i, sent in self._flying.items() if timeout is not None and now - sent >= timeout]
+        return Ready(
+            np.array([entry[0] for entry in landed], dtype=np.int64),
+            self._observations.stack([entry[1] for entry in landed]),
+            np.array([entry[2] for entry in landed], dtype=np.float64),
+            np.array([entry[3] for entry in landed], dtype=np.bool_),
+            np.array([entry[4] for entry in landed], dtype=np.bool_),
+            [entry[5] for entry in landed],
+            sorted(late),
+        )
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The environments that were sent and not received."""
+        return sorted(self._flying)
+
+    # --- what is known
+    def _indices(self, indices: Sequence[int], partners: Sequence[Any], word: str) -> list[int]:
+        """Different environments that take part, one for each of `partners` (the `word` that goes with them)."""
+        chosen = [int(i) for i in indices]
+        if len(chosen) != len(partners):
+            raise ValueError(f"expected as many {word} as indices, got {len(partners)} and {len(chosen)}")
+        if len(set(chosen)) != len(chosen) or any(not 0 <= i < self.num_envs for i in chosen):
+            raise ValueError(f"indices must be different numbers in [0, {self.num_envs}), got {chosen}")
+        masked = [i for i in chosen if not self.active[i]]
+        if masked:
+            raise ValueError(f"environments {masked} were masked out after a failure")
+        return chosen
+
+    def stacked(self, each: Sequence[Sequence[Any]]) -> Any:
+        """A batch of observations, each given by the values of its leaves."""
+        return self._observations.stack(each)
+
+    def _batch(self) -> Any:
+        return self._observations.batch(self._place)
+
+    def _observation(self, i: int) -> Any:
+        return self._observations.one(i, self._by_env[i].place)
+
+    def observations(self) -> Any:
+        """The present observations of all environments."""
+        return self._observations.rows(range(self.num_envs), [worker.place for worker in self._by_env])
+
+    def observation_ring(self) -> Any:
+        """The observations of the last `ring` steps, batched `[ring, num_envs, ...]`: views, not copies.
+
+        `ring_position` is where the latest ones are; they go round, the next place after the last is the first.
+        """
+        layout = self.buffers.observations
+        if layout.text or layout.objects:
+            raise ValueError("a ring holds observations of fixed size only, not text or custom spaces")
+        return layout.rebuild(self.buffers.obs)
+
+    @property
+    def ring_position(self) -> int:
+        """The place of the latest observations in `observation_ring()`."""
+        return self._place
+
+    def stats(self) -> dict[str, Any]:
+        """What is known of speed, memory and failures.
+
+        `step_p50` and `step_p99` are seconds per step of each env, from a sample of its steps (NaN before the
+        first; within 10 %); `wait_share` is the part of the time spent in steps in which the caller waited for
+        others; `restarts` and `failures` count per env; `workers` has a row with pid and memory for each.
+        """
+        times = self.buffers.times.copy()
+        for worker in self.workers:
+            if (own := worker.own_times()) is not None:
+                times[worker.first : worker.first + worker.count] = own
+        p50, p99 = quantiles(times, 0.5, 0.99)
+        return {
+            "step_p50": p50,
+            "step_p99": p99,
+            "wait_share": self._waited / self._stepping if self._stepping else 0.0,
+            "restarts": list(self._replaced),
+            "failures": list(self._failed),
+            "active": int(self.active.sum()),
+            "workers": self.backend.stats() if self.backend is not None else [],
+        }
+
+    # --- the end
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
+        self._pending, self._state = [], None
+        self._finalizer.detach()
+        seconds = 0.0 if terminate else (2.0 if timeout is None else timeout)
+        close_all(self.workers, self.backend, os.getpid(), seconds)
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True) and hasattr(self, "_finalizer"):
+            self._finalizer()
+
+
+class _Before(NamedTuple):
+    """What an env that is made anew showed last, and the end of its episode if it had come."""
+
+    last: list[Any]  # leaf values
+    end: Owed | None
+
+
+def close_all(workers: Sequence[Worker], backend: Backend | None, owner: int, seconds: float = 2.0) -> None:
+    """Close workers and what they live in."""
+    if os.getpid() != owner:
+        return  # a fork of the process that made them: they are not ours to end
+    for worker in workers:
+        if worker.inline and worker.group is not None:
+            with contextlib.suppress(Exception):
+                worker.group.close()
+    if backend is not None:
+        backend.close(seconds)
+
+
+def _ids(worker: Worker, command: Any) -> Sequence[int]:
+    """The envs that a command concerns."""
+    members = command.members
+    return worker.ids if members is None else [worker.first + j for j in members]
+
+
+def distinct(failures: Iterable[Failure]) -> list[Failure]:
+    """One failure may be told by several workers: those that were lost together."""
+    return sorted({id(failure): failure for failure in failures}.values(), key=lambda failure: failure.env)
+
+
+def _failures_of(workers: Sequence[Worker], replies: Sequence[Reply]) -> list[Failure]:
+    """What went wrong where environments were made; a worker that could not make its own is lost."""
+    failures: list[Failure] = []
+    for worker, reply in zip(workers, replies, strict=True):
+        if reply.failures:
+            failures += reply.failures
+            if worker.lost is None:
+                worker.lost = reply.failures[0]
+    return failures
+
+
+def groups(seed: int, n_groups: int, group_size: int, *, iteration: int = 0) -> list[int]:
+    """Seeds for `reset` in which the environments of a group start alike and groups differ.
+
+    Group g holds environments `g * group_size … (g + 1) * group_size - 1`.
+
+    >>> a, b, c, d = groups(7, n_groups=2, group_size=2)
+    >>> a == b, c == d, a == c
+    (True, True, False)
+    """
+    if n_groups < 1 or group_size < 1:
+        raise ValueError(f"n_groups and group_size must be at least 1, got {n_groups} and {group_size}")
+    return [derive_seed(seed, "env", iteration, g) for g in range(n_groups) for _ in range(group_size)]
+
+
+def spread(seed: Seeds, n_envs: int) -> list[int | None]:
+    """One seed per environment: of an int `seed + i`, of a sequence its own."""
+    if seed is None:
+        return [None] * n_envs
+    if isinstance(seed, int | np.integer):
+        return [int(seed) + i for i in range(n_envs)]
+    seeds = [None if item is None else int(item) for item in seed]
+    if len(seeds) != n_envs:
+        raise ValueError(
+            f"If seeds are passed as a list the length must match num_envs={n_envs} but got "
+            f"length={len(seeds)}."
+        )
+    return seeds
+
+
+def _checked_mask(mask: Any, n_envs: int) -> Any:
+    """`options["reset_mask"]` as Gymnasium wants it."""
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+    if mask.shape != (n_envs,):
+        raise ValueError(f"`options['reset_mask']` must have shape `({n_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(  # (its users look for Gymnasium's words)
+            "`options['reset_mask']` must contain a boolean array with at least one True value, "
+            f"got reset_mask={mask}"
+        )
+    return mask
