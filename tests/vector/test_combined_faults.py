@@ -26,6 +26,7 @@ import psutil
 import pytest
 from gymnasium.error import AlreadyPendingCallError
 
+import shoal.envs
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv
@@ -248,7 +249,10 @@ def test_several_failures_in_flight_are_all_replaced_or_masked(fault: str, polic
         assert sorted(seen) == [0, 1, 2, 3]
         word = "worker_restarted" if policy == "restart" else "worker_masked"
         hurt = [i for i in range(4) if seen[i][0]]
-        assert all(word in seen[i][1] for i in hurt if i < 2)
+        if (
+            policy == "restart" or workers == 4
+        ):  # else one of the two was lost with the other, before its turn
+            assert all(word in seen[i][1] for i in hurt if i < 2)
         assert 0 in hurt
         if workers == 4 or fault == "raise":
             assert hurt == [0, 1]
@@ -1093,9 +1097,7 @@ def test_gymnasiums_constructor_takes_what_applies_and_refuses_what_does_not() -
 
 
 def test_gymnasiums_constructor_takes_an_env_of_shoals_own() -> None:
-    import gymnasium
-
-    with closing(AsyncVectorEnv([functools.partial(gymnasium.make, "shoal/Countdown-v0")] * 2)) as envs:
+    with closing(AsyncVectorEnv([functools.partial(shoal.envs.make, "countdown")] * 2)) as envs:
         obs, _ = envs.reset(seed=3)
         assert all(isinstance(text, str) for text in obs)
         envs.step(("<answer>1</answer>", "nothing"))
