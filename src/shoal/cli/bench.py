@@ -77,6 +77,11 @@ def main(argv: list[str]) -> int:
         )
     fn = env_fn_of(options.env, parse_settings(options.settings))
     cost = probe(fn)
+    if cost is None:
+        raise ConfigError(
+            f"{options.env} failed when one of it was stepped with random actions; "
+            f"`shoal envs check {options.env}` tells where"
+        )
     folder = RunFolder(options.run_dir, "bench", options.seed) if options.run_dir is not None else None
     speeds = measure(ways(options), fn, options)
     loop = _loop_speed(fn, options)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
+import gc
 import importlib
 import importlib.machinery
 import io
@@ -331,6 +332,8 @@ def zygote_main(descriptor: int, preload: Sequence[str] = (), mark: str = "") ->
     """
     for name in preload:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that no worker looks through all this again
     parent = os.getppid()
     link = socket.socket(fileno=descriptor)
     children: set[int] = set()
@@ -683,12 +686,12 @@ class WorkerProcess:
         """Kill it and what its environments started, and wait until it is gone."""
         if not self.gone and os.getpid() == self.owner:
             kill_group(self.pid)
-            self.reap()
-            end_programs(self.token.__eq__)
+        self.reap()
 
-    def reap(self) -> None:
-        """Wait for a process that is ending and take its exit code."""
-        if self.exit_code is None:
+    def reap(self, *, sweep: bool = True) -> None:
+        """Wait for a process that is ending and take its exit code; what it started ends too (`sweep`: anywhere)."""
+        if self.exit_code is None and os.getpid() == self.owner:
+            kill_group(self.pid)  # while its number is its own; if it ended by itself: what it left in its group
             try:
                 if self.zygote is not None:
                     code = self.zygote.ask({"do": "reap", "pid": self.pid, "wait": True})["code"]
@@ -697,6 +700,8 @@ class WorkerProcess:
             except (WorkerDiedError, ChildProcessError):
                 code = -signal.SIGKILL  # its parent is gone, and took it along
             self.exit_code = code
+            if sweep:
+                end_programs(self.token.__eq__)
         self.gone = True
 
     def wait(self, seconds: float) -> bool:
@@ -719,10 +724,10 @@ def end_all(workers: Sequence[WorkerProcess], seconds: float) -> None:
     for worker in mine:
         worker.wait(deadline - time.monotonic())
     for worker in mine:
-        if not worker.gone:
-            kill_group(worker.pid)  # also of one that ended by itself: what it started is in its group
+        if worker.exit_code is None:
+            kill_group(worker.pid)
     for worker in mine:
-        worker.reap()
+        worker.reap(sweep=False)
         worker.release()
         worker.pid = -1
     if mine:

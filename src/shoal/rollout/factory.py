@@ -162,11 +162,12 @@ def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = 
     if not with_pool:
         return EnvironmentSet(NoEnvs(), tags, groups.group_size, make_roles(config.custom_envs, tags))
     kinds = [config.custom_envs[tag] for tag in tags for _ in range(groups.group_size)]
+    vector = config.vector if config.use_parallel_envs else VectorConfig(backend="serial")
     pool = make_vec(
         [partial(envs.make, kind.env_type, **kind.env_config) for kind in kinds],
-        backend=config.vector.backend if config.use_parallel_envs else "serial",
-        num_workers=config.vector.num_workers,
-        step_timeout=config.vector.step_timeout,
+        backend=vector.backend,
+        num_workers=vector.num_workers,
+        step_timeout=vector.step_timeout,
         autoreset="disabled",
         on_failure="restart",  # a failed env costs its episode
         max_restarts=1000,

@@ -213,7 +213,8 @@ class EnvGroup:
             case Reset():
                 return self.reset(command)
             case Trial(rounds=rounds):
-                return be_busy(rounds)
+                be_busy(rounds)
+                return None
             case Rebuild(members=members):
                 return self._each(members, "make", self._rebuild)
             case Call(name=name, args=args, kwargs=kwargs, members=members):

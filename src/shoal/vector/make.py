@@ -148,7 +148,7 @@ def check_options(backend: str, on_failure: str, ring: int | None, given: dict[s
     if backend == "serial" and given["step_timeout"] is not None:
         raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
     for name, backends in USED_BY.items():
-        if given[name] is not None and backend not in ("auto", *backends):
+        if given.get(name) is not None and backend not in ("auto", *backends):
             raise ConfigError(
                 f"{name}={given[name]!r} means nothing to backend={backend!r}, only to {' and '.join(backends)}: "
                 f"leave it out, or choose another backend"
@@ -287,7 +287,7 @@ def description_of(abouts: Sequence[About]) -> Description:
 
 
 # --- which backend suits: one environment is measured for a moment before the others are made
-PROBE_SECONDS, PROBE_STEPS = 0.05, 300
+PROBE_SECONDS, PROBE_STEPS, LONG_PROBE = 0.05, 300, 0.5
 HANDOVER = 10e-6
 """Seconds that a vector step with workers takes beyond its longest share."""
 WRITE, READ = 0.4e-9, 0.1e-9
@@ -353,8 +353,11 @@ def probe(fn: EnvFn) -> StepCost | None:
             actions = copy.deepcopy(env.action_space)
             actions.seed(0)
             obs, _ = env.reset(seed=0)
-            end = time.perf_counter() + PROBE_SECONDS
-            while len(best) < PROBE_STEPS and (len(best) < 3 or time.perf_counter() < end):
+            start = time.perf_counter()
+            while not best or (
+                len(best) < PROBE_STEPS
+                and time.perf_counter() - start < (LONG_PROBE if len(best) < 3 else PROBE_SECONDS)
+            ):
                 action = actions.sample()
                 wall, cpu = time.perf_counter(), time.thread_time()
                 obs, _, terminated, truncated, _ = env.step(action)
@@ -467,7 +470,7 @@ def pays(
         shared.append(middle - start)
         single.append(now() - middle)
     carrying = -(-moved // len(others)) * cost.nbytes * WRITE + moved * cost.nbytes * READ
-    return _mean(shared) + carrying < WORTH_IT * _mean(single)
+    return bool(_mean(shared) + carrying < WORTH_IT * _mean(single))
 
 
 def _rounds_per_second(work: Callable[[int], None], now: Callable[[], float]) -> float:

@@ -53,6 +53,8 @@ class Limits:
 
     def of(self, command: Any) -> float | None:
         """The limit for one env in this command."""
+        if isinstance(command, Attach):  # nothing of the env's runs
+            return None if self.step is None else LOADING_SECONDS
         return self.make if isinstance(command, Make | Rebuild) else self.step
 
 
@@ -179,6 +181,11 @@ class Worker:
             self._seen = (at, now if self._seen[0] >= 0 else self._seen[1])
         return limit if now - self._seen[1] > limit else None
 
+    def excuse(self, now: float) -> None:
+        """Start the clock of a constructor anew."""
+        if isinstance(self.command, Make) and self.progress() != words.LOADING:
+            self._seen = (self.progress(), now)
+
     def lose(self, failure: Failure) -> None:
         """Give it up because of this."""
         self.lost = failure
@@ -221,6 +228,9 @@ def look_at(workers: Iterable[Worker]) -> None:
         for worker in suspects:
             worker.lose(failure)
     now = time.monotonic()
+    if any(worker.progress() == words.LOADING for worker in waiting):
+        for worker in waiting:  # the machine is busy starting processes: constructors have their time after that
+            worker.excuse(now)
     overdue = [
         (worker, limit) for worker in waiting if worker.lost is None and (limit := worker.overdue(now))
     ]

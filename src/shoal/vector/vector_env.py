@@ -213,7 +213,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._enter("reset_async")
 
         def begin() -> None:
-            chosen, rest = range(self.num_envs), options
+            chosen: Sequence[int] = range(self.num_envs)
+            rest = options
             if options is not None and "reset_mask" in options:
                 rest = dict(options)
                 chosen = np.flatnonzero(_checked_mask(rest.pop("reset_mask"), self.num_envs)).tolist()
@@ -928,7 +929,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     error, *others = self._errors
                     self._errors = []
                     for other in others:
-                        error.add_note(f"also: {other}")
+                        for told in (f"also: {other}", *getattr(other, "__notes__", ())):
+                            error.add_note(told)
                     raise error
                 if len(self._landed) >= min(min_envs, len(self._flying)):
                     break
