@@ -351,7 +351,7 @@ def zygote_main(descriptor: int, preload: Sequence[str] = (), mark: str = "") ->
                 try:
                     answer["pid"] = pid = _start(link, request, descriptors)
                     children.add(pid)
-                except OSError as error:  # no more processes just now, say: those that run go on
+                except Exception as error:  # no more processes just now, say: those that run go on
                     answer["error"] = str(error)
                 for item in descriptors:
                     os.close(item)

@@ -166,7 +166,7 @@ def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = 
     pool = make_vec(
         [partial(envs.make, kind.env_type, **kind.env_config) for kind in kinds],
         backend=vector.backend,
-        num_workers=vector.num_workers,
+        num_workers=None if vector.backend == "serial" else vector.num_workers,
         step_timeout=vector.step_timeout,
         autoreset="disabled",
         on_failure="restart",  # a failed env costs its episode
