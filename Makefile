@@ -61,8 +61,8 @@ bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3,
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$(.venv-bench-vector/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	.venv-bench-vector/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
-	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/vector.py
-	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/vector.py --busy-core
+	.venv-bench-vector/bin/python benchmarks/vector.py
+	.venv-bench-vector/bin/python benchmarks/vector.py --busy-core
 	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/faults.py
 	$(BIN)/python benchmarks/vector_tables.py
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier

@@ -441,20 +441,22 @@ def pause(subject: Subject, pids: set[int], number: int) -> None:
 def watch(name: str, n: int, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What a case says, from a process that is killed with all it started when it ends, crashes or hangs."""
     read, write = os.pipe()
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        __file__,
-        "--child",
-        str(write),
-        name,
-        str(n),
-        json.dumps(options),
-    ]
+    told = [str(write), name, str(n), json.dumps(options)]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--child", *told]
     doing, rest = WHOLE, b""
-    with tempfile.TemporaryFile() as complaints, open(read, "rb", buffering=0) as channel:
-        process = subprocess.Popen(command, pass_fds=[write], start_new_session=True, stderr=complaints)
+    with (
+        tempfile.TemporaryDirectory() as folder,  # some simulators write logs where they are
+        tempfile.TemporaryFile() as complaints,
+        open(read, "rb", buffering=0) as channel,
+    ):
+        process = subprocess.Popen(
+            command,
+            pass_fds=[write],
+            start_new_session=True,
+            stderr=complaints,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1] / "src")},
+        )
         os.close(write)
         try:
             while True:
