@@ -420,8 +420,8 @@ def measure(name: str, n: int, options: dict[str, Any], say: Callable[..., None]
                 del made[subject]
                 say(failed=subject, error=f"{type(error).__name__}: {error!s:.300}")
             else:
-                pause(item, workers[subject], signal.SIGSTOP)
                 say(subject=subject, steps=steps, seconds=seconds, cpu=cpu)
+            pause(item, workers[subject], signal.SIGSTOP)
         work.append(calibrate())
     took = time.perf_counter() - began
     others = (machine_seconds() - cpu_seconds(descendants()) - others) / took
