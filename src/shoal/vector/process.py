@@ -75,8 +75,8 @@ class Worker:
         self.first, self.env_fns, self.count = first, list(env_fns), len(env_fns)
         self.ids = range(first, first + self.count)
         self.limits = limits or Limits()
-        self.place = 0
-        """Where its latest observations are."""
+        self.place = self.before = 0
+        """Where its latest observations are, and where those before them were."""
         self.command: Any = None
         """What it is at, or what it answered as long as nobody took the reply."""
         self.queued: Any = None

@@ -114,7 +114,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._plain_actions = plain_target(buffers)
         self._by_env = [worker for worker in self.workers for _ in range(worker.count)]
         self._inline_first = sorted(self.workers, key=lambda worker: not worker.inline)
-        self._place = 0
+        self._place, self._scattered = 0, False  # scattered: not all workers are at that place
         self._seeds: list[int | None] = [None] * self.num_envs
         self._failed = [0] * self.num_envs
         self._replaced = [0] * self.num_envs
@@ -371,13 +371,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         whole = chosen is None
         if whole:
             self._began = time.perf_counter()
-            if self._all_active and not (self._owed or self._late):
+            if self._all_active and not (self._owed or self._late or self._late_failures):
                 self.buffers.flags.fill(False)
-                if self.buffers.places > 1:
-                    self._place = self._observations.next_place(self._place)
-                place, pending = self._place, self._pending
+                place, pending = self._next_place(), self._pending
                 for worker in self.workers:
-                    worker.place = place
+                    worker.before, worker.place = worker.place, place
                     command = Step(
                         None, place, of_group(loose, worker.first, worker.count) if loose else loose
                     )
@@ -388,7 +386,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._paying[i] = Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
             chosen = np.flatnonzero(self.active).tolist()
         assert chosen is not None
-        going = [i for i in chosen if i not in self._owed]
+        failed = {failure.env for failure in self._late_failures}
+        self._skipped |= failed & set(chosen)
+        going = [i for i in chosen if i not in self._owed and i not in failed]
         self._pay(i for i in chosen if i in self._owed)
         place = self._next_place()
         for worker, members in self._by_worker(going, rest=True):
@@ -404,7 +404,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = reward, terminated, truncated
 
     def _next_place(self) -> int:
-        self._place = self._observations.next_place(self._place)
+        if self.buffers.places > 1:
+            if self._scattered:
+                self._scattered = False
+                for worker in self.workers:
+                    if worker.command is None and worker.place != self._place:
+                        self._move(worker, [], self._place)
+            self._place = self._observations.next_place(self._place)
         return self._place
 
     def _by_worker(self, chosen: Iterable[int], *, rest: bool = False) -> list[tuple[Worker, list[int]]]:
@@ -425,7 +431,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             taken = set(members)
             ids = [worker.first + j for j in range(worker.count) if j not in taken]
             self._observations.carry(ids, worker.place, place)
-        worker.place = place
+        worker.before, worker.place = worker.place, place
 
     def _begin(self, worker: Worker, command: Any, *, bell: bool = False) -> None:
         """Begin a command, or put it behind an abandoned one."""
@@ -439,6 +445,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if isinstance(command, Step | Reset):
             members = command.members
             assert members is not None
+            if worker.place == command.place and self.buffers.places > 1:  # what it showed last must stay
+                self._move(worker, [], self._observations.next_place(worker.place))
             self._move(worker, members, command.place)
             if isinstance(command, Step):
                 ids = [worker.first + j for j in members]
@@ -523,6 +531,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     replies[id(worker)] = reply
                     del waiting[id(worker)]
                 elif worker.lost is not None:
+                    if isinstance(worker.queued, Step | Reset):  # what was shown last is where it was before
+                        if isinstance(command, Step | Reset):
+                            worker.place = worker.before
+                        self._move(worker, [], worker.queued.place)
                     worker.queued = None
                     self._late = [other for other in self._late if other is not worker]
                     replies[id(worker)] = reply
@@ -671,7 +683,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _before(self, i: int, stepped: bool, told: Told | None, failure: Failure) -> _Before:
         """What an env showed last, before it is made anew."""
         worker, buffers = self._by_env[i], self.buffers
-        last = self._observations.leaves(i, (worker.place - 1) % buffers.places)
+        last = self._observations.leaves(i, worker.before)
         if not stepped or not (buffers.terminated[i] or buffers.truncated[i]):
             return _Before(last, None)
         final, info = (told.final, told.final_info) if told is not None else (IN_BUFFER, {})
@@ -973,6 +985,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 for i in chosen:
                     self._owed.pop(i, None)
                 command = Reset(members, each, None, place)
+            self._scattered = True
             self._at_work[id(worker)] = worker, command
             self._launch(worker, command, bell=True)
 
