@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import read_json, verify_folder, write_folder, write_json
+from shoal.core.files import read_json, restore_folders, verify_folder, write_folder, write_json
 from shoal.train.ppo_config import PPOConfig
 
 Array = np.ndarray
@@ -67,10 +67,9 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     try:
         verify_folder(folder)
         policy = read_json(folder / "policy.json")
-        if policy.get("format") != FORMAT:
-            raise DataError(
-                f"{folder} has checkpoint format {policy.get('format')!r}, this shoal reads {FORMAT}"
-            )
+        found = policy.get("format") if isinstance(policy, dict) else None
+        if found != FORMAT:
+            raise DataError(f"{folder} has checkpoint format {found!r}, this shoal reads {FORMAT}")
         arrays = [
             _read(folder / f"{name}.safetensors")
             for name in ("weights", "optimizer", "statistics", "episodes")
@@ -90,6 +89,7 @@ def find_checkpoint(path: Path | str) -> Path:
     if (path / "policy.json").exists() or _FOLDER.fullmatch(path.name):
         return path
     for root in (path, path / "checkpoints"):
+        restore_folders(root)
         found = list_checkpoints(root)
         if found:
             return found[-1]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError
-from shoal.core.files import write_text
+from shoal.core.files import remove_leftovers, write_text
 from shoal.core.run_folder import RunFolder
 from shoal.train.ppo import PPO, Metrics
 from shoal.train.ppo_checkpoints import (
@@ -46,10 +46,14 @@ class PPORun:
         for name, least in (("log_every", 1), ("eval_episodes", 1), ("keep_checkpoints", 1)):
             if getattr(options, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(options, name)}")
-        self.ppo = self._make()
         self.path = Path(options.run_dir or f"runs/ppo-{safe_name(options.env)}")
         self.checkpoints = Path(options.checkpoint_dir or self.path / "checkpoints")
-        self.folder = RunFolder(self.path, "train-ppo", options.seed, self.on_event)
+        self.ppo = self._make()
+        try:
+            self.folder = RunFolder(self.path, "train-ppo", options.seed, self.on_event)
+        except BaseException:
+            self.ppo.close()
+            raise
         self._best = self._best_so_far()
         self._last_eval: Metrics = {}
         self._boards = (
@@ -66,6 +70,7 @@ class PPORun:
         goes on.
         """
         ppo, options = self.ppo, self.options
+        self._sweep()
         self._write_settings()
         steps = ppo.log.n_steps
         self.folder.keep_metrics(lambda row: row["steps"] <= steps)
@@ -111,6 +116,7 @@ class PPORun:
         self.ppo.close()
         for board in self._boards:
             board.close()
+        self.folder.close()
 
     def _make(self) -> PPO:
         options = self.options
@@ -198,6 +204,13 @@ class PPORun:
         metrics |= self._last_eval
         metrics |= {"n_envs": self.ppo.n_envs, "workers": self.ppo.workers, "path": self.ppo.path}
         self.summary = self.folder.finish(metrics, status)
+
+    def _sweep(self) -> None:
+        """Remove what killed writers left, in the folders that this run alone writes."""
+        remove_leftovers(self.path)
+        remove_leftovers(self.path / "best")
+        if self.checkpoints.resolve().is_relative_to(self.path.resolve()):
+            remove_leftovers(self.checkpoints)
 
     def _write_settings(self) -> None:
         from omegaconf import OmegaConf
