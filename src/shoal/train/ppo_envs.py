@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
-from shoal.core.errors import ConfigError, EnvError
+from shoal.core.errors import ConfigError, EnvError, ShoalError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs.catalogue import Source, Wrapper, find, find_wrapper, name_of, resolve
 from shoal.rollout.episodes import SeededEpisodes
@@ -47,6 +47,7 @@ class EnvFactory:
     _wraps: Sequence[Wrapper] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        resolve(self.source, env_kwargs=self.kwargs, wrappers=self.wrappers)  # so that a mistake shows here
         found = find(self.source)
         object.__setattr__(self, "name", name_of(self.source))
         object.__setattr__(self, "_found", _lean(found) if isinstance(found, EnvSpec) else found)
@@ -85,9 +86,14 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
 
     Raises:
         ConfigError: a space that PPO cannot use.
-        EnvError: a random action made it raise.
+        EnvError: it cannot be made, or a random action made it raise.
     """
-    env = factory(0)
+    try:
+        env = factory(0)
+    except ShoalError:
+        raise
+    except Exception as error:  # an env may raise whatever it likes
+        raise EnvError(f"{factory.name} cannot be made: {type(error).__name__}: {error}") from error
     try:
         ObservationRows(env.observation_space)
         actions = ActionRows(env.action_space)
