@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import tyro
 
@@ -346,7 +346,7 @@ def _check(command: CheckCommand) -> int:
         for note in notes:
             print(f"  note  {note.message}")
         if isinstance(env, TextEnv):
-            check_text_env(make_one, seeds=range(command.episodes))
+            check_text_env(cast(Callable[[], TextEnv[Any]], make_one), seeds=range(command.episodes))
             print(f"ok      shoal's check_text_env, {command.episodes} episodes")
         else:
             print("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")

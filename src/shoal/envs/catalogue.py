@@ -19,7 +19,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
@@ -176,7 +176,7 @@ def _bound(name: str, found: Callable[..., Env] | EnvSpec, kwargs: dict[str, Any
         if kwargs:  # else it is not imported before it is made
             _check_arguments(name, _creator(found), kwargs, found.kwargs, _MAKE_ARGUMENTS)
         return functools.partial(_make_registered, found, **kwargs)
-    if _is_class_of(found, TextEnv):
+    if _is_text_class(found):
         kwargs = found.resolved(kwargs)
     _check_arguments(name, found, kwargs)
     return functools.partial(found, **kwargs) if kwargs else found
@@ -192,7 +192,7 @@ def spec_of(make: EnvFn) -> EnvSpec | None:
 def env_class(name: str) -> type[TextEnv[Any]]:
     """The `TextEnv` class registered under `name`, or given as "module:Class"."""
     found = find(name)
-    if not _is_class_of(found, TextEnv):
+    if not _is_text_class(found):
         raise ConfigError(f"{name!r} must be a TextEnv class, got {found!r}")
     return found
 
@@ -206,7 +206,7 @@ def resolve_text(env: Source, config: Mapping[str, Any] | None = None) -> Callab
     """
     found = find(env)
     make = _bound(name_of(env), found, dict(config or {}))
-    if _is_class_of(found, TextEnv):
+    if _is_text_class(found):
         return make  # type: ignore[return-value]
     if isinstance(found, type | EnvSpec):
         return functools.partial(env_class("gymnasium"), id=name_of(env), make=make)
@@ -240,11 +240,11 @@ def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
     if found is None and rest in gymnasium.registry:
         found = gymnasium.registry[rest]
     if found is None:
-        classes = [key for key, value in vars(module).items() if _is_class_of(value, gymnasium.Env)]
+        classes = [key for key, value in vars(module).items() if _is_env_class(value)]
         raise _unknown(rest, [*classes, *gymnasium.registry], f"{module.__name__}:")
     if isinstance(found, EnvSpec):
         return _without_main(found)
-    if not callable(found) or (isinstance(found, type) and not _is_class_of(found, gymnasium.Env)):
+    if not callable(found) or (isinstance(found, type) and not _is_env_class(found)):
         raise ConfigError(
             f"{name!r} must be a gymnasium.Env class, a function that makes an env, or an id, got {found!r}"
         )
@@ -284,8 +284,12 @@ def _not_imported(name: str, path: str, kind: str, error: BaseException) -> Exce
     return ConfigError(f"{said}: importing {path!r} failed with {type(error).__name__}: {error}")
 
 
-def _is_class_of(value: Any, base: type) -> bool:
-    return isinstance(value, type) and issubclass(value, base)
+def _is_env_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, gymnasium.Env)
+
+
+def _is_text_class(value: Any) -> TypeGuard[type[TextEnv[Any]]]:
+    return isinstance(value, type) and issubclass(value, TextEnv)
 
 
 # --- Gymnasium's specs
@@ -338,8 +342,10 @@ def _check_arguments(
     takes = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = [*(p.name for p in takes), *also]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    config = getattr(made_by, "Config", None) if _is_class_of(made_by, TextEnv) else None
-    if takes_any and dataclasses.is_dataclass(config):  # a text env: what is left goes to its config
+    config = getattr(made_by, "Config", None) if _is_text_class(made_by) else None
+    if (
+        takes_any and isinstance(config, type) and dataclasses.is_dataclass(config)
+    ):  # a text env: what is left goes to its config
         settings = [field.name for field in dataclasses.fields(config)]
         for key in given:
             if key not in {*known, *settings, "config", "render_mode"}:
