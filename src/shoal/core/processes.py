@@ -468,8 +468,8 @@ class Zygote:
         self.mark = f"{self.owner}-{os.urandom(6).hex()}."
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
-        program = f"import sys; sys.path[:] = {sys.path!r}; "
-        program += f"from shoal.core.processes import zygote_main; zygote_main({number}, {self.PRELOAD!r}, {self.mark!r})"
+        program = f"import sys; sys.path[:] = {sys.path!r}; from shoal.core.processes import zygote_main; "
+        program += f"zygote_main({number}, {self.PRELOAD!r}, {self.mark!r})"
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],
@@ -691,7 +691,9 @@ class WorkerProcess:
     def reap(self, *, sweep: bool = True) -> None:
         """Wait for a process that is ending and take its exit code; what it started ends too (`sweep`: anywhere)."""
         if self.exit_code is None and os.getpid() == self.owner:
-            kill_group(self.pid)  # while its number is its own; if it ended by itself: what it left in its group
+            kill_group(
+                self.pid
+            )  # while its number is its own; if it ended by itself: what it left in its group
             try:
                 if self.zygote is not None:
                     code = self.zygote.ask({"do": "reap", "pid": self.pid, "wait": True})["code"]

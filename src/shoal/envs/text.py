@@ -76,6 +76,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._answer = range(0)
         self._has_anchor = type(self).anchor is not TextEnv.anchor
 
+    @classmethod
+    def resolved(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings as they go to a worker: names that only this process knows become what they stand for."""
+        return dict(settings)
+
     @property
     def _np_random(self) -> np.random.Generator | None:  # type: ignore[override]
         """Gymnasium's own generator, which shoal's envs never use: seeded when somebody looks at it."""

@@ -8,7 +8,7 @@ needs).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,11 @@ def describe_policy(
     normalize_obs: bool,
     env: str = "",
     env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What weights mean, as JSON: the `policy` of a checkpoint."""
     own = getattr(network, "module", None)
-    return {
+    described = {
         "env": env,
         "env_kwargs": dict(env_kwargs or {}),
         "observation_space": describe_space(observation_space),
@@ -154,14 +155,15 @@ def describe_policy(
         "activation": config.activation,
         "normalize_obs": normalize_obs,
     }
+    return {**described, "wrappers": list(wrappers)} if wrappers else described
 
 
 def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
     """Raise a `ConfigError` that lists the differences if a checkpoint is of another env or network."""
     wrong = [
-        f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy[key]!r}"
-        for key in ("env", "observation_space", "action_space", "network")
-        if saved.policy.get(key) != mine.policy[key]
+        f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy.get(key)!r}"
+        for key in ("env", "wrappers", "observation_space", "action_space", "network")
+        if saved.policy.get(key) != mine.policy.get(key)
     ]
     for name in sorted({*saved.weights, *mine.weights}):
         theirs, ours = (getattr(c.weights.get(name), "shape", None) for c in (saved, mine))

@@ -13,6 +13,7 @@ from typing import Any
 from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError
 from shoal.core.files import remove_leftovers, write_text
 from shoal.core.run_folder import RunFolder
+from shoal.envs.catalogue import parse_env_kwargs
 from shoal.train.ppo import PPO, Metrics
 from shoal.train.ppo_checkpoints import (
     checkpoint_folder,
@@ -123,17 +124,24 @@ class PPORun:
         places: dict[str, Any] = {
             "backend": options.backend, "num_workers": options.num_workers,
             "start_method": options.parallel_start_method, "device": options.device,
+            "env_kwargs": parse_env_kwargs(options.env_kwargs), "wrappers": options.wrapper,
         }  # fmt: skip
         if options.resume_from is None:
             return PPO(
                 options.env, n_envs=options.n_envs, seed=options.seed, config=self.config, path=options.path,
                 **places,
             )  # fmt: skip
-        ppo = PPO.load(options.resume_from, options.env, path=options.path, env_kwargs={}, **places)
+        ppo = PPO.load(options.resume_from, options.env, path=options.path, **places)
         if (ppo.seed, ppo.n_envs) != (options.seed, options.n_envs):
             raise ConfigError(
                 f"the checkpoint was made with --seed {ppo.seed} --n-envs {ppo.n_envs}, got "
                 f"--seed {options.seed} --n-envs {options.n_envs}; leave them out to continue"
+            )
+        saved = load_checkpoint(options.resume_from).policy["env_kwargs"]
+        if places["env_kwargs"] != saved:
+            raise ConfigError(
+                f"the checkpoint was made with --env-kwargs {saved}, got {places['env_kwargs']}; leave them out "
+                f"to continue"
             )
         if ppo.config != self.config:
             changed = [
@@ -217,6 +225,7 @@ class PPORun:
 
         settings = {**dataclasses.asdict(self.options), "ppo": dataclasses.asdict(self.ppo.config)}
         settings["ppo"]["hidden"] = list(settings["ppo"]["hidden"])
+        settings |= {key: list(value) for key, value in settings.items() if isinstance(value, tuple)}
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
 
 

@@ -239,7 +239,11 @@ class AsyncVectorEnv(VectorPool):
         mode = autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
         self.env_fns, self.shared_memory, self.daemon = env_fns, shared_memory, daemon
         self.context, self.observation_mode, self.max_concurrency = context, observation_mode, max_concurrency
-        options: dict[str, Any] = {"step_timeout": step_timeout, "make_timeout": make_timeout, "text_bytes": text_bytes}
+        options: dict[str, Any] = {
+            "step_timeout": step_timeout,
+            "make_timeout": make_timeout,
+            "text_bytes": text_bytes,
+        }
         options |= {"num_workers": num_workers, "start_method": context, "threads": threads or None}
         check_options("process", on_failure, ring, options)
         n_workers = num_workers or max_concurrency

@@ -22,12 +22,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import EnvError
+from shoal.envs.catalogue import EnvFn
 from shoal.vector.actions import Loose, read, reader
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, RowWriter
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.infos import IN_BUFFER, Told
-
-EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 
 # --- what a group can be told

@@ -28,11 +28,12 @@ from shoal.core.processes import (
     require_linux,
     socket_pair,
 )
+from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector import worker as operations
 from shoal.vector.actions import read
 from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer, shared_file
-from shoal.vector.env_group import EnvFn, EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
+from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
 from shoal.vector.failures import Failure, died, from_exception, timed_out
 from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve
 
@@ -229,7 +230,9 @@ def look_at(workers: Iterable[Worker]) -> None:
             worker.lose(failure)
     now = time.monotonic()
     if any(worker.progress() == words.LOADING for worker in waiting):
-        for worker in waiting:  # the machine is busy starting processes: constructors have their time after that
+        for (
+            worker
+        ) in waiting:  # the machine is busy starting processes: constructors have their time after that
             worker.excuse(now)
     overdue = [
         (worker, limit) for worker in waiting if worker.lost is None and (limit := worker.overdue(now))

@@ -64,7 +64,7 @@ class SB3VecEnv(_VecEnv):
             given += ["backend"] if backend != "process" else []
             if given:
                 raise ConfigError(
-                    f"{', '.join(given)}: for environments that are made here; give them to make_vec, which made this one"
+                    f"{', '.join(given)}: for environments that are made here; give it to make_vec instead"
                 )
             if env_fns.autoreset_mode is not AutoresetMode.SAME_STEP:
                 raise ConfigError(
