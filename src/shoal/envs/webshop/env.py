@@ -156,7 +156,7 @@ class WebShopEnv(TextEnv[WebShopConfig]):
     projection = Projection(parse=read_action, invalid="", tags=("action",))
     invalid_action = ""
     action_space = FreeText(65_536, min_length=1)
-    observation_space = FreeText(1_000_000, min_length=1)
+    observation_space = FreeText(262_144, min_length=1)
 
     def __init__(self, config: WebShopConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
