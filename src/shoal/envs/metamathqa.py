@@ -10,7 +10,7 @@ import numpy as np
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs.actions import Projection
 from shoal.envs.math_answers import MAX_ANSWER, MAX_RESPONSE, final_answer, same_answer
-from shoal.envs.records import field, load_records, take_split
+from shoal.envs.records import field, load_records, shared_items
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
 from shoal.envs.word_problems import Question, make_question
@@ -109,10 +109,8 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
 
     def __init__(self, config: MetaMathQAConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        source = self.config.source
-        self._questions = (
-            None if source == "generated" else take_split(load_questions(source), self.config.split)
-        )
+        source, split = self.config.source, self.config.split
+        self._questions = None if source == "generated" else shared_items(load_questions, source, split)
         self._verifier = None
         if self.config.checker == "math_verify":
             from shoal.envs.math_verifier import MathVerifier
