@@ -15,7 +15,7 @@ import numpy as np
 from shoal.core.errors import ConfigError, DataError, unknown_name
 from shoal.envs.actions import Projection
 from shoal.envs.dice import Dice
-from shoal.envs.expressions import MAX_ANSWER, MAX_NUMBERS, read_expression
+from shoal.envs.expressions import MAX_NUMBERS, read_expression
 from shoal.envs.records import field, load_records, shared_items
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
@@ -156,7 +156,7 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         "the target. Answer with the expression alone, for example (1 + 2) * 3."
     )
     projection = Projection(
-        parse=lambda text: text if 0 < len(text) <= MAX_ANSWER else None,
+        parse=lambda text: None if read_expression(text) is None else text,
         invalid="",
         tags=("action", "answer"),
     )

@@ -62,7 +62,7 @@ class Shared(tuple[T, ...]):
         return self.call
 
 
-_items = FileCache(8)
+_items = FileCache(16)
 
 
 def shared_items(load: Callable[[str], Sequence[T]], source: str, split: str) -> Shared[T]:
