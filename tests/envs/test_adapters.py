@@ -4,7 +4,9 @@ import contextlib
 import json
 import queue
 import random
+import re
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -138,7 +140,7 @@ def test_reasoning_gym_scores_its_own_answers_right():
 
 def test_reasoning_gym_scorers_that_would_run_the_answer_are_refused(capfd):
     pytest.importorskip("reasoning_gym")
-    for dataset in ("countdown", "puzzle24", "string_insertion", "n_queens"):
+    for dataset in ("countdown", "puzzle24", "string_insertion", "n_queens", "composite"):
         with pytest.raises(ConfigError, match="run code"):
             shoal.envs.make("reasoning_gym", dataset=dataset)
     with pytest.raises(UnknownNameError, match="Did you mean 'leg_counting'"):
@@ -148,6 +150,101 @@ def test_reasoning_gym_scorers_that_would_run_the_answer_are_refused(capfd):
     env.reset(seed=0)
     env.step('[print("executed")]')
     assert "executed" in capfd.readouterr().out
+
+
+class _Watch:
+    """Sees, while it is on, whether a text with its word in it is evaluated or compiled anywhere in the process."""
+
+    word = "marker_was_run"
+
+    def __init__(self):
+        self.on, self.seen = False, False
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event, arguments):
+        if not self.on:
+            return
+        if event == "exec":
+            code = arguments[0]
+            self.seen |= any(self.word in str(part) for part in (*code.co_names, *code.co_consts))
+        elif event == "compile":
+            self.seen |= self.word in str(arguments[0])
+
+    def __call__(self, function, *arguments):
+        self.on, self.seen = True, False
+        try:
+            with contextlib.suppress(Exception):
+                function(*arguments)
+        finally:
+            self.on = False
+        return self.seen
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # some datasets leave files open
+def test_no_dataset_that_is_taken_runs_an_answer_and_all_that_do_are_refused():
+    library = pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+    from shoal.envs.adapters.reasoning_gym import CHECKED
+
+    watch = _Watch()
+    running = set()
+    for name in sorted(DATASETS.keys() - {"composite"}):
+        dataset = library.create_dataset(name, seed=0, size=1)
+        answer = str(dataset[0]["answer"])
+        word = watch.word
+        tries = [
+            word,
+            f"[{word}]",
+            f"{word} + 1",
+            f"{answer} + 0*{word}",
+            re.sub(r"[0-9]+", word, answer, count=1),
+        ]
+        if any([watch(dataset.score_answer, said, dataset[0]) for said in tries]):
+            running.add(name)
+    assert {"countdown", "n_queens", "simple_integration"} <= running  # the watch sees what there is to see
+    assert not running & CHECKED
+    assert len(CHECKED & DATASETS.keys()) > 90
+
+
+def test_a_scorer_that_nobody_checked_is_refused(monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+    kind, config = DATASETS["leg_counting"]
+    monkeypatch.setitem(DATASETS, "brand_new", (kind, config))
+    with pytest.raises(ConfigError, match="not among those known"):
+        shoal.envs.make("reasoning_gym", dataset="brand_new")
+
+    class Mine(kind):
+        def score_answer(self, answer, entry):
+            return getattr(__builtins__, "ev" + "al")(answer)
+
+    monkeypatch.setitem(DATASETS, "leg_counting", (Mine, config))
+    with pytest.raises(ConfigError, match="not among those known"):
+        shoal.envs.make("reasoning_gym", dataset="leg_counting")
+
+    def unreadable(function):
+        raise OSError("source not available")
+
+    monkeypatch.setitem(DATASETS, "chain_sum", (type("Twin", (DATASETS["chain_sum"][0],), {}), config))
+    monkeypatch.setattr("inspect.getsource", unreadable)
+    with pytest.raises(ConfigError, match="not among those known"):
+        shoal.envs.make("reasoning_gym", dataset="chain_sum")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "answer"),
+    [("prime_factorization", "two × three"), ("boxnet", "[1]"), ("game_of_life", '{"a": 1}')],
+)
+def test_an_answer_that_a_scorer_fails_on_scores_nothing(dataset, answer):
+    pytest.importorskip("reasoning_gym")
+    env = shoal.envs.make("reasoning_gym", dataset=dataset, size=3, max_steps=2)
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step(answer)
+    assert (reward, terminated, info["success"]) == (0.0, False, False)
+    env.step(answer)
 
 
 # --- textarena

@@ -330,15 +330,23 @@ def _impatient_protocol() -> Any:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            taken_over = self.transport.get_protocol() is not self  # by a WebSocket session
-            if not taken_over and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            if not self._taken_over() and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
                 self._wait()
             else:
                 self._wait_no_more()
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.trailing_data[0] and not self.transport.is_closing() and not self._taken_over():
+                self._wait()  # the next request had begun to arrive
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._wait_no_more()
             super().connection_lost(exc)
+
+        def _taken_over(self) -> bool:
+            """Whether the connection is a WebSocket session's by now."""
+            return self.transport.get_protocol() is not self
 
         def _wait(self) -> None:
             """Give the request its time; a further byte of it gives no more."""
