@@ -20,6 +20,7 @@ from shoal.core.configuration import convert_fields
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
+from shoal.envs.spaces import own_space
 
 Action = int | str
 C = TypeVar("C")
@@ -66,6 +67,10 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             )
         self.config: C = config if config is not None else build_config(self.Config, settings)
         self.render_mode = render_mode
+        for name in ("action_space", "observation_space"):
+            space = getattr(type(self), name, None)
+            if isinstance(space, gymnasium.Space) and name not in vars(self):
+                setattr(self, name, own_space(space))
         self._seed: int | None = None
         self._steps = 0
         self._over = True
