@@ -51,6 +51,7 @@ class Limits:
 
     def __init__(self, step: float | None = None, make: float | None = None) -> None:
         self.step, self.make = step, make
+        self.any = not (step is None and make is None)
 
     def of(self, command: Any) -> float | None:
         """The limit for one env in this command."""
@@ -113,6 +114,8 @@ class Worker:
     def receive(self) -> Reply | None:
         """The reply; the caller's own group does its work here."""
         command, self.command = self.command, None
+        if type(command) is Step and self.group is not None:
+            return self.group.step(command.actions or [], command.members, command.place)
         if isinstance(command, Make):
             self.group = EnvGroup(self.env_fns, self.first)
             return self.group.make()
@@ -157,14 +160,14 @@ class Worker:
         if self.command is not None:
             self.abandoned, self.queued = True, command
         else:
-            self._seen = (-1, time.monotonic())
+            if self.limits.any:
+                self._seen = (-1, time.monotonic())
             self.start(command, bell=bell)
 
     def take(self) -> tuple[Any, Reply | None]:
         """The command that is over and its reply; a lost worker gives its failure."""
-        command, reply = self.command, None
-        if self.lost is None:
-            reply = self.receive()
+        command = self.command
+        reply = self.receive() if self.lost is None else None
         if self.lost is not None:
             reply = Reply(failures=[self.lost])
         self.command = None

@@ -113,7 +113,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._observations = Observations(buffers, copy=copy_observations, handouts=handouts)
         self._plain_actions = plain_target(buffers)
         self._by_env = [worker for worker in self.workers for _ in range(worker.count)]
-        self._inline_first = sorted(self.workers, key=lambda worker: not worker.inline)
         self._place, self._scattered = 0, False  # scattered: not all workers are at that place
         self._seeds: list[int | None] = [None] * self.num_envs
         self._failed = [0] * self.num_envs
@@ -138,11 +137,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     # --- one operation at a time
     def _enter(self, operation: str, *, flying: bool = False) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError(
-                f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
-            )
-        if not self._turn.acquire(False):
+        if self.closed or not self._turn.acquire(False):
+            self._check_open()
             raise AlreadyPendingCallError(
                 f"Calling `{operation}` while waiting for a pending call to `{self._state}` to complete.",
                 str(self._state),
@@ -158,11 +154,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._state = None
         self._turn.release()
 
-    def _expect(self, operation: str) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
+
+    def _expect(self, operation: str) -> None:
+        self._check_open()
         if self._state != operation:
             raise NoAsyncCallError(
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
@@ -316,7 +315,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
-        self._expect("step")
+        if self.closed or self._state != "step":
+            self._expect("step")
         told = self._collect(timeout, "step")
         buffers = self.buffers
         return (
@@ -373,7 +373,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._began = time.perf_counter()
             if self._all_active and not (self._owed or self._late or self._late_failures):
                 self.buffers.flags.fill(False)
-                place, pending = self._next_place(), self._pending
+                place = self._next_place() if self.buffers.places > 1 else 0
+                pending = self._pending
                 for worker in self.workers:
                     worker.before, worker.place = worker.place, place
                     command = Step(
@@ -477,18 +478,19 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 told.append(owed.told)
             return told
         finally:
-            self._pending, self._paying, self._skipped = [], {}, set()
+            self._pending = []
+            if self._paying or self._skipped:
+                self._paying, self._skipped = {}, set()
             self._leave()
 
     def _replies(self, pending: Pending, timeout: float | None, word: str) -> list[Reply | None]:
         """The replies of workers at work: the caller's own group first, then the others as they come."""
         replies: dict[int, Reply | None] = {}
-        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             if self._late or timeout is not None:
-                self._gather(pending, replies, deadline)
+                self._gather(pending, replies, None if timeout is None else time.monotonic() + timeout)
             else:
-                self._finish(pending, replies)
+                return self._finish(pending, replies)
         except TimeoutError:
             self._abandon(replies)
             raise PendingTimeoutError(
@@ -499,23 +501,24 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise
         return [replies[id(worker)] for worker, _ in pending]
 
-    def _finish(self, pending: Pending, replies: dict[int, Reply | None]) -> None:
+    def _finish(self, pending: Pending, replies: dict[int, Reply | None]) -> list[Reply | None]:
         """The usual case: nobody is late, and there is no deadline. Notes how long the caller waited for others."""
-        now, waiting = time.perf_counter, 0.0
-        workers = [worker for worker, _ in pending]
-        if len(workers) == len(self.workers):
-            workers = self._inline_first
-        for worker in workers:
+        waiting = 0.0
+        found: list[Reply | None] = []
+        for worker, _ in reversed(pending):  # the caller's own group is the last
             if not worker.inline:
-                waiting = waiting or now()
+                waiting = waiting or time.perf_counter()
                 if not worker.quick():
-                    wait_any([worker], workers, None, worker.pause)
-            replies[id(worker)] = worker.take()[1]
-        if self._state == "step":
-            end = now()
+                    wait_any([worker], [worker for worker, _ in pending], None, worker.pause)
+            reply = replies[id(worker)] = worker.take()[1]
+            found.append(reply)
+        if self._began:
+            end = time.perf_counter()
+            self._stepping += end - self._began
             self._waited += end - waiting if waiting else 0.0
-            self._stepping += end - self._began if self._began else 0.0
             self._began = 0.0
+        found.reverse()
+        return found
 
     def _gather(self, pending: Pending, replies: dict[int, Reply | None], deadline: float | None) -> None:
         """Replies when some workers are still at an abandoned command, whose turn comes first."""
@@ -603,6 +606,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Take over the replies of workers: infos, completed by the ends without any, and failures."""
         told: list[Told] = []
         failures, self._late_failures = self._late_failures, []
+        if not any(replies) and not self.buffers.any_end():
+            return told, failures
         for (worker, command), reply in zip(pending, replies, strict=True):
             if reply is not None:
                 failed = {failure.env for failure in reply.failures}
