@@ -212,6 +212,8 @@ def test_a_scorer_that_nobody_checked_is_refused(monkeypatch):
     pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
+    from shoal.envs.adapters.reasoning_gym import _is_known_safe
+
     kind, config = DATASETS["leg_counting"]
     monkeypatch.setitem(DATASETS, "brand_new", (kind, config))
     with pytest.raises(ConfigError, match="not among those known"):
@@ -228,10 +230,11 @@ def test_a_scorer_that_nobody_checked_is_refused(monkeypatch):
     def unreadable(function):
         raise OSError("source not available")
 
-    monkeypatch.setitem(DATASETS, "chain_sum", (type("Twin", (DATASETS["chain_sum"][0],), {}), config))
-    monkeypatch.setattr("inspect.getsource", unreadable)
-    with pytest.raises(ConfigError, match="not among those known"):
-        shoal.envs.make("reasoning_gym", dataset="chain_sum")
+    judge, chain_sum = _is_known_safe.__wrapped__, DATASETS["chain_sum"][0]  # without what it remembers
+    assert judge("chain_sum", chain_sum)
+    for source in (unreadable, lambda function: "def score_answer(self, answer): return eval(answer)"):
+        monkeypatch.setattr("inspect.getsource", source)
+        assert not judge("chain_sum", chain_sum)
 
 
 @pytest.mark.parametrize(
@@ -546,10 +549,33 @@ def test_sessions_are_bounded_and_given_back(hurried_port):
     assert answer["type"] == "observation"
 
 
-def test_connections_are_bounded(hurried_port):
-    raws = [socket.create_connection(("127.0.0.1", hurried_port), timeout=20) for _ in range(30)]
-    assert all([ends(raw) for raw in raws])
-    assert "text" in post(hurried_port, "/reset", b"{}")["observation"]
+def test_a_request_in_pieces_is_answered_and_its_connection_kept(hurried_port):
+    def asked(raw):
+        for piece in (b"GET /health HTTP/1.1\r\n", b"Host: 127.0.", b"0.1\r\n", b"\r\n"):
+            raw.sendall(piece)
+            time.sleep(0.05)
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += raw.recv(4096)
+        return answer
+
+    with socket.create_connection(("127.0.0.1", hurried_port), timeout=20) as raw:
+        assert b"healthy" in asked(raw)
+        time.sleep(0.8)  # longer than a request may take: nothing of the first one is left
+        assert b"healthy" in asked(raw)
+
+
+def test_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr("shoal.envs.adapters.openenv_server.MAX_CONNECTIONS", 12)
+    port = start_server()
+    raws = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(30)]
+    before = time.monotonic()
+    assert all([ends(raw) for raw in raws[12:]])
+    raws[0].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    assert raws[0].recv(4096).startswith(b"HTTP/1.1 200 ")
+    assert time.monotonic() - before < 8  # they did not end because a request was late: that takes 10 s
+    for raw in raws[:12]:
+        raw.close()
 
 
 def test_a_session_survives_broken_messages(port):

@@ -186,13 +186,16 @@ def test_gymnasiums_own_vector_env_shares_memory_for_free_text(name, copied):
     expected = gymnasium.vector.SyncVectorEnv(makers)
     shared = gymnasium.vector.AsyncVectorEnv(makers, shared_memory=True, copy=copied, context="forkserver")
     try:
-        assert tuple(shared.reset(seed=[3, 4])[0]) == tuple(expected.reset(seed=[3, 4])[0])
-        first = shared.observations[:2]
+        start, start_expected = shared.reset(seed=[3, 4])[0], tuple(expected.reset(seed=[3, 4])[0])
+        assert tuple(start) == start_expected
+        assert start[:2] == start_expected
         for actions in (("search[red — “shoe”]", "1+1"), ("7", "é"), ("x", "y")):
             mine, theirs = shared.step(actions), expected.step(actions)
             assert tuple(mine[0]) == tuple(theirs[0])
             assert np.array_equal(mine[1], theirs[1])
-        assert len(first) == 2
+        # a copy is what it was, without copies it is what stands in the memory now
+        assert tuple(start) == (start_expected if copied else tuple(mine[0]))
+        assert start_expected != tuple(mine[0])
     finally:
         shared.close()
         expected.close()
