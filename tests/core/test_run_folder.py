@@ -64,6 +64,15 @@ def test_a_row_is_written_at_once_and_whole(tmp_path, monkeypatch):
     assert writes == [100_000 + len('{"i": 0}\n')]
 
 
+def test_a_summary_tells_the_time_of_this_run_and_not_of_the_process(tmp_path):
+    began = sum(os.times()[:4])
+    while sum(os.times()[:4]) - began < 1.0:  # what the process has used before
+        pass
+    summary = RunFolder(tmp_path, "train", 0).finish({})
+    assert 0 <= summary["cpu_seconds"] < 1.0
+    assert 0 <= summary["seconds"] < 60
+
+
 def holder_of(folder: Path, then: str = "time.sleep(60)") -> subprocess.Popen:
     """Another process that holds a run folder."""
     code = (
@@ -113,6 +122,10 @@ def test_one_process_opens_a_folder_again_when_it_is_done_with_it(tmp_path):
     second = RunFolder(tmp_path, "train", 0)
     with pytest.raises(WorkerError, match="this process has open"):
         first.append_metrics({"i": 0})  # it is the other's now
+    with pytest.raises(WorkerError, match="this process has open"):
+        first.keep_metrics(lambda row: True)
+    with pytest.raises(WorkerError, match="this process has open"):
+        first.finish({})
     second.close()
     second.close()
     first.append_metrics({"i": 0})
