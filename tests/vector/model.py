@@ -259,7 +259,7 @@ class Twin:
 
     def see_reset(self, obs: Any, info: dict[str, Any] | None, seed: int | None) -> None:
         """Check the first observation of an episode; `info` None is not looked at."""
-        if self.fresh or self.unsure:
+        if self.fresh or self.unsure or self.failed:
             row = [int(value) for value in obs]
             assert row[INDEX] == self.env.index, row
             assert (row[T], row[ACTION]) == (0, 0), row

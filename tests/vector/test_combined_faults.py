@@ -284,7 +284,10 @@ def test_the_limits_of_hung_envs_do_not_add_up(layout: str, k: int, policy: str)
             if policy == "raise":
                 with pytest.raises(WorkerTimeoutError, match=r"env \d+") as caught:
                     envs.step(actions)
-                assert named(told(caught.value)) >= set(range(k))
+                hung = named(told(caught.value))
+                assert hung & set(range(k))
+                if layout != "process+threads":  # there one may speak for all that its worker took along
+                    assert hung == set(range(k))
             else:
                 truncated = envs.step(actions)[3]
                 assert truncated[:k].all()

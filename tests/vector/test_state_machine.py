@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -89,6 +88,25 @@ def belongings() -> tuple[set[int], int, int]:
     return children, threading.active_count(), me.num_fds()
 
 
+def remembered(function: Any) -> Any:
+    """When this rule fails, `teardown` does not look further."""
+
+    @functools.wraps(function)
+    def checked(self: Any, **values: Any) -> None:
+        try:
+            function(self, **values)
+        except BaseException:
+            self.failed = True
+            raise
+
+    return checked
+
+
+def operation(**strategies: Any) -> Any:
+    """A rule of the machine. It has no preconditions: what comes when depends on the machine's speed."""
+    return lambda function: rule(**strategies)(remembered(function))
+
+
 @functools.cache
 def warm_up(backend: str) -> None:
     """Start what is started once."""
@@ -110,6 +128,7 @@ class VectorMachine(RuleBasedStateMachine):
         super().__init__()
         self.layout = layout
         self.envs: Any = None
+        self.failed = False
         self.flying: dict[int, tuple[str, int]] = {}
         self.broken = False
         """An operation has raised: a full reset must follow."""
@@ -123,6 +142,7 @@ class VectorMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["same_step", "next_step", "disabled"]),
         seed=seeds,
     )
+    @remembered
     def open(self, policy: str, mode: str, seed: int) -> None:
         warm_up(LAYOUTS[self.layout]["backend"])
         self.policy, self.mode = policy, mode
@@ -162,28 +182,39 @@ class VectorMachine(RuleBasedStateMachine):
             time.sleep(0.02)
 
     def teardown(self) -> None:
-        if self.envs is not None:
+        if self.envs is not None and self.failed:
+            self.envs.close()
+        elif self.envs is not None:
             self._close()
+        RELEASED.set()
 
-    @rule(seed=seeds)
+    @operation(seed=seeds)
     def close_and_make_again(self, seed: int) -> None:
         self._close()
         self._make(seed)
 
     # what is expected
 
-    def idle(self) -> bool:
-        return self.envs is not None and not self.flying
+    def land(self) -> None:
+        """Receive all that is in flight, and repair what raised."""
+        while self.flying:
+            self._recv(1)
+        if self.broken:
+            self._reset(None, [100 + i for i in everyone], 100)
 
-    def sound(self) -> bool:
-        return self.idle() and not self.broken
+    def settle(self) -> None:
+        """Be told what failed in a step that was given up; reset the episodes that the caller has to reset."""
+        self.land()
+        if any(twin.failed for twin in self.twins):
+            self._step(dict.fromkeys(everyone, 1))
+            self.land()
+        self._reset_those_over()
 
-    def settled(self) -> bool:
-        """Nothing has failed that was not told yet."""
-        return self.sound() and not any(twin.failed for twin in self.twins)
-
-    def certain(self) -> bool:
-        return self.settled() and not any(twin.unsure or twin.fresh for twin in self.twins)
+    def be_certain(self) -> None:
+        """Leave nothing open about any env."""
+        self.settle()
+        if any(twin.active and (twin.unsure or twin.fresh) for twin in self.twins):
+            self._reset(None, [200 + i for i in everyone], 200)
 
     def fitting(self, actions: dict[int, int]) -> dict[int, int]:
         """The actions, without faults that would end the caller itself."""
@@ -231,7 +262,7 @@ class VectorMachine(RuleBasedStateMachine):
     def _see_active(self) -> None:
         seen = self.envs.active.tolist()
         for twin, active in zip(self.twins, seen, strict=True):
-            if twin.unsure and not active:  # masked with its worker; the next step says so
+            if (twin.unsure or twin.failed) and not active:  # masked with its worker; the next step says so
                 assert self.policy == "mask"
             else:
                 assert twin.active == active
@@ -240,42 +271,43 @@ class VectorMachine(RuleBasedStateMachine):
 
     def _reset(self, mask: list[bool] | None, given: list[int | None], seed: Any) -> None:
         options = None if mask is None else {"reset_mask": np.array(mask)}
-        for attempt in range(2):
-            try:
-                with watchdog("reset"):
-                    obs, infos = self.envs.reset(seed=seed, options=options)
-                break
-            except WorkerError as error:  # it tells what failed in a step that was given up
-                failing = {i for i in everyone if self.twins[i].failed}
-                assert attempt == 0
-                self._raised(error, failing, self.endangered)
+        try:
+            with watchdog("reset"):
+                obs, infos = self.envs.reset(seed=seed, options=options)
+        except WorkerError as error:  # it tells what failed in a step that was given up
+            failing = {i for i in everyone if self.twins[i].failed}
+            self._raised(error, failing, self.endangered)
+            self._reset(None, [300 + i for i in everyone], 300)
+            return
         each = unbatched(infos, N)
         for i, twin in enumerate(self.twins):
             if twin.active and self.envs.active[i] and (mask is None or mask[i]):
                 twin.see_reset(obs[i], each[i], given[i])
-            elif twin.active and twin.unsure and not self.envs.active[i]:
+            elif twin.active and (twin.unsure or twin.failed) and not self.envs.active[i]:
                 twin.active, twin.shown = False, None
             elif twin.shown is not None:
                 assert np.array_equal(obs[i], twin.shown), (obs[i], twin.shown)
-        self.broken = False
         if mask is None:
-            self.endangered = False
+            self.broken = self.endangered = False
 
-    @precondition(idle)
-    @rule(seed=seeds, way=st.sampled_from(["int", "list", "none"]))
+    @operation(seed=seeds, way=st.sampled_from(["int", "list", "none"]))
     def reset(self, seed: int, way: str) -> None:
+        if self.flying:
+            self.land()
         given: list[int | None] = [None] * N if way == "none" else [seed + i for i in everyone]
         self._reset(None, given, {"int": seed, "list": given, "none": None}[way])
 
-    @precondition(settled)
-    @rule(mask=st.lists(st.booleans(), min_size=N, max_size=N).filter(any), seed=seeds, seeded=st.booleans())
+    @operation(
+        mask=st.lists(st.booleans(), min_size=N, max_size=N).filter(any), seed=seeds, seeded=st.booleans()
+    )
     def reset_some_by_mask(self, mask: list[bool], seed: int, seeded: bool) -> None:
+        self.settle()
         given = [seed + i if seeded else None for i in everyone]
         self._reset(mask, given, seed if seeded else None)
 
-    @precondition(settled)
-    @rule(ids=chosen, seed=seeds, seeded=st.booleans())
+    @operation(ids=chosen, seed=seeds, seeded=st.booleans())
     def reset_some(self, ids: list[int], seed: int, seeded: bool) -> None:
+        self.settle()
         ids = [i for i in ids if self.envs.active[i]]
         given = [seed + i if seeded else None for i in ids]
         with watchdog("reset_some"):
@@ -285,14 +317,12 @@ class VectorMachine(RuleBasedStateMachine):
 
     # step
 
-    def _settle(self) -> None:
-        """Reset those whose episode is over, where the caller has to."""
+    def _reset_those_over(self) -> None:
         mask = [twin.waits and twin.active and bool(self.envs.active[i]) for i, twin in enumerate(self.twins)]
         if any(mask):
             self._reset(mask, [None] * N, None)
 
     def _step(self, actions: dict[int, int]) -> None:
-        self._settle()
         failing = self._failing(actions)
         lethal = self._lethal(actions) or self.endangered
         try:
@@ -313,26 +343,26 @@ class VectorMachine(RuleBasedStateMachine):
         self.endangered = False
         self._see(actions, rows, failing, lethal)
 
-    @precondition(sound)
-    @rule(batches=st.lists(quick, min_size=1, max_size=5))
+    @operation(batches=st.lists(quick, min_size=1, max_size=5))
     def step(self, batches: list[list[int]]) -> None:
+        self.land()
         for actions in batches:
-            if not self.broken:
-                self._step(dict(enumerate(actions)))
+            self._reset_those_over()
+            self._step(dict(enumerate(actions)))
+            self.land()
 
-    @precondition(settled)
-    @rule(actions=quick, bad=faults)
+    @operation(actions=quick, bad=faults)
     def step_with_faults(self, actions: list[int], bad: dict[int, int]) -> None:
+        self.settle()
         self._step(self.fitting({**dict(enumerate(actions)), **bad}))
 
-    @precondition(certain)
-    @rule(
+    @operation(
         actions=plain,
         bad=st.one_of(st.just({}), st.just({}), faults),
         seconds=st.sampled_from([0.0, 0.03, 0.5]),
     )
     def step_and_give_up(self, actions: list[int], bad: dict[int, int], seconds: float) -> None:
-        self._settle()
+        self.be_certain()
         given = self.fitting({**dict(enumerate(actions)), **bad})
         failing, lethal = self._failing(given), self._lethal(given)
         try:
@@ -350,10 +380,9 @@ class VectorMachine(RuleBasedStateMachine):
         else:
             self._see_batch(given, results, failing, lethal)
 
-    @precondition(settled)
-    @rule(ids=chosen, actions=plain, bad=st.one_of(st.just({}), faults))
+    @operation(ids=chosen, actions=plain, bad=st.one_of(st.just({}), faults))
     def step_some(self, ids: list[int], actions: list[int], bad: dict[int, int]) -> None:
-        self._settle()
+        self.settle()
         ids = [i for i in ids if self.envs.active[i] and self.twins[i].active]
         given = self.fitting({i: bad.get(i, actions[i]) for i in ids})
         failing, lethal = self._failing(given), self._lethal(given)
@@ -368,9 +397,10 @@ class VectorMachine(RuleBasedStateMachine):
 
     # send and recv
 
-    @precondition(lambda self: self.envs is not None and not self.broken and not self.late_or_failed())
-    @rule(ids=chosen, actions=plain, bad=st.one_of(st.just({}), faults))
+    @operation(ids=chosen, actions=plain, bad=st.one_of(st.just({}), faults))
     def send(self, ids: list[int], actions: list[int], bad: dict[int, int]) -> None:
+        if not self.flying:
+            self.settle()
         ids = [
             i
             for i in ids
@@ -382,24 +412,29 @@ class VectorMachine(RuleBasedStateMachine):
         ]
         given = self.fitting({i: bad.get(i, actions[i]) for i in ids})
         self.endangered = self.endangered or self._lethal(given)
+        if not ids:
+            return
         with watchdog("send"):
             self.envs.send(ids, [np.int64(given[i]) for i in ids])
         self.flying.update({i: ("step", given[i]) for i in ids})
 
-    def late_or_failed(self) -> bool:
-        return any(twin.failed for twin in self.twins)
-
-    @precondition(lambda self: self.envs is not None and not self.broken and not self.late_or_failed())
-    @rule(ids=chosen, seed=seeds)
+    @operation(ids=chosen, seed=seeds)
     def send_reset(self, ids: list[int], seed: int) -> None:
+        if not self.flying:
+            self.settle()
         ids = [i for i in ids if i not in self.flying and self.twins[i].active and self.envs.active[i]]
+        if not ids:
+            return
         with watchdog("send_reset"):
             self.envs.send_reset(ids, [seed + i for i in ids])
         self.flying.update({i: ("reset", seed + i) for i in ids})
 
-    @precondition(lambda self: self.envs is not None and bool(self.flying))
-    @rule(least=st.integers(1, N))
+    @operation(least=st.integers(1, N))
     def recv(self, least: int) -> None:
+        if self.flying:
+            self._recv(least)
+
+    def _recv(self, least: int) -> None:
         least = min(least, len(self.flying))
         steps = {i: value for i, (word, value) in self.flying.items() if word == "step"}
         failing, lethal = self._failing(steps), self.endangered
@@ -407,7 +442,7 @@ class VectorMachine(RuleBasedStateMachine):
             with watchdog("recv"):
                 ready = self.envs.recv(least)
         except WorkerError as error:
-            self._drain(self._blamed(error, failing), failing, lethal)
+            self._drain(self._blamed(error, failing, lethal), failing, lethal)
             return
         assert len(ready.ids) >= least
         self._see_ready(ready, failing, lethal)
@@ -438,10 +473,11 @@ class VectorMachine(RuleBasedStateMachine):
                 twin.unsure, twin.shown = True, None
         self._see_active()
 
-    def _blamed(self, error: WorkerError, failing: set[int]) -> set[int]:
+    def _blamed(self, error: WorkerError, failing: set[int], lethal: bool) -> set[int]:
         """The envs that an error of `recv` names, which are no longer in flight."""
         assert self.policy == "raise", f"raised in spite of the policy {self.policy!r}: {error}"
-        assert named(error) & failing, f"only {failing} failed: {error}"
+        assert lethal or named(error) & failing, f"only {failing} failed: {error}"
+        assert named(error), f"no env is named: {error}"
         for i in named(error):
             self.flying.pop(i, None)
         return named(error)
@@ -453,7 +489,7 @@ class VectorMachine(RuleBasedStateMachine):
                 with watchdog("recv after an error"):
                     ready = self.envs.recv()
             except WorkerError as error:
-                blamed |= self._blamed(error, failing)
+                blamed |= self._blamed(error, failing, lethal)
             except ValueError:
                 break
             else:
@@ -468,17 +504,17 @@ class VectorMachine(RuleBasedStateMachine):
 
     # calls
 
-    @precondition(certain)
-    @rule()
+    @operation()
     def call(self) -> None:
+        self.be_certain()
         with watchdog("call"):
             rows = self.envs.call("tell")
         for twin, row in zip(self.twins, rows, strict=True):
             twin.see_state(row)
 
-    @precondition(certain)
-    @rule(ids=chosen, more=st.integers(0, 9))
+    @operation(ids=chosen, more=st.integers(0, 9))
     def apply(self, ids: list[int], more: int) -> None:
+        self.be_certain()
         ids = [i for i in ids if self.twins[i].active]
         with watchdog("apply"):
             results = self.envs.apply(lambda env, x: (env.unwrapped.tell(), x), more, indices=ids)
@@ -486,17 +522,17 @@ class VectorMachine(RuleBasedStateMachine):
             self.twins[i].see_state(row)
             assert came == more
 
-    @precondition(certain)
-    @rule(index=st.integers(0, N - 1))
+    @operation(index=st.integers(0, N - 1))
     def call_that_fails(self, index: int) -> None:
+        self.be_certain()
         if self.twins[index].active:
             with watchdog("call"), pytest.raises(WorkerError, match=f"env {index}.*asked {index}") as caught:
                 self.envs.call("tell_or_fail", index)
             assert isinstance(caught.value, LookupError)
 
-    @precondition(certain)
-    @rule(marks=st.lists(st.integers(1, 99), min_size=N, max_size=N))
+    @operation(marks=st.lists(st.integers(1, 99), min_size=N, max_size=N))
     def set_attr(self, marks: list[int]) -> None:
+        self.be_certain()
         with watchdog("set_attr"):
             self.envs.set_attr("mark", marks)
         for twin, mark in zip(self.twins, marks, strict=True):

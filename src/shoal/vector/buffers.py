@@ -152,17 +152,22 @@ class RowWriter:
 
     def write(self, j: int, value: Any) -> None:
         """Write one value, converted if that loses nothing."""
-        if (type(value) is np.ndarray and value.dtype == self.dtype and value.shape == self.shape) or (
-            type(value) in self._scalars
-        ):
-            self.rows[j][...] = value
-            return
+        self.rows[j][...] = value if self._is_plain(value) else self.checked(value)
+
+    def _is_plain(self, value: Any) -> bool:
+        if type(value) is np.ndarray:
+            return value.dtype == self.dtype and value.shape == self.shape
+        return type(value) in self._scalars
+
+    def checked(self, value: Any) -> Array:
+        """The value as an array, if it fits; else an `EnvError` says what was expected."""
         given = np.asarray(value)
         if given.shape != self.shape:
             raise EnvError(f"observation must have shape {self.shape}, got {given.shape}")
-        if given.dtype != self.dtype and not np.can_cast(given.dtype, self.dtype, "same_kind"):
+        fits = given.dtype == self.dtype or type(value) in self._scalars
+        if not fits and not np.can_cast(given.dtype, self.dtype, "same_kind"):
             raise EnvError(f"observation must have dtype {self.dtype}, got {given.dtype} ({value!r:.80})")
-        self.rows[j][...] = given
+        return given
 
 
 class TextBuffer:

@@ -369,11 +369,13 @@ class EnvGroup:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
         _checked(info)
         if self.autoreset is not AutoresetMode.SAME_STEP:
+            self._write_reward(j, reward)
             self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
             self._ended[j] = True
             if info:
                 told.append(Told(self.first + j, None, None, info))
             return obs
+        self._check_final(obs)
         final: Any = IN_BUFFER
         target = self._final
         if (
@@ -387,8 +389,7 @@ class EnvGroup:
             final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
         final_info = dict(info)
         # The end is whole in the buffers before anything else can go wrong: it is never lost.
-        with contextlib.suppress(TypeError, ValueError):
-            self.rewards[j] = reward
+        self._write_reward(j, reward)
         self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
         self._ending = final, final_info
         obs, info = self.envs[j].reset()
@@ -398,6 +399,22 @@ class EnvGroup:
             told.append(Told(self.first + j, final, final_info, info))
         return obs
 
+    def _write_reward(self, j: int, reward: Any) -> None:
+        """Before the others: what the reward is worth is looked at later."""
+        with contextlib.suppress(TypeError, ValueError):
+            self.rewards[j] = reward
+
+    def _check_final(self, obs: Any) -> None:
+        """Refuse a last observation as any other: nobody steps on from it, but values are learned from it."""
+        writers = self._writers[0]
+        for i, value in enumerate(self.layout.flatten(obs)):
+            if i in writers:
+                array = writers[i].checked(value)
+                if self.check_nan and array.dtype.kind == "f" and np.isnan(array).any():
+                    raise EnvError(NAN_OBSERVATION)
+            elif self.layout.leaves[i].kind == "text":
+                _check_text(value)
+
     def _put(self, j: int, obs: Any, place: int, columns: dict[int, list[Any]]) -> None:
         """Write an observation of any space."""
         writers = self._writers[place]
@@ -405,8 +422,8 @@ class EnvGroup:
             if i in writers:
                 writers[i].write(j, value)
                 continue
-            if self.layout.leaves[i].kind == "text" and not isinstance(value, str):
-                raise EnvError(f"observation must be str in a Text space, got {type(value).__name__}")
+            if self.layout.leaves[i].kind == "text":
+                _check_text(value)
             columns[i][j] = value
 
     def _pay(
@@ -433,7 +450,7 @@ class EnvGroup:
                 if isinstance(rewards[j], str | bytes):
                     problem = f"reward must be a number, got {rewards[j]!r:.80}"
                 elif self.check_nan and not math.isfinite(self.rewards[j]):
-                    problem = f"reward is {'NaN' if np.isnan(self.rewards[j]) else 'infinite'}"
+                    problem = f"reward is {'NaN' if np.isnan(self.rewards[j]) else 'infinite'}{IF_MEANT}"
             except (TypeError, ValueError):
                 problem = f"reward must be a number, got {rewards[j]!r:.80}"
             if problem:
@@ -453,11 +470,9 @@ class EnvGroup:
                 continue
             for at, j in enumerate(members):
                 if np.isnan(writer.rows[j]).any():
-                    self._refuse(j, "observation holds NaN", actions[at], failures)
+                    self._refuse(j, NAN_OBSERVATION, actions[at], failures)
 
     def _refuse(self, j: int, problem: str, action: Any, failures: list[Failure]) -> None:
-        if "number" not in problem:
-            problem += " (pass check_nan=False if that is meant)"
         self._ended[j] = True
         if all(failure.env != self.first + j for failure in failures):
             self._note(failures, j, "step", EnvError(problem), action)
@@ -480,6 +495,15 @@ class EnvGroup:
                 self._note(failures, j, "close", error)
         self.envs, self._steps = [], []
         return failures
+
+
+IF_MEANT = " (pass check_nan=False if that is meant)"
+NAN_OBSERVATION = f"observation holds NaN{IF_MEANT}"
+
+
+def _check_text(value: Any) -> None:
+    if not isinstance(value, str):
+        raise EnvError(f"observation must be str in a Text space, got {type(value).__name__}")
 
 
 def _checked(info: Any) -> Any:

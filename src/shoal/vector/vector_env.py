@@ -257,14 +257,18 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self, chosen: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None
     ) -> None:
         alive = [i for i in chosen if self.active[i]]
-        if len(alive) == int(self.active.sum()):
-            lost = [worker for worker in self.workers if worker.lost is not None]
-            if lost:  # fresh workers in place of those that a raised failure left behind
-                raise_first(self._start_anew(lost))
+        seeds = list(seeds)
         for i in alive:
             self._owed.pop(i, None)
             if seeds[i] is not None:
                 self._seeds[i] = seeds[i]
+        lost = [worker for worker in self.workers if worker.lost is not None]
+        if lost and len(alive) == int(self.active.sum()):
+            raise_first(self._start_anew(lost))  # fresh workers in place of those that a raised failure left
+            for i in (i for worker in lost for i in worker.ids):
+                self._replaced[i] += 1
+                if seeds[i] is None:
+                    seeds[i] = restart_seed(self._seeds[i], self._replaced[i])
         place = self._next_place()
         for worker, members in self._by_worker(alive, rest=True):
             given = [seeds[worker.first + j] for j in members]
@@ -534,9 +538,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     replies[id(worker)] = reply
                     del waiting[id(worker)]
                 elif worker.lost is not None:
-                    if isinstance(worker.queued, Step | Reset):  # what was shown last is where it was before
-                        if isinstance(command, Step | Reset):
-                            worker.place = worker.before
+                    if isinstance(worker.queued, Step | Reset):
+                        self._as_before(worker, command)
                         self._move(worker, [], worker.queued.place)
                     worker.queued = None
                     self._late = [other for other in self._late if other is not worker]
@@ -545,6 +548,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 elif not self._after_late(worker, command, reply):
                     replies[id(worker)] = None
                     del waiting[id(worker)]
+
+    def _as_before(self, worker: Worker, command: Any) -> None:
+        """A worker was lost amid an abandoned command: what its envs showed before stands, but for ends."""
+        if isinstance(command, Step | Reset):
+            over = self.buffers.terminated | self.buffers.truncated
+            ids = [i for i in worker.ids if not over[i]]
+            self._observations.carry(ids, worker.before, worker.place)
 
     def _after_late(self, worker: Worker, command: Any, reply: Reply | None) -> bool:
         """Take over an abandoned command's reply and begin the next one; False if there is nothing left to do."""
