@@ -8,7 +8,7 @@ from typing import Any
 _HOME = {
     "AsyncVectorEnv": "gym_async",
     "EnvPoolStyle": "pool_styles",
-    "JaxVectorEnv": "jax_env",
+    "JaxVectorEnv": "native_batches",
     "MultiProcessEnvironmentContainer": "container",
     "ParallelEnv": "parallel_env",
     "PufferStyle": "pool_styles",

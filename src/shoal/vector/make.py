@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from gymnasium.vector import AutoresetMode
 
@@ -12,6 +12,7 @@ from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import available_cpus
 from shoal.vector.lanes import close
 from shoal.vector.launch import StartMethod
+from shoal.vector.native import make_native
 from shoal.vector.opening import HANDOUT_PLACES, Parts, Rules, open_processes, open_serial, open_threads
 from shoal.vector.plan import Plan, choose, probe
 from shoal.vector.pool import VectorPool
@@ -21,8 +22,8 @@ from shoal.vector.sources import Source, env_fns_of
 from shoal.vector.standing import OnFailure
 from shoal.vector.trial import pays
 
-Backend = Literal["auto", "serial", "process", "thread", "ray"]
-BACKENDS = ("auto", "serial", "process", "thread", "ray")
+Backend = Literal["auto", "serial", "process", "thread", "ray", "native"]
+BACKENDS = ("auto", "serial", "process", "thread", "ray", "native")
 AUTORESET = {
     "same_step": AutoresetMode.SAME_STEP,
     "next_step": AutoresetMode.NEXT_STEP,
@@ -50,16 +51,17 @@ def make_vec(
 ) -> VectorPool:
     """Many environments as one vector environment.
 
-    All backends give the same results for the same seeds.
+    All backends but "native" give the same results for the same seeds.
 
     Args:
         env: the name of a shoal env, a Gymnasium id or spec, a class or function that makes an env, or a
             sequence of these for different environments.
         num_envs: how many; not needed for a sequence.
         backend: "serial" in the caller, "process" in worker processes, "thread" in threads of the caller,
-            "ray" on a Ray cluster, or "auto": one environment is tried for a moment and what suits it is
-            taken (the caller steps a share of CPU-bound environments, so one that crashes takes it along;
-            asking for restarts or a timeout keeps all of them in workers).
+            "ray" on a Ray cluster, "native" for the environment's own batch (another implementation: its
+            episodes differ, and it refuses what it cannot honour), or "auto": one environment is tried for a
+            moment and what suits it is taken (the caller steps a share of CPU-bound environments, so one that
+            crashes takes it along; asking for restarts or a timeout keeps all of them in workers).
         num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env).
         start_method: "forkserver" (default), "spawn" or "fork".
         env_kwargs: passed to what makes each env.
@@ -84,6 +86,13 @@ def make_vec(
     if ring is not None and ring < 2:
         raise ValueError(f"ring must be at least 2, got {ring}")
     _check(backend, on_failure, step_timeout)
+    if backend == "native":
+        asked = {"num_workers": num_workers, "start_method": start_method, "step_timeout": step_timeout,
+                 "on_failure": on_failure, "max_restarts": max_restarts, "threads": threads, "ring": ring,
+                 "text_bytes": text_bytes}  # fmt: skip
+        native = make_native(env, num_envs, env_kwargs=env_kwargs, autoreset=autoreset_mode(autoreset),
+                             check_nan=check_nan, copy_observations=copy_observations, **asked)  # fmt: skip
+        return cast(VectorPool, native)  # the same interface
     env_fns = env_fns_of(env, num_envs, env_kwargs)
     plan = _plan(env_fns, backend, num_workers, threads, step_timeout, on_failure)
     rules = Rules(autoreset_mode(autoreset), check_nan, on_failure, max_restarts, ring)
