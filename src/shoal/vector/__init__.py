@@ -11,6 +11,7 @@ _HOME = {
     "JaxVectorEnv": "native_batches",
     "MultiProcessEnvironmentContainer": "container",
     "ParallelEnv": "parallel_env",
+    "PettingZooVectorEnv": "multi_agent",
     "PufferStyle": "pool_styles",
     "Ready": "results",
     "SB3VecEnv": "sb3",

@@ -12,6 +12,7 @@ from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import available_cpus
 from shoal.vector.lanes import close
 from shoal.vector.launch import StartMethod
+from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
 from shoal.vector.native import make_native
 from shoal.vector.opening import HANDOUT_PLACES, Parts, Rules, open_processes, open_serial, open_threads
 from shoal.vector.plan import Plan, choose, probe
@@ -86,6 +87,8 @@ def make_vec(
     if ring is not None and ring < 2:
         raise ValueError(f"ring must be at least 2, got {ring}")
     _check(backend, on_failure, step_timeout)
+    if is_multi_agent(env):
+        raise TypeError(f"make_vec takes environments of one agent; for {env!r} use {MULTI_AGENT}")
     if backend == "native":
         asked = {"num_workers": num_workers, "start_method": start_method, "step_timeout": step_timeout,
                  "on_failure": on_failure, "max_restarts": max_restarts, "threads": threads, "ring": ring,
