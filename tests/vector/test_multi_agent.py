@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from typing import Any
@@ -55,6 +56,11 @@ class Race:
         cuts = {agent: self.t >= self.limit for agent in self.agents}
         infos = {agent: {"place": i} for i, agent in enumerate(self.agents)}
         self.agents = [agent for agent in self.agents if not (ends[agent] or cuts[agent])]
+        if self.fault == "echo":  # as some environments do: everybody is told for ever
+            self.told = {**getattr(self, "told", {}), **obs}
+            rewards = {agent: 7.0 for agent in self.possible_agents}
+            ends = {agent: self.x[agent] >= self.goal for agent in self.possible_agents}
+            obs = self.told
         if self.fault == "vanish":
             self.agents = self.agents[1:]
         return obs, rewards, ends, cuts, infos
@@ -83,17 +89,18 @@ def by_hand(envs: list[Any], actions: Any) -> Any:
             zero = np.zeros(env.observation_space(agent).shape)
             there = fresh is not None or (agent in alive)
             row["obs"] = shown[agent] if there else zero
+            row["over"] = fresh is not None
             row["fresh"] = fresh[1][agent] if fresh else {}
             rows.append(row)
     return rows
 
 
-def check_against_hand(envs: PettingZooVectorEnv, hand: list[Any], seeds: list[int], steps: int) -> int:
+def check_against_hand(envs: PettingZooVectorEnv, hand: list[Any], seeds: list[int], steps: int) -> Any:
     obs, infos = envs.reset(seed=seeds[0])
     team = hand[0].possible_agents
     first = [env.reset(seed=s)[0] for env, s in zip(hand, seeds, strict=True)]
     assert np.array_equal(obs, np.array([seen[agent] for seen in first for agent in team]))
-    random, ends = np.random.default_rng(1), 0
+    random, ends, early = np.random.default_rng(1), 0, 0
     for t in range(steps):
         was_active = envs.active.copy()
         actions = random.integers(envs.single_action_space.n, size=envs.num_envs)
@@ -108,6 +115,7 @@ def check_against_hand(envs: PettingZooVectorEnv, hand: list[Any], seeds: list[i
             assert ("_final_obs" in infos and infos["_final_obs"][slot]) == over, where
             if over:
                 ends += 1
+                early += not row["over"]  # the others of its copy go on
                 assert was_active[slot], where
                 assert np.array_equal(infos["final_obs"][slot], row["final"]), where
             told = infos.get("final_info", {}) if over else infos
@@ -116,7 +124,7 @@ def check_against_hand(envs: PettingZooVectorEnv, hand: list[Any], seeds: list[i
                 assert told[f"_{key}"][slot], where
             for key, value in row["fresh"].items():
                 assert infos[key][slot] == value, where
-    return ends
+    return ends, early
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
@@ -126,8 +134,8 @@ def test_slots_are_what_stepping_each_copy_by_hand_gives(backend: Any) -> None:
     assert envs.num_envs == 9
     assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
     assert envs.observation_space.shape == (9, 2)
-    ends = check_against_hand(envs, [Race() for _ in range(3)], [4, 5, 6], 40)
-    assert ends > 40  # agents ended both before their copy was over and with it
+    ends, early = check_against_hand(envs, [Race() for _ in range(3)], [4, 5, 6], 40)
+    assert ends > early > 10
     envs.close()
     assert envs.pool.closed
 
@@ -144,6 +152,15 @@ def test_the_end_of_an_agent_is_told_once_and_it_waits_masked_for_the_others() -
     assert seen[1][0][0].tolist() == [0.0, 0.0]
     assert seen[3][0][:, 1].tolist() == [0.0] * 3  # all begin again together
     assert seen[3][4]["_final_obs"].tolist() == [False, True, True]
+
+
+def test_what_is_still_told_of_an_agent_that_ended_is_not_told_again() -> None:
+    envs = PettingZooVectorEnv(Race, 1, env_kwargs={"goal": 2, "fault": "echo"}, backend="serial")
+    envs.reset(seed=0)
+    seen = [envs.step([2, 0, 0]) for _ in range(3)]
+    assert [step[2].tolist() for step in seen] == [[True, False, False], [False] * 3, [False] * 3]
+    assert [step[1].tolist() for step in seen] == [[7.0] * 3, [0.0, 7.0, 7.0], [0.0, 7.0, 7.0]]
+    assert seen[1][0][0].tolist() == [0.0, 0.0]
 
 
 def test_the_same_seeds_give_the_same_play_and_a_list_seeds_each_copy() -> None:
@@ -247,12 +264,24 @@ class Structured:
 
 @pytest.mark.parametrize("name", ["simple_spread_v3", "simple_line_v1", "simple_formation_v1"])
 def test_environments_of_mpe2_play_as_they_do_by_hand(name: str) -> None:
-    module = getattr(
-        pytest.importorskip(f"mpe2.{name}").__name__ and __import__("mpe2", fromlist=[name]), name
-    )
+    module = pytest.importorskip(f"mpe2.{name}")
     with pytest.raises(TypeError, match="PettingZooVectorEnv"):
         make_vec(module.parallel_env, 2)
     envs = PettingZooVectorEnv(module, 2, env_kwargs={"max_cycles": 6}, backend="serial")
     hand = [module.parallel_env(max_cycles=6) for _ in range(2)]
-    assert check_against_hand(envs, hand, [3, 4], 20) > 0
+    assert check_against_hand(envs, hand, [3, 4], 20)[0] > 0
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "falls"),
+    [("classic/rps-v2", 6, False), ("butterfly/knights_archers_zombies-v11", 400, True)],
+)
+def test_environments_of_pettingzoo_play_as_they_do_by_hand(name: str, limit: int, falls: bool) -> None:
+    pettingzoo = pytest.importorskip("pettingzoo")
+    make = functools.partial(pettingzoo.make, "parallel", name, max_cycles=limit)
+    envs, hand = PettingZooVectorEnv(make, 2, backend="serial"), [make() for _ in range(2)]
+    ends, early = check_against_hand(envs, hand, [3, 4], 200)
+    assert ends > early
+    assert (early > 0) == falls  # knights and archers fall one by one
     envs.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -342,6 +344,96 @@ def test_ales_batch_keeps_seeds_masks_and_both_ways_to_begin_again(mode: str) ->
         assert infos["_final_obs"].tolist() == truncated.tolist()
         i = int(np.flatnonzero(truncated)[0])
         assert not np.array_equal(infos["final_obs"][i], obs[i])
+
+
+class Shuffled:
+    """What `envpool.make_gymnasium` gives, as far as it is used here: rows come in any order, with `env_id`."""
+
+    metadata: ClassVar = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    render_mode = None
+    observation_space = spaces.Box(-1, 999, (2,), np.float32)
+    action_space = spaces.Discrete(9)
+
+    def __init__(self, env_id: str, num_envs: int, seed: Any, batch_size: int = 0) -> None:
+        self.config = {"max_num_players": 2 if env_id == "Duel" else 1, "batch_size": batch_size or num_envs}
+        self.n, self.seeds = num_envs, np.array(seed if isinstance(seed, list) else [seed] * num_envs) % 500
+        assert (self.seeds >= 0).all()
+        self.t, self.waiting = np.zeros(num_envs, int), []
+
+    def reset(self, ids: Any = None) -> Any:
+        ids = np.arange(self.n) if ids is None else ids
+        self.t[ids] = 0
+        return self.rows(ids[::-1])[:2]
+
+    def async_reset(self) -> None:
+        self.t[:], self.waiting = -1, [(i, 0) for i in range(self.n)]
+
+    def rows(self, ids: Any, actions: Any = 0) -> Any:
+        obs = np.stack([self.seeds[ids], self.t[ids]], axis=1).astype(np.float32)
+        infos = {"env_id": ids.astype(np.int32), "players": {}, "elapsed_step": self.t[ids].copy()}
+        return obs, infos, actions * np.ones(len(ids), np.float32), self.t[ids] >= 3 + ids
+
+    def send(self, actions: Any, ids: Any = None) -> None:
+        self.waiting += list(zip(np.arange(self.n) if ids is None else ids, actions, strict=True))
+
+    def recv(self) -> Any:
+        size = min(self.config["batch_size"], len(self.waiting))
+        taken, self.waiting = self.waiting[:size][::-1], self.waiting[size:]
+        ids = np.array([i for i, _ in taken])
+        over = self.t[ids] >= 3 + ids
+        self.t[ids] = np.where(over, 0, self.t[ids] + 1)
+        obs, infos, rewards, ended = self.rows(ids, np.array([a for _, a in taken]))
+        return obs, rewards, ended, np.zeros(size, bool), infos
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_rows_of_an_envpool_reach_their_environments_in_whatever_order_they_come(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "envpool", types.SimpleNamespace(make_gymnasium=Shuffled))
+    envs = native("envpool:Any-v0", 4, autoreset=mode)
+    assert envs.reset(seed=[4, 3, 2, 1])[0][:, 0].tolist() == [4, 3, 2, 1]
+    clock = np.zeros(4, int)
+    for _ in range(12):
+        obs, rewards, terminated, _, infos = envs.step([5, 6, 7, 8])
+        over, clock = clock >= 3 + np.arange(4), clock + 1
+        if mode == "next_step":
+            clock[over] = 0
+        assert terminated.tolist() == (clock >= 3 + np.arange(4)).tolist()
+        if mode == "same_step":
+            for i in np.flatnonzero(terminated).tolist():
+                assert infos["final_obs"][i].tolist() == [4 - i, clock[i]]
+            clock[terminated] = 0
+        assert obs.tolist() == [[4 - i, clock[i]] for i in range(4)]
+        assert infos["elapsed_step"].tolist() == clock.tolist()
+        assert rewards.tolist() == [5, 6, 7, 8]
+    mask = np.array([True, False, True, False])
+    obs, infos = envs.reset(options={"reset_mask": mask})
+    assert obs[:, 1].tolist() == np.where(mask, 0, clock).tolist()
+    assert obs[:, 0].tolist() == [4, 3, 2, 1]
+    envs.reset()
+    for step in range(1, 7):
+        envs.send([3, 0], [1, 2])
+        ready = envs.recv()
+        assert ready.ids.tolist() == [0, 3]
+        assert ready.rewards.tolist() == [2, 1]
+        if mode == "same_step":  # episodes of 3 and 6 steps
+            assert ready.terminated.tolist() == [step % 3 == 0, step == 6]
+            assert ready.observations.tolist() == [[4, step % 3], [1, step % 6]]
+            if step == 6:
+                assert [info["final_obs"].tolist() for info in ready.infos] == [[4, 3], [1, 6]]
+        else:
+            assert ready.observations.tolist() == [[4, step % 4], [1, step]]
+    with pytest.raises(ConfigError, match="one player"):
+        native("envpool:Duel", 4)
+    few = native("envpool:Any-v0", 4, env_kwargs={"batch_size": 2})
+    with pytest.raises(EnvError, match=r"send_reset\(range"):
+        few.reset()
+    few.send_reset(range(4))
+    assert [few.recv().observations[:, 1].tolist() for _ in range(2)] == [[0, 0], [0, 0]]
+    few.send([2], [1])
+    with pytest.raises(EnvError, match="needs 2 in flight, got 1"):
+        few.recv()  # EnvPool itself would wait for ever
 
 
 @quiet_envpool

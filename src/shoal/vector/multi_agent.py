@@ -100,7 +100,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         rewards, terminated, truncated = (
             np.array(seen[key], dtype=kind) for key, kind in (("reward", float), ("end", bool), ("cut", bool))
         )
-        for c in np.flatnonzero(over & ~lost).tolist():
+        for c in np.flatnonzero(over).tolist():
             last = told["final_obs"][c]
             rewards[c], terminated[c], truncated[c] = last["reward"], last["end"], last["cut"]
         for c in np.flatnonzero(lost | ~self.pool.active).tolist():
@@ -158,9 +158,9 @@ class TeamEnv(gymnasium.Env[Any, Any]):
                 f"{odd}; pad them, for example with supersuit's pad_observations_v0 and pad_action_space_v0"
             )
         self.single, self.act, n = seen[0], acts[0], len(self.agents)
-        flags = {key: spaces.MultiBinary(n) for key in ("end", "cut", "active")}
+        flags: dict[str, Any] = {key: spaces.MultiBinary(n) for key in ("end", "cut", "active")}
         paid = spaces.Box(-np.inf, np.inf, (n,), np.float64)
-        self.observation_space = spaces.Dict(obs=batch_space(self.single, n), reward=paid, **flags)
+        self.observation_space = spaces.Dict({"obs": batch_space(self.single, n), "reward": paid, **flags})
         self.action_space = batch_space(self.act, n)
         self.render_mode = getattr(self.env, "render_mode", None)
 
@@ -191,7 +191,8 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         none = tree(lambda leaf: leaf[0], create_empty_array(self.single))
         here = [a for a, active in zip(self.agents, self.active, strict=True) if active]
         rows = [obs[a] if a in here and a in obs else none for a in self.agents]
-        seen = concatenate(self.single, rows, create_empty_array(self.single, len(rows)))
+        room: Any = create_empty_array(self.single, len(rows))
+        seen = concatenate(self.single, rows, room)
         given = [[from_.get(a, 0) if a in here else 0 for a in self.agents] for from_ in (paid, ends, cuts)]
         flags = {"end": np.array(given[1], np.int8), "cut": np.array(given[2], np.int8)}
         return {

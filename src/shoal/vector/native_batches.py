@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -91,8 +91,8 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
         if seed is not None:
             self._make([int32_seed(one) for one in seed_each(seed, self.num_envs)])
         if mask is None:
-            self._last, infos = self._pool.reset()
-            return self._last, _plain(infos)
+            self._last, infos = self.restart(np.arange(self.num_envs))
+            return self._last, infos
         ids = np.flatnonzero(mask)
         rows, told = self.restart(ids)
 
@@ -203,6 +203,7 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._jax, self._seed, self._resets = jax, seed, 0
+        self._keys = self._counts = self._obs = self._state = cast(Any, None)  # of the episodes at play
         reset = env.reset_env if hasattr(env, "reset_env") else env.reset
         step = env.step_env if hasattr(env, "step_env") else env.step
 
