@@ -221,7 +221,8 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         self.active = np.ones(self.num_envs, dtype=np.bool_)
         self._bounds = _bounds(batch.single_action_space)
         self._check_nan, self._copies = check_nan, copy and not self.can.fresh
-        self._begun = False
+        self.batch_size: int = getattr(batch, "batch_size", 0) or self.num_envs  # answered at a time
+        self._begun, self._since = False, 0.0
         self._state: str | None = None
         self._pending: Any = None
         self._flying: set[int] = set()
@@ -271,7 +272,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         self._idle("step")
         self._whole("step")
         self._refuse(not self._begun, "a step before reset() (or after a failure)", "reset() first")
-        self._pending = self._checked(actions, range(self.num_envs))
+        self._pending, self._since = self._checked(actions, range(self.num_envs)), time.perf_counter()
         if self.can.split_step:
             self._run("step", lambda: self.batch.send(self._pending))
         self._state = "step"
@@ -281,10 +282,10 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if self._state != "step":
             raise NoAsyncCallError("Calling `step_wait` without any prior call to `step_async`.", "step")
         self._refuse(timeout is not None, "step_wait(timeout=)", "no timeout")
-        self._state, began = None, time.perf_counter()
+        self._state = None
         native = self.batch.recv if self.can.split_step else lambda: self.batch.step(self._pending)
         obs, *arrays, infos = self._run("step", lambda: _five(native(), self.num_envs))
-        self._seconds.append(time.perf_counter() - began)
+        self._seconds.append(time.perf_counter() - self._since)
         rewards, terminated, truncated = arrays
         ended = terminated | truncated
         self._examine("step", obs, rewards)
@@ -386,11 +387,6 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         self._pending = None
         self.batch.close()
 
-    @property
-    def batch_size(self) -> int:
-        """How many environments the batch answers at a time."""
-        return getattr(self.batch, "batch_size", 0) or self.num_envs
-
     def __getattr__(self, name: str) -> Any:
         if name in NOT_HERE:
             raise RefusedError(f"{self.name} has no {name}: expected reset, step; use another backend for it")
@@ -401,11 +397,9 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             raise RefusedError(f"{self.name} cannot take {what}; do this: {instead}")
 
     def _whole(self, operation: str) -> None:
-        self._refuse(
-            self.batch_size < self.num_envs,
-            f"{operation}: it answers {self.batch_size} at a time",
-            "send_reset(range(num_envs)), then recv and send",
-        )
+        if self.batch_size < self.num_envs:
+            what = f"{operation}: it answers {self.batch_size} at a time"
+            self._refuse(True, what, "send_reset(range(num_envs)), then recv and send")
 
     def _apart(self, operation: str) -> None:
         self._refuse(not isinstance(self.batch, EnvPoolBatch), operation, "step, or another backend")
@@ -438,22 +432,22 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if array.shape != shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
             raise ValueError(f"expected actions {shape} of {space.dtype}, got {array.shape} of {array.dtype}")
         if self._bounds is not None:
-            wrong = ((array < self._bounds[0]) | (array >= self._bounds[1])).reshape(len(ids), -1).any(axis=1)
+            wrong = (array < self._bounds[0]) | (array >= self._bounds[1])
             if wrong.any():
-                who = np.array(ids)[wrong].tolist()
+                who = np.array(ids)[wrong.reshape(len(ids), -1).any(axis=1)].tolist()
                 raise ValueError(f"expected actions in {space}, got others from environments {who}")
         return array.astype(space.dtype)
 
     def _examine(self, operation: str, obs: Any, rewards: Any = None, *, ids: Any = None) -> None:
         if not self._check_nan:
             return
-        lost = np.zeros(self.num_envs if ids is None else len(ids), dtype=np.bool_)
-        for leaf in [*leaves(obs), *([] if rewards is None else [rewards])]:
-            if leaf.dtype.kind == "f":
-                lost |= np.isnan(leaf.reshape(len(lost), -1)).any(axis=1)
-        if lost.any():
+        seen = [*leaves(obs)] if rewards is None else [rewards, *leaves(obs)]
+        broken = [leaf for leaf in seen if leaf.dtype.kind == "f" and np.isnan(leaf).any()]
+        if broken:
             self._begun, self._failures = False, self._failures + 1
-            who = (np.arange(self.num_envs) if ids is None else ids)[lost].tolist()
+            rows = np.arange(self.num_envs) if ids is None else ids
+            lost = [np.isnan(leaf.reshape(len(rows), -1)).any(axis=1) for leaf in broken]
+            who = rows[np.any(lost, axis=0)].tolist()
             raise EnvError(f"{self.name} gave NaN in {operation}: environments {who}; reset() begins again")
 
     def _mine(self, obs: Any) -> Any:

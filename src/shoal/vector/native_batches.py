@@ -149,6 +149,8 @@ def _plain(infos: dict[str, Any]) -> dict[str, Any]:
 
 def _order(ids: Any, wanted: Any) -> Any:
     """Where each of `wanted` is in `ids`."""
+    if np.array_equal(ids, wanted):
+        return slice(None)
     place = {int(env): row for row, env in enumerate(ids)}
     return np.array([place[int(env)] for env in wanted], dtype=np.intp)
 
