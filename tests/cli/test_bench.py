@@ -1,9 +1,10 @@
 import json
+import re
 
 import gymnasium
 import pytest
 
-from shoal.cli.bench import BenchOptions, Speed, measure
+from shoal.cli.bench import BenchOptions, Speed, measure, ways
 from shoal.cli.main import main
 
 
@@ -59,6 +60,24 @@ def test_what_differs_from_a_plain_loop_is_named_and_not_timed():
     )
     assert "not the results of a plain loop: reset 0: env 0" in speeds[0].problem
     assert speeds[1] == Speed("broken", problem="cannot run: TypeError: no such space")
+
+
+def test_an_environments_own_batch_is_measured_where_there_is_one_and_named_where_it_is_fastest(capsys):
+    brief = ["--num-envs", "64", "--seconds", "0.1", "--no-peers"]
+    assert main(["bench", "CartPole-v1", *brief, "--backends", "serial", "native"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "another implementation" in out
+    assert re.search(
+        r"native is [\d.]+x the next: make_vec\('CartPole-v1', 64, backend='native', autoreset='next_step'\)",
+        out,
+    )
+    assert ways(BenchOptions("CartPole-v1")).keys() >= {"serial", "native"}
+    assert "native" not in ways(BenchOptions("MountainCar-v0"))
+    assert (
+        main(["bench", "MountainCar-v0", *brief, "--backends", "serial", "native", "--format", "json"]) == 0
+    )
+    problem = json.loads(capsys.readouterr().out)["ways"][1]["problem"]
+    assert "cannot run: ConfigError: backend='native' needs" in problem
 
 
 @pytest.mark.parametrize("wrong", [["--num-envs", "0"], ["--seconds", "0"]])

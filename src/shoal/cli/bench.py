@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -45,10 +46,10 @@ class BenchOptions:
     """Copies of the environment."""
     num_workers: int | None = None
     """Worker processes or threads; one per core if not given."""
-    backends: tuple[Literal["auto", "serial", "process", "thread", "ray"], ...] = (
-        "auto", "serial", "process", "thread",
+    backends: tuple[Literal["auto", "serial", "process", "thread", "ray", "native"], ...] = (
+        "auto", "serial", "process", "thread", "native",
     )  # fmt: skip
-    """Ways of stepping to measure."""
+    """Ways of stepping to measure; "native" (an environment's own batch) if it has one, unless named."""
     peers: bool = True
     """Also measure Gymnasium's SyncVectorEnv and AsyncVectorEnv."""
     seconds: float = 2.0
@@ -119,6 +120,11 @@ def ways(options: BenchOptions) -> dict[str, Make]:
         return lambda fns: make_vec(fns, backend=backend, num_workers=workers, autoreset="next_step")
 
     found: dict[str, Make] = {backend: shoal(backend) for backend in dict.fromkeys(options.backends)}
+    if "native" in found:
+        mode = _native_mode(options)
+        found["native"] = lambda fns: _native(options, len(fns), mode or "next_step")
+        if mode is None and options.backends == BenchOptions.backends:
+            del found["native"]
     if options.peers:
         found["gymnasium sync"] = gymnasium.vector.SyncVectorEnv
         found["gymnasium async"] = gymnasium.vector.AsyncVectorEnv
@@ -130,7 +136,10 @@ def measure(found: dict[str, Make], fn: EnvFn, options: BenchOptions) -> list[Sp
     speeds: dict[str, Speed] = {}
     windows: dict[str, list[tuple[float, float]]] = {}
     for name, make in found.items():
-        problem = _difference(make, fn, options.seed)
+        if name == "native":  # another implementation: its episodes differ
+            problem = _problem(make, [fn])
+        else:
+            problem = _difference(make, fn, options.seed)
         if problem is not None:
             speeds[name] = Speed(name, problem=problem)
         else:
@@ -154,9 +163,31 @@ def measure(found: dict[str, Make], fn: EnvFn, options: BenchOptions) -> list[Sp
 
 def _difference(make: Make, fn: EnvFn, seed: int) -> str | None:
     try:
-        check_vector_env(make, fn, num_envs=CHECKED_ENVS, steps=CHECKED_STEPS, seed=seed)
+        return _problem(
+            functools.partial(
+                check_vector_env, make, fn, num_envs=CHECKED_ENVS, steps=CHECKED_STEPS, seed=seed
+            )
+        )
     except AssertionError as error:
         return f"not the results of a plain loop: {error}"
+
+
+def _native(options: BenchOptions, num_envs: int, mode: str) -> Any:
+    kwargs = arguments_of(options.settings, options.env_kwargs)
+    return make_vec(options.env, num_envs, backend="native", env_kwargs=kwargs, autoreset=mode)
+
+
+def _native_mode(options: BenchOptions) -> str | None:
+    """The first autoreset mode, of those that `make_vec` has, that an environment's own batch has, if it has one."""
+    modes = ("same_step", "next_step")
+    return next((m for m in modes if _problem(_native, options, 1, m) is None), None)
+
+
+def _problem(run: Callable[..., Any], *args: Any) -> str | None:
+    try:
+        made = run(*args)
+        if made is not None:
+            made.close()
     except (ShoalError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
         return f"cannot run: {type(error).__name__}: {error}"
     return None
@@ -212,15 +243,27 @@ def _show(
         else:
             rate = speed.steps_per_second
             table.add_row(
-                speed.name, f"{rate:,.0f}", f"{rate / loop:.2f}", f"{speed.cpu_microseconds:.2f}", "yes"
+                speed.name,
+                f"{rate:,.0f}",
+                f"{rate / loop:.2f}",
+                f"{speed.cpu_microseconds:.2f}",
+                "another implementation" if speed.name == "native" else "yes",
             )
     console.print(table)
     for speed in speeds:
         if speed.problem is not None:
             console.print(f"{speed.name}: {speed.problem}", markup=False)
-    ours = [s for s in speeds if s.steps_per_second and not s.name.startswith("gymnasium")]
+    rates = {s.name: s.steps_per_second for s in speeds if s.steps_per_second}
+    ours = {n: rate for n, rate in rates.items() if n != "native" and not n.startswith("gymnasium")}
     if ours:
-        best = max(ours, key=lambda speed: speed.steps_per_second or 0.0)
+        best = max(ours, key=lambda name: ours[name])
         console.print(
-            f"fastest of shoal here: make_vec({options.env!r}, {options.num_envs}, backend={best.name!r})"
+            f"fastest of shoal here: make_vec({options.env!r}, {options.num_envs}, backend={best!r})"
+        )
+    native, next_best = rates.pop("native", 0.0), max(rates.values(), default=0.0)
+    if native > next_best > 0:
+        mode = "" if _native_mode(options) == "same_step" else ", autoreset='next_step'"
+        console.print(
+            f"native is {native / next_best:.1f}x the next: make_vec({options.env!r}, {options.num_envs}, "
+            f"backend='native'{mode}), another implementation: its episodes differ"
         )

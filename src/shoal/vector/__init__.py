@@ -11,6 +11,7 @@ _HOME = {
     "JaxVectorEnv": "native",
     "MultiProcessEnvironmentContainer": "compat",
     "ParallelEnv": "compat",
+    "PettingZooVectorEnv": "multi_agent",
     "PufferStyle": "compat",
     "Ready": "infos",
     "SB3VecEnv": "sb3",

@@ -20,7 +20,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from shoal.core.errors import EnvError
 from shoal.core.executors import available_cpus
 from shoal.core.processes import START_METHODS, StartMethod
-from shoal.vector.failures import Failure
+from shoal.vector.failures import Failure, OnFailure
 from shoal.vector.make import (
     TEXT_BYTES,
     BackendName,
@@ -32,7 +32,6 @@ from shoal.vector.make import (
     probe,
 )
 from shoal.vector.process import Limits
-from shoal.vector.recovery import OnFailure
 from shoal.vector.vector_env import Description, VectorPool, groups
 
 

@@ -23,8 +23,7 @@ from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
-from shoal.vector.actions import Loose, read, reader
-from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, RowWriter
+from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.infos import IN_BUFFER, Told
 

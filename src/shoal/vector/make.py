@@ -19,15 +19,16 @@ from shoal.core.processes import START_METHODS, StartMethod
 from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve
 from shoal.vector.buffers import HANDOUTS, RECYCLE_FROM, Buffers
 from shoal.vector.env_group import About, Trial, be_busy
-from shoal.vector.failures import raise_first
+from shoal.vector.failures import OnFailure, raise_first
+from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
+from shoal.vector.native import make_native
 from shoal.vector.process import Backend, Limits, ProcessBackend, ThreadBackend, Worker, replies_of
-from shoal.vector.recovery import OnFailure
 from shoal.vector.spaces import Layout, batched
 from shoal.vector.vector_env import Description, VectorPool, close_all, distinct
 from shoal.vector.worker import Attach, Make
 
-BackendName = Literal["auto", "serial", "process", "thread", "ray"]
-BACKENDS = ("auto", "serial", "process", "thread", "ray")
+BackendName = Literal["auto", "serial", "process", "thread", "ray", "native"]
+BACKENDS = ("auto", "serial", "process", "thread", "ray", "native")
 AUTORESET = {
     "same_step": AutoresetMode.SAME_STEP,
     "next_step": AutoresetMode.NEXT_STEP,
@@ -59,16 +60,18 @@ def make_vec(
 ) -> VectorPool:
     """Many environments as one vector environment.
 
-    All backends give the same results for the same seeds. An environment is made, stepped and closed in one thread.
+    All backends but "native" give the same results for the same seeds. An environment is made, stepped and closed
+    in one thread.
 
     Args:
         env: the name of a shoal env, a Gymnasium id or spec, "module:Id-v0", "module:Class", a class or function
             that makes an env, or a sequence of these for different environments.
         num_envs: how many; not needed for a sequence.
         backend: "serial" in the caller, "process" in worker processes, "thread" in threads of the caller,
-            "ray" on a Ray cluster, or "auto": one environment is tried for a moment and what suits it is
-            taken (the caller steps a share of CPU-bound environments, so one that crashes takes it along;
-            asking for restarts or a timeout keeps all of them in workers).
+            "ray" on a Ray cluster, "native" for the environment's own batch (another implementation: its
+            episodes differ, and it refuses what it cannot honour), or "auto": one environment is tried for a
+            moment and what suits it is taken (the caller steps a share of CPU-bound environments, so one that
+            crashes takes it along; asking for restarts or a timeout keeps all of them in workers).
         num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env).
         start_method: of worker processes: "forkserver" (default), "spawn" or "fork".
         env_kwargs: passed to what makes each env.
@@ -93,7 +96,7 @@ def make_vec(
             an argument that this backend has no use for.
         WorkerError: when an environment cannot be made; it says which.
     """
-    given = {
+    given: dict[str, Any] = {
         "num_workers": num_workers,
         "start_method": start_method,
         "step_timeout": step_timeout,
@@ -102,7 +105,25 @@ def make_vec(
         "text_bytes": text_bytes,
         "ray_options": ray_options,
     }
+    if is_multi_agent(env):
+        raise TypeError(f"make_vec takes environments of one agent; for {env!r} use {MULTI_AGENT}")
     check_options(backend, on_failure, ring, given)
+    if backend == "native":
+        asked: dict[str, Any] = {
+            **given,
+            "threads": threads,
+            "wrappers": tuple(wrappers) or None,
+            "ring": ring,
+        }
+        asked |= {"on_failure": on_failure, "max_restarts": max_restarts}
+        mode, copies = autoreset_mode(autoreset), copy_observations is not False
+        options: dict[str, Any] = {
+            "env_kwargs": env_kwargs,
+            "check_nan": check_nan,
+            "copy_observations": copies,
+        }
+        native = make_native(env, num_envs, autoreset=mode, **options, **asked)
+        return cast(VectorPool, native)  # the same interface, or a refusal by name
     env_fns = env_fns_of(env, num_envs, env_kwargs, wrappers)
     plan = _plan(env_fns, backend, num_workers, threads, step_timeout, on_failure)
     copies = ring is None if copy_observations is None else copy_observations
@@ -150,7 +171,7 @@ def check_options(backend: str, on_failure: str, ring: int | None, given: dict[s
     if backend == "serial" and given["step_timeout"] is not None:
         raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
     for name, backends in USED_BY.items():
-        if given.get(name) is not None and backend not in ("auto", *backends):
+        if given.get(name) is not None and backend not in ("auto", "native", *backends):
             raise ConfigError(
                 f"{name}={given[name]!r} means nothing to backend={backend!r}, only to {' and '.join(backends)}: "
                 f"leave it out, or choose another backend"

@@ -1,136 +1,499 @@
-"""JAX environments (the interface of gymnax and craftax) as one batched vector env; needs the extra `[craftax]`."""
+"""An environment's own batch behind the interface of `make_vec`: `backend="native"`.
+
+It is another implementation of the environment, so it is only taken when named, and what it cannot do is refused.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import importlib
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import missing_extra
-from shoal.core.seeding import derive_seed
+from shoal.core.errors import ConfigError, EnvError, ShoalError
+from shoal.vector.native_batches import (
+    EnvPoolBatch,
+    JaxVectorEnv,
+    gymnax_batch,
+    int32_seed,
+    leaves,
+    seed_each,
+    tree,
+)
+
+INSTEAD = {  # what only shoal's own workers do: its default, and what to do here
+    "num_workers": (None, "env_kwargs={'num_threads': …} where the batch has threads"),
+    "start_method": (None, "leave it out: a batch has no processes"),
+    "step_timeout": (None, "backend='process', which can kill what hangs"),
+    "make_timeout": (None, "backend='process', which can kill what hangs"),
+    "ray_options": (None, "leave it out: a batch runs in this process"),
+    "on_failure": ("raise", "backend='process', which can replace one environment"),
+    "max_restarts": (3, "backend='process', which can replace one environment"),
+    "threads": (False, "env_kwargs={'num_threads': …} where the batch has threads"),
+    "ring": (None, "a ring of your own, or another backend"),
+    "text_bytes": (None, "leave it out: nothing is shared with workers"),
+    "wrappers": (None, "a wrapper of gymnasium.wrappers.vector around the result, or another backend"),
+}
+NOT_HERE = ("step_some", "reset_some", "apply", "call", "call_async", "call_wait", "get_attr", "set_attr",
+            "observation_ring", "ring_position", "observations")  # fmt: skip
 
 
-class JaxVectorEnv(VectorEnv[Any, Any, Any]):
-    """All environments in one compiled call; episodes restart in the same step.
+class RefusedError(EnvError, AttributeError):
+    """A call that a native batch does not offer (so `hasattr` is False for it)."""
 
-    Environment i draws from keys of `(seed of i, step)` alone, so it plays the same whatever `num_envs` is.
+
+class Abilities(NamedTuple):
+    """What a batch keeps to; a batch of your own says so in its `metadata`, by the first two names."""
+
+    seed_per_env: bool = False  # reset(seed=[…]); else one int for all
+    reset_mask: bool = False  # options["reset_mask"] leaves the others alone
+    split_step: bool = False  # send(actions) begins a step, recv() ends it
+    fresh: bool = False  # what it returned is never written again
+
+
+def abilities_of(batch: Any) -> Abilities:
+    """What is known of a batch: of these classes by test, of others by what they say."""
+    if _is_atari(batch):
+        return Abilities(True, True, True, True)
+    if isinstance(batch, SyncVectorEnv | AsyncVectorEnv):
+        return Abilities(True, True)
+    said = batch.metadata
+    must = said["autoreset_mode"] is AutoresetMode.DISABLED  # then Gymnasium demands masked resets
+    split = isinstance(batch, EnvPoolBatch)
+    return Abilities(bool(said.get("seed_per_env")), bool(said.get("reset_mask", must)), split)
+
+
+def _is_atari(batch: Any) -> bool:
+    return f"{type(batch).__module__}.{type(batch).__name__}" == "ale_py.vector_env.AtariVectorEnv"
+
+
+def make_native(
+    env: Any,
+    num_envs: int | None,
+    *,
+    env_kwargs: dict[str, Any] | None = None,
+    autoreset: AutoresetMode = AutoresetMode.SAME_STEP,
+    check_nan: bool = True,
+    copy_observations: bool | None = None,
+    **asked: Any,
+) -> NativeVectorEnv:
+    """The batch that an environment brings itself.
 
     Args:
-        env: has `reset_env(key, params) -> (obs, state)` and
-            `step_env(key, state, action, params) -> (obs, state, reward, done, info)` (or `reset` and `step`
-            that do not reset by themselves), `observation_space(params)` and `action_space(params)`.
+        env: a Gymnasium id or spec with a `vector_entry_point`, `"envpool:ID"`, `"gymnax:ID"`, an environment
+            or class in gymnax's interface, or what returns a `VectorEnv` when called with `num_envs`.
         num_envs: how many.
-        params: of the env; default `env.default_params`.
-        seed: for resets without a seed.
-        truncation: `(state, params) -> bool`: whether an end was a time limit; gymnax does not tell.
+        env_kwargs: passed to what makes the batch.
+        autoreset: what the batch does by itself; "same_step" too where a masked reset gives exactly that.
+        check_nan: a NaN reward or observation raises.
+        copy_observations: False hands out the batch's own arrays.
+        **asked: the other options of `make_vec`; all are refused unless they have their default.
+
+    Raises:
+        ConfigError: for all that this batch cannot honour, and for environments without a batch.
+    """
+    if num_envs is None or num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1 for backend='native', got {num_envs}")
+    refused = [
+        f"{name}={value!r} (do this: {INSTEAD[name][1] if name in INSTEAD else 'leave it out'})"
+        for name, value in asked.items()
+        if value is not None and value != INSTEAD.get(name, (None, ""))[0]
+    ]
+    name = env if isinstance(env, str) else getattr(env, "id", getattr(env, "__name__", type(env).__name__))
+    if refused:
+        raise ConfigError(
+            f"backend='native' steps all of {name!r} in its own batch; expected none of "
+            f"shoal's workers' options, got {'; '.join(refused)}"
+        )
+    batch = _open(env, name, num_envs, dict(env_kwargs or {}), autoreset)
+    problem = _mismatch(batch, num_envs, autoreset)
+    if problem is not None:
+        batch.close()
+        raise ConfigError(f"the native batch of {name!r} ({type(batch).__name__}) {problem}")
+    return NativeVectorEnv(batch, str(name), autoreset, check_nan, copy_observations is not False)
+
+
+def _open(env: Any, name: Any, num_envs: int, kwargs: dict[str, Any], mode: AutoresetMode) -> Any:
+    make = _maker(env, name, num_envs, kwargs, mode)
+    try:
+        batch = make(num_envs=num_envs, **kwargs)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the native batch of {name!r} cannot be made with {kwargs}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(batch, VectorEnv):
+        raise TypeError(f"{name}(num_envs={num_envs}) must give a VectorEnv, got {type(batch).__name__}")
+    return batch
+
+
+def _maker(
+    env: Any, name: Any, num_envs: int, kwargs: dict[str, Any], mode: AutoresetMode
+) -> Callable[..., Any]:
+    if isinstance(env, str) and env.startswith("envpool:"):
+        return functools.partial(EnvPoolBatch, env.removeprefix("envpool:"))
+    if isinstance(env, str) and env.startswith("gymnax:"):
+        return functools.partial(gymnax_batch, env.removeprefix("gymnax:"))
+    if isinstance(env, str | gymnasium.envs.registration.EnvSpec):
+        spec = _spec(env)
+        if spec is None or spec.vector_entry_point is None:
+            raise ConfigError(
+                f"backend='native' needs an environment with a vector_entry_point, got {name!r}, which has none; "
+                "use another backend"
+            )
+        entry = spec.vector_entry_point
+        load = gymnasium.envs.registration.load_env_creator
+        _tell_mode(load(entry) if isinstance(entry, str) else entry, kwargs, mode)
+        return functools.partial(gymnasium.make_vec, spec, vectorization_mode="vector_entry_point")
+    jax_env = env() if isinstance(env, type) and hasattr(env, "default_params") else env
+    if hasattr(jax_env, "default_params"):
+        return functools.partial(JaxVectorEnv, jax_env)
+    if not callable(env):
+        raise TypeError(
+            f"backend='native' needs an id, a spec, a JAX environment or what makes a batch, got {name}"
+        )
+    _tell_mode(env, kwargs, mode)
+    return functools.partial(env)
+
+
+def _spec(env: Any) -> Any:
+    """The registered spec of a name; None where Gymnasium knows none."""
+    if not isinstance(env, str):
+        return env
+    if ":" in env:
+        module, _, env = env.partition(":")
+        importlib.import_module(module)  # which registers its ids
+    try:
+        return gymnasium.spec(env)
+    except gymnasium.error.Error:
+        return None
+
+
+def _tell_mode(make: Callable[..., Any], kwargs: dict[str, Any], mode: AutoresetMode) -> None:
+    """Ask a batch for an autoreset mode if it takes one."""
+    if "autoreset_mode" in inspect.signature(make).parameters:
+        kwargs.setdefault("autoreset_mode", mode)
+
+
+def _mismatch(batch: Any, num_envs: int, mode: AutoresetMode) -> str | None:
+    if batch.num_envs != num_envs or getattr(batch, "batch_size", num_envs) not in (0, num_envs):
+        if not isinstance(batch, EnvPoolBatch):
+            return f"must step {num_envs} environments at once, got num_envs={batch.num_envs}, batch_size too"
+        if mode is not AutoresetMode.NEXT_STEP:
+            return "resets one step later when batch_size < num_envs; pass autoreset='next_step'"
+    own = batch.metadata.get("autoreset_mode")
+    if not isinstance(own, AutoresetMode):
+        return f"must tell its AutoresetMode in metadata['autoreset_mode'], got {own!r}"
+    if own is mode or (mode is AutoresetMode.SAME_STEP and abilities_of(batch).reset_mask):
+        return None
+    ours = own.name.lower()
+    return (
+        f"has autoreset={ours!r}, got {mode.name.lower()!r}; pass autoreset={ours!r} or use another backend"
+    )
+
+
+class NativeVectorEnv(VectorEnv[Any, Any, Any]):
+    """A native batch as `make_vec` gives it; `batch` is what lies beneath.
+
+    Actions are checked before the batch sees them (a wrong index or shape ends the whole process in some), and
+    what fails inside is told as an `EnvError` with its cause; then `reset()` begins again.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        num_envs: int,
-        *,
-        params: Any = None,
-        seed: int = 0,
-        truncation: Any = None,
-    ) -> None:
-        try:
-            import jax
-        except ImportError as error:
-            raise missing_extra("JaxVectorEnv", "craftax") from error
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
-        self.num_envs, self.env = num_envs, env
-        self.params = env.default_params if params is None else params
-        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-        self.single_observation_space = to_gymnasium(env.observation_space(self.params))
-        self.single_action_space = to_gymnasium(env.action_space(self.params))
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self._jax, self._seed, self._resets = jax, seed, 0
-        reset = env.reset_env if hasattr(env, "reset_env") else env.reset
-        step = env.step_env if hasattr(env, "step_env") else env.step
+    def __init__(self, batch: Any, name: str, mode: AutoresetMode, check_nan: bool, copy: bool) -> None:
+        self.batch, self.num_envs, self.can = batch, batch.num_envs, abilities_of(batch)
+        self.name = f"the native batch of {name!r} ({type(batch).__name__}, {self.num_envs} environments)"
+        self._adapts = batch.metadata["autoreset_mode"] is not mode
+        self.metadata = {**batch.metadata, "autoreset_mode": mode}
+        self.render_mode, self.spec = batch.render_mode, batch.spec
+        self.single_observation_space = batch.single_observation_space
+        self.single_action_space = batch.single_action_space
+        self.observation_space = batch_space(batch.single_observation_space, self.num_envs)
+        self.action_space = batch_space(batch.single_action_space, self.num_envs)
+        self.active = np.ones(self.num_envs, dtype=np.bool_)
+        self._bounds = _bounds(batch.single_action_space)
+        self._check_nan, self._copies = check_nan, copy and not self.can.fresh
+        self.batch_size: int = getattr(batch, "batch_size", 0) or self.num_envs  # answered at a time
+        self._begun, self._since = False, 0.0
+        self._state: str | None = None
+        self._pending: Any = None
+        self._flying: set[int] = set()
+        self._seconds: deque[float] = deque(maxlen=1024)
+        self._failures = 0
 
-        def reset_one(key: Any, params: Any) -> Any:
-            return reset(key, params)
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, or those in `options["reset_mask"]` where the batch can.
 
-        def step_one(key: Any, count: Any, state: Any, action: Any, params: Any) -> Any:
-            key = jax.random.fold_in(key, count)
-            step_key, reset_key = jax.random.split(key)
-            obs, after, reward, done, info = step(step_key, state, action, params)
-            cut = truncation(after, params) if truncation is not None else False
-            fresh_obs, fresh = reset(reset_key, params)
-            pick = lambda new, old: jax.numpy.where(done, new, old)  # noqa: E731
-            shown = jax.tree.map(pick, fresh_obs, obs)
-            return shown, jax.tree.map(pick, fresh, after), reward, done, done & cut, obs, info
+        Args:
+            seed: None, an int, or one for each environment where the batch can. With an int, env i has
+                `seed + i` in batches with a seed per environment; others seed all of it with the one number.
+            options: passed to the batch.
+        """
+        self._idle("reset")
+        self._whole("reset")
+        mask = None if options is None else options.get("reset_mask")
+        if mask is not None:
+            self._refuse(not self.can.reset_mask, "options['reset_mask']", "reset all, or another backend")
+            if np.shape(mask) != (self.num_envs,) or np.asarray(mask).dtype != np.bool_ or not np.any(mask):
+                raise ValueError(f"reset_mask must be {self.num_envs} booleans, one of them True, got {mask}")
+            self._refuse(not self._begun, "a reset_mask before the first reset", "reset all")
+        if seed is not None and not isinstance(seed, int | np.integer):
+            self._refuse(not self.can.seed_per_env, f"seed={seed!r}", "one int, which seeds all of it")
+            seed = seed_each(seed, self.num_envs)
+        elif seed is not None:
+            seed = int(seed)
+        result = self._run("reset", lambda: _pair(self._seeded(seed, mask, options)))
+        self._begun = True
+        self._examine("reset", result[0])
+        return self._mine(result[0]), result[1]
 
-        self._reset_all = jax.jit(jax.vmap(reset_one, in_axes=(0, None)))
-        self._step_all = jax.jit(jax.vmap(step_one, in_axes=(0, 0, 0, 0, None)))
-
-    def reset(
-        self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode everywhere: env i with `seed + i`, or with its own seed of a list."""
-        del options
-        jax = self._jax
-        if seed is None:
-            base = derive_seed(self._seed, "jax", self._resets)
-            seeds = [base + i for i in range(self.num_envs)]
-            self._resets += 1
-        else:
-            seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else list(seed)
-        if len(seeds) != self.num_envs:
-            raise ValueError(f"expected {self.num_envs} seeds, got {len(seeds)}")
-        words = [derive_seed(item, "jax-key") & 0xFFFFFFFF for item in seeds]
-        self._keys = jax.vmap(jax.random.PRNGKey)(np.array(words, dtype=np.uint32))
-        self._counts = np.zeros(self.num_envs, dtype=np.uint32)
-        obs, self._state = self._reset_all(self._keys, self.params)
-        return jax.tree.map(np.asarray, obs), {}
+    def _seeded(self, seed: Any, mask: Any, options: dict[str, Any] | None) -> Any:
+        given = None if options is None else dict(options)
+        if _is_atari(self.batch) and seed is not None:
+            seeds = np.array([int32_seed(one) for one in seed_each(seed, self.num_envs)], dtype=np.int64)
+            return self.batch.reset(seed=seeds if mask is None else seeds[mask], options=given)
+        return self.batch.reset(seed=seed, options=given)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Step all; the end of an episode is in `infos["final_obs"]`, as with other vector envs."""
-        jax = self._jax
-        self._counts += 1
-        obs, self._state, reward, done, cut, last, told = self._step_all(
-            self._keys, self._counts, self._state, jax.numpy.asarray(actions), self.params
-        )
-        ended, truncated = np.asarray(done), np.asarray(cut)
-        infos: dict[str, Any] = {
-            key: np.asarray(value) for key, value in told.items() if hasattr(value, "shape")
-        }
-        if ended.any():
-            last = jax.tree.map(np.asarray, last)
-            final = np.full(self.num_envs, None, dtype=object)
-            for i in np.flatnonzero(ended).tolist():
-                final[i] = jax.tree.map(lambda leaf, i=i: leaf[i], last)
-            infos |= {"final_obs": final, "_final_obs": ended.copy()}
-        return (
-            jax.tree.map(np.asarray, obs),
-            np.asarray(reward, dtype=np.float64),
-            ended & ~truncated,
-            truncated,
-            infos,
-        )
+        """Step every environment with its action."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step where the batch can; else `step_wait` does it all."""
+        self._idle("step")
+        self._whole("step")
+        self._refuse(not self._begun, "a step before reset() (or after a failure)", "reset() first")
+        self._pending, self._since = self._checked(actions, range(self.num_envs)), time.perf_counter()
+        if self.can.split_step:
+            self._run("step", lambda: self.batch.send(self._pending))
+        self._state = "step"
+
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
+        if self._state != "step":
+            raise NoAsyncCallError("Calling `step_wait` without any prior call to `step_async`.", "step")
+        self._refuse(timeout is not None, "step_wait(timeout=)", "no timeout")
+        self._state = None
+        native = self.batch.recv if self.can.split_step else lambda: self.batch.step(self._pending)
+        obs, *arrays, infos = self._run("step", lambda: _five(native(), self.num_envs))
+        self._seconds.append(time.perf_counter() - self._since)
+        rewards, terminated, truncated = arrays
+        ended = terminated | truncated
+        self._examine("step", obs, rewards)
+        if self._adapts and ended.any():
+            final = _column(obs, self.num_envs, ended)
+            given = {"reset_mask": ended.copy()}
+            obs, told = self._run("reset", lambda: _pair(self.batch.reset(options=given)))
+            self._examine("reset", obs)
+            ends = {"final_obs": final, "_final_obs": ended.copy()}
+            ends |= {"final_info": infos, "_final_info": ended.copy()}
+            infos = {**_where(ended, told, infos), **ends}
+        elif "final_obs" in infos and "_final_obs" not in infos:
+            infos = {**infos, "final_obs": _column(infos["final_obs"], self.num_envs, ended)}
+            infos["_final_obs"] = ended.copy()
+        return self._mine(obs), rewards, terminated, truncated, infos
+
+    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
+        """Begin a reset; `reset_wait` returns its result."""
+        self._pending, self._state = self.reset(seed=seed, options=options), "reset"
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """The result of `reset_async`."""
+        if self._state != "reset":
+            raise NoAsyncCallError("Calling `reset_wait` without any prior call to `reset_async`.", "reset")
+        self._state = None
+        result: tuple[Any, dict[str, Any]] = self._pending
+        return result
+
+    def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        """Begin to reset all environments (EnvPool only); `recv` returns their first observations."""
+        self._idle("send_reset")
+        self._apart("send_reset")
+        everyone = sorted(int(i) for i in env_ids) == list(range(self.num_envs))
+        self._refuse(not everyone, "send_reset of some", "send_reset(range(num_envs))")
+        if seeds is not None:
+            seeds = seed_each(list(seeds), self.num_envs)
+        self._run("send_reset", lambda: self.batch.begin(seeds))
+        self._begun, self._flying = True, set(range(self.num_envs))
+
+    def send(self, env_ids: Sequence[int], actions: Any) -> None:
+        """Begin to step these environments (EnvPool only); `recv` returns them."""
+        self._idle("send", flying=self.batch_size < self.num_envs)
+        self._apart("send")
+        self._refuse(not self._begun, "send before reset() or send_reset()", "reset first")
+        ids = [int(i) for i in env_ids]
+        if not ids or len(set(ids)) != len(ids) or not {*ids} <= {*range(self.num_envs)} - self._flying:
+            raise ValueError(
+                f"env_ids must be different numbers in [0, {self.num_envs}) that are not in flight, got {ids}"
+            )
+        given = self._checked(actions, ids)
+        self._run("send", lambda: self.batch.send(given, np.array(ids, dtype=np.int32)))
+        self._flying |= {*ids}
+
+    def recv(self, min_envs: int = 1, timeout: float | None = None) -> Any:
+        """At least `min_envs` of those in flight, in whole batches of EnvPool's `batch_size`, as `Ready`."""
+        from shoal.vector import Ready
+
+        self._idle("recv", flying=True)
+        self._apart("recv")
+        self._refuse(timeout is not None, "recv(timeout=)", "no timeout")
+        size = self.batch_size if self.batch_size < self.num_envs else max(1, len(self._flying))
+        rounds = -(-max(1, min_envs) // size)
+        if len(self._flying) < rounds * size:
+            raise RefusedError(
+                f"{self.name} answers {size} at a time, so recv(min_envs={min_envs}) needs {rounds * size} in "
+                f"flight, got {len(self._flying)}; send more"
+            )
+        parts = [self._run("recv", self.batch.receive) for _ in range(rounds)]
+        ids = np.concatenate([part[0] for part in parts])
+        obs, rewards, terminated, truncated = (
+            tree(lambda *rows: np.concatenate(rows), *column) for column in zip(*(p[1:5] for p in parts), strict=True)
+        )  # fmt: skip
+        told = [{k: v[j] for k, v in part[5].items()} for part in parts for j in range(len(part[0]))]
+        self._flying -= {*ids.tolist()}
+        self._examine("recv", obs, rewards, ids=ids)
+        ended = np.flatnonzero(terminated | truncated)
+        if self._adapts and len(ended):
+            fresh, news = self._run("reset", lambda: self.batch.restart(ids[ended]))
+            for k, j in enumerate(ended.tolist()):
+                last = tree(lambda leaf, j=j: leaf[j].copy(), obs)
+                told[j] = {**{key: v[k] for key, v in news.items()}, "final_obs": last, "final_info": told[j]}
+            tree(lambda all_, new: all_.__setitem__(ended, new), obs, fresh)
+        return Ready(ids.astype(np.int64), obs, rewards, terminated, truncated, told, [])
+
+    def stats(self) -> dict[str, Any]:
+        """As that of other backends; the time of a step is that of the whole batch, which each env shares."""
+        times = np.array(self._seconds or [np.nan])
+        p50, p99 = (np.full(self.num_envs, np.quantile(times, q)) for q in (0.5, 0.99))
+        none = [0] * self.num_envs
+        return {"step_p50": p50, "step_p99": p99, "wait_share": 0.0, "restarts": none, "workers": [],
+                "failures": [self._failures] * self.num_envs, "active": self.num_envs}  # fmt: skip
+
+    def render(self) -> Any:
+        """What the batch renders."""
+        return self.batch.render()
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the batch."""
+        self._pending = None
+        self.batch.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_HERE:
+            raise RefusedError(f"{self.name} has no {name}: expected reset, step; use another backend for it")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _refuse(self, unless: bool, what: str, instead: str) -> None:
+        if unless:
+            raise RefusedError(f"{self.name} cannot take {what}; do this: {instead}")
+
+    def _whole(self, operation: str) -> None:
+        if self.batch_size < self.num_envs:
+            what = f"{operation}: it answers {self.batch_size} at a time"
+            self._refuse(True, what, "send_reset(range(num_envs)), then recv and send")
+
+    def _apart(self, operation: str) -> None:
+        self._refuse(not isinstance(self.batch, EnvPoolBatch), operation, "step, or another backend")
+
+    def _idle(self, operation: str, *, flying: bool = False) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on {self.name}, after a call to `close()`.")
+        pending = self._state or ("recv" if self._flying and not flying else None)
+        if pending is not None:
+            raise AlreadyPendingCallError(
+                f"Calling `{operation}` while waiting for a pending call to `{pending}` to complete.", pending
+            )
+
+    def _run(self, operation: str, work: Callable[[], Any]) -> Any:
+        """Let the batch work; what it raises is told as its own."""
+        try:
+            return work()
+        except Exception as error:
+            self._begun, self._flying, self._failures = False, set(), self._failures + 1
+            raise EnvError(f"{self.name} failed in {operation}: {type(error).__name__}: {error}") from error
+
+    def _checked(self, actions: Any, ids: Sequence[int]) -> Any:
+        """A copy of the actions, as the batch wants them."""
+        space = self.single_action_space
+        if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box | spaces.MultiBinary):
+            if not batch_space(space, len(ids)).contains(actions):
+                raise ValueError(f"expected {len(ids)} actions of {space}, got {actions!r}")
+            return actions
+        array, shape = np.asarray(actions), (len(ids), *(space.shape or ()))
+        if array.shape != shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
+            raise ValueError(f"expected actions {shape} of {space.dtype}, got {array.shape} of {array.dtype}")
+        if self._bounds is not None:
+            wrong = (array < self._bounds[0]) | (array >= self._bounds[1])
+            if wrong.any():
+                who = np.array(ids)[wrong.reshape(len(ids), -1).any(axis=1)].tolist()
+                raise ValueError(f"expected actions in {space}, got others from environments {who}")
+        return array.astype(space.dtype)
+
+    def _examine(self, operation: str, obs: Any, rewards: Any = None, *, ids: Any = None) -> None:
+        if not self._check_nan:
+            return
+        seen = [*leaves(obs)] if rewards is None else [rewards, *leaves(obs)]
+        broken = [leaf for leaf in seen if leaf.dtype.kind == "f" and np.isnan(leaf).any()]
+        if broken:
+            self._begun, self._failures = False, self._failures + 1
+            rows = np.arange(self.num_envs) if ids is None else ids
+            lost = [np.isnan(leaf.reshape(len(rows), -1)).any(axis=1) for leaf in broken]
+            who = rows[np.any(lost, axis=0)].tolist()
+            raise EnvError(f"{self.name} gave NaN in {operation}: environments {who}; reset() begins again")
+
+    def _mine(self, obs: Any) -> Any:
+        return tree(np.array, obs) if self._copies else obs
 
 
-def to_gymnasium(space: Any) -> gymnasium.Space[Any]:
-    """Gymnasium's space for one of gymnax's (told by what it has, so that gymnax need not be installed)."""
-    if isinstance(space, gymnasium.Space):
-        return space
-    inner = getattr(space, "spaces", None)
-    if isinstance(inner, dict):
-        return spaces.Dict({key: to_gymnasium(item) for key, item in inner.items()})
-    if isinstance(inner, list | tuple):
-        return spaces.Tuple(tuple(to_gymnasium(item) for item in inner))
-    if hasattr(space, "n"):
-        return spaces.Discrete(int(space.n))
-    if hasattr(space, "low") and hasattr(space, "high"):
-        dtype = np.dtype(space.dtype)
-        low = np.broadcast_to(np.asarray(space.low, dtype=dtype), space.shape)
-        high = np.broadcast_to(np.asarray(space.high, dtype=dtype), space.shape)
-        return spaces.Box(low, high, tuple(space.shape), dtype.type)
-    raise TypeError(f"expected a space of gymnax or Gymnasium, got {type(space).__name__}")
+def _bounds(space: Any) -> tuple[Any, Any] | None:
+    """The first index and the one after the last of every part of an action."""
+    if isinstance(space, spaces.Discrete):
+        return space.start, space.start + space.n
+    if isinstance(space, spaces.MultiDiscrete):
+        return space.start, space.start + space.nvec
+    return (0, 2) if isinstance(space, spaces.MultiBinary) else None
+
+
+def _pair(result: Any) -> tuple[Any, dict[str, Any]]:
+    obs, infos = result
+    return obs, infos
+
+
+def _five(result: Any, n_envs: int) -> tuple[Any, ...]:
+    obs, rewards, terminated, truncated, infos = result
+    columns = np.array(rewards, np.float64), np.array(terminated, np.bool_), np.array(truncated, np.bool_)
+    if any(column.shape != (n_envs,) for column in columns):
+        raise ValueError(f"expected {n_envs} rewards and flags, got {[column.shape for column in columns]}")
+    return obs, *columns, infos
+
+
+def _column(obs: Any, n_envs: int, ended: Any) -> Any:
+    """The observations of those that ended, one object each, as Gymnasium has them in `final_obs`."""
+    final = np.full(n_envs, None, dtype=object)
+    for i in np.flatnonzero(ended).tolist():
+        final[i] = tree(lambda leaf, i=i: np.array(leaf[i]), obs)
+    return final
+
+
+def _where(ended: Any, told: dict[str, Any], infos: dict[str, Any]) -> dict[str, Any]:
+    """Infos of a step in which some began anew: theirs from the reset, the others' from the step."""
+    out = {key: value for key, value in told.items() if key in infos or key.removeprefix("_") not in infos}
+    for key, old in infos.items():
+        new = told.get(key)
+        if isinstance(old, dict):
+            out[key] = _where(ended, new or {}, old)
+        elif isinstance(old, np.ndarray) and old.shape[:1] == ended.shape:
+            mask = ended.reshape(-1, *[1] * (old.ndim - 1))
+            out[key] = np.where(mask, np.zeros_like(old) if new is None else new, old)
+    return out

@@ -31,8 +31,7 @@ from shoal.core.processes import (
 from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector import worker as operations
-from shoal.vector.actions import read
-from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer, shared_file
+from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer, read, shared_file
 from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
 from shoal.vector.failures import Failure, died, from_exception, timed_out
 from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve

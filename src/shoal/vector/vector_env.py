@@ -24,10 +24,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from shoal.core.errors import WorkerTimeoutError
 from shoal.core.seeding import derive_seed
-from shoal.vector.actions import (
+from shoal.vector.buffers import (
     NOTHING_LOOSE,
     WHOLE,
+    Buffers,
     Loose,
+    Observations,
     of_group,
     plain_target,
     split,
@@ -35,12 +37,20 @@ from shoal.vector.actions import (
     write_batch,
     write_some,
 )
-from shoal.vector.buffers import Buffers, Observations
 from shoal.vector.env_group import Apply, Call, Command, Rebuild, Reply, Reset, SetAttr, Step, quantiles
-from shoal.vector.failures import Failure, error_of, raise_first
+from shoal.vector.failures import (
+    Failure,
+    MaskedEnv,
+    OnFailure,
+    Owed,
+    decide,
+    error_of,
+    raise_first,
+    restart_seed,
+    told_of,
+)
 from shoal.vector.infos import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
-from shoal.vector.recovery import MaskedEnv, OnFailure, Owed, decide, restart_seed, told_of
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)

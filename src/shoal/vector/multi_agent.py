@@ -1,0 +1,215 @@
+"""PettingZoo's parallel environments as one vector env: each agent is a slot, stepped by `make_vec`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+
+from shoal.core.errors import ConfigError, EnvError
+from shoal.vector.native_batches import tree
+
+MULTI_AGENT = "shoal.vector.PettingZooVectorEnv(function_that_makes_it, num_copies)"
+
+CONVERTERS = "pettingzoo.utils.conversions"  # where its `parallel_env` functions are made
+
+
+def is_multi_agent(env: Any) -> bool:
+    """Whether this is one of PettingZoo's environments, or its class, module or function `parallel_env`."""
+    made = getattr(env, "__name__", "") == "parallel_env" or getattr(env, "__module__", "") == CONVERTERS
+    return made or hasattr(env, "possible_agents") or hasattr(env, "parallel_env")
+
+
+class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
+    """Copies of a parallel environment; agent a of copy c is slot `c * n_agents + a`.
+
+    A copy begins its next episode in the step in which its last agent ends. Until then agents that ended are
+    out: their end is told once, then they have reward 0, their actions are ignored and their observations are
+    zeros. `active`, and `infos["active"]` beside each observation, say which slots are in play, so a step is
+    experience of a slot where it was active before the step.
+
+    Args:
+        make: makes one environment of PettingZoo's parallel interface (`mpe2.simple_spread_v3.parallel_env`).
+        num_copies: how many of them.
+        env_kwargs: passed to `make`.
+        **options: of `make_vec`: `backend`, `num_workers`, `on_failure`, `step_timeout`, …
+
+    Raises:
+        ConfigError: when the agents do not share one observation space and one action space.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        num_copies: int = 1,
+        *,
+        env_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from shoal.vector.make import make_vec
+
+        make = getattr(make, "parallel_env", make)
+        if not callable(make):
+            raise TypeError(f"expected a function that makes a parallel environment, got {make!r}")
+        if options.get("autoreset", "same_step") not in ("same_step", AutoresetMode.SAME_STEP):
+            raise ConfigError(f"PettingZooVectorEnv has autoreset='same_step', got {options['autoreset']!r}")
+        self.pool = make_vec(functools.partial(TeamEnv, make, env_kwargs or {}), num_copies, **options)
+        self.agents, single, act = self.pool.call("team")[0]
+        self.num_copies, self.n_agents = num_copies, len(self.agents)
+        self.num_envs = num_copies * self.n_agents
+        self.single_observation_space, self.single_action_space = single, act
+        self.observation_space = batch_space(single, self.num_envs)
+        self.action_space = batch_space(act, self.num_envs)
+        self.metadata = {**self.pool.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
+        self.render_mode, self.spec = self.pool.render_mode, None
+        self.active = np.zeros(self.num_envs, dtype=np.bool_)
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all copies: copy c with `seed + c`, or with its own of a list of `num_copies` seeds."""
+        if options is not None and "reset_mask" in options:
+            raise ConfigError("PettingZooVectorEnv resets all copies; leave options['reset_mask'] out")
+        seen, told = self.pool.reset(seed=seed, options=options)
+        infos: dict[str, Any] = {}
+        self._tell(infos, told)
+        return self._slots(seen, infos), infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step every copy with the actions of its slots."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step; `step_wait` returns its result."""
+        shape = self.num_copies, self.n_agents
+        self.pool.step_async(
+            tree(lambda leaf: np.asarray(leaf).reshape(*shape, *np.shape(leaf)[1:]), actions)
+        )
+
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Observations, rewards, terminations, truncations and infos of every slot."""
+        seen, _, over, lost, told = self.pool.step_wait(timeout)  # lost: copies whose worker was replaced
+        before, infos = self.active.reshape(self.num_copies, self.n_agents), dict[str, Any]()
+        rewards, terminated, truncated = (
+            np.array(seen[key], dtype=kind) for key, kind in (("reward", float), ("end", bool), ("cut", bool))
+        )
+        for c in np.flatnonzero(over).tolist():
+            last = told["final_obs"][c]
+            rewards[c], terminated[c], truncated[c] = last["reward"], last["end"], last["cut"]
+        for c in np.flatnonzero(lost | ~self.pool.active).tolist():
+            rewards[c], terminated[c], truncated[c] = 0.0, False, before[c] & lost[c]
+        ended = (terminated | truncated).reshape(-1)
+        for slot in np.flatnonzero(ended).tolist():
+            c, a = divmod(slot, self.n_agents)
+            views = (
+                told["final_obs"][c]["obs"] if over[c] or lost[c] else tree(lambda x, c=c: x[c], seen["obs"])
+            )
+            self._add_info(infos, {"final_obs": tree(lambda leaf, a=a: np.array(leaf[a]), views)}, slot)
+        self._tell(infos, told.get("final_info", {}), ended)
+        self._tell(infos, told, ended & ~np.repeat(over | lost, self.n_agents))
+        obs = self._slots(seen, infos)
+        return obs, rewards.reshape(-1), terminated.reshape(-1), truncated.reshape(-1), infos
+
+    def stats(self) -> dict[str, Any]:
+        """Those of the copies."""
+        return self.pool.stats()
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close all copies."""
+        self.pool.close(**kwargs)
+
+    def _slots(self, seen: Any, infos: dict[str, Any]) -> Any:
+        """The observation of every slot; who is in play is noted, and told."""
+        self.active = (seen["active"].astype(np.bool_) & self.pool.active[:, None]).reshape(-1)
+        infos["active"] = self.active.copy()
+        return tree(lambda leaf: leaf.reshape(self.num_envs, *leaf.shape[2:]), seen["obs"])
+
+    def _tell(self, infos: dict[str, Any], told: dict[str, Any], ended: Any = None) -> None:
+        """What the copies told, by slot; of agents that ended as `final_info`."""
+        for c in np.flatnonzero(told.get("_agent_infos", ())).tolist():
+            for a, info in enumerate(told["agent_infos"][c]):
+                slot = c * self.n_agents + a
+                final = ended is not None and ended[slot]
+                self._add_info(infos, {"final_info": info} if final else info, slot)
+        for key, value in told.items():
+            if key.removeprefix("_") not in ("agent_infos", "final_obs", "final_info"):
+                infos[key] = np.repeat(value, self.n_agents, axis=0)
+
+
+class TeamEnv(gymnasium.Env[Any, Any]):
+    """One parallel environment as a Gymnasium env; what each agent got travels beside the observations."""
+
+    def __init__(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        self.env = make(**kwargs)
+        self.agents = list(self.env.possible_agents)
+        seen = [self.env.observation_space(agent) for agent in self.agents]
+        acts = [self.env.action_space(agent) for agent in self.agents]
+        odd = [a for a, s, t in zip(self.agents, seen, acts, strict=True) if s != seen[0] or t != acts[0]]
+        if odd:
+            raise ConfigError(
+                f"expected the spaces of {self.agents[0]!r} for all agents ({seen[0]}, {acts[0]}), got others for "
+                f"{odd}; pad them, for example with supersuit's pad_observations_v0 and pad_action_space_v0"
+            )
+        self.single, self.act, n = seen[0], acts[0], len(self.agents)
+        flags: dict[str, Any] = {key: spaces.MultiBinary(n) for key in ("end", "cut", "active")}
+        paid = spaces.Box(-np.inf, np.inf, (n,), np.float64)
+        self.observation_space = spaces.Dict({"obs": batch_space(self.single, n), "reward": paid, **flags})
+        self.action_space = batch_space(self.act, n)
+        self.render_mode = getattr(self.env, "render_mode", None)
+
+    def team(self) -> tuple[list[Any], Any, Any]:
+        """Names of the agents, and the spaces of one."""
+        return self.agents, self.single, self.act
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode of all agents."""
+        obs, infos = self.env.reset(seed=seed, options=options)
+        self.active = np.array([agent in self.env.agents for agent in self.agents])
+        return self._answer(obs, {}, {}, {}), self._told(infos)
+
+    def step(self, actions: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Step the agents in play; over when none is left."""
+        each = zip(self.agents, iterate(self.action_space, actions), self.active, strict=True)
+        obs, paid, ends, cuts, infos = self.env.step({agent: action for agent, action, here in each if here})
+        answer = self._answer(obs, paid, ends, cuts)
+        left = np.array([agent in self.env.agents for agent in self.agents])
+        ended = (answer["end"] | answer["cut"]).astype(np.bool_)
+        gone = [agent for agent, lost in zip(self.agents, self.active & ~left & ~ended, strict=True) if lost]
+        if gone:
+            raise EnvError(f"expected agents that leave to be terminated or truncated, {gone} left without")
+        self.active = answer["active"] = left & ~ended
+        return answer, sum(answer["reward"]), not self.active.any(), False, self._told(infos)
+
+    def _answer(self, obs: Any, paid: Any, ends: Any, cuts: Any) -> dict[str, Any]:
+        none = tree(lambda leaf: leaf[0], create_empty_array(self.single))
+        here = [a for a, active in zip(self.agents, self.active, strict=True) if active]
+        rows = [obs[a] if a in here and a in obs else none for a in self.agents]
+        room: Any = create_empty_array(self.single, len(rows))
+        seen = concatenate(self.single, rows, room)
+        given = [[from_.get(a, 0) if a in here else 0 for a in self.agents] for from_ in (paid, ends, cuts)]
+        flags = {"end": np.array(given[1], np.int8), "cut": np.array(given[2], np.int8)}
+        return {
+            "obs": seen,
+            "reward": np.array(given[0], float),
+            **flags,
+            "active": self.active.astype(np.int8),
+        }
+
+    def _told(self, infos: dict[str, Any]) -> dict[str, Any]:
+        each = tuple(dict(infos.get(agent, {})) for agent in self.agents)
+        return {"agent_infos": each} if any(each) else {}
+
+    def render(self) -> Any:
+        """What the parallel environment renders."""
+        return self.env.render()
+
+    def close(self) -> None:
+        """Close it."""
+        self.env.close()

@@ -1,0 +1,570 @@
+"""`backend="native"`: an environment's own batch keeps what `make_vec` promises, or refuses it by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from shoal.core.errors import ConfigError, EnvError, MissingExtraError
+from shoal.vector import groups, make_vec
+
+
+class Counters(VectorEnv[Any, Any, Any]):
+    """Counts its steps per environment; each ends after `3 + i` steps and begins again one step later."""
+
+    def __init__(self, num_envs: int, fault: str | None = None, **said: Any) -> None:
+        self.num_envs, self.fault, self.steps = num_envs, fault, 0
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, **said}
+        self.single_observation_space = spaces.Box(-1, 99, (1,), np.float32)
+        self.single_action_space = spaces.Discrete(3, start=5)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.obs = np.zeros((num_envs, 1), np.float32)  # one array, written again in every step
+        self.over = np.zeros(num_envs, bool)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+        self.obs[mask], self.over[mask] = 0, False
+        return self.obs, {"seed": seed}
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        assert actions.dtype == np.int64
+        if self.fault == "raise" and self.steps == 2:
+            raise ZeroDivisionError("inside")
+        self.obs += 1
+        self.obs[self.over] = 0
+        self.over = self.obs[:, 0] >= 3 + np.arange(self.num_envs)
+        rewards = actions - 5.0
+        if self.fault == "nan reward":
+            rewards[1] = np.nan
+        if self.fault == "nan observation":
+            self.obs[2] = np.nan
+        if self.fault == "shape":
+            rewards = rewards[:-1]
+        none = np.zeros(self.num_envs, bool)
+        return self.obs, rewards, self.over.copy(), none, {"count": np.nan_to_num(self.obs[:, 0]).astype(int)}
+
+
+def native(env: Any, n: int = 3, autoreset: str = "next_step", **options: Any) -> Any:
+    return make_vec(env, n, backend="native", autoreset=autoreset, **options)
+
+
+# ------------------------------------------------------------------ what it refuses, by name
+
+
+def test_every_option_that_only_workers_honour_is_refused_by_name_at_once() -> None:
+    asked = {"num_workers": 2, "start_method": "spawn", "step_timeout": 1.0, "on_failure": "mask", "max_restarts": 1,
+             "threads": True, "ring": 4, "text_bytes": 9}  # fmt: skip
+    made: list[Any] = []
+    with pytest.raises(ConfigError) as caught:
+        native(lambda num_envs: made.append(num_envs), **asked)
+    for name, value in asked.items():
+        assert f"{name}={value!r} (do this: " in str(caught.value)
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ("MountainCar-v0", "vector_entry_point, got 'MountainCar-v0'"),
+        ("frozen_lake", "vector_entry_point, got 'frozen_lake'"),
+        (lambda num_envs: gymnasium.make("CartPole-v1"), "must give a VectorEnv, got TimeLimit"),
+        (lambda num_envs: Counters(num_envs + 1), "must step 3 environments at once"),
+        (lambda num_envs: Counters(num_envs, autoreset_mode=None), "metadata"),
+        (lambda num_envs: 1 / 0, "cannot be made with {}: ZeroDivisionError"),
+        (7, "needs an id"),
+    ],
+)
+def test_what_is_no_batch_is_told_with_what_was_expected(env: Any, said: str) -> None:
+    with pytest.raises((ConfigError, TypeError), match=said):
+        native(env)
+
+
+def test_another_autoreset_than_the_batchs_is_refused_unless_masked_resets_make_it_exact() -> None:
+    with pytest.raises(
+        ConfigError, match="has autoreset='next_step', got 'same_step'; pass autoreset='next_step'"
+    ):
+        native("CartPole-v1", autoreset="same_step")
+    with pytest.raises(ConfigError, match="got 'disabled'"):
+        native(Counters, autoreset="disabled")
+    assert native("CartPole-v1").metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+
+
+@pytest.mark.skipif(importlib.util.find_spec("envpool") is not None, reason="EnvPool is here")
+def test_a_package_that_is_missing_is_named_with_its_command() -> None:
+    with pytest.raises(MissingExtraError, match="'envpool:Pong-v5' needs EnvPool: run pip install envpool"):
+        native("envpool:Pong-v5")
+
+
+def test_calls_that_a_batch_cannot_take_are_refused_and_it_goes_on_as_if_not_asked() -> None:
+    envs, calm = native("CartPole-v1"), native("CartPole-v1")
+    assert np.array_equal(envs.reset(seed=1)[0], calm.reset(seed=1)[0])
+    refused: list[Callable[[], Any]] = [
+        lambda: envs.reset(seed=[1, 2, 3]),
+        lambda: envs.reset(seed=groups(0, 3, 1)),
+        lambda: envs.reset(options={"reset_mask": np.array([True, False, False])}),
+        lambda: envs.send([0], [1]),
+        lambda: envs.send_reset([0, 1, 2]),
+        lambda: envs.recv(),
+        lambda: envs.step_some([0], [1]),
+        lambda: envs.reset_some([0], [1]),
+        lambda: envs.call("x"),
+        lambda: envs.get_attr("x"),
+        lambda: envs.apply(print),
+        lambda: envs.observation_ring(),
+    ]
+    for call in refused:
+        with pytest.raises(EnvError, match="the native batch of 'CartPole-v1'"):
+            call()
+    for wrong in ([0, 1], [0, 1, 2], [0, 1, -1], [0.5, 1, 1], [[0], [1], [1]]):
+        with pytest.raises(ValueError, match="expected actions"):
+            envs.step(wrong)
+    assert not hasattr(envs, "step_some")
+    assert np.array_equal(envs.step([0, 1, 1])[0], calm.step([0, 1, 1])[0])
+    assert envs.stats()["failures"] == [0, 0, 0]
+
+
+# ------------------------------------------------------------------ what it does
+
+
+def test_gymnasiums_own_batch_gives_what_it_gives_alone() -> None:
+    envs = native("CartPole-v1", 4)
+    alone = gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point")
+    assert np.array_equal(envs.reset(seed=3)[0], alone.reset(seed=3)[0])
+    actions, ends = np.random.default_rng(0), 0
+    for _ in range(80):
+        action = actions.integers(2, size=4)
+        obs, rewards, terminated, truncated, _ = envs.step(action)
+        want = alone.step(action)
+        assert np.array_equal(obs, want[0])
+        assert np.array_equal(rewards, want[1])
+        assert rewards.dtype == np.float64
+        assert np.array_equal(terminated, want[2])
+        assert np.array_equal(truncated, want[3])
+        ends += int(terminated.sum())
+    assert ends > 4
+    assert envs.active.tolist() == [True] * 4
+    assert (envs.stats()["step_p50"] > 0).all()
+    again = native("CartPole-v1", 4)
+    assert np.array_equal(again.reset(seed=3)[0], native("CartPole-v1", 4).reset(seed=3)[0])
+    assert not np.array_equal(again.reset(seed=4)[0], again.reset(seed=3)[0])
+
+
+def test_a_masked_reset_makes_same_step_of_next_step_exactly() -> None:
+    def lengths(num_envs: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> Any:
+        return SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * num_envs, autoreset_mode=mode)
+
+    envs, want = native(lengths, 4, autoreset="same_step"), lengths(4, AutoresetMode.SAME_STEP)
+    assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert np.array_equal(envs.reset(seed=[5, 5, 6, 6])[0], want.reset(seed=[5, 5, 6, 6])[0])
+    actions, ends = np.random.default_rng(0), 0
+    for _ in range(100):
+        action = actions.integers(2, size=4)
+        got, exact = envs.step(action), want.step(action)
+        for a, b in zip(got[:4], exact[:4], strict=True):
+            assert np.array_equal(a, b)
+        assert ("final_obs" in got[4]) == ("final_obs" in exact[4])
+        for i in np.flatnonzero(got[2]).tolist():
+            ends += 1
+            assert np.array_equal(got[4]["final_obs"][i], exact[4]["final_obs"][i])
+            assert got[4]["_final_obs"].tolist() == exact[4]["_final_obs"].tolist()
+    assert ends > 10
+
+
+def test_infos_of_those_that_begin_again_come_from_the_reset_and_the_others_from_the_step() -> None:
+    class Told(Counters):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            obs, _ = super().reset(seed=seed, options=options)
+            return obs, {"count": np.full(self.num_envs, -1)}
+
+    envs = native(lambda num_envs: Told(num_envs, reset_mask=True), autoreset="same_step")
+    envs.reset()
+    infos = [envs.step([5, 6, 7])[4] for _ in range(3)][-1]  # env 0 ends in the third step
+    assert infos["count"].tolist() == [-1, 3, 3]
+    assert infos["final_info"]["count"].tolist() == [3, 3, 3]
+    assert infos["_final_info"].tolist() == [True, False, False]
+    assert infos["final_obs"][0].tolist() == [3.0]
+    assert infos["final_obs"][1] is None
+
+
+def test_a_batch_says_in_its_metadata_what_it_keeps_to() -> None:
+    envs = native(lambda num_envs: Counters(num_envs, reset_mask=True, seed_per_env=True))
+    assert envs.reset(seed=[4, 4, 9])[1]["seed"] == [4, 4, 9]
+    envs.step([5, 6, 7])
+    assert envs.reset(options={"reset_mask": np.array([False, True, False])})[0].tolist() == [[1], [0], [1]]
+    with pytest.raises(ValueError, match="expected 3 integer seeds"):
+        envs.reset(seed=[1, 2])
+    for mask in (np.zeros(3, bool), np.ones(2, bool), np.ones(3)):
+        with pytest.raises(ValueError, match="reset_mask must be 3 booleans"):
+            envs.reset(options={"reset_mask": mask})
+
+
+def test_what_was_returned_is_not_written_again_unless_views_were_asked_for() -> None:
+    for copies, then in ((None, 1.0), (True, 1.0), (False, 2.0)):
+        envs = native(Counters, copy_observations=copies)
+        envs.reset()
+        kept = envs.step([5, 5, 5])[0]
+        envs.step([5, 5, 5])
+        assert kept[2] == then
+
+
+def test_actions_are_copied_before_the_batch_steps() -> None:
+    envs = native(Counters)
+    envs.reset()
+    actions = np.array([5, 6, 7], dtype=np.int32)
+    envs.step_async(actions)
+    actions[:] = 5
+    assert envs.step_wait()[1].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_begun_operations_are_finished_in_order_and_nothing_works_after_close() -> None:
+    envs = native(Counters)
+    with pytest.raises(EnvError, match="a step before reset"):
+        envs.step([5, 5, 5])
+    with pytest.raises(NoAsyncCallError):
+        envs.step_wait()
+    envs.reset_async(seed=8)
+    with pytest.raises(AlreadyPendingCallError):
+        envs.step_async([5, 5, 5])
+    assert envs.reset_wait()[1]["seed"] == 8
+    envs.step_async([5, 5, 5])
+    with pytest.raises(AlreadyPendingCallError):
+        envs.reset()
+    with pytest.raises(EnvError, match="timeout"):
+        envs.step_wait(timeout=1)
+    envs.step_wait()
+    envs.close()
+    with pytest.raises(ClosedEnvironmentError):
+        envs.reset()
+
+
+# ------------------------------------------------------------------ faults
+
+
+def test_what_fails_inside_is_told_with_batch_operation_and_cause_and_a_reset_begins_again() -> None:
+    envs = native(lambda num_envs: Counters(num_envs, fault="raise"))
+    envs.reset()
+    envs.step([5, 5, 5])
+    with pytest.raises(
+        EnvError, match=r"Counters, 3 environments\) failed in step: ZeroDivisionError: inside"
+    ) as caught:
+        envs.step([5, 5, 5])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(EnvError, match=r"reset\(\) first"):
+        envs.step([5, 5, 5])
+    envs.reset()
+    assert envs.step([5, 5, 6])[1].tolist() == [0, 0, 1]
+    assert envs.stats()["failures"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("nan reward", r"NaN in step: environments \[1\]"),
+        ("nan observation", r"NaN in step: environments \[2\]"),
+        ("shape", "expected 3 rewards"),
+    ],
+)
+def test_nonsense_from_a_batch_is_not_delivered(fault: str, said: str) -> None:
+    envs = native(lambda num_envs: Counters(num_envs, fault=fault))
+    envs.reset()
+    with pytest.raises(EnvError, match=said):
+        envs.step([5, 5, 5])
+    if fault == "nan reward":
+        trusting = native(lambda num_envs: Counters(num_envs, fault=fault), check_nan=False)
+        trusting.reset()
+        assert np.isnan(trusting.step([5, 5, 5])[1][1])
+
+
+# ------------------------------------------------------------------ batches of other packages
+
+
+quiet_envpool = pytest.mark.filterwarnings("ignore:.*precision lowered")  # by spaces that EnvPool makes
+
+
+def rollout(envs: Any, seed: Any, n_actions: int, steps: int = 40) -> np.ndarray[Any, Any]:
+    """Observations `[steps + 1, n_envs, …]` when all take the same actions."""
+    actions = np.random.default_rng(0)
+    seen = [envs.reset(seed=seed)[0]]
+    for _ in range(steps):
+        seen.append(envs.step(np.full(envs.num_envs, actions.integers(n_actions)))[0])
+    return np.stack(seen)
+
+
+def check_seeds(make: Callable[[], Any], n_actions: int) -> None:
+    """Seeds decide, each environment by its own; groups start and stay alike."""
+    first = rollout(make(), 5, n_actions)
+    envs = make()
+    rollout(envs, 9, n_actions)
+    assert np.array_equal(rollout(envs, 5, n_actions), first)
+    assert np.array_equal(rollout(make(), [5, 6, 7, 8], n_actions), first)
+    grouped = rollout(make(), groups(2, 2, 2), n_actions)
+    assert np.array_equal(grouped[:, 0], grouped[:, 1])
+    assert np.array_equal(grouped[:, 2], grouped[:, 3])
+    assert not np.array_equal(grouped[:, 0], grouped[:, 2])
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_ales_batch_keeps_seeds_masks_and_both_ways_to_begin_again(mode: str) -> None:
+    pytest.importorskip("ale_py")
+
+    def make(**more: Any) -> Any:
+        return native("ale_py:ALE/Pong-v5", 4, autoreset=mode, env_kwargs={"num_threads": 2, **more})
+
+    check_seeds(make, 6)
+    envs = make()
+    envs.reset(seed=1)
+    before = [envs.step([2, 3, 2, 3])[0] for _ in range(30)][-1]
+    after, _ = envs.reset(seed=[0, 7, 0, 0], options={"reset_mask": np.array([False, True, False, False])})
+    assert [np.array_equal(after[i], before[i]) for i in range(4)] == [True, False, True, True]
+    with pytest.raises(ValueError, match="expected actions"):
+        envs.step([0, 0, 0, 99])  # inside, this would end the process
+    with pytest.raises(ConfigError, match="cannot be made.*Disabled"):
+        native("ale_py:ALE/Pong-v5", 4, autoreset="disabled")
+    with pytest.raises(ConfigError, match="at once"):
+        make(batch_size=2)
+    short = make(max_num_frames_per_episode=120)
+    short.reset(seed=0)
+    ends = [step for step in (short.step([0] * 4) for _ in range(40)) if step[3].any()]
+    assert ends
+    assert all(("_final_obs" in infos) == (mode == "same_step") for *_, infos in ends)
+    for obs, _, _, truncated, infos in ends if mode == "same_step" else ():
+        assert infos["_final_obs"].tolist() == truncated.tolist()
+        i = int(np.flatnonzero(truncated)[0])
+        assert not np.array_equal(infos["final_obs"][i], obs[i])
+
+
+class Shuffled:
+    """What `envpool.make_gymnasium` gives, as far as it is used here: rows come in any order, with `env_id`."""
+
+    metadata: ClassVar = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    render_mode = None
+    observation_space = spaces.Box(-1, 999, (2,), np.float32)
+    action_space = spaces.Discrete(9)
+
+    def __init__(self, env_id: str, num_envs: int, seed: Any, batch_size: int = 0) -> None:
+        self.config = {"max_num_players": 2 if env_id == "Duel" else 1, "batch_size": batch_size or num_envs}
+        self.n, self.seeds = num_envs, np.array(seed if isinstance(seed, list) else [seed] * num_envs) % 500
+        assert (self.seeds >= 0).all()
+        self.t, self.waiting = np.zeros(num_envs, int), []
+
+    def reset(self, ids: Any = None) -> Any:
+        ids = np.arange(self.n) if ids is None else ids
+        self.t[ids] = 0
+        return self.rows(ids[::-1])[:2]
+
+    def async_reset(self) -> None:
+        self.t[:], self.waiting = -1, [(i, 0) for i in range(self.n)]
+
+    def rows(self, ids: Any, actions: Any = 0) -> Any:
+        obs = np.stack([self.seeds[ids], self.t[ids]], axis=1).astype(np.float32)
+        infos = {"env_id": ids.astype(np.int32), "players": {}, "elapsed_step": self.t[ids].copy()}
+        return obs, infos, actions * np.ones(len(ids), np.float32), self.t[ids] >= 3 + ids
+
+    def send(self, actions: Any, ids: Any = None) -> None:
+        self.waiting += list(zip(np.arange(self.n) if ids is None else ids, actions, strict=True))
+
+    def recv(self) -> Any:
+        size = min(self.config["batch_size"], len(self.waiting))
+        taken, self.waiting = self.waiting[:size][::-1], self.waiting[size:]
+        ids = np.array([i for i, _ in taken])
+        over = self.t[ids] >= 3 + ids
+        self.t[ids] = np.where(over, 0, self.t[ids] + 1)
+        obs, infos, rewards, ended = self.rows(ids, np.array([a for _, a in taken]))
+        return obs, rewards, ended, np.zeros(size, bool), infos
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_rows_of_an_envpool_reach_their_environments_in_whatever_order_they_come(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "envpool", types.SimpleNamespace(make_gymnasium=Shuffled))
+    envs = native("envpool:Any-v0", 4, autoreset=mode)
+    assert envs.reset(seed=[4, 3, 2, 1])[0][:, 0].tolist() == [4, 3, 2, 1]
+    clock = np.zeros(4, int)
+    for _ in range(12):
+        obs, rewards, terminated, _, infos = envs.step([5, 6, 7, 8])
+        over, clock = clock >= 3 + np.arange(4), clock + 1
+        if mode == "next_step":
+            clock[over] = 0
+        assert terminated.tolist() == (clock >= 3 + np.arange(4)).tolist()
+        if mode == "same_step":
+            for i in np.flatnonzero(terminated).tolist():
+                assert infos["final_obs"][i].tolist() == [4 - i, clock[i]]
+            clock[terminated] = 0
+        assert obs.tolist() == [[4 - i, clock[i]] for i in range(4)]
+        assert infos["elapsed_step"].tolist() == clock.tolist()
+        assert rewards.tolist() == [5, 6, 7, 8]
+    mask = np.array([True, False, True, False])
+    obs, infos = envs.reset(options={"reset_mask": mask})
+    assert obs[:, 1].tolist() == np.where(mask, 0, clock).tolist()
+    assert obs[:, 0].tolist() == [4, 3, 2, 1]
+    envs.reset()
+    for step in range(1, 7):
+        envs.send([3, 0], [1, 2])
+        ready = envs.recv()
+        assert ready.ids.tolist() == [0, 3]
+        assert ready.rewards.tolist() == [2, 1]
+        if mode == "same_step":  # episodes of 3 and 6 steps
+            assert ready.terminated.tolist() == [step % 3 == 0, step == 6]
+            assert ready.observations.tolist() == [[4, step % 3], [1, step % 6]]
+            if step == 6:
+                assert [info["final_obs"].tolist() for info in ready.infos] == [[4, 3], [1, 6]]
+        else:
+            assert ready.observations.tolist() == [[4, step % 4], [1, step]]
+    with pytest.raises(ConfigError, match="one player"):
+        native("envpool:Duel", 4)
+    few = native("envpool:Any-v0", 4, env_kwargs={"batch_size": 2})
+    with pytest.raises(EnvError, match=r"send_reset\(range"):
+        few.reset()
+    few.send_reset(range(4))
+    assert [few.recv().observations[:, 1].tolist() for _ in range(2)] == [[0, 0], [0, 0]]
+    few.send([2], [1])
+    with pytest.raises(EnvError, match="needs 2 in flight, got 1"):
+        few.recv()  # EnvPool itself would wait for ever
+
+
+@quiet_envpool
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_envpool_keeps_seeds_masks_and_episodes(mode: str) -> None:
+    pytest.importorskip("envpool")
+
+    def make(**more: Any) -> Any:
+        return native("envpool:CartPole-v1", 4, autoreset=mode, env_kwargs={"num_threads": 1, **more})
+
+    check_seeds(make, 2)
+    envs = make()
+    assert envs.action_space.shape == (4,)  # batched, unlike EnvPool's own
+    envs.reset(seed=0)
+    before, *_ = envs.step([0, 1, 0, 1])
+    after, infos = envs.reset(options={"reset_mask": np.array([False, True, False, True])})
+    assert [np.array_equal(after[i], before[i]) for i in range(4)] == [True, False, True, False]
+    assert infos["_elapsed_step"].tolist() == [False, True, False, True]
+    with pytest.raises(ValueError, match="expected actions"):
+        envs.step([0, 0, 0])  # inside, this would end the process
+    clock, ends, over = np.zeros(4, int), 0, np.zeros(4, bool)
+    envs.reset(seed=0)
+    for _ in range(60):
+        obs, rewards, terminated, _, infos = envs.step([1, 1, 1, 1])
+        clock = np.where(over, 0, clock + 1) if mode == "next_step" else clock + 1
+        if mode == "same_step":
+            for i in np.flatnonzero(terminated).tolist():
+                ends += 1
+                assert infos["final_info"]["elapsed_step"][i] == clock[i]
+                assert abs(infos["final_obs"][i][2]) > 0.2  # it fell over (12 degrees are 0.2094)
+                assert abs(obs[i]).max() <= 0.05  # and stands again
+            clock[terminated] = 0
+        else:
+            assert rewards[over].tolist() == [0.0] * int(over.sum())
+            ends += int(terminated.sum())
+        assert infos["elapsed_step"].tolist() == clock.tolist()
+        over = terminated
+    assert ends > 10
+    with pytest.raises(ConfigError, match="cannot be made"):
+        native("envpool:NoSuch-v1")
+
+
+@quiet_envpool
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_envpool_steps_some_and_returns_whichever_are_ready(mode: str) -> None:
+    pytest.importorskip("envpool")
+    envs, alone = (native("envpool:CartPole-v1", 4, autoreset=mode) for _ in range(2))
+    envs.reset(seed=[3, 4, 5, 6])
+    alone.reset(seed=[3, 4, 5, 6])
+    for _ in range(25):
+        want = alone.step([1] * 4)
+        for ids in ([2, 0], [3, 1]):
+            envs.send(ids, [1, 1])
+            with pytest.raises(AlreadyPendingCallError):
+                envs.send([1], [1])
+            with pytest.raises(EnvError, match="timeout"):
+                envs.recv(timeout=1)
+            ready = envs.recv()
+            assert ready.ids.tolist() == ids
+            assert np.array_equal(ready.rewards, want[1][ids])
+            assert np.array_equal(ready.terminated, want[2][ids])
+            for k, i in enumerate(ids):
+                assert ready.infos[k]["elapsed_step"] == want[4]["elapsed_step"][i]
+                assert ("final_obs" in ready.infos[k]) == bool(mode == "same_step" and ready.terminated[k])
+                last = ready.infos[k].get("final_obs", ready.observations[k])
+                exact = want[4]["final_obs"][i] if "final_obs" in ready.infos[k] else want[0][i]
+                assert np.array_equal(last, exact)
+    with pytest.raises(ValueError, match="not in flight"):
+        envs.send([0, 0], [1, 1])
+    with pytest.raises(EnvError, match="needs 1 in flight, got 0"):
+        envs.recv()
+
+
+@quiet_envpool
+def test_envpool_with_a_batch_size_is_asynchronous_and_never_waits_for_what_was_not_sent() -> None:
+    pytest.importorskip("envpool")
+    with pytest.raises(ConfigError, match="pass autoreset='next_step'"):
+        native("envpool:CartPole-v1", 5, autoreset="same_step", env_kwargs={"batch_size": 2})
+    envs = native("envpool:CartPole-v1", 5, env_kwargs={"batch_size": 2})
+    for call in (envs.reset, lambda: envs.step([0] * 5), lambda: envs.send_reset([0])):
+        with pytest.raises(EnvError, match=r"send_reset\(range"):
+            call()
+    envs.send_reset(range(5), seeds=[7] * 5)
+    first = envs.recv(min_envs=3)  # in whole batches of two
+    assert len(first.ids) == 4
+    assert len({row.tobytes() for row in first.observations}) == 1  # the same seed
+    with pytest.raises(EnvError, match="needs 2 in flight, got 1"):
+        envs.recv()
+    steps = np.zeros(5, int)
+    ready = first
+    for _ in range(30):
+        envs.send(ready.ids, [0] * len(ready.ids))
+        ready = envs.recv()
+        for i, info in zip(ready.ids, ready.infos, strict=True):
+            steps[i] += 1
+            assert info["elapsed_step"] in (steps[i] - 1, steps[i], 0)
+            steps[i] = info["elapsed_step"]
+    assert len(ready.ids) == 2
+
+
+def test_gymnax_environments_end_by_time_as_gymnax_says() -> None:
+    pytest.importorskip("jax")
+    gymnax = pytest.importorskip("gymnax")
+    envs = native("gymnax:CartPole-v1", 4, autoreset="same_step")
+    check_seeds(lambda: native("gymnax:CartPole-v1", 4, autoreset="same_step"), 2)
+    env, params = gymnax.make("CartPole-v1")
+    if hasattr(env, "is_truncated"):
+        brief = native(
+            env, 4, autoreset="same_step", env_kwargs={"params": params.replace(max_steps_in_episode=3)}
+        )
+        brief.reset(seed=0)
+        cuts = [brief.step([0, 1, 0, 1])[3].tolist() for _ in range(6)]
+        assert cuts == ([[False] * 4] * 2 + [[True] * 4]) * 2
+    envs.reset(seed=0)
+    obs, *_ = envs.step([0, 1, 0, 1])
+    obs[:] = 0  # the caller's own
+
+
+def test_jax_environments_reset_by_mask() -> None:
+    pytest.importorskip("jax")
+    from tests.vector.test_jax import Walk
+
+    for env in (Walk, Walk()):
+        envs = native(env, 3, autoreset="same_step")
+        first, _ = envs.reset(seed=4)
+        calm = native(env, 3, autoreset="same_step")
+        calm.reset(seed=4)
+        before, want = envs.step([2, 2, 2])[0], calm.step([2, 2, 2])[0]
+        assert np.array_equal(before, want)
+        after, _ = envs.reset(seed=4, options={"reset_mask": np.array([False, True, False])})
+        assert np.array_equal(after, np.array([before[0], first[1], before[2]]))
+        one, other = envs.step([0, 2, 1]), calm.step([0, 1, 1])
+        assert np.array_equal(one[0][[0, 2]], other[0][[0, 2]])  # undisturbed
+        assert np.array_equal(one[0][1], before[1])  # again its own first step
