@@ -248,6 +248,7 @@ def test_the_time_limit_is_for_each_env_and_hangs_are_waited_for_side_by_side(cl
     envs = make_vec(slow, backend="ray", num_workers=1, step_timeout=1.2)
     envs.reset()
     assert envs.step([1] * 4)[1].tolist() == [11.0] * 4  # two seconds in all
+    assert all(0.4 < seconds < 1.2 for seconds in envs.stats()["step_p50"])
     envs.close()
     fns = [functools.partial(Faulty, "hang")] * 6
     envs = make_vec(fns, backend="ray", num_workers=3, step_timeout=1.0)
