@@ -56,12 +56,13 @@ bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over,
 bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes
 	$(BIN)/python benchmarks/ppo.py
 
-bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3 and PufferLib, about ten minutes
+bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3, PufferLib and EnvPool, about twenty minutes
 	test -d .venv-bench-vector || $(PYTHON) -m venv .venv-bench-vector
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$(.venv-bench-vector/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	.venv-bench-vector/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
-	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/vector.py
+	.venv-bench-vector/bin/python benchmarks/vector.py
+	.venv-bench-vector/bin/python benchmarks/vector.py --busy-core
 	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/faults.py
 	$(BIN)/python benchmarks/vector_tables.py
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier

@@ -1,9 +1,20 @@
-"""The environments that `vector.py` measures with: each stresses another part of a vector environment."""
+"""The environments that `vector.py` measures with: made-up ones that each stress one thing, and real ones.
+
+They are a module of their own so that workers can import them.
+"""
 
 from __future__ import annotations
 
+import functools
+import http.client
+import os
+import socketserver
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
@@ -94,6 +105,60 @@ class Waiting(Ticking):
         time.sleep(latency(self.latencies))
 
 
+class Http(Waiting):
+    """A step that asks a server on this machine, which takes as long to answer as `Waiting` sleeps."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.port = port
+        self.connection: http.client.HTTPConnection | None = None  # of the process or thread that steps
+
+    def work(self) -> None:
+        """Ask, and remember the answer."""
+        if self.connection is None:
+            self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        self.connection.request("GET", f"/{latency(self.latencies):.6f}")
+        self.zero = np.full(4, float(self.connection.getresponse().read()), np.float32)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self.connection is not None:
+            self.connection.close()
+
+
+class Answer(socketserver.StreamRequestHandler):
+    """`GET /0.0035` is answered with the number, so many seconds later."""
+
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        """All requests of one connection."""
+        while request := self.rfile.readline():
+            while self.rfile.readline() not in (b"\r\n", b""):
+                pass
+            body = request.split()[1][1:]
+            time.sleep(min(float(body), 0.020))
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+
+def serve() -> None:
+    """Answer on a free port, which is printed, for as long as the parent lives."""
+    parent = os.getppid()
+    socketserver.ThreadingTCPServer.daemon_threads = True
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(server.server_address[1], flush=True)
+        while os.getppid() == parent:
+            time.sleep(0.2)
+
+
+def http_envs() -> Callable[[], Any]:
+    """Start the server, in a process that ends with this one."""
+    process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    return functools.partial(Http, int(process.stdout.readline()))
+
+
 class Images(Ticking):
     """84x84x3 frames, almost for free."""
 
@@ -124,3 +189,76 @@ class Text(Ticking):
 def cartpole() -> Any:
     """Gymnasium's CartPole: about 5 microseconds a step."""
     return gymnasium.make("CartPole-v1")
+
+
+def lunarlander() -> Any:
+    """Box2D: about 40 microseconds a step."""
+    return gymnasium.make("LunarLander-v3")
+
+
+def halfcheetah() -> Any:
+    """MuJoCo: about 80 microseconds a step."""
+    return gymnasium.make("HalfCheetah-v5")
+
+
+def minigrid() -> Any:
+    """The whole grid as a small image: Python code of about 200 microseconds a step."""
+    import minigrid  # noqa: F401  (registers its environments)
+    from minigrid.wrappers import FullyObsWrapper, ImgObsWrapper
+
+    return ImgObsWrapper(FullyObsWrapper(gymnasium.make("MiniGrid-DoorKey-8x8-v0")))
+
+
+def pong() -> Any:
+    """Atari as agents see it: four grey frames of 84x84, one step for four of the machine."""
+    import ale_py
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+    gymnasium.register_envs(ale_py)
+    return FrameStackObservation(AtariPreprocessing(gymnasium.make("ALE/Pong-v5", frameskip=1)), 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of environment."""
+
+    prepare: Callable[[], Callable[[], Any]]
+    """Gives what makes one env."""
+    counts: tuple[int, ...] = (8, 32, 128)
+    checked: int = 60
+    """Steps that are compared with a plain loop."""
+    forced: tuple[str, ...] = ("process",)
+    """Backends measured beside what "auto" takes."""
+    batch: str = ""
+    """Its id where an environment brings a batch of its own."""
+    envpool: str = ""
+    waits: bool = False
+
+
+CASES = {
+    "cartpole": Case(
+        lambda: cartpole, forced=("process", "serial"), batch="CartPole-v1", envpool="CartPole-v1"
+    ),
+    "images": Case(lambda: Images, forced=("process", "serial")),
+    "text": Case(lambda: Text, forced=("process", "serial")),
+    "cpu200us": Case(lambda: functools.partial(Burning, rounds_for(200e-6)), checked=10),
+    "waiting": Case(lambda: Waiting, checked=2, forced=("process", "thread"), waits=True),
+    "http": Case(http_envs, (8,), checked=3, forced=("process", "thread"), waits=True),
+    "lunarlander": Case(lambda: lunarlander, checked=120, envpool="LunarLander-v3"),
+    "halfcheetah": Case(
+        lambda: halfcheetah, (8,), forced=("process", "thread", "serial"), envpool="HalfCheetah-v5"
+    ),
+    "minigrid": Case(
+        lambda: minigrid, (8,), forced=("process", "thread", "serial"), envpool="MiniGrid-DoorKey-8x8-v0"
+    ),
+    "pong": Case(
+        lambda: pong,
+        (8,),
+        forced=("process", "thread", "serial"),
+        batch="ale_py:ALE/Pong-v5",
+        envpool="Pong-v5",
+    ),
+}
+
+if __name__ == "__main__":
+    serve()

@@ -10,9 +10,14 @@ from typing import Any
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "vector.md"
 SPEED_COLUMNS = (
+    "ideal",
+    "ideal (first ready)",
     "shoal",
     "shoal recv/send",
     "shoal process",
+    "shoal thread",
+    "shoal serial",
+    "shoal async",
     "gymnasium sync",
     "gymnasium async",
     "sb3 dummy",
@@ -20,26 +25,101 @@ SPEED_COLUMNS = (
     "pufferlib 1 worker",
     "pufferlib 2 workers",
 )
+BATCH_COLUMNS = ("shoal", "shoal native", "vector entry point", "envpool")
+RATIO_COLUMNS = (
+    "shoal / best Python peer",
+    "shoal / gymnasium sync",
+    "shoal / ideal",
+    "shoal recv/send / ideal (first ready)",
+    "shoal / best of its backends",
+)
+DROP_IN = "shoal async / gymnasium async"
+BUSY = ", a core busy"
 FAULT_COLUMNS = ("shoal", "shoal restart", "gymnasium async", "sb3 subproc", "pufferlib")
 
 
-def speed() -> str:
-    rows = json.loads((HERE / "results" / "vector.json").read_text())["rows"]
+def results() -> dict[str, Any]:
+    return json.loads((HERE / "results" / "vector.json").read_text())
+
+
+def by_case(part: str, key: str, *, busy: bool = False) -> dict[str, dict[str, dict[str, Any]]]:
+    """The rows or ratios of each case, with or without a busy core."""
     cases: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        cases.setdefault(row["case"], {})[row["subject"]] = row["value"]
+    for row in results()[part]:
+        if row["case"].endswith(BUSY) == busy:
+            cases.setdefault(row["case"].removesuffix(BUSY), {})[row[key]] = row
+    return cases
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def speed(columns: tuple[str, ...] = SPEED_COLUMNS) -> str:
+    """Steps a second; below them the CPU time of one step."""
+    lines = []
+    for case, found in by_case("rows", "subject").items():
+        if any(name in found for name in columns[1:] if not name.startswith("shoal")):
+            lines.append([case, *(_speed(found.get(name)) for name in columns)])
+    return table(["case", *columns], lines)
+
+
+def batches() -> str:
+    return speed(BATCH_COLUMNS)
+
+
+def _speed(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    if row["value"] is None:
+        return row["error"].partition(":")[0]
+    cpu = f" ({1e6 * row['cpu_seconds'] / row['steps']:.1f})" if row.get("steps") else ""
+    return f"{row['value']:,.0f}{cpu}"
+
+
+def ratios() -> str:
+    """The median of each ratio, its range, and its goal where it has one."""
+    noise = {row["case"]: row for row in results()["calibration"]}
     lines = [
-        "| case | limit | " + " | ".join(SPEED_COLUMNS) + " | shoal / best rival | shoal / limit |",
-        "|---" * (len(SPEED_COLUMNS) + 4) + "|",
+        [case, *(_ratio(found.get(name)) for name in RATIO_COLUMNS), _noise(noise[case])]
+        for case, found in by_case("ratios", "ratio").items()
     ]
-    for case, values in cases.items():
-        limits = [value for name, value in values.items() if name.startswith("limit")]
-        limit = values.get("limit (all)", limits[0])
-        rivals = [v for name, v in values.items() if v and not name.startswith(("shoal", "limit", "envpool"))]
-        cells = [f"{values[name]:,.0f}" if values.get(name) else "-" for name in SPEED_COLUMNS]
-        shares = f"{values['shoal'] / max(rivals):.2f} | {values['shoal'] / limit:.2f}"
-        lines.append(f"| {case} | {limit:,.0f} | {' | '.join(cells)} | {shares} |")
-    return "\n".join(lines)
+    return table(["case", *RATIO_COLUMNS, "noise"], lines)
+
+
+def _ratio(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    goal = f"; goal {row['goal']:g}{'' if row['met'] else ' **missed**'}" if "goal" in row else ""
+    return f"{row['value']:.2f} ({row['min']:.2f} to {row['max']:.2f}{goal})"
+
+
+def _noise(row: dict[str, Any]) -> str:
+    return f"{row['variation']:.0%}" + ("" if row["quiet"] else f", others {row['cores_others']:.1f} cores")
+
+
+def drop_in() -> str:
+    """Shoal's `AsyncVectorEnv` beside the class whose constructor it has."""
+    speeds = by_case("rows", "subject")
+    names = DROP_IN.split(" / ")
+    lines = [
+        [case, *(_speed(speeds[case][name]) for name in names), _ratio(found[DROP_IN])]
+        for case, found in by_case("ratios", "ratio").items()
+        if DROP_IN in found
+    ]
+    return table(["case", "shoal.vector.AsyncVectorEnv", "gymnasium.vector.AsyncVectorEnv", "ratio"], lines)
+
+
+def busy_core() -> str:
+    """What is left when another process keeps one core busy."""
+    noise = {row["case"]: row for row in results()["calibration"]}
+    columns = ("shoal / gymnasium sync", "shoal / ideal")
+    lines = [
+        [case, *(_ratio(found.get(name)) for name in columns), _noise(noise[case + BUSY])]
+        for case, found in by_case("ratios", "ratio", busy=True).items()
+    ]
+    return table(["case", *columns, "noise"], lines)
 
 
 def faults() -> str:
@@ -69,13 +149,26 @@ def _cell(row: dict[str, Any]) -> str:
 
 def put(name: str, table: str) -> None:
     page = PAGE.read_text()
+    if f"<!-- {name} -->\n" not in page:
+        raise ValueError(
+            f"{PAGE.name} has no place for a table: put <!-- {name} --> and <!-- /{name} --> on lines"
+        )
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     PAGE.write_text(re.sub(pattern, lambda m: m.group(1) + table + "\n" + m.group(2), page, flags=re.DOTALL))
 
 
+TABLES = {
+    "ratios": ratios,
+    "drop-in": drop_in,
+    "busy core": busy_core,
+    "speed": speed,
+    "batches": batches,
+    "faults": faults,
+}
+
 if __name__ == "__main__":
-    for name, table in (("speed", speed), ("faults", faults)):
+    for name, make in TABLES.items():
         try:
-            put(name, table())
+            put(name, make())
         except FileNotFoundError as error:
             print(f"no table of {name}: {error.filename} is not there")

@@ -1,10 +1,13 @@
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from shoal.core.configuration import from_mapping, to_mapping
 from shoal.core.errors import ConfigError
+from shoal.envs.text import build_config
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,14 @@ class Outer:
     many: dict[str, Inner] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class Settings:
+    inner: Inner = Inner()
+    size: int = 3
+    sides: tuple[int, ...] = ()
+    made: Callable[[], int] | None = None
 
 
 def test_nested_values_become_dataclasses_and_back():
@@ -55,3 +66,17 @@ def test_nested_values_become_dataclasses_and_back():
 def test_a_wrong_value_is_named_by_its_path(values, message):
     with pytest.raises(ConfigError, match=message):
         from_mapping(Outer, values)
+
+
+def test_settings_of_an_env_are_told_by_the_same_rules_in_its_own_words():
+    made = build_config(Settings, {"size": np.int64(4), "sides": [1, 2], "made": int, "inner": {"size": 1}})
+    assert made == Settings(Inner(1), 4, (1, 2), int)
+    assert type(made.size) is int
+    for values, message in (
+        ({"sise": 1}, "Settings has no setting 'sise'. Did you mean 'size'"),
+        ({"size": "x"}, "Settings.size: Expected `int`, got `str`, got 'x'"),
+        ({"inner": {"sise": 1}}, "unknown key 'Settings.inner.sise'. Did you mean 'size'"),
+        ({"inner": {"size": -1}}, "Settings.inner.size must not be negative"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_config(Settings, values)

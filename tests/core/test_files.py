@@ -1,14 +1,25 @@
+import concurrent.futures
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from shoal.core import files
 from shoal.core.errors import DataError
-from shoal.core.files import read_json, verify_folder, write_bytes, write_folder, write_json
+from shoal.core.files import (
+    read_json,
+    remove_leftovers,
+    verify_folder,
+    write_bytes,
+    write_folder,
+    write_json,
+)
 
 WRITER = """
 import sys
@@ -25,6 +36,10 @@ while True:
 
 
 def test_a_killed_writer_leaves_the_old_content_or_the_new(tmp_path):
+    (tmp_path / "file").write_bytes(b"0" * 50_000)
+    with write_folder(tmp_path / "folder") as folder:
+        for name in "ab":
+            (folder / name).write_text("0" * 10_000)
     for attempt in range(6):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
         assert process.stdout.readline() == b"ready\n"
@@ -34,9 +49,200 @@ def test_a_killed_writer_leaves_the_old_content_or_the_new(tmp_path):
         process.stdout.close()
         content = (tmp_path / "file").read_bytes()
         assert content == content[: len(content) // 50_000] * 50_000
-        if (tmp_path / "folder").exists():  # a kill between the two renames of a replacement leaves none
-            folder = verify_folder(tmp_path / "folder")
-            assert (folder / "a").read_text() == (folder / "b").read_text()
+        folder = verify_folder(tmp_path / "folder")
+        assert (folder / "a").read_text() == (folder / "b").read_text()
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+# A script, since it forks: each child is killed at another one of the calls that change the disk.
+KILLED_AT_EVERY_STEP = """
+import os, pathlib, re, shutil, signal, sys
+from shoal.core import files
+root, exchange = pathlib.Path(sys.argv[1]), sys.argv[2] == "exchange"
+os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
+if not exchange:
+    files._exchange = lambda one, other: False
+
+def watched(owner, name, arm):
+    call = getattr(owner, name)
+    def stepwise(*args, **kwargs):
+        arm()
+        result = call(*args, **kwargs)
+        arm()
+        return result
+    setattr(owner, name, stepwise)
+
+def killed(step, work):
+    "Whether `work` was killed at its step-th step."
+    child = os.fork()
+    if child == 0:
+        left = [step]
+        def arm():
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        for owner, name in ((os, "replace"), (os, "fsync"), (os, "chmod"), (os, "unlink"), (os, "rmdir"),
+                            (files, "_exchange"), (files.tempfile, "mkdtemp")):
+            watched(owner, name, arm)
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0
+
+def write(content):
+    with files.write_folder(root / "f") as folder:
+        (folder / "a").write_text(content)
+        (folder / "in").mkdir()
+        (folder / "in" / "b").write_text(content)
+
+def read():
+    folder = files.verify_folder(root / "f")
+    first, second = (folder / "a").read_text(), (folder / "in" / "b").read_text()
+    assert first == second, (first, second)
+    return first
+
+def fresh():
+    shutil.rmtree(root)
+    root.mkdir()
+    write("old")
+
+def looks():
+    "What lies in the folder, but for random names."
+    return str(sorted(re.sub(r"[.][a-z0-9_]{8}[.]", ".", str(path)) for path in root.rglob("*")))
+
+seen, steps = set(), 0
+root.mkdir()
+fresh()
+while killed(steps := steps + 1, lambda: write("new")):
+    kind = looks()
+    shutil.copytree(root, root.with_name("wreck"), symlinks=True)
+    assert read() in ("old", "new"), steps  # a reader right after the crash
+    files.remove_leftovers(root)
+    assert read() in ("old", "new") and os.listdir(root) == ["f"], (steps, os.listdir(root))
+    for work, stride in ((files.remove_leftovers, 1), (lambda _: write("newer"), 4)):  # killed a second time
+        again = 0
+        while kind not in seen:
+            shutil.rmtree(root)
+            shutil.copytree(root.with_name("wreck"), root, symlinks=True)
+            if not killed(again := again + stride, lambda: work(root)):
+                break
+            files.remove_leftovers(root)
+            assert read() in ("old", "new", "newer"), (steps, again)
+            assert os.listdir(root) == ["f"], (steps, again, os.listdir(root))
+    seen.add(kind)
+    shutil.rmtree(root.with_name("wreck"))
+    fresh()
+assert read() == "new" and os.listdir(root) == ["f"]
+print("killed at", steps - 1, "steps")
+"""
+
+
+@pytest.mark.parametrize("way", ["exchange", "two renames"])
+def test_a_replaced_folder_is_never_lost_wherever_its_writers_are_killed(tmp_path, way):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_EVERY_STEP, str(tmp_path / "root"), way],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[2]) > 20
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_survives_an_exception_at_every_rename(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    replace = os.replace
+    for failing in range(1, 9):
+        calls = []
+
+        def failed(source, target, failing=failing, calls=calls):
+            calls.append(target)
+            if len(calls) == failing:
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        with write_folder(tmp_path / "f") as folder:
+            (folder / "a").write_text("old")
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            patched.setattr(os, "replace", failed)
+            with write_folder(tmp_path / "f") as folder:
+                (folder / "a").write_text("new")
+        assert (verify_folder(tmp_path / "f") / "a").read_text() == (
+            "old" if len(calls) >= failing else "new"
+        )
+        assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_writers_of_one_folder_at_a_time_leave_one_of_theirs_whole(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    begin = threading.Barrier(4)
+
+    def write(number):
+        begin.wait()
+        for _ in range(15):
+            with write_folder(tmp_path / "f") as folder:
+                for name in "ab":
+                    (folder / name).write_text(str(number))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(write, number) for number in range(4)]:
+            done.result()
+    folder = verify_folder(tmp_path / "f")
+    assert (folder / "a").read_text() == (folder / "b").read_text()
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_what_the_first_edition_put_aside_is_put_back(tmp_path):
+    with write_folder(tmp_path / ".f.abcdefgh.old" / "was") as folder:
+        (folder / "a").write_text("the only copy")
+    (tmp_path / ".f.12345678.tmp").mkdir()
+    (tmp_path / ".git.old").mkdir()  # somebody else's
+    remove_leftovers(tmp_path)
+    assert (verify_folder(tmp_path / "f") / "a").read_text() == "the only copy"
+    assert sorted(os.listdir(tmp_path)) == [".git.old", "f"]
+
+
+def test_of_several_copies_put_aside_the_last_whole_one_is_put_back(tmp_path):
+    for at, name in enumerate(("older", "newest", "unlisted")):
+        with write_folder(tmp_path / f".f.{name:_<8}.old" / "was") as folder:
+            (folder / "a").write_text(name)
+        os.utime(tmp_path / f".f.{name:_<8}.old", (at, at))
+    (tmp_path / ".f.unlisted.old" / "was" / "manifest.json").unlink()
+    assert (verify_folder(tmp_path / "f") / "a").read_text() == "newest"
+
+
+def test_a_copy_put_aside_does_not_take_the_place_of_a_folder_that_is_there(tmp_path):
+    for place in (tmp_path / "f", tmp_path / ".f.abcdefgh.old" / "was"):
+        with write_folder(place) as folder:
+            (folder / "a").write_text(place.name)
+    assert (verify_folder(tmp_path / "f") / "a").read_text() == "f"
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link", "empty folder"])
+def test_whatever_has_the_name_is_replaced(tmp_path, kind):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "kept").write_text("kept")
+    {
+        "file": lambda: (tmp_path / "f").write_text("x"),
+        "link": lambda: (tmp_path / "f").symlink_to(tmp_path / "other"),
+        "dangling link": lambda: (tmp_path / "f").symlink_to(tmp_path / "nowhere"),
+        "empty folder": lambda: (tmp_path / "f").mkdir(),
+    }[kind]()
+    with write_folder(tmp_path / "f") as folder:
+        (folder / "a").write_text("new")
+    assert (verify_folder(tmp_path / "f") / "a").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["f", "other"]
+    assert os.listdir(tmp_path / "other") == ["kept"]
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path):
@@ -73,6 +279,43 @@ def test_a_damaged_folder_is_named(tmp_path, damage):
     else:
         (tmp_path / "f" / "manifest.json").unlink()
     with pytest.raises(DataError, match="weights|leaves the folder|never committed"):
+        verify_folder(tmp_path / "f")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        ({"sha256": {}}, "weights is not listed"),
+        ({"sha256": {"weights": None}}, "weights was altered"),
+        ({"sha256": {"weights\0": "0"}}, "which cannot be read"),
+        ({"sha256": {"w" * 300: "0"}}, "which cannot be read"),
+        ({"sha256": {"\ud800": "0"}}, "which cannot be read"),
+        ({"sha256": {"loop": "0"}}, "which cannot be read"),
+        ({"sha256": {"/etc/passwd": "0"}}, "leaves the folder"),
+        ({"sha256": {"": "0"}}, "listed in manifest.json but missing"),
+        ({"sha256": ["weights"]}, "must hold an object"),
+        ({"sums": {}}, "must hold an object"),
+        (["weights"], "must hold an object"),
+        (None, "must hold an object"),
+    ],
+)
+def test_a_manifest_that_is_not_of_its_folder_is_refused(tmp_path, manifest, said):
+    with write_folder(tmp_path / "f") as folder:
+        (folder / "weights").write_text("12345")
+    (tmp_path / "f" / "loop").symlink_to("loop")
+    (tmp_path / "f" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=said):
+        verify_folder(tmp_path / "f")
+
+
+def test_files_of_folders_inside_are_listed_too_but_hidden_ones_need_not_be(tmp_path):
+    with write_folder(tmp_path / "f") as folder:
+        (folder / "in").mkdir()
+        (folder / "in" / "manifest.json").write_text("{}")
+    (tmp_path / "f" / ".DS_Store").write_text("a file browser was here")
+    assert verify_folder(tmp_path / "f")
+    (tmp_path / "f" / "in" / "added").write_text("x")
+    with pytest.raises(DataError, match="in/added is not listed"):
         verify_folder(tmp_path / "f")
 
 

@@ -1,9 +1,14 @@
 """Other people's environments through their adapters, each really played."""
 
+import contextlib
 import json
 import queue
 import random
+import re
+import socket
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -135,7 +140,7 @@ def test_reasoning_gym_scores_its_own_answers_right():
 
 def test_reasoning_gym_scorers_that_would_run_the_answer_are_refused(capfd):
     pytest.importorskip("reasoning_gym")
-    for dataset in ("countdown", "puzzle24", "string_insertion", "n_queens"):
+    for dataset in ("countdown", "puzzle24", "string_insertion", "n_queens", "composite"):
         with pytest.raises(ConfigError, match="run code"):
             shoal.envs.make("reasoning_gym", dataset=dataset)
     with pytest.raises(UnknownNameError, match="Did you mean 'leg_counting'"):
@@ -145,6 +150,104 @@ def test_reasoning_gym_scorers_that_would_run_the_answer_are_refused(capfd):
     env.reset(seed=0)
     env.step('[print("executed")]')
     assert "executed" in capfd.readouterr().out
+
+
+class _Watch:
+    """Sees, while it is on, whether a text with its word in it is evaluated or compiled anywhere in the process."""
+
+    word = "marker_was_run"
+
+    def __init__(self):
+        self.on, self.seen = False, False
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event, arguments):
+        if not self.on:
+            return
+        if event == "exec":
+            code = arguments[0]
+            self.seen |= any(self.word in str(part) for part in (*code.co_names, *code.co_consts))
+        elif event == "compile":
+            self.seen |= self.word in str(arguments[0])
+
+    def __call__(self, function, *arguments):
+        self.on, self.seen = True, False
+        try:
+            with contextlib.suppress(Exception):
+                function(*arguments)
+        finally:
+            self.on = False
+        return self.seen
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # some datasets leave files open
+def test_no_dataset_that_is_taken_runs_an_answer_and_all_that_do_are_refused():
+    library = pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+    from shoal.envs.adapters.reasoning_gym import CHECKED
+
+    watch = _Watch()
+    running = set()
+    for name in sorted(DATASETS.keys() - {"composite"}):
+        dataset = library.create_dataset(name, seed=0, size=1)
+        answer = str(dataset[0]["answer"])
+        word = watch.word
+        tries = [
+            word,
+            f"[{word}]",
+            f"{word} + 1",
+            f"{answer} + 0*{word}",
+            re.sub(r"[0-9]+", word, answer, count=1),
+        ]
+        if any([watch(dataset.score_answer, said, dataset[0]) for said in tries]):
+            running.add(name)
+    assert {"countdown", "n_queens", "simple_integration"} <= running  # the watch sees what there is to see
+    assert not running & CHECKED
+    assert len(CHECKED & DATASETS.keys()) > 90
+
+
+def test_a_scorer_that_nobody_checked_is_refused(monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+    from shoal.envs.adapters.reasoning_gym import _is_known_safe
+
+    kind, config = DATASETS["leg_counting"]
+    monkeypatch.setitem(DATASETS, "brand_new", (kind, config))
+    with pytest.raises(ConfigError, match="not among those known"):
+        shoal.envs.make("reasoning_gym", dataset="brand_new")
+
+    class Mine(kind):
+        def score_answer(self, answer, entry):
+            return getattr(__builtins__, "ev" + "al")(answer)
+
+    monkeypatch.setitem(DATASETS, "leg_counting", (Mine, config))
+    with pytest.raises(ConfigError, match="not among those known"):
+        shoal.envs.make("reasoning_gym", dataset="leg_counting")
+
+    def unreadable(function):
+        raise OSError("source not available")
+
+    judge, chain_sum = _is_known_safe.__wrapped__, DATASETS["chain_sum"][0]  # without what it remembers
+    assert judge("chain_sum", chain_sum)
+    for source in (unreadable, lambda function: "def score_answer(self, answer): return eval(answer)"):
+        monkeypatch.setattr("inspect.getsource", source)
+        assert not judge("chain_sum", chain_sum)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "answer"),
+    [("prime_factorization", "two × three"), ("boxnet", "[1]"), ("game_of_life", '{"a": 1}')],
+)
+def test_an_answer_that_a_scorer_fails_on_scores_nothing(dataset, answer):
+    pytest.importorskip("reasoning_gym")
+    env = shoal.envs.make("reasoning_gym", dataset=dataset, size=3, max_steps=2)
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step(answer)
+    assert (reward, terminated, info["success"]) == (0.0, False, False)
+    env.step(answer)
 
 
 # --- textarena
@@ -201,8 +304,7 @@ def test_textworld_games_are_generated_kept_and_won(tmp_path):
 # --- the OpenEnv convention, between two ends of our own; foreign ends below
 
 
-@pytest.fixture(scope="module")
-def port():
+def start_server():
     from shoal.envs.adapters.openenv_server import serve
 
     ready = queue.Queue()
@@ -212,6 +314,19 @@ def port():
 
     threading.Thread(target=run, daemon=True).start()
     return ready.get(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def port():
+    return start_server()
+
+
+@pytest.fixture
+def hurried_port(monkeypatch):
+    """A server with small limits."""
+    for name, value in (("REQUEST_SECONDS", 0.5), ("MAX_SESSIONS", 3), ("MAX_CONNECTIONS", 12)):
+        monkeypatch.setattr(f"shoal.envs.adapters.openenv_server.{name}", value)
+    return start_server()
 
 
 def test_an_env_behind_a_server_plays_the_same_episodes(port):
@@ -283,6 +398,184 @@ def test_the_server_talks_only_to_programs_of_this_machine(port):
 
     with pytest.raises(InvalidStatus):
         connect(f"ws://127.0.0.1:{port}/ws", origin="http://evil.example", proxy=None)
+
+
+ORIGINS = [
+    "http://evil.example",
+    "http://evil.example:8000",
+    "null",
+    "http://[::1",
+    "http://127.0.0.1.evil.example",
+    "x",
+]
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+@pytest.mark.parametrize("path", ["/reset", "/step", "/state", "/metadata"])
+def test_pages_of_other_sites_are_refused_whatever_they_ask(port, origin, path):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        b"{}" if path in ("/reset", "/step") else None,
+        {"content-type": "text/plain", "origin": origin},
+    )
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request, timeout=20)
+    assert refusal.value.code == 403
+    assert "this machine" in json.load(refusal.value)["detail"]
+    refusal.value.close()
+
+
+def test_a_refused_request_does_not_reach_the_env(port):
+    post(port, "/reset", b'{"seed": 3}')
+    post(port, "/step", b'{"action": "up"}')
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        post(port, "/reset", b"{}", {"origin": "http://evil.example"})
+    refusal.value.close()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=20) as response:
+        assert json.load(response)["step_count"] == 1
+
+
+@pytest.mark.parametrize("origin", [None, "http://localhost:3000", "http://127.0.0.1"])
+def test_programs_and_pages_of_this_machine_may_play(port, origin):
+    headers = {"origin": origin} if origin else {}
+    assert "text" in post(port, "/reset", b'{"seed": 3}', headers)["observation"]
+    json_with_charset = {"content-type": "application/json; charset=utf-8", **headers}
+    assert "text" in post(port, "/reset", b"{}", json_with_charset)["observation"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"])
+def test_what_is_not_said_to_be_json_is_refused(port, kind):
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        post(port, "/reset", b"{}", {"content-type": kind})
+    assert refusal.value.code == 403
+    assert "application/json" in json.load(refusal.value)["detail"]
+    refusal.value.close()
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_foreign_page_gets_no_session_and_no_traceback(port, origin, caplog):
+    raw, answer = handshake(port, f"Origin: {origin}\r\n")
+    raw.close()
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def handshake(port, headers=""):
+    """A socket after a WebSocket's handshake, and what came back first."""
+    raw = socket.create_connection(("127.0.0.1", port), timeout=20)
+    raw.sendall(
+        f"GET /ws HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n{headers}"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+    )
+    return raw, raw.recv(4096)
+
+
+def ends(raw):
+    """Whether the server closes a connection, with or without a last word."""
+    raw.settimeout(15)
+    try:
+        while raw.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        raw.close()
+    return True
+
+
+HALF_SENT = {
+    "nothing": b"",
+    "half a header": b"POST /reset HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: appl",
+    "half a body": b"POST /reset HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 100\r\n\r\n{",
+    "half a refused body": b"POST /reset HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: http://x\r\n"
+    b"Content-Length: 100\r\n\r\n{",
+    "a request and a half": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /health HTTP/1.1\r\nHo",
+    "half a handshake": b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgr",
+}
+
+
+@pytest.mark.parametrize("dripping", [False, True])
+@pytest.mark.parametrize("name", HALF_SENT)
+def test_half_sent_requests_are_closed_and_others_served_meanwhile(hurried_port, name, dripping):
+    port, content = hurried_port, HALF_SENT[name]
+    raws = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(4)]
+    for raw in raws:
+        raw.sendall(content)
+    assert "text" in post(port, "/reset", b'{"seed": 3}')["observation"]
+    stop = threading.Event()
+
+    def drip():  # a byte now and then must not start the clock anew
+        while not stop.wait(0.05):
+            for raw in raws:
+                with contextlib.suppress(OSError):
+                    raw.send(b"a")
+
+    if dripping:
+        threading.Thread(target=drip, daemon=True).start()
+    try:
+        assert all([ends(raw) for raw in raws])
+    finally:
+        stop.set()
+    assert "text" in post(port, "/reset", b'{"seed": 3}')["observation"]
+
+
+def test_a_session_outlives_the_deadline_of_requests(hurried_port):
+    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{hurried_port}")
+    text, _ = env.reset(seed=1)
+    time.sleep(1.2)
+    assert env.step("up")[0] == env.observe()
+    assert text == shoal.envs.make("sokoban").reset(seed=1)[0]
+    env.close()
+
+
+def test_sessions_are_bounded_and_given_back(hurried_port):
+    from websockets.sync.client import connect
+
+    url = f"ws://127.0.0.1:{hurried_port}/ws"
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(3):
+            open_ones.enter_context(connect(url, proxy=None))
+        with connect(url, proxy=None) as one_too_many:
+            assert json.loads(one_too_many.recv(timeout=20))["data"]["code"] == "CAPACITY_REACHED"
+    for _ in range(200):  # the server notices the goodbye a moment later
+        with connect(url, proxy=None) as next_one:
+            next_one.send('{"type": "reset", "data": {"seed": 1}}')
+            answer = json.loads(next_one.recv(timeout=20))
+        if answer["type"] == "observation":
+            break
+    assert answer["type"] == "observation"
+
+
+def test_a_request_in_pieces_is_answered_and_its_connection_kept(hurried_port):
+    def asked(raw):
+        for piece in (b"GET /health HTTP/1.1\r\n", b"Host: 127.0.", b"0.1\r\n", b"\r\n"):
+            raw.sendall(piece)
+            time.sleep(0.05)
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += raw.recv(4096)
+        return answer
+
+    with socket.create_connection(("127.0.0.1", hurried_port), timeout=20) as raw:
+        assert b"healthy" in asked(raw)
+        time.sleep(0.8)  # longer than a request may take: nothing of the first one is left
+        assert b"healthy" in asked(raw)
+
+
+def test_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr("shoal.envs.adapters.openenv_server.MAX_CONNECTIONS", 12)
+    port = start_server()
+    raws = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(30)]
+    before = time.monotonic()
+    assert all([ends(raw) for raw in raws[12:]])
+    raws[0].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    assert raws[0].recv(4096).startswith(b"HTTP/1.1 200 ")
+    assert time.monotonic() - before < 8  # they did not end because a request was late: that takes 10 s
+    for raw in raws[:12]:
+        raw.close()
 
 
 def test_a_session_survives_broken_messages(port):

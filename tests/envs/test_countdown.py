@@ -184,6 +184,19 @@ def test_the_last_wrong_answer_ends_the_episode():
     assert (reward, terminated, truncated, info["success"]) == (0.2, True, False, False)
 
 
+@given(expressions)
+def test_every_expression_is_taken_from_a_response_as_it_stands(text):
+    assert make("countdown").projection(f"<answer>{text}</answer>").actions == (text.strip(),)
+
+
+@given(st.text(max_size=40))
+def test_a_response_is_valid_for_the_projection_when_its_answer_is_an_expression_for_the_env(text):
+    env = make("countdown", max_steps=2)
+    env.reset(seed=0)
+    projected = env.projection(f"<answer>{text}</answer>")
+    assert env.step(projected.actions[0])[4]["action_is_valid"] == projected.valid
+
+
 def test_the_projection_takes_expressions_from_either_tag():
     env = make("countdown")
     assert env.projection("<think>3</think><answer>(3 + 5) * 2</answer>").actions == ("(3 + 5) * 2",)

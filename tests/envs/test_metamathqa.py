@@ -1,6 +1,7 @@
 """Answers that are equal, answers that only look so, and the questions made by rule."""
 
 import json
+import pickle
 import re
 import threading
 from fractions import Fraction
@@ -279,6 +280,37 @@ def test_questions_come_from_files_of_either_project(tmp_path):
     )
     with pytest.raises(DataError, match="record 1: its answer has no end"):
         load_questions(str(path))
+
+
+def test_words_that_answer_a_question_of_the_file_are_answers_too(tmp_path):
+    path = tmp_path / "words.json"
+    truths = ["Monday", r"\text{no}", "red, blue", "7", "ab+c"]
+    path.write_text(json.dumps([{"query": f"{i}?", "answer": f"#### {t}"} for i, t in enumerate(truths)]))
+    env = make("metamathqa", source=str(path))
+    for text in ("monday", "No", "blue, red", "Monday, 3", "ab + c", "red", "8", *truths):
+        assert env.projection(f"<answer>{text}</answer>").valid, text
+    for text in ("hello", "Tuesday", "Monday, hello"):
+        assert not env.projection(f"<answer>{text}</answer>").valid, text
+    for seed in range(20):
+        env.reset(seed=seed)
+        action = env.projection(f"<answer>{env.expert_action()}</answer>").actions[0]
+        assert env.step(action)[1] == 1.0
+    twin = pickle.loads(pickle.dumps(env))
+    assert twin.projection("<answer>monday</answer>").valid
+    assert not make("metamathqa").projection("<answer>monday</answer>").valid
+
+
+@given(fractions)
+def test_every_spelling_of_a_number_is_taken_from_a_response(value):
+    project = make("metamathqa").projection
+    for text in spellings(value):
+        assert project(f"<answer>{text}</answer>").actions == (text,)
+
+
+@given(st.integers(1, 8), st.integers(0, 10**6))
+def test_true_answers_of_made_up_questions_are_actions(steps, seed):
+    question = make_question(np.random.default_rng(seed), steps)
+    assert make("metamathqa").projection(f"<answer>{question.answer}</answer>").valid
 
 
 def test_settings_that_cannot_work_are_refused():

@@ -19,9 +19,9 @@ from parallel_doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError
+from shoal.core.processes import Zygote
 from shoal.rollout.engine import Key, Request
 from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.core.processes import Zygote
 
 LIMIT = 90
 """Seconds of one case."""

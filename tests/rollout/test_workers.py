@@ -97,13 +97,14 @@ def test_a_process_that_cannot_be_started_just_now_is_started_later(monkeypatch,
 def test_where_no_process_can_be_forked_the_forking_one_says_so_and_lives_on():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = "import os\ndef fork(): raise OSError(11, 'no more')\nos.fork = fork\n"
-    program += f"from shoal.vector.zygote import main; main({theirs.fileno()})"
+    program += f"from shoal.core.processes import zygote_main; zygote_main({theirs.fileno()})"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], env=environ)
     theirs.close()
     with ours:
         assert ours.recv(64) == b"ready"
         for number in range(2):
-            ours.send(json.dumps({"do": "start", "method": "forkserver", "number": number}).encode())
+            request = {"do": "start", "method": "forkserver", "entry": "os:getpid", "number": number}
+            ours.send(json.dumps(request).encode())
             assert json.loads(ours.recv(4096)) == {"number": number, "error": "[Errno 11] no more"}
     assert process.wait(20) == 0

@@ -15,14 +15,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.settings import Settings, parse_settings
+from shoal.cli.settings import EnvKwargs, Settings, Wrappers, arguments_of
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
+from shoal.envs.catalogue import EnvFn, resolve
 from shoal.testing import check_vector_env
 from shoal.vector import make_vec
-from shoal.vector.env_group import EnvFn
 from shoal.vector.make import probe
-from shoal.vector.sources import env_fn_of
 
 Make = Callable[[Sequence[EnvFn]], Any]
 ROUNDS = 5
@@ -35,9 +34,13 @@ class BenchOptions:
     """Measure how fast an environment is stepped here. Each way is compared with a plain loop, then timed."""
 
     env: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
-    """A Gymnasium id, or a name that `shoal envs list` shows."""
+    """A name that `shoal envs list` shows, a Gymnasium id, module:Id-v0, module:Class or module:function."""
     settings: Settings = ()
     """Settings of the env, such as `dim_room=[7,7]`."""
+    env_kwargs: EnvKwargs = ()
+    """Arguments of the env, likewise; values are JSON or plain text."""
+    wrappers: Wrappers = ()
+    """Put this around the env; may be given several times, the first is innermost."""
     num_envs: int = 32
     """Copies of the environment."""
     num_workers: int | None = None
@@ -75,8 +78,17 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--num-envs must be at least 1 and --seconds positive, got {options.num_envs} and {options.seconds}"
         )
-    fn = env_fn_of(options.env, parse_settings(options.settings))
+    fn = resolve(
+        options.env,
+        env_kwargs=arguments_of(options.settings, options.env_kwargs),
+        wrappers=options.wrappers,
+    )
     cost = probe(fn)
+    if cost is None:
+        raise ConfigError(
+            f"{options.env} failed when one of it was stepped with random actions; "
+            f"`shoal envs check {options.env}` tells where"
+        )
     folder = RunFolder(options.run_dir, "bench", options.seed) if options.run_dir is not None else None
     speeds = measure(ways(options), fn, options)
     loop = _loop_speed(fn, options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import sys
 import textwrap
@@ -12,20 +11,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-import gymnasium
 import tyro
 
-from shoal.cli.settings import Settings, parse_settings
-from shoal.core.errors import ConfigError
-from shoal.envs.catalogue import ADAPTERS, BUILT_IN, env_class, gymnasium_id, names
+from shoal.cli.settings import EnvKwargs, Settings, Wrappers, arguments_of, blaming, parse_settings
+from shoal.core.errors import ConfigError, ShoalError
+from shoal.envs.catalogue import (
+    ADAPTERS,
+    BUILT_IN,
+    EnvFn,
+    find,
+    gymnasium_id,
+    installed,
+    make,
+    names,
+    resolve,
+)
 from shoal.envs.text import TextEnv
 
 Name = Annotated[
     str,
     tyro.conf.Positional,
-    tyro.conf.arg(metavar="NAME", help="A name that `shoal envs list` shows, or module:Class of your own."),
+    tyro.conf.arg(
+        metavar="NAME",
+        help="A name that `shoal envs list` shows, a Gymnasium id, module:Id-v0, module:Class or module:function.",
+    ),
 ]
 
 EXAMPLES = """\
@@ -34,6 +45,7 @@ examples:
   shoal envs show sokoban                          actions, settings and a first observation
   shoal envs play sokoban num_boxes=2 --seed 7     play it: arrow keys or wasd, h for a hint, q to quit
   shoal envs play frozen_lake --replay FILE.jsonl  watch recorded episodes
+  shoal envs show ale_py:ALE/Pong-v5               an env of another package, which is imported
   shoal envs check my_package.my_env:MyEnv         does your env keep every promise?
   shoal envs serve webshop --port 8000             serve it in the OpenEnv convention
 """
@@ -51,6 +63,10 @@ class ShowCommand:
     name: Name
     settings: Settings = ()
     """Settings of the env; `shoal envs show NAME` lists them."""
+    env_kwargs: EnvKwargs = ()
+    """Arguments of the env, likewise; values are JSON or plain text."""
+    wrappers: Wrappers = ()
+    """Put this around the env; may be given several times, the first is innermost."""
     seed: int = 0
     """Of the episode shown."""
 
@@ -77,9 +93,13 @@ class CheckCommand:
     """Play your own env and say which promise it breaks, if any."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:CLASS")]
-    """Your env: module my_package.my_env, class MyEnv, is my_package.my_env:MyEnv."""
+    """Your env: module my_package.my_env, class MyEnv, is my_package.my_env:MyEnv (or any other name)."""
     settings: Settings = ()
     """Settings of the env; `shoal envs show NAME` lists them."""
+    env_kwargs: EnvKwargs = ()
+    """Arguments of the env, likewise; values are JSON or plain text."""
+    wrappers: Wrappers = ()
+    """Put this around the env; may be given several times, the first is innermost."""
     episodes: int = 5
     """How many to play."""
 
@@ -120,19 +140,29 @@ def main(argv: list[str]) -> int:
 
 def _list(command: ListCommand) -> int:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "what it is", "gymnasium id or setting"):
         table.add_column(column, no_wrap=column == "name")
+    packaged = installed()
     for name in names():
-        if name in ADAPTERS:
+        if name in ADAPTERS or name in packaged:
             continue
-        kind = env_class(name)
-        table.add_row(name, _first_line(kind), gymnasium_id(name) if name in BUILT_IN else kind.__module__)
+        kind = find(name)
+        where = gymnasium_id(name) if name in BUILT_IN else getattr(kind, "__module__", "")
+        table.add_row(name, _first_line(kind), where)
     table.add_section()
     for name, example in _ADAPTER_EXAMPLES.items():
-        table.add_row(name, _first_line(env_class(name)), example)
+        table.add_row(name, _first_line(find(name)), example)
+    table.add_section()
+    for name, entry in packaged.items():
+        try:
+            line = _first_line(find(name))
+        except ShoalError as error:  # one broken package must not hide the others
+            line = str(error)
+        table.add_row(escape(name), escape(line), f"of the package {entry.package}")
     Console().print(table)
     print("\nshoal envs show NAME tells all about one; shoal envs play NAME plays it.")
     return 0
@@ -148,12 +178,14 @@ _ADAPTER_EXAMPLES = {
 
 
 def _show(command: ShowCommand) -> int:
-    kind = env_class(command.name)
+    kind = find(command.name)
+    if not (isinstance(kind, type) and issubclass(kind, TextEnv)) or command.wrappers:
+        return _show_any(command)
     print(f"{command.name}: {inspect.getdoc(kind)}\n\nSettings ({kind.Config.__name__}):")
     for line in _describe_config(kind.Config):
         print(line)
     try:
-        env = _make(command.name, command.settings)
+        env = make(command.name, **arguments_of(command.settings, command.env_kwargs))
         _, info = env.reset(seed=command.seed)
     except ConfigError as error:
         print(f"\nIt cannot start without settings: {error}")
@@ -168,13 +200,38 @@ def _show(command: ShowCommand) -> int:
     return 0
 
 
+def _show_any(command: ShowCommand) -> int:
+    """An env that is no text env: what it is made of, and a first observation."""
+    make_one = _resolved(command)
+    with blaming(command.name):
+        env = make_one()
+    print(f"{command.name}: {inspect.getdoc(env.unwrapped) or '(no description)'}\n")
+    kind = type(env.unwrapped)
+    print(f"class         {kind.__module__}:{kind.__qualname__}{inspect.signature(kind)}")
+    print(f"wrapped as    {env}")
+    print(f"observations  {env.observation_space}\nactions       {env.action_space}")
+    if env.spec is not None and env.spec.max_episode_steps is not None:
+        print(f"an episode has at most {env.spec.max_episode_steps} steps")
+    observation, _ = env.reset(seed=command.seed)
+    print(f"\nThe first observation of seed {command.seed}:\n{textwrap.indent(str(observation), '  ')}")
+    print("\nAgents see it as text (shoal envs play), `make_vec` and `shoal train-ppo` as it is.")
+    env.close()
+    return 0
+
+
+def _resolved(command: ShowCommand | CheckCommand) -> EnvFn:
+    kwargs = arguments_of(command.settings, command.env_kwargs)
+    return resolve(command.name, env_kwargs=kwargs, wrappers=command.wrappers)
+
+
 def _play(command: PlayCommand) -> int:
     if command.replay is not None:
         return _replay(command, command.replay)
     from rich.console import Console
 
     console = Console(highlight=False)
-    env = _make(command.name, command.settings)
+    with blaming(command.name):
+        env = make(command.name, **parse_settings(command.settings))
     keys = sys.stdin.isatty() and not command.lines
     _, info = env.reset(seed=command.seed)
     console.print(env.instructions, style="bright_black", markup=False)
@@ -277,23 +334,27 @@ def _check(command: CheckCommand) -> int:
 
     from shoal.testing import check_text_env
 
-    kind = _any_class(command.name)
-    settings = parse_settings(command.settings)
+    make_one = _resolved(command)
+    with blaming(command.name):
+        env = make_one()
     try:
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always")
-            check_env(kind(**settings), skip_render_check=True)
+            # Gymnasium's own wrappers around a registered id only check and count.
+            check_env(env if command.wrappers else env.unwrapped, skip_render_check=True)
         print("ok      gymnasium's check_env")
         for note in notes:
             print(f"  note  {note.message}")
-        if issubclass(kind, TextEnv):
-            check_text_env(lambda: kind(**settings), seeds=range(command.episodes))
+        if isinstance(env, TextEnv):
+            check_text_env(cast(Callable[[], TextEnv[Any]], make_one), seeds=range(command.episodes))
             print(f"ok      shoal's check_text_env, {command.episodes} episodes")
         else:
             print("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
     except AssertionError as error:
         print(f"broken  {error}")
         return 1
+    finally:
+        env.close()
     return 0
 
 
@@ -305,29 +366,16 @@ def _serve(command: ServeCommand) -> int:
             f"serving {command.name} at http://{HOST}:{port}  (sessions at /ws; stop with Ctrl-C)", flush=True
         )
 
-    serve(command.name, lambda: _make(command.name, command.settings), port=command.port, on_ready=ready)
+    serve(
+        command.name,
+        lambda: make(command.name, **parse_settings(command.settings)),
+        port=command.port,
+        on_ready=ready,
+    )
     return 0
 
 
-def _make(name: str, settings: tuple[str, ...]) -> TextEnv[Any]:
-    return env_class(name)(**parse_settings(settings))
-
-
-def _any_class(name: str) -> Any:
-    """A registered env class, or any `gymnasium.Env` class as "module:Class"."""
-    if ":" not in name:
-        return env_class(name)
-    module, _, attribute = name.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError(f"expected an env class as 'module:Class', but {name!r} fails: {error}") from error
-    if not (isinstance(kind, type) and issubclass(kind, gymnasium.Env)):
-        raise ConfigError(f"{name!r} must be a gymnasium.Env class, got {kind!r}")
-    return kind
-
-
-def _first_line(kind: type) -> str:
+def _first_line(kind: Any) -> str:
     return (inspect.getdoc(kind) or "").split("\n")[0]
 
 

@@ -16,8 +16,7 @@ import tyro
 
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.files import write_json
-from shoal.core.run_folder import RunFolder
-from shoal.skills.locks import FolderLock
+from shoal.core.run_folder import FolderLock, RunFolder
 from shoal.skills.records import AttemptRow, SkillRow
 from shoal.skills.store import Store
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from shoal.core.errors import ConfigError, did_you_mean
 
@@ -22,20 +24,32 @@ def from_mapping(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
         ConfigError: an unknown key (with the closest known one), a value of the wrong type, or a value that the
             dataclass itself refuses; the message starts with the path of the key.
     """
-    hints = typing.get_type_hints(kind)
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    built: dict[str, Any] = {}
-    for key, value in values.items():
-        where = f"{path}{key}"
-        if key not in known:
-            raise ConfigError(f"unknown key {where!r}.{did_you_mean(str(key), known)}")
-        built[key] = _convert(hints[key], value, where)
+    built = convert_fields(kind, values, path, lambda key: f"unknown key {path + key!r}")
     try:
         return kind(**built)
     except TypeError as error:  # a field without default is missing
         raise ConfigError(f"{path or kind.__name__}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{path}{error}" if path else str(error)) from error
+
+
+def convert_fields(
+    kind: type, values: Mapping[str, Any], path: str, unknown: Callable[[str], str]
+) -> dict[str, Any]:
+    """The values of a config dataclass, each as its field's type; `unknown` says what is wrong with a key."""
+    hints = _hints(kind)
+    converted: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise ConfigError(f"{unknown(str(key))}.{did_you_mean(str(key), hints)}")
+        converted[key] = _convert(hints[key], value, f"{path}{key}")
+    return converted
+
+
+@lru_cache(maxsize=256)
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {item.name: hints[item.name] for item in dataclasses.fields(kind)}
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -60,7 +74,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             str(name): from_mapping(arguments[1], item, f"{path}.{name}.")  # type: ignore[arg-type]
             for name, item in value.items()
         }
+    plain = value.item() if isinstance(value, np.generic) else value
     try:
-        return msgspec.convert(value, hint)
+        return msgspec.convert(plain, hint)
+    except TypeError:  # a type that msgspec does not know, such as a function: the config looks after it
+        return value
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {str(error).removesuffix(' - at `$`')}, got {value!r}") from error

@@ -1,15 +1,20 @@
 """Files that survive `kill -9`: written beside their place, synced, then renamed into it.
 
 A folder is committed as a whole by its manifest: `write_folder` builds it under a temporary name, lists the
-sha256 of every file in `manifest.json`, and renames the folder last.
+sha256 of every file in `manifest.json`, and exchanges it with the folder of that name in one step. Where the file
+system has no such step the old folder is put aside first; after a crash between the two, whoever reads or cleans
+up puts it back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +24,9 @@ from typing import Any
 from shoal.core.errors import DataError
 
 MANIFEST = "manifest.json"
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.(?P<kind>tmp|old)", re.DOTALL)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, see renameat2(2)
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -79,7 +87,8 @@ def sha256_of(path: Path) -> str:
 def write_folder(folder: Path | str) -> Iterator[Path]:
     """Yield a temporary folder to fill; on a clean exit it becomes `folder` at once, with a manifest.
 
-    If `folder` exists it is replaced. On an exception the temporary folder is removed and `folder` stays.
+    If `folder` exists it is replaced. On an exception the temporary folder is removed and `folder` stays. Several
+    may write the same folder at a time: the last one's stays, whole.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -87,35 +96,131 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
     try:
         yield temporary
         sums = {}
-        for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
+        for file in _files_in(temporary):
             sums[file.relative_to(temporary).as_posix()] = sha256_of(file)
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
         write_json(temporary / MANIFEST, {"sha256": sums})
         os.chmod(temporary, 0o755)
-        if folder.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.parent))
-            os.replace(folder, retired / "was")
-            os.replace(temporary, folder)
-            shutil.rmtree(retired, ignore_errors=True)
-        else:
-            os.replace(temporary, folder)
+        for inside, _, _ in os.walk(temporary):
+            fsync_folder(Path(inside))
+        _commit(temporary, folder)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        restore_folder(folder)
+        _remove(temporary)
         raise
     fsync_folder(folder.parent)
+    _remove(temporary)  # what was replaced, if it was exchanged
+
+
+def _commit(temporary: Path, folder: Path) -> None:
+    """Give `temporary` the name `folder`; what had it before is then called `temporary`, or is removed."""
+    aside: list[Path] = []
+    try:
+        while not _renamed(temporary, folder, aside):
+            pass
+    except BaseException:
+        if not os.path.lexists(folder):
+            aside = []  # one of them may be the only copy
+        raise
+    finally:
+        for path in aside:
+            _remove(path)
+
+
+def _renamed(temporary: Path, folder: Path, aside: list[Path]) -> bool:
+    """One attempt; False when another writer came in between. What was put aside is added to `aside`."""
+    try:
+        if os.path.lexists(folder):
+            if _exchange(temporary, folder):
+                return True
+            aside.append(Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.parent)))
+            os.replace(folder, aside[-1] / "was")
+        os.replace(temporary, folder)
+        fsync_folder(folder.parent)
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST) and temporary.exists():
+            return False
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the system cannot."""
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if swap is None:
+        return False
+    if swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, file or link, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def restore_folder(folder: Path | str) -> bool:
+    """Put back what a writer had put aside when it was killed before its own was in place; True if it was so."""
+    folder = Path(folder)
+    if os.path.lexists(folder) or not folder.parent.is_dir():
+        return False
+    aside = [path for path, name, kind in _leftovers(folder.parent) if (name, kind) == (folder.name, "old")]
+    aside = [path for path in aside if os.path.lexists(path / "was")]
+    if not aside:
+        return False
+    last = max(aside, key=lambda path: ((path / "was" / MANIFEST).is_file(), path.stat().st_mtime_ns))
+    os.replace(last / "was", folder)
+    fsync_folder(folder.parent)
+    _remove(last)
+    return True
+
+
+def restore_folders(parent: Path | str) -> None:
+    """`restore_folder` for all folders in `parent`, before looking which there are."""
+    for _, name, kind in _leftovers(Path(parent)):
+        if kind == "old":
+            with contextlib.suppress(OSError):  # only reading is allowed here, or another reader was quicker
+                restore_folder(Path(parent) / name)
 
 
 def remove_leftovers(folder: Path | str) -> None:
-    """Remove what writers that were killed amid `write_folder` left in `folder`; no other may be writing there."""
-    for path in Path(folder).glob(".*"):
-        if path.is_dir() and path.suffix in (".tmp", ".old"):
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove what killed writers left in `folder`, and put back what they had put aside.
+
+    No other may be writing there.
+    """
+    folder = Path(folder)
+    for path, name, kind in _leftovers(folder):
+        if kind == "old":
+            restore_folder(folder / name)
+        _remove(path)
+
+
+def _leftovers(folder: Path) -> list[tuple[Path, str, str]]:
+    """Path, name and kind of what writers work with: `.<name>.<random>.tmp` and `.old`."""
+    found = [(path, _LEFTOVER.fullmatch(path.name)) for path in folder.glob(".*")]
+    return [(path, match["name"], match["kind"]) for path, match in found if match]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Every file in a folder and the folders inside, in the order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def verify_folder(folder: Path | str) -> Path:
-    """Return `folder` if every file matches its manifest, else raise a `DataError` that names the file."""
+    """Return `folder` if its files are those of its manifest, else raise a `DataError` that names the file.
+
+    Every file must be listed; hidden ones need not be, since file browsers and network file systems leave some.
+    """
     folder = Path(folder)
+    with contextlib.suppress(OSError):  # only reading is allowed here: it is told as missing
+        restore_folder(folder)
     if not folder.is_dir():
         raise DataError(f"{folder} does not exist or is not a folder")
     if not (folder / MANIFEST).is_file():
@@ -123,13 +228,33 @@ def verify_folder(folder: Path | str) -> Path:
     manifest = read_json(folder / MANIFEST)
     sums = manifest.get("sha256") if isinstance(manifest, dict) else None
     if not isinstance(sums, dict):
-        raise DataError(f"{folder / MANIFEST} must hold an object with 'sha256'")
+        raise DataError(
+            f"{folder / MANIFEST} must hold an object with 'sha256', which holds one of name: sum"
+        )
     for name, expected in sums.items():
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{folder / MANIFEST} names {name!r}, which leaves the folder")
-        if not path.is_file():
-            raise DataError(f"{path} is listed in {MANIFEST} but missing")
-        if sha256_of(path) != expected:
-            raise DataError(f"{path} was altered or truncated: its sha256 is not the one in {MANIFEST}")
+        try:
+            _verify_file(folder, name, expected)
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # NUL, a name too long, a loop of links, no permission
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{folder / MANIFEST} names {name!r}, which cannot be read: {error}") from error
+    for path in _files_in(folder):
+        inside = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if inside.as_posix() not in (MANIFEST, *sums) and not hidden:
+            raise DataError(f"{path} is not listed in {MANIFEST}: it was added, or the manifest was altered")
     return folder
+
+
+def _verify_file(folder: Path, name: str, expected: object) -> None:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"{folder / MANIFEST} names {name!r}, which leaves the folder")
+    if not path.is_file():
+        raise DataError(f"{path} is listed in {MANIFEST} but missing")
+    if sha256_of(path) != expected:
+        raise DataError(f"{path} was altered or truncated: its sha256 is not the one in {MANIFEST}")

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
+import gc
 import importlib
 import importlib.machinery
 import io
@@ -331,6 +332,8 @@ def zygote_main(descriptor: int, preload: Sequence[str] = (), mark: str = "") ->
     """
     for name in preload:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that no worker looks through all this again
     parent = os.getppid()
     link = socket.socket(fileno=descriptor)
     children: set[int] = set()
@@ -348,7 +351,7 @@ def zygote_main(descriptor: int, preload: Sequence[str] = (), mark: str = "") ->
                 try:
                     answer["pid"] = pid = _start(link, request, descriptors)
                     children.add(pid)
-                except OSError as error:  # no more processes just now, say: those that run go on
+                except Exception as error:  # no more processes just now, say: those that run go on
                     answer["error"] = str(error)
                 for item in descriptors:
                     os.close(item)
@@ -465,8 +468,8 @@ class Zygote:
         self.mark = f"{self.owner}-{os.urandom(6).hex()}."
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
-        program = f"import sys; sys.path[:] = {sys.path!r}; "
-        program += f"from shoal.core.processes import zygote_main; zygote_main({number}, {self.PRELOAD!r}, {self.mark!r})"
+        program = f"import sys; sys.path[:] = {sys.path!r}; from shoal.core.processes import zygote_main; "
+        program += f"zygote_main({number}, {self.PRELOAD!r}, {self.mark!r})"
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],
@@ -683,12 +686,14 @@ class WorkerProcess:
         """Kill it and what its environments started, and wait until it is gone."""
         if not self.gone and os.getpid() == self.owner:
             kill_group(self.pid)
-            self.reap()
-            end_programs(self.token.__eq__)
+        self.reap()
 
-    def reap(self) -> None:
-        """Wait for a process that is ending and take its exit code."""
-        if self.exit_code is None:
+    def reap(self, *, sweep: bool = True) -> None:
+        """Wait for a process that is ending and take its exit code; what it started ends too (`sweep`: anywhere)."""
+        if self.exit_code is None and os.getpid() == self.owner:
+            kill_group(
+                self.pid
+            )  # while its number is its own; if it ended by itself: what it left in its group
             try:
                 if self.zygote is not None:
                     code = self.zygote.ask({"do": "reap", "pid": self.pid, "wait": True})["code"]
@@ -697,6 +702,8 @@ class WorkerProcess:
             except (WorkerDiedError, ChildProcessError):
                 code = -signal.SIGKILL  # its parent is gone, and took it along
             self.exit_code = code
+            if sweep:
+                end_programs(self.token.__eq__)
         self.gone = True
 
     def wait(self, seconds: float) -> bool:
@@ -719,10 +726,10 @@ def end_all(workers: Sequence[WorkerProcess], seconds: float) -> None:
     for worker in mine:
         worker.wait(deadline - time.monotonic())
     for worker in mine:
-        if not worker.gone:
-            kill_group(worker.pid)  # also of one that ended by itself: what it started is in its group
+        if worker.exit_code is None:
+            kill_group(worker.pid)
     for worker in mine:
-        worker.reap()
+        worker.reap(sweep=False)
         worker.release()
         worker.pid = -1
     if mine:

@@ -1,23 +1,30 @@
 """The folder that a command leaves behind: metrics while it runs, a summary when it ends.
 
 `metrics.jsonl` has one object per report; `summary.json` is what a script reads after any command that runs
-something. Both are safe against `kill -9`: a half-written last line of metrics is dropped on reopening.
+something. Both are safe against `kill -9`: a half-written line of metrics is passed over. One process at a time
+writes a run folder; a second one is refused.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.files import write_bytes, write_json
 
+logger = logging.getLogger(__name__)
 Event = Callable[[dict[str, Any]], None]
 VERSIONS_OF = ("shoal", "numpy", "gymnasium", "torch", "transformers", "ray")
 
@@ -33,23 +40,128 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
+class FolderLock:
+    """A lock that the kernel drops when its holder dies, however it dies; processes forked off never hold it.
+
+    Args:
+        path: a file in the folder; made if it is not there, and left there.
+        holder: what takes it, as others are told.
+    """
+
+    def __init__(self, path: Path, holder: str = "another run") -> None:
+        self.path = path
+        self.holder = holder
+        self._close: Callable[[], object] | None = None
+
+    def take(self) -> None:
+        """Hold the lock, or raise a `WorkerError` that names the process that does; taking it twice does nothing."""
+        if self._close is not None:
+            return
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not _locked(descriptor, self.path):
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            here = ", which this process has open" if owner == str(os.getpid()) else ""
+            raise WorkerError(
+                f"{self.holder} (process {owner}) is running on {self.path.parent}{here}; "
+                "stop it or wait for it, or use another folder"
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        close = weakref.finalize(self, os.close, descriptor)
+        close.atexit = False  # what is still written while the process ends is written under the lock
+        self._close = close
+        _held.add(self)
+
+    def release(self) -> None:
+        """Give the lock up, if it is held."""
+        if self._close is not None:
+            self._close()
+            self._close = None
+            _held.discard(self)
+
+    def is_taken(self) -> bool:
+        """Whether any process holds it."""
+        if not self.path.exists():
+            return False
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return not _locked(descriptor, self.path)
+        finally:
+            os.close(descriptor)
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _give_up_in_child() -> None:
+    for lock in list(_held):
+        lock.release()  # closes the child's descriptor; the parent's goes on holding
+
+
+os.register_at_fork(after_in_child=_give_up_in_child)
+
+
+def _locked(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            return False
+        logger.warning("%s: this file system has no locks, so a second writer is not noticed", path.parent)
+    return True
+
+
 class RunFolder:
-    """`runs/<name>/` of one run.
+    """`runs/<name>/` of one run, which it alone writes until `finish` or `close`.
 
     Args:
         path: the folder; made if it is not there.
         command: what ran, for the summary.
         seed: its run seed.
         on_event: called with `{"event": …, "step": …}` after a durable moment, once the data is safe.
+        lock: False where another process of the same run holds the folder.
+
+    Raises:
+        WorkerError: another run is writing there.
+        ConfigError: `path` cannot be a folder.
     """
 
-    def __init__(self, path: Path | str, command: str, seed: int, on_event: Event | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        command: str,
+        seed: int,
+        on_event: Event | None = None,
+        *,
+        lock: bool = True,
+    ) -> None:
         self.path = Path(path)
         self.command = command
         self.seed = seed
         self._on_event = on_event
         self._wall, self._cpu = time.monotonic(), _cpu_seconds()
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"a run folder must be a folder, got {self.path}: {error.strerror}") from error
+        self._lock = FolderLock(self.path / ".lock") if lock else None
+        self._hold()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let others write the folder; may be called twice."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _hold(self) -> None:
+        if self._lock is not None:
+            self._lock.take()
 
     @property
     def metrics_path(self) -> Path:
@@ -58,18 +170,39 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add one row; numbers that JSON has no word for (NaN, infinity) are written as null."""
-        with self.metrics_path.open("ab") as file:
-            file.write(json.dumps(_finite(dict(row))).encode() + b"\n")
+        self._hold()
+        line = json.dumps(_finite(dict(row))).encode() + b"\n"
+        with self.metrics_path.open("a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            line = b"\n" + line if torn else line  # what was half written stays a line of its own
+            while line:
+                line = line[file.write(line) :]
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The whole rows written so far."""
+        """The whole rows written so far; half-written ones are passed over with a warning."""
         if not self.metrics_path.exists():
             return []
-        lines = self.metrics_path.read_bytes().split(b"\n")
-        return [json.loads(line) for line in lines[:-1]]
+        *lines, last = self.metrics_path.read_bytes().split(b"\n")
+        rows = []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                logger.warning(
+                    "%s, line %d was written by half; it is passed over", self.metrics_path, number
+                )
+        if last:
+            logger.warning("%s ends amid a line, which is passed over", self.metrics_path)
+        return rows
 
     def keep_metrics(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the rows that `wanted` refuses, and a torn last line: what a resumed run will write again."""
+        """Drop the rows that `wanted` refuses, and half-written ones: what a resumed run will write again."""
+        self._hold()
         if self.metrics_path.exists():
             rows = [row for row in self.read_metrics() if wanted(row)]
             write_bytes(self.metrics_path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
@@ -80,7 +213,8 @@ class RunFolder:
             self._on_event({"event": event, **fields})
 
     def finish(self, metrics: Mapping[str, Any], status: str = "completed") -> dict[str, Any]:
-        """Write `summary.json` and return what it holds."""
+        """Write `summary.json`, return what it holds, and let others write the folder."""
+        self._hold()
         summary = {
             "command": self.command,
             "seed": self.seed,
@@ -91,6 +225,7 @@ class RunFolder:
             "metrics": _finite(dict(metrics)),
         }
         write_json(self.path / "summary.json", summary)
+        self.close()
         self.event("summary", path=str(self.path / "summary.json"))
         return summary
 

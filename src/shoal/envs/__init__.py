@@ -1,6 +1,6 @@
-"""Text environments for language-model agents, by name: `shoal.envs.make("frozen_lake")`."""
+"""Environments by name, text ones for language-model agents first: `shoal.envs.make("frozen_lake")`."""
 
-from shoal.envs.catalogue import make, names, register
+from shoal.envs.catalogue import make, names, register, resolve
 from shoal.envs.text import TextEnv
 
-__all__ = ["TextEnv", "make", "names", "register"]
+__all__ = ["TextEnv", "make", "names", "register", "resolve"]

@@ -1,18 +1,48 @@
-"""The envs that have a name, each imported when it is first made.
+"""From what a user names (an env's name or id, `module:Class`, a class, a function) to what makes the env.
 
-Adding one: a file with a `TextEnv`, a line in `BUILT_IN`, a test.
+`resolve` is the one way in for vectors, training, agents and commands. What it returns holds the class, function or
+Gymnasium spec itself, never a name, so a worker process need not have run the code that registered it.
+
+Adding an env of shoal's own: a file with a `TextEnv`, a line in `BUILT_IN`, a test.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import difflib
+import functools
 import importlib
-from typing import Any
+import importlib.metadata
+import inspect
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import gymnasium
+from gymnasium.envs.registration import EnvSpec, load_env_creator
+from gymnasium.error import DependencyNotInstalled
 
-from shoal.core.errors import ConfigError
-from shoal.core.registry import Registry
+from shoal.core.errors import (
+    ConfigError,
+    MissingExtraError,
+    UnknownNameError,
+    did_you_mean,
+    explain_import,
+)
+from shoal.core.registry import SAFE_NAME, Registry
 from shoal.envs.text import TextEnv
+
+logger = logging.getLogger(__name__)
+Env = gymnasium.Env[Any, Any]
+EnvFn = Callable[[], Env]
+"""Makes one environment; it can be sent to another process (by cloudpickle)."""
+Source = str | Callable[..., Env] | EnvSpec
+"""What can be asked for: a name (see `find`), a class, a function, or Gymnasium's spec."""
+Wrapper = str | Callable[[Any], Env]
+"""A function or class from env to env, or its "module:Name"."""
 
 BUILT_IN = {
     "frozen_lake": "shoal.envs.frozen_lake:FrozenLakeEnv",
@@ -33,47 +63,456 @@ ADAPTERS = {
 }
 """Other people's envs as text; which one is a setting."""
 
-_envs: Registry[str | type[TextEnv[Any]]] = Registry("env")
+GROUP = "shoal.envs"
+"""The group of entry points in which installed packages name their envs."""
+
+_envs: Registry[str | Callable[..., Env]] = Registry("env")
 for _name, _where in {**BUILT_IN, **ADAPTERS}.items():
     _envs.register(_name, _where)
 
 
-def register(name: str, env_class: str | type[TextEnv[Any]], *, replace: bool = False) -> None:
-    """Give an env class a name; `env_class` is the class or "module:Class", imported on first use."""
-    _envs.register(name, env_class, replace=replace)
+# --- names
+def register(name: str, env: str | Callable[..., Env], *, replace: bool = False) -> None:
+    """Give an env a name: its class, a function that makes it, or "module:Class", imported on first use."""
+    _envs.register(name, env, replace=replace)
 
 
 def names() -> list[str]:
-    """All registered names, sorted."""
-    return list(_envs)
+    """All names: shoal's own, those registered, and those of installed packages; sorted."""
+    return sorted({*_envs, *installed()})
 
 
-def env_class(name: str) -> type[TextEnv[Any]]:
-    """The class registered under `name`, or given as "module:Class"."""
-    where = _envs[name] if ":" not in name else name
-    if not isinstance(where, str):
-        return where
-    module, _, attribute = where.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.split(".")[0]):
-            raise  # the module is there; what it imports is not
-        raise ConfigError(f"expected an env class as 'module:Class', but {where!r} fails: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, TextEnv)):
-        raise ConfigError(f"{where!r} must be a TextEnv class, got {found!r}")
+class Installed(NamedTuple):
+    """An env that an installed package names in its entry points."""
+
+    package: str
+    where: str  # module:Class
+
+
+def installed() -> dict[str, Installed]:
+    """The envs that installed packages name in the group `shoal.envs`, none of them imported."""
+    found: dict[str, Installed] = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        package = entry.dist.name if entry.dist is not None else "(unknown)"
+        if not SAFE_NAME.fullmatch(entry.name):
+            logger.warning("package %s names an env %r, which is no usable name", package, entry.name)
+        elif entry.name in found and found[entry.name].where != entry.value:
+            logger.warning(
+                "the env %r of package %s is hidden by that of %s", entry.name, package, found[entry.name].package
+            )  # fmt: skip
+        else:
+            found.setdefault(entry.name, Installed(package, entry.value))
     return found
 
 
+def name_of(env: Source) -> str:
+    """What to call an env in files and messages."""
+    if isinstance(env, str):
+        return env
+    if isinstance(env, functools.partial):
+        return name_of(env.func)
+    return str(getattr(env, "id", None) or getattr(env, "__qualname__", type(env).__name__))
+
+
+# --- from a name to what makes an env
+def find(env: Source) -> Callable[..., Env] | EnvSpec:
+    """The class, function or spec that `env` stands for; imports what it names and nothing else.
+
+    A name is one of: a name that `names()` has, a Gymnasium id, `module:Id-v0` (importing the module registers the
+    id), `module:Class` or `module:function` (dotted names too, such as `module:Outer.Inner`).
+
+    Raises:
+        UnknownNameError: nothing has that name; says which was probably meant, or which package has it.
+        ConfigError: the module cannot be imported, or what it has there makes no env.
+        MissingExtraError: it needs a package that is not installed.
+    """
+    if isinstance(env, EnvSpec):
+        return _without_main(env)
+    if not isinstance(env, str):
+        if callable(env):
+            return env
+        raise TypeError(f"an environment is a name, a spec, a class or a function, got {type(env).__name__}")
+    if env in _envs:
+        registered = _envs[env]
+        return _of_module(registered) if isinstance(registered, str) else registered
+    if ":" in env:
+        return _of_module(env)
+    if env in gymnasium.registry:
+        return _without_main(gymnasium.registry[env])
+    packaged = installed()
+    if env in packaged:
+        return _of_module(packaged[env].where)
+    raise _unknown(env, [*_envs, *packaged, *gymnasium.registry])
+
+
+def resolve(
+    env: Source, *, env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Wrapper] = ()
+) -> EnvFn:
+    """A function without arguments that makes the env, here or in a worker process.
+
+    Args:
+        env: what `find` takes.
+        env_kwargs: for what makes the env; of Gymnasium's ids also those of `gymnasium.make`.
+        wrappers: put around the env, the first innermost: callables from env to env, or "module:Name".
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: it cannot be imported, makes no env, or does not accept `env_kwargs`.
+        MissingExtraError: it needs a package that is not installed.
+
+    >>> make = resolve("frozen_lake", env_kwargs={"size": 3}, wrappers=["gymnasium.wrappers:RecordEpisodeStatistics"])
+    >>> make().unwrapped.config.size
+    3
+    """
+    if isinstance(wrappers, str):
+        raise ConfigError(f"wrappers must be a sequence of wrappers, got the text {wrappers!r}")
+    make = _bound(name_of(env), find(env), dict(env_kwargs or {}))
+    return functools.partial(_make_wrapped, make, *map(find_wrapper, wrappers)) if wrappers else make
+
+
+def _bound(name: str, found: Callable[..., Env] | EnvSpec, kwargs: dict[str, Any]) -> EnvFn:
+    """What was found with its arguments, which are checked."""
+    if isinstance(found, EnvSpec):
+        if kwargs:  # else it is not imported before it is made
+            _check_arguments(name, _creator(found), kwargs, found.kwargs, _MAKE_ARGUMENTS)
+        return functools.partial(_make_registered, found, **kwargs)
+    if _is_text_class(found):
+        kwargs = found.resolved(kwargs)
+    _check_arguments(name, found, kwargs)
+    return functools.partial(found, **kwargs) if kwargs else found
+
+
+def spec_of(make: EnvFn) -> EnvSpec | None:
+    """Gymnasium's spec behind a function of `resolve`, None where there is none."""
+    of_spec = isinstance(make, functools.partial) and make.func is _make_registered
+    return make.args[0] if of_spec else None  # type: ignore[attr-defined]
+
+
+# --- text envs
+def env_class(name: str) -> type[TextEnv[Any]]:
+    """The `TextEnv` class registered under `name`, or given as "module:Class"."""
+    found = find(name)
+    if not _is_text_class(found):
+        raise ConfigError(f"{name!r} must be a TextEnv class, got {found!r}")
+    return found
+
+
+def resolve_text(env: Source, config: Mapping[str, Any] | None = None) -> Callable[[], TextEnv[Any]]:
+    """`resolve` for agents: an env that is no `TextEnv` is shown as text by the adapter `gymnasium`.
+
+    Args:
+        env: what `find` takes.
+        config: the env's settings; to set how the adapter shows it, name the adapter and give the env as its `id`.
+    """
+    found = find(env)
+    make = _bound(name_of(env), found, dict(config or {}))
+    if _is_text_class(found):
+        return make  # type: ignore[return-value]
+    if isinstance(found, type | EnvSpec):
+        return functools.partial(env_class("gymnasium"), id=name_of(env), make=make)
+    return functools.partial(_shown_as_text, make, name_of(env))
+
+
 def make(env_type: str, **config: Any) -> TextEnv[Any]:
-    """An env by name, with its config's settings as keywords.
+    """A text env by name, with its config's settings as keywords.
 
     >>> env = make("frozen_lake", is_slippery=False)
     >>> observation, info = env.reset(seed=3)
     """
-    return env_class(env_type)(**config)
+    return resolve_text(env_type, config)()
 
 
+def _shown_as_text(make: EnvFn, name: str) -> TextEnv[Any]:
+    """What a function makes, of which nobody knows beforehand whether it is a `TextEnv`."""
+    env = make()
+    if isinstance(env, TextEnv):
+        return env
+    show = "auto" if env.render_mode == "ansi" else "values"
+    env.close()
+    return env_class("gymnasium")(id=name, make=make, show=show)
+
+
+# --- modules
+def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
+    """What "module:rest" is: an attribute of the module if it has that, else the Gymnasium id `rest`."""
+    module, found = _attribute(name, "the environment")
+    rest = name.partition(":")[2]
+    if found is None and rest in gymnasium.registry:
+        found = gymnasium.registry[rest]
+    if found is None:
+        classes = [key for key, value in vars(module).items() if _is_env_class(value)]
+        raise _unknown(rest, [*classes, *gymnasium.registry], f"{module.__name__}:")
+    if isinstance(found, EnvSpec):
+        return _without_main(found)
+    if not callable(found) or (isinstance(found, type) and not _is_env_class(found)):
+        raise ConfigError(
+            f"{name!r} must be a gymnasium.Env class, a function that makes an env, or an id, got {found!r}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _attribute(name: str, kind: str) -> tuple[Any, Any]:
+    """The module of "module:Name", imported, and what it has under that (dotted) name, else None."""
+    path, _, rest = name.partition(":")
+    if not rest or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(
+            f"{kind} must be 'module:Name' with the module as Python imports it ('package.module:Name'), got {name!r}"
+        )
+    try:
+        module = found = importlib.import_module(path)
+        for part in rest.split("."):
+            found = getattr(found, part, None)  # type: ignore[assignment]
+    except (Exception, SystemExit) as error:  # a module may raise whatever it likes; its name must be told
+        raise _not_imported(name, path, kind, error) from error
+    return module, found
+
+
+def _not_imported(name: str, path: str, kind: str, error: BaseException) -> Exception:
+    said = f"cannot import {kind} {name!r}"
+    if isinstance(error, ModuleNotFoundError):
+        explained = explain_import(f"{kind} {name!r}", error)
+        if explained is not error:
+            return explained
+        if error.name is not None and f"{path}.".startswith(f"{error.name}."):
+            package = _package_of(name.partition(":")[2])
+            wanted = "'module:Class', 'module:function' or 'module:Id-v0'"
+            file = "; leave out '.py'" if path.endswith(".py") else ""
+            return ConfigError(
+                f"{said}: there is no module {error.name!r} here{file}; expected "
+                f"{wanted if package is None else package.written(name.partition(':')[2])}"
+            )
+    return ConfigError(f"{said}: importing {path!r} failed with {type(error).__name__}: {error}")
+
+
+def _is_env_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, gymnasium.Env)
+
+
+def _is_text_class(value: Any) -> TypeGuard[type[TextEnv[Any]]]:
+    return isinstance(value, type) and issubclass(value, TextEnv)
+
+
+# --- Gymnasium's specs
+_MAKE_ARGUMENTS = ("max_episode_steps", "disable_env_checker", "render_mode")
+
+
+def _make_registered(spec: EnvSpec, /, **kwargs: Any) -> Env:
+    try:
+        return gymnasium.make(spec, **kwargs)
+    except DependencyNotInstalled as error:
+        raise _needs_package(spec, error) from error
+
+
+def _creator(spec: EnvSpec) -> Any:
+    """The class or function behind a spec."""
+    if callable(spec.entry_point):
+        return spec.entry_point
+    if spec.entry_point is None:
+        raise ConfigError(f"environment {spec.id!r} has only a vector env of its own, no single one")
+    try:
+        return load_env_creator(spec.entry_point)
+    except DependencyNotInstalled as error:
+        raise _needs_package(spec, error) from error
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot import environment {spec.id!r} ({spec.entry_point}): {error}") from error
+
+
+def _needs_package(spec: EnvSpec, error: Exception) -> MissingExtraError:
+    return MissingExtraError(f"environment {spec.id!r} needs a package: {error}")
+
+
+def _without_main(spec: EnvSpec) -> EnvSpec:
+    """The spec; what it names in the main script, which a worker's own main module lacks, is put in its place."""
+    if not (isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:")):
+        return spec
+    found = copy.copy(spec)
+    found.entry_point = _creator(spec)
+    return found
+
+
+# --- arguments and wrappers
+def _check_arguments(
+    name: str, made_by: Any, given: Mapping[str, Any], preset: Iterable[str] = (), also: Iterable[str] = ()
+) -> None:
+    """Raise a `ConfigError` for arguments that `made_by` does not take, or that it needs and lacks."""
+    try:
+        parameters = list(inspect.signature(made_by).parameters.values())
+    except (TypeError, ValueError):  # written in C, without a signature
+        return
+    takes = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [*(p.name for p in takes), *also]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    config = getattr(made_by, "Config", None) if _is_text_class(made_by) else None
+    if (
+        takes_any and isinstance(config, type) and dataclasses.is_dataclass(config)
+    ):  # a text env: what is left goes to its config
+        settings = [field.name for field in dataclasses.fields(config)]
+        for key in given:
+            if key not in {*known, *settings, "config", "render_mode"}:
+                raise ConfigError(f"{config.__name__} has no setting {key!r}.{did_you_mean(key, settings)}")
+        return
+    accepts = f"It accepts: {', '.join(map(_written, takes)) or 'nothing'}"
+    for key in given:
+        if key not in known and not takes_any:
+            guess = did_you_mean(key, known).partition(" Known:")[0]
+            raise ConfigError(f"environment {name!r} takes no argument {key!r}.{guess} {accepts}")
+    lacking = [p.name for p in takes if p.default is p.empty and p.name not in {*given, *preset}]
+    if lacking:
+        raise ConfigError(
+            f"environment {name!r} needs {', '.join(lacking)}: give env_kwargs (--env-kwargs KEY=VALUE). {accepts}"
+        )
+
+
+def _written(parameter: inspect.Parameter) -> str:
+    return (
+        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+    )
+
+
+def parse_env_kwargs(words: Iterable[str]) -> dict[str, Any]:
+    """Arguments of an env from words KEY=VALUE; a value is JSON, and plain text where it is not.
+
+    >>> parse_env_kwargs(["size=3", "map_name=8x8", "render_mode=null"])
+    {'size': 3, 'map_name': '8x8', 'render_mode': None}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"--env-kwargs must be KEY=VALUE, got {word!r}")
+        if key in found:
+            raise ConfigError(f"the argument {key!r} of the environment was given twice")
+        try:
+            found[key] = json.loads(text)
+        except json.JSONDecodeError:
+            found[key] = text
+    return found
+
+
+def find_wrapper(wrapper: Wrapper) -> Callable[[Any], Env]:
+    """The function or class from env to env that `wrapper` is or names.
+
+    Raises:
+        UnknownNameError: its module has nothing of that name.
+        ConfigError: its module cannot be imported, or it cannot be called.
+    """
+    found = wrapper
+    if isinstance(wrapper, str):
+        module, found = _attribute(wrapper, "the wrapper")
+        if found is None:
+            known = [key for key, value in vars(module).items() if isinstance(value, type)]
+            near = _or(_nearest(wrapper.partition(":")[2], known))
+            raise UnknownNameError(f"no wrapper named {wrapper!r}.{near}")
+    if not callable(found):
+        raise ConfigError(f"a wrapper must be a function or class from env to env, got {found!r}")
+    return found
+
+
+def wrapper_name(wrapper: Wrapper) -> str:
+    """The "module:Name" of a wrapper, as far as it has one."""
+    if isinstance(wrapper, str):
+        return wrapper
+    if isinstance(wrapper, functools.partial):
+        return f"partial of {wrapper_name(wrapper.func)}"
+    return f"{wrapper.__module__}:{name_of(wrapper)}"
+
+
+def _make_wrapped(make: EnvFn, /, *wrappers: Callable[[Any], Env]) -> Env:
+    env = make()
+    for wrapper in wrappers:
+        try:
+            env = wrapper(env)
+        except TypeError as error:
+            raise ConfigError(
+                f"the wrapper {name_of(wrapper)} cannot be put around an env: {error}; give it its other arguments "
+                f"by functools.partial or a function of your own"
+            ) from error
+        if not isinstance(env, gymnasium.Env):
+            raise ConfigError(
+                f"the wrapper {name_of(wrapper)} must return a gymnasium.Env, got {type(env).__name__}"
+            )
+    return env
+
+
+# --- unknown names
+class Package(NamedTuple):
+    """Whose ids are known by their look, only to help with a name that nothing has."""
+
+    ids: str  # a regular expression
+    module: str  # to import
+    pip: str
+    prefix: str = ""  # of the id, where the name lacks it
+
+    def written(self, name: str) -> str:
+        """How to ask for an env of the package."""
+        return f"'{self.module}:{self.prefix}{name}' (pip install {self.pip})"
+
+
+PACKAGES = (
+    Package(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d", "ale_py", "ale-py"),
+    Package(r"MiniGrid-|BabyAI-", "minigrid", "minigrid"),
+    Package(
+        r"Fetch(Reach|Push|Slide|PickAndPlace)|Hand(Reach|Manipulate)|(Ant|Point)Maze|AdroitHand|FrankaKitchen",
+        "gymnasium_robotics", "gymnasium-robotics",
+    ),
+    Package(r"dm_control/", "shimmy", '"shimmy[dm-control]"'),
+    Package(r"procgen-", "procgen_gym", "procgen-gym", "procgen_gym/"),
+    Package(r"(highway|merge|roundabout|parking|intersection|racetrack)(-\w+)?-v\d", "highway_env", "highway-env"),
+    Package(r"MiniWorld-", "miniworld", "miniworld"),
+    Package(r"Meta-World/", "metaworld", "metaworld"),
+    Package(r"Panda(Reach|Push|Slide|PickAndPlace|Stack|Flip)", "panda_gym", "panda-gym"),
+)  # fmt: skip
+
+
+def _package_of(name: str) -> Package | None:
+    return next((row for row in PACKAGES if re.match(row.ids, name)), None)
+
+
+def _unknown(name: str, known: Iterable[str], module: str = "") -> UnknownNameError:
+    """An error for `name`, with the nearest of `known` or the package that has it."""
+    said = f"no env named {module + name!r}."
+    package, near = _package_of(name), _nearest(name, known)
+    if package is not None and not any(_plain(one) == _plain(name) for one in near):
+        return UnknownNameError(f"{said} It is of a package that must be imported: {package.written(name)}")
+    return UnknownNameError(
+        f"{said}{_or([module + one for one in near])} `shoal envs list` shows shoal's own, "
+        f"gymnasium.pprint_registry() Gymnasium's; others are 'module:Id-v0', 'module:Class' or 'module:function'"
+    )
+
+
+def _nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """A few names like `name`, whatever their case, version and namespace; the best of each."""
+    alike: dict[str, list[str]] = {}
+    for one in known:
+        alike.setdefault(_plain(one), []).append(one)
+    close = difflib.get_close_matches(_plain(name), list(alike), n=most, cutoff=0.7)
+    best = difflib.get_close_matches(_plain(name), close, n=most, cutoff=0.95) or close
+    space, version = name.rpartition("/")[0], _version(name)
+
+    def preference(one: str) -> tuple[bool, bool, bool, int]:
+        theirs = one.rpartition("/")[0]
+        return theirs == space, not theirs, (_version(one) < 0) == (version < 0), _version(one)
+
+    return [max(alike[plain], key=preference) for plain in best]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"-v\d+$", "", name.rpartition("/")[2]).replace("_", "").replace("-", "").casefold()
+
+
+def _version(name: str) -> int:
+    found = re.search(r"-v(\d+)$", name)
+    return int(found[1]) if found else -1
+
+
+def _or(near: Sequence[str]) -> str:
+    quoted = [repr(one) for one in near]
+    return (
+        f" Did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), *quoted[-1:]]))}?" if near else ""
+    )
+
+
+# --- Gymnasium
 def gymnasium_id(name: str) -> str:
     """The id of one of shoal's own envs for `gymnasium.make`.
 

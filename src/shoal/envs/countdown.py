@@ -15,8 +15,8 @@ import numpy as np
 from shoal.core.errors import ConfigError, DataError, unknown_name
 from shoal.envs.actions import Projection
 from shoal.envs.dice import Dice
-from shoal.envs.expressions import MAX_ANSWER, MAX_NUMBERS, read_expression
-from shoal.envs.records import field, load_records, take_split
+from shoal.envs.expressions import MAX_NUMBERS, read_expression
+from shoal.envs.records import field, load_records, shared_items
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
 
@@ -156,7 +156,7 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         "the target. Answer with the expression alone, for example (1 + 2) * 3."
     )
     projection = Projection(
-        parse=lambda text: text if 0 < len(text) <= MAX_ANSWER else None,
+        parse=lambda text: None if read_expression(text) is None else text,
         invalid="",
         tags=("action", "answer"),
     )
@@ -166,8 +166,8 @@ class CountdownEnv(TextEnv[CountdownConfig]):
 
     def __init__(self, config: CountdownConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        source = self.config.source
-        self._puzzles = None if source == "generated" else take_split(load_puzzles(source), self.config.split)
+        source, split = self.config.source, self.config.split
+        self._puzzles = None if source == "generated" else shared_items(load_puzzles, source, split)
 
     @property
     def puzzle(self) -> Puzzle:

@@ -1,4 +1,4 @@
-"""Uniform draws in bulk: one call to numpy, then plain Python for each choice.
+"""Draws in bulk: one call to numpy for a block of raw words, then plain Python for each choice.
 
 A generator that makes some dozens of small decisions spends most of its time in numpy's calls otherwise.
 """
@@ -14,31 +14,41 @@ T = TypeVar("T")
 
 
 class Dice:
-    """Draws from `rng`, taken `block` at a time, handed out one by one."""
+    """Draws from the 64-bit words of `rng`, taken `block` at a time, handed out one by one."""
 
-    __slots__ = ("_block", "_draws", "_rng")
+    __slots__ = ("_block", "_raw", "_words")
 
     def __init__(self, rng: np.random.Generator, block: int = 32) -> None:
-        self._rng, self._block = rng, block
-        self._draws: list[float] = []
+        self._raw, self._block = rng.bit_generator.random_raw, block
+        self._words: list[int] = []
+
+    def words(self, n: int) -> list[int]:
+        """`n` raw words, for a loop that takes several decisions from the bits of one."""
+        if len(self._words) < n:
+            self._words += self._raw(max(self._block, n)).tolist()
+        taken = self._words[-n:]
+        del self._words[-n:]
+        return taken
 
     def uniform(self) -> float:
-        """A number in [0, 1)."""
-        if not self._draws:
-            self._draws = self._rng.random(self._block).tolist()
-        return self._draws.pop()
+        """A number in [0, 1), as `rng.random` makes it of a word."""
+        if not self._words:
+            self._words = self._raw(self._block).tolist()
+        return (self._words.pop() >> 11) * 2.0**-53
 
     def below(self, n: int) -> int:
         """An integer from 0 to n - 1."""
-        return int(self.uniform() * n)
+        if not self._words:
+            self._words = self._raw(self._block).tolist()
+        return ((self._words.pop() >> 11) * n) >> 53
 
     def between(self, low: int, high: int) -> int:
         """An integer from `low` to `high`, both included."""
-        return low + int(self.uniform() * (high - low + 1))
+        return low + self.below(high - low + 1)
 
     def one(self, options: Sequence[T]) -> T:
         """One of the options."""
-        return options[int(self.uniform() * len(options))]
+        return options[self.below(len(options))]
 
     def some(self, options: Sequence[T], count: int) -> list[T]:
         """`count` different options (or all there are), in a random order."""

@@ -7,6 +7,7 @@ of ten, scale words, units, lists, tuples and sets. What is none of these is com
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -126,6 +127,36 @@ def _equal(left: Answer, right: Answer) -> bool:
     return isinstance(left, str) and left == right and left != ""
 
 
+def is_numerical(response: str) -> bool:
+    r"""Whether the final answer of a response is made of numbers or of letters that stand for them.
+
+    >>> is_numerical("5 or 6"), is_numerical(r"\frac{a}{b}"), is_numerical("hello")
+    (True, True, False)
+    """
+    answer = final_answer(response)
+    if answer is None:
+        return False
+    plain = _plain(answer)
+    words = _LETTERS.findall(_COMMAND.sub(" ", plain))
+    return any(map(str.isdecimal, plain)) or (
+        all(len(word) == 1 for word in words) and bool(words or _COMMAND.search(plain) or "∞" in plain)
+    )
+
+
+def words_of(response: str) -> frozenset[str]:
+    """The parts of a final answer that are no numbers, tidied as answers are compared."""
+    answer = final_answer(response)
+    return frozenset() if answer is None else frozenset(_words(read_answer(answer)))
+
+
+def _words(answer: Answer) -> Iterator[str]:
+    if isinstance(answer, Several):
+        for part in answer.parts:
+            yield from _words(part)
+    elif isinstance(answer, str):
+        yield answer
+
+
 def read_answer(text: str) -> Answer:
     """The meaning of a final answer: a number, several answers, or tidied text."""
     return _read(_plain(text), depth=0)
@@ -166,6 +197,8 @@ def _split(text: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
+_LETTERS = re.compile(r"[^\W\d_]+")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _NAME = re.compile(r"[A-Za-z](?:_\{?[A-Za-z0-9]\}?|\([a-z]\))?\s*=\s*")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,\\!|\\,|\{,\})(?=[0-9]{3})")
 _SPACING = re.compile(

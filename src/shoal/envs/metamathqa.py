@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs.actions import Projection
-from shoal.envs.math_answers import MAX_ANSWER, MAX_RESPONSE, final_answer, same_answer
-from shoal.envs.records import field, load_records, take_split
+from shoal.envs.math_answers import (
+    MAX_ANSWER,
+    MAX_RESPONSE,
+    final_answer,
+    is_numerical,
+    same_answer,
+    words_of,
+)
+from shoal.envs.records import field, load_records, shared_items
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
 from shoal.envs.word_problems import Question, make_question
@@ -45,6 +53,26 @@ def load_questions(path: str) -> list[Question]:
             raise DataError(f"{where}: its answer has no end like 'The answer is: 7' or '#### 7'")
         questions.append(Question(str(text), answer, str(solution)))
     return questions
+
+
+def read_response(text: str, words: frozenset[str] = frozenset()) -> str | None:
+    """The text, when it states a number, a formula, or nothing but such and `words`; None when it does not.
+
+    >>> read_response("12 apples"), read_response("hello"), read_response("Monday", frozenset({"monday"}))
+    ('12 apples', None, 'Monday')
+    """
+    if not 0 < len(text) <= MAX_ANSWER:
+        return None
+    if is_numerical(text):
+        return text
+    found = words_of(text)
+    return text if found and found <= words else None
+
+
+def _word_answers(source: str) -> tuple[str, ...]:
+    """The words among the answers of a file's questions."""
+    answers = {item.answer for item in shared_items(load_questions, source, "all")}
+    return tuple(sorted(frozenset().union(*(words_of(a) for a in answers if not is_numerical(a)))))
 
 
 @dataclass(frozen=True)
@@ -99,7 +127,7 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
         "not rounded. After a wrong answer you may try again for half the points."
     )
     projection = Projection(
-        parse=lambda text: text if 0 < len(text) <= MAX_ANSWER else None,
+        parse=read_response,
         invalid="",
         tags=("action", "answer"),
     )
@@ -109,10 +137,11 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
 
     def __init__(self, config: MetaMathQAConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        source = self.config.source
-        self._questions = (
-            None if source == "generated" else take_split(load_questions(source), self.config.split)
-        )
+        source, split = self.config.source, self.config.split
+        self._questions = None if source == "generated" else shared_items(load_questions, source, split)
+        if self._questions and (words := shared_items(_word_answers, source, "all")):
+            # Where "Monday" answers a question of the file it is an answer to all of them.
+            self.projection = replace(self.projection, parse=partial(read_response, words=frozenset(words)))
         self._verifier = None
         if self.config.checker == "math_verify":
             from shoal.envs.math_verifier import MathVerifier

@@ -1,10 +1,11 @@
-"""Questions from the user's own files: JSON, JSON lines or parquet, read once per process and file."""
+"""Questions from the user's own files: JSON, JSON lines or parquet; what envs make of a file is in memory once."""
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,62 @@ TEST_EVERY = 10
 """Of a file's questions every tenth belongs to `split="test"`, the others to `split="train"`."""
 
 
+class FileCache:
+    """What was made from files, for all who ask in this process; the `size` that were asked for last are kept.
+
+    A file is known by its place, time, length and inode: a changed one is read again, by new envs only. Safe
+    to share between threads; those that ask for the same wait for the first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.RLock()  # what is made from a file may be made from something that is kept
+        self._made: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable, files: Sequence[Path], make: Callable[[], T]) -> T:
+        """What `make()` gives, remembered under `key` and the state of the files."""
+        stats = [(path, path.stat()) for path in files]
+        state = [(str(path), stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in stats]
+        full_key = (key, *state)
+        with self._lock:
+            if full_key not in self._made:
+                self._made[full_key] = make()
+            self._made.move_to_end(full_key)
+            while len(self._made) > self._size:
+                self._made.popitem(last=False)
+            return self._made[full_key]  # type: ignore[no-any-return]
+
+
+class Shared(tuple[T, ...]):
+    """Items that envs share: copied or pickled they are the call that gives them, and not their content."""
+
+    call: tuple[Callable[..., Any], tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, items: Sequence[T], call: Callable[..., Any], *args: Any) -> Shared[T]:
+        """The items, which `call(*args)` would give again."""
+        shared = cls(items)
+        shared.call = call, args
+        return shared
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+_items = FileCache(16)
+
+
+def shared_items(load: Callable[[str], Sequence[T]], source: str, split: str) -> Shared[T]:
+    """The items of a split of a file as `load` reads them, in memory once for all envs of this process."""
+    path = Path(source).expanduser().resolve()
+
+    def chosen() -> Shared[T]:
+        items = load(source) if split == "all" else take_split(shared_items(load, source, "all"), split)
+        return Shared.of(items, shared_items, load, str(path), split)
+
+    return _items.get((load, split), [path], chosen)
+
+
 def load_records(path: Path | str) -> tuple[Record, ...]:
     """The objects in a `.json` (a list), `.jsonl` or `.parquet` file, in order.
 
@@ -27,13 +84,6 @@ def load_records(path: Path | str) -> tuple[Record, ...]:
         MissingExtraError: for parquet without pyarrow.
     """
     path = Path(path).expanduser()
-    stat = path.stat()
-    return _load(path, stat.st_mtime_ns, stat.st_size)
-
-
-@functools.lru_cache(maxsize=8)
-def _load(path: Path, modified: int, size: int) -> tuple[Record, ...]:
-    """`load_records`, remembered until the file changes."""
     kind = path.suffix.lower()
     if kind == ".json":
         records = read_json(path)

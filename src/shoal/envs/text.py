@@ -7,22 +7,20 @@ invalid actions count as steps, episodes are truncated at `max_steps`, and `info
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import gymnasium
-import msgspec
 import numpy as np
 from gymnasium.utils import seeding
 
-from shoal.core.errors import ConfigError, EnvError, did_you_mean
+from shoal.core.configuration import convert_fields
+from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
+from shoal.envs.spaces import own_space
 
 Action = int | str
 C = TypeVar("C")
@@ -69,6 +67,10 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             )
         self.config: C = config if config is not None else build_config(self.Config, settings)
         self.render_mode = render_mode
+        for name in ("action_space", "observation_space"):
+            space = getattr(type(self), name, None)
+            if isinstance(space, gymnasium.Space) and name not in vars(self):
+                setattr(self, name, own_space(space))
         self._seed: int | None = None
         self._steps = 0
         self._over = True
@@ -78,6 +80,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._asked_space: Any = None
         self._answer = range(0)
         self._has_anchor = type(self).anchor is not TextEnv.anchor
+
+    @classmethod
+    def resolved(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings as they go to a worker: names that only this process knows become what they stand for."""
+        return dict(settings)
 
     @property
     def _np_random(self) -> np.random.Generator | None:  # type: ignore[override]
@@ -207,23 +214,5 @@ def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:
     Raises:
         ConfigError: on an unknown name (with the closest known one) or a value of the wrong type.
     """
-    hints: dict[str, Any] = _hints(kind)  # type: ignore[arg-type]
-    values = {}
-    for name, value in settings.items():
-        if name not in hints:
-            raise ConfigError(f"{kind.__name__} has no setting {name!r}.{did_you_mean(name, hints)}")
-        plain = value.item() if isinstance(value, np.generic) else value
-        try:
-            values[name] = msgspec.convert(plain, hints[name])
-        except msgspec.ValidationError as error:
-            reason = str(error).removesuffix(" - at `$`")
-            raise ConfigError(f"{kind.__name__}.{name}: {reason}, got {value!r}") from error
-        except TypeError:  # a type that msgspec does not know, such as a function: the config looks after it
-            values[name] = value
-    return kind(**values)
-
-
-@lru_cache(maxsize=256)
-def _hints(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {item.name: hints[item.name] for item in dataclasses.fields(kind)}
+    name = kind.__name__
+    return kind(**convert_fields(kind, settings, f"{name}.", lambda key: f"{name} has no setting {key!r}"))

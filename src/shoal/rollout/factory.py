@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from shoal import envs
 from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.envs import TextEnv
 from shoal.envs.actions import Projection
-from shoal.envs.catalogue import env_class
+from shoal.envs.catalogue import resolve_text
 from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig
@@ -29,7 +27,7 @@ class EnvTag:
     """One kind of env under a name of its own."""
 
     env_type: str
-    """A registered name (`shoal envs list`) or "module:Class"."""
+    """What `shoal.envs.resolve` takes: a name (`shoal envs list`), a Gymnasium id, "module:Id-v0", "module:Class"."""
     max_actions_per_traj: int | None = None
     """Turns after which an episode is truncated; the env's own `max_steps` if not given."""
     env_config: dict[str, Any] = field(default_factory=dict)
@@ -162,11 +160,12 @@ def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = 
     if not with_pool:
         return EnvironmentSet(NoEnvs(), tags, groups.group_size, make_roles(config.custom_envs, tags))
     kinds = [config.custom_envs[tag] for tag in tags for _ in range(groups.group_size)]
+    vector = config.vector if config.use_parallel_envs else VectorConfig(backend="serial")
     pool = make_vec(
-        [partial(envs.make, kind.env_type, **kind.env_config) for kind in kinds],
-        backend=config.vector.backend if config.use_parallel_envs else "serial",
-        num_workers=config.vector.num_workers,
-        step_timeout=config.vector.step_timeout,
+        [resolve_text(kind.env_type, kind.env_config) for kind in kinds],
+        backend=vector.backend,
+        num_workers=None if vector.backend == "serial" else vector.num_workers,
+        step_timeout=vector.step_timeout,
         autoreset="disabled",
         on_failure="restart",  # a failed env costs its episode
         max_restarts=1000,
@@ -222,7 +221,6 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
 
 def _make(tag: str, kind: EnvTag) -> TextEnv[Any]:
     try:
-        env_class(kind.env_type)
-        return envs.make(kind.env_type, **kind.env_config)
+        return resolve_text(kind.env_type, kind.env_config)()
     except (ShoalError, ImportError, AttributeError) as error:
         raise ConfigError(f"custom_envs.{tag}: {error}") from error

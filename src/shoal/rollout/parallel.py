@@ -10,13 +10,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, WorkerError, did_you_mean
 from shoal.core.executors import available_cpus
-from shoal.envs.catalogue import env_class
+from shoal.envs.catalogue import resolve_text
 from shoal.rollout.capabilities import Restartable
 from shoal.rollout.collector import group_numbers, place_of
 from shoal.rollout.dispatch import Dispatch, Events, RolloutReport, spread, worthwhile_workers
@@ -84,7 +83,7 @@ class ParallelRolloutManager:
             )
         kinds = environments.custom_envs
         self._env_fns: dict[str, Callable[[], Any]] = {
-            tag: partial(env_class(kinds[tag].env_type), **kinds[tag].env_config) for tag in self.roles
+            tag: resolve_text(kinds[tag].env_type, kinds[tag].env_config) for tag in self.roles
         }
         self._limits = Limits(
             self.settings.step_timeout,

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, DataError, ShoalError
+from shoal.core.run_folder import FolderLock
 from shoal.skills import memory
 from shoal.skills.launchers import Launcher, make_launcher, training_command, training_environment
-from shoal.skills.locks import FolderLock, processes_of
 from shoal.skills.merge import RULES
 from shoal.skills.plan import dependencies as plan_dependencies
 from shoal.skills.processing import process_completed_training
@@ -109,7 +109,7 @@ class SkillScheduler:
         self._watched: dict[int, Mapping[str, Any]] = {}
         self._stopping: str | None = None
         self._holders = 0
-        self._lock = FolderLock(self.base_dir / "scheduler.lock")
+        self._lock = FolderLock(self.base_dir / "scheduler.lock", "another scheduler")
         self._told = 0
         self._merging: set[int] = set()  # attempts whose merge has not been handled here yet
 
@@ -512,7 +512,7 @@ class SkillScheduler:
 
         If it did start, it is still writing to the run folder; its processes are found by their command line.
         """
-        for pid in processes_of(attempt.id, self.base_dir / attempt.run_folder):
+        for pid in _processes_of(attempt.id, self.base_dir / attempt.run_folder):
             from shoal.skills.launchers import start_time
 
             handle = {"pid": pid, "began": start_time(pid)}
@@ -576,3 +576,17 @@ class _Notify:
 
     def __call__(self, how: str) -> None:
         self.events.put(("ended", self.attempt, how))
+
+
+def _processes_of(attempt: int, folder: Path) -> list[int]:
+    """Ids of processes that were started as this launch of this folder."""
+    found = []
+    wanted = [str(folder.resolve()), "--attempt", str(attempt)]
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            parts = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if parts[-4:-1] == wanted and "shoal.skills.training" in parts:
+            found.append(int(entry.parent.name))
+    return found

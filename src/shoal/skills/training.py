@@ -34,7 +34,11 @@ class NotLearnedError(RuntimeError):
 def run_training(folder: Path | str, attempt: int | None = None) -> dict[str, Any]:
     """Train what a run folder says, resuming if it was begun before; returns what `DONE.json` tells."""
     run = Run.open(folder)
-    metrics = RunFolder(run.folder, "skills-training", int(run.spec["seed"]), _print_event)
+    with RunFolder(run.folder, "skills-training", int(run.spec["seed"]), _print_event) as metrics:
+        return _run(run, metrics, attempt)
+
+
+def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
     began, cpu = time.monotonic(), time.process_time()
     trainer = Trainer(run.task())
     _prepare(run, trainer)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.core.errors import DataError
-from shoal.core.files import MANIFEST, read_json, verify_folder, write_folder
+from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder, write_folder
 from shoal.train.policy import TrainableEngine
 from shoal.train.sharding import ShardedEngine
 from shoal.train.whole_tensors import fill, fill_optimizer, whole_optimizer, whole_weights, without_twins
@@ -123,6 +123,7 @@ def newest_checkpoint(folder: Path) -> Path:
     Raises:
         DataError: there is none, or the newest was altered (an older whole one is named as the way out).
     """
+    restore_folders(folder)
     found = list_checkpoints(folder)
     if not found:
         raise DataError(f"no checkpoint in {folder}: start without resume")

@@ -31,7 +31,7 @@ class Records:
     def __init__(self, config: AgentConfig, on_event: Event | None, writes: bool = True) -> None:
         self._config = config
         self._writes = writes
-        self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event)
+        self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event, lock=writes)
         self._checkpoints = self.folder.path / "checkpoints"
         settings = config.trainer
         self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)
@@ -121,3 +121,4 @@ class Records:
         """Close what is open; may be called twice."""
         self._board.close()
         self._wandb.close()
+        self.folder.close()

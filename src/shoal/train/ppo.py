@@ -7,9 +7,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.core.errors import ConfigError
 from shoal.core.processes import StartMethod
+from shoal.envs.catalogue import Wrapper, wrapper_name
 from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.policy_networks import ActorCritic, n_weights
 from shoal.train.ppo_agent import make_agent
@@ -50,7 +51,7 @@ class PPO:
     bit with any backend and number of workers, killed and resumed or not.
 
     Args:
-        env: a Gymnasium id, `module:Class`, or a function that returns an environment.
+        env: what `shoal.envs.resolve` takes: a name, `module:Class`, or a function that returns an environment.
         n_envs: how many of them.
         seed: of the run; all randomness is derived from it.
         config: how to learn; single settings may also be given by keyword (`learning_rate=1e-3`).
@@ -61,18 +62,19 @@ class PPO:
         device: "cpu", "cuda", "mps", or "auto" for the best there is.
         path: "compiled" for the kernels, "torch" for autograd, "auto" for kernels where they fit.
         env_kwargs: for the environment.
+        wrappers: put around each environment, the first innermost: callables, or "module:Name".
     """
 
     def __init__(
         self, env: EnvSource, *, n_envs: int = 8, seed: int = 0, config: PPOConfig | None = None,
         network: nn.Module | None = None, backend: str = "auto", num_workers: int | None = None,
         start_method: StartMethod | None = None, device: str = "cpu", path: str = "auto",
-        env_kwargs: Mapping[str, Any] | None = None, **settings: Any,
+        env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Wrapper] = (), **settings: Any,
     ) -> None:  # fmt: skip
         check_call(n_envs, backend, num_workers, start_method, settings)
         self.config = dataclasses.replace(config or PPOConfig(), **settings)
         self.n_envs, self.seed = n_envs, seed
-        self.factory = EnvFactory(env, seed, dict(env_kwargs or {}))
+        self.factory = EnvFactory(env, seed, dict(env_kwargs or {}), wrappers=tuple(wrappers))
         self.facts = try_env(self.factory)
         self.device = choose_device(device)
         self.agent = make_agent(
@@ -190,6 +192,7 @@ class PPO:
         policy = describe_policy(
             self.facts.observation_space, self.facts.action_space, self.network, self.config,
             self.agent.obs_norm is not None, self.factory.name, _plain(self.factory.kwargs),
+            [wrapper_name(wrapper) for wrapper in self.factory.wrappers],
         )  # fmt: skip
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,
@@ -202,6 +205,7 @@ class PPO:
         cls, checkpoint: Path | str, env: EnvSource | None = None, *, network: nn.Module | None = None,
         backend: str = "auto", num_workers: int | None = None, start_method: StartMethod | None = None,
         device: str = "cpu", path: str = "auto", env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Wrapper] | None = None,
     ) -> PPO:  # fmt: skip
         """Continue the run that `save` wrote, bit for bit.
 
@@ -215,6 +219,7 @@ class PPO:
             device: likewise.
             path: "compiled", "torch" or "auto"; only the same one continues bit for bit.
             env_kwargs: for an `env` given as a function.
+            wrappers: those of the run if not given; needed when they are not of an importable module.
 
         Raises:
             DataError: the checkpoint is broken.
@@ -227,6 +232,7 @@ class PPO:
             config=read_config(training["config"]), network=network, backend=backend,
             num_workers=num_workers, start_method=start_method, device=device, path=path,
             env_kwargs=env_kwargs if env_kwargs is not None else policy["env_kwargs"],
+            wrappers=policy.get("wrappers", ()) if wrappers is None else wrappers,
         )  # fmt: skip
         check_same(saved, ppo.checkpoint())
         ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
@@ -261,7 +267,12 @@ class PPO:
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Environment arguments as JSON can hold them; others as their text, for the record only."""
-    simple = (str, int, float, bool, type(None))
-    return {
-        key: cast(Any, value if isinstance(value, simple) else repr(value)) for key, value in kwargs.items()
-    }
+    return {key: value if _is_json(value) else repr(value) for key, value in kwargs.items()}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return isinstance(value, str | int | float | bool | type(None))

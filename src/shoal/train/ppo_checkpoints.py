@@ -8,7 +8,7 @@ needs).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import read_json, verify_folder, write_folder, write_json
+from shoal.core.files import read_json, restore_folders, verify_folder, write_folder, write_json
 from shoal.train.ppo_config import PPOConfig
 
 Array = np.ndarray
@@ -67,10 +67,9 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     try:
         verify_folder(folder)
         policy = read_json(folder / "policy.json")
-        if policy.get("format") != FORMAT:
-            raise DataError(
-                f"{folder} has checkpoint format {policy.get('format')!r}, this shoal reads {FORMAT}"
-            )
+        found = policy.get("format") if isinstance(policy, dict) else None
+        if found != FORMAT:
+            raise DataError(f"{folder} has checkpoint format {found!r}, this shoal reads {FORMAT}")
         arrays = [
             _read(folder / f"{name}.safetensors")
             for name in ("weights", "optimizer", "statistics", "episodes")
@@ -90,6 +89,7 @@ def find_checkpoint(path: Path | str) -> Path:
     if (path / "policy.json").exists() or _FOLDER.fullmatch(path.name):
         return path
     for root in (path, path / "checkpoints"):
+        restore_folders(root)
         found = list_checkpoints(root)
         if found:
             return found[-1]
@@ -141,10 +141,11 @@ def describe_policy(
     normalize_obs: bool,
     env: str = "",
     env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What weights mean, as JSON: the `policy` of a checkpoint."""
     own = getattr(network, "module", None)
-    return {
+    described = {
         "env": env,
         "env_kwargs": dict(env_kwargs or {}),
         "observation_space": describe_space(observation_space),
@@ -154,14 +155,15 @@ def describe_policy(
         "activation": config.activation,
         "normalize_obs": normalize_obs,
     }
+    return {**described, "wrappers": list(wrappers)} if wrappers else described
 
 
 def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
     """Raise a `ConfigError` that lists the differences if a checkpoint is of another env or network."""
     wrong = [
-        f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy[key]!r}"
-        for key in ("env", "observation_space", "action_space", "network")
-        if saved.policy.get(key) != mine.policy[key]
+        f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy.get(key)!r}"
+        for key in ("env", "wrappers", "observation_space", "action_space", "network")
+        if saved.policy.get(key) != mine.policy.get(key)
     ]
     for name in sorted({*saved.weights, *mine.weights}):
         theirs, ours = (getattr(c.weights.get(name), "shape", None) for c in (saved, mine))

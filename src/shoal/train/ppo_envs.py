@@ -3,106 +3,71 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.error import DependencyNotInstalled, Error
+from gymnasium.envs.registration import EnvSpec
 
-from shoal.core.errors import ConfigError, EnvError, MissingExtraError, unknown_name
+from shoal.core.errors import ConfigError, EnvError, ShoalError
 from shoal.core.seeding import derive_seed, stream
+from shoal.envs.catalogue import Source, Wrapper, find, find_wrapper, name_of, resolve
 from shoal.rollout.episodes import SeededEpisodes
 from shoal.rollout.spaces import ActionRows, ObservationRows
 
-EnvSource = str | Callable[..., gym.Env] | gym.envs.registration.EnvSpec
+EnvSource = Source
 
 
 @dataclass(frozen=True)
 class EnvFactory:
-    """Makes env `index` of a run; it travels to worker processes.
+    """Makes env `index` of a run; it travels to worker processes, which need not know the env's name.
 
     Args:
-        source: a Gymnasium id, `module:Class`, an `EnvSpec`, or a function that returns an env.
+        source: what `shoal.envs.resolve` takes.
         seed: of the run.
         kwargs: for the environment.
         stream: name of its stream of seeds.
+        wrappers: put around the environment, the first innermost.
+
+    Raises:
+        UnknownNameError: no environment of that name; says which was probably meant.
+        ConfigError: it cannot be imported or does not take `kwargs`.
     """
 
     source: EnvSource
     seed: int = 0
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     stream: str = "env"
+    wrappers: Sequence[Wrapper] = ()
+    name: str = field(init=False)
+    """What to call the environment in files and messages."""
+    _found: Callable[..., gym.Env] | EnvSpec = field(init=False, repr=False)
+    _wraps: Sequence[Wrapper] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        resolve(self.source, env_kwargs=self.kwargs, wrappers=self.wrappers)  # so that a mistake shows here
+        found = find(self.source)
+        object.__setattr__(self, "name", name_of(self.source))
+        object.__setattr__(self, "_found", _lean(found) if isinstance(found, EnvSpec) else found)
+        object.__setattr__(self, "_wraps", [find_wrapper(wrapper) for wrapper in self.wrappers])
 
     def __call__(self, index: int = 0, **more: Any) -> SeededEpisodes:
         """A fresh environment that seeds its own episodes."""
-        return SeededEpisodes(make_env(self.source, **{**self.kwargs, **more}), self.seed, index, self.stream)
-
-    @property
-    def name(self) -> str:
-        """What to call the environment in files and messages."""
-        if isinstance(self.source, str):
-            return self.source
-        if isinstance(self.source, gym.envs.registration.EnvSpec):
-            return self.source.id
-        return getattr(self.source, "__qualname__", type(self.source).__name__)
+        make = resolve(self._found, env_kwargs={**self.kwargs, **more}, wrappers=self._wraps)
+        env = make()
+        if not isinstance(env, gym.Env):
+            raise ConfigError(f"{self.name} must make a gymnasium.Env, got {type(env).__name__}")
+        return SeededEpisodes(env, self.seed, index, self.stream)
 
 
-def make_env(source: EnvSource, **kwargs: Any) -> gym.Env:
-    """One environment, without the wrappers that only check its caller.
-
-    Raises:
-        UnknownNameError: no environment of that name; says which was probably meant.
-        ConfigError: `module:Class` that cannot be imported, or something that is no environment.
-        MissingExtraError: the environment needs a package that is not installed.
-    """
-    found = _find(source) if isinstance(source, str) else source
-    try:
-        env = (
-            gym.make(_lean(found), **kwargs)
-            if isinstance(found, gym.envs.registration.EnvSpec)
-            else found(**kwargs)
-        )
-    except DependencyNotInstalled as error:
-        raise MissingExtraError(f"environment {_name(source)!r} needs a package: {error}") from error
-    if not isinstance(env, gym.Env):
-        raise ConfigError(f"{_name(source)} must make a gymnasium.Env, got {type(env).__name__}")
-    return env
-
-
-def _find(name: str) -> Callable[..., gym.Env] | gym.envs.registration.EnvSpec:
-    module, _, attribute = name.partition(":")
-    if attribute and not attribute.rpartition("-v")[2].isdigit():
-        try:
-            return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"cannot import the environment {name!r}: {error}") from error
-    try:
-        return gym.spec(name)
-    except (Error, ImportError) as error:
-        if attribute:
-            raise ConfigError(f"cannot find the environment {name!r}: {error}") from error
-        raise unknown_name("environment", name, _near(name)) from error
-
-
-def _near(name: str) -> list[str]:
-    """Registered ids, without the families that would bury the answer."""
-    head = name.partition("/")[0]
-    return [env for env in gym.registry if "/" not in env or env.startswith(head + "/")]
-
-
-def _lean(spec: gym.envs.registration.EnvSpec) -> gym.envs.registration.EnvSpec:
+def _lean(spec: EnvSpec) -> EnvSpec:
     """The spec without checks of the caller: our collectors reset before they step, and a test says so."""
     lean = copy.deepcopy(spec)
     lean.order_enforce = False
     lean.disable_env_checker = True
     return lean
-
-
-def _name(source: Any) -> str:
-    return str(getattr(source, "id", None) or getattr(source, "__qualname__", source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +86,14 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
 
     Raises:
         ConfigError: a space that PPO cannot use.
-        EnvError: a random action made it raise.
+        EnvError: it cannot be made, or a random action made it raise.
     """
-    env = factory(0)
+    try:
+        env = factory(0)
+    except ShoalError:
+        raise
+    except Exception as error:  # an env may raise whatever it likes
+        raise EnvError(f"{factory.name} cannot be made: {type(error).__name__}: {error}") from error
     try:
         ObservationRows(env.observation_space)
         actions = ActionRows(env.action_space)

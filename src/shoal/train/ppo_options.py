@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from shoal.core.processes import StartMethod
 from shoal.train.ppo_checkpoints import find_checkpoint, load_checkpoint
@@ -16,7 +20,11 @@ class RunOptions:
     """What `shoal train-ppo` can be told besides the settings of PPO."""
 
     env: str = "CartPole-v1"
-    """A Gymnasium id, or module:Class of your own environment."""
+    """A Gymnasium id, module:Id-v0, or module:Class or module:function of your own environment."""
+    env_kwargs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
+    """Arguments of the environment; values are JSON or plain text."""
+    wrapper: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODULE:NAME")] = ()
+    """Put this around the environment; may be given several times, the first is innermost."""
     preset: str = "auto"
     """Tuned settings: "auto" takes those of the env if there are any, "none" takes none, or a name."""
     n_envs: int = 8
@@ -73,6 +81,8 @@ def saved_options(path: str) -> tuple[RunOptions, PPOConfig]:
         "env": saved.policy["env"],
         "seed": saved.training["seed"],
         "n_envs": saved.training["n_envs"],
+        "env_kwargs": tuple(f"{k}={json.dumps(v)}" for k, v in saved.policy["env_kwargs"].items()),
+        "wrapper": tuple(saved.policy.get("wrappers", ())),
     }
     return RunOptions(**{**options, "resume_from": str(folder)}), read_config(saved.training["config"])
 

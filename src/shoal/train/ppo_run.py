@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError
-from shoal.core.files import write_text
+from shoal.core.files import remove_leftovers, write_text
 from shoal.core.run_folder import RunFolder
+from shoal.envs.catalogue import parse_env_kwargs
 from shoal.train.ppo import PPO, Metrics
 from shoal.train.ppo_checkpoints import (
     checkpoint_folder,
@@ -46,10 +47,14 @@ class PPORun:
         for name, least in (("log_every", 1), ("eval_episodes", 1), ("keep_checkpoints", 1)):
             if getattr(options, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(options, name)}")
-        self.ppo = self._make()
         self.path = Path(options.run_dir or f"runs/ppo-{safe_name(options.env)}")
         self.checkpoints = Path(options.checkpoint_dir or self.path / "checkpoints")
-        self.folder = RunFolder(self.path, "train-ppo", options.seed, self.on_event)
+        self.ppo = self._make()
+        try:
+            self.folder = RunFolder(self.path, "train-ppo", options.seed, self.on_event)
+        except BaseException:
+            self.ppo.close()
+            raise
         self._best = self._best_so_far()
         self._last_eval: Metrics = {}
         self._boards = (
@@ -66,6 +71,7 @@ class PPORun:
         goes on.
         """
         ppo, options = self.ppo, self.options
+        self._sweep()
         self._write_settings()
         steps = ppo.log.n_steps
         self.folder.keep_metrics(lambda row: row["steps"] <= steps)
@@ -111,23 +117,31 @@ class PPORun:
         self.ppo.close()
         for board in self._boards:
             board.close()
+        self.folder.close()
 
     def _make(self) -> PPO:
         options = self.options
         places: dict[str, Any] = {
             "backend": options.backend, "num_workers": options.num_workers,
             "start_method": options.parallel_start_method, "device": options.device,
+            "env_kwargs": parse_env_kwargs(options.env_kwargs), "wrappers": options.wrapper,
         }  # fmt: skip
         if options.resume_from is None:
             return PPO(
                 options.env, n_envs=options.n_envs, seed=options.seed, config=self.config, path=options.path,
                 **places,
             )  # fmt: skip
-        ppo = PPO.load(options.resume_from, options.env, path=options.path, env_kwargs={}, **places)
+        ppo = PPO.load(options.resume_from, options.env, path=options.path, **places)
         if (ppo.seed, ppo.n_envs) != (options.seed, options.n_envs):
             raise ConfigError(
                 f"the checkpoint was made with --seed {ppo.seed} --n-envs {ppo.n_envs}, got "
                 f"--seed {options.seed} --n-envs {options.n_envs}; leave them out to continue"
+            )
+        saved = load_checkpoint(options.resume_from).policy["env_kwargs"]
+        if places["env_kwargs"] != saved:
+            raise ConfigError(
+                f"the checkpoint was made with --env-kwargs {saved}, got {places['env_kwargs']}; leave them out "
+                f"to continue"
             )
         if ppo.config != self.config:
             changed = [
@@ -199,11 +213,19 @@ class PPORun:
         metrics |= {"n_envs": self.ppo.n_envs, "workers": self.ppo.workers, "path": self.ppo.path}
         self.summary = self.folder.finish(metrics, status)
 
+    def _sweep(self) -> None:
+        """Remove what killed writers left, in the folders that this run alone writes."""
+        remove_leftovers(self.path)
+        remove_leftovers(self.path / "best")
+        if self.checkpoints.resolve().is_relative_to(self.path.resolve()):
+            remove_leftovers(self.checkpoints)
+
     def _write_settings(self) -> None:
         from omegaconf import OmegaConf
 
         settings = {**dataclasses.asdict(self.options), "ppo": dataclasses.asdict(self.ppo.config)}
         settings["ppo"]["hidden"] = list(settings["ppo"]["hidden"])
+        settings |= {key: list(value) for key, value in settings.items() if isinstance(value, tuple)}
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
 
 

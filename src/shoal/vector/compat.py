@@ -1,7 +1,7 @@
 """Other faces of a vector env, for programs written against another library's interface; each is thin.
 
-`MultiProcessEnvironmentContainer` and `ParallelEnv` (small training loops), `AsyncVectorEnv` (Gymnasium's), `EnvPoolStyle`
-and `PufferStyle`; Stable-Baselines3's is in `sb3.py`, which imports it.
+`MultiProcessEnvironmentContainer` and `ParallelEnv` (small training loops), `AsyncVectorEnv` (Gymnasium's),
+`EnvPoolStyle` and `PufferStyle`; Stable-Baselines3's is in `sb3.py`, which imports it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,20 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from shoal.core.errors import EnvError, did_you_mean
+from shoal.core.errors import EnvError
 from shoal.core.executors import available_cpus
 from shoal.core.processes import START_METHODS, StartMethod
 from shoal.vector.failures import Failure
-from shoal.vector.make import BackendName, Plan, Setup, check_options, make_vec, open_workers, probe
+from shoal.vector.make import (
+    TEXT_BYTES,
+    BackendName,
+    Plan,
+    Setup,
+    check_options,
+    make_vec,
+    open_workers,
+    probe,
+)
 from shoal.vector.process import Limits
 from shoal.vector.recovery import OnFailure
 from shoal.vector.vector_env import Description, VectorPool, groups
@@ -190,21 +199,9 @@ class AsyncVectorEnv(VectorPool):
         observation_mode: "same", "different" or `(batched space, single space)`.
         autoreset_mode: Gymnasium's.
         max_concurrency: how many environments may be at work at once.
-        **options: of `make_vec`: `num_workers`, `threads`, `step_timeout`, `on_failure`, … Without `num_workers`
-            one env more is made and tried for a moment: those that wait get a thread each.
+        num_workers: as the following, of `make_vec`. Without it one env more is made and tried for a moment: those
+            that wait get a thread each.
     """
-
-    OPTIONS = {
-        "num_workers": None,
-        "threads": False,
-        "step_timeout": None,
-        "make_timeout": None,
-        "on_failure": "raise",
-        "max_restarts": 3,
-        "check_nan": False,
-        "ring": None,
-        "text_bytes": None,
-    }
 
     def __init__(
         self,
@@ -217,7 +214,16 @@ class AsyncVectorEnv(VectorPool):
         observation_mode: Any = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_concurrency: int | None = None,
-        **options: Any,
+        *,
+        num_workers: int | None = None,
+        threads: bool = False,
+        step_timeout: float | None = None,
+        make_timeout: float | None = None,
+        on_failure: OnFailure = "raise",
+        max_restarts: int = 3,
+        check_nan: bool = False,
+        ring: int | None = None,
+        text_bytes: int | None = None,
     ) -> None:
         if worker is not None:
             raise ValueError("a custom `worker` is not supported: put what it does into the env or a wrapper")
@@ -233,26 +239,24 @@ class AsyncVectorEnv(VectorPool):
         mode = autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
         self.env_fns, self.shared_memory, self.daemon = env_fns, shared_memory, daemon
         self.context, self.observation_mode, self.max_concurrency = context, observation_mode, max_concurrency
-        chosen = dict(self.OPTIONS)
-        for name, value in options.items():
-            if name not in chosen:
-                raise TypeError(f"AsyncVectorEnv has no argument {name!r}.{did_you_mean(name, chosen)}")
-            chosen[name] = value
-        step, make, ring = chosen["step_timeout"], chosen["make_timeout"], chosen["ring"]
-        on_failure: OnFailure = chosen["on_failure"]
-        given = {**chosen, "start_method": context, "threads": chosen["threads"] or None, "ray_options": None}
-        check_options("process", on_failure, ring, given)
-        n_workers, threads = chosen["num_workers"] or max_concurrency, chosen["threads"]
+        options: dict[str, Any] = {
+            "step_timeout": step_timeout,
+            "make_timeout": make_timeout,
+            "text_bytes": text_bytes,
+        }
+        options |= {"num_workers": num_workers, "start_method": context, "threads": threads or None}
+        check_options("process", on_failure, ring, options)
+        n_workers = num_workers or max_concurrency
         if n_workers is None and not threads:
             cost = probe(env_fns[0])  # (Gymnasium's makes one env more, too)
             threads = cost is not None and cost.waits
         setup = Setup(
             mode,
-            check_nan=chosen["check_nan"],
+            check_nan=check_nan,
             places=ring or (1 if on_failure == "raise" else 2),
-            limits=Limits(step, step if make is None else make),
+            limits=Limits(step_timeout, step_timeout if make_timeout is None else make_timeout),
             method=context or "forkserver",  # type: ignore[arg-type]
-            text_bytes=2048 if chosen["text_bytes"] is None else chosen["text_bytes"],
+            text_bytes=TEXT_BYTES if text_bytes is None else text_bytes,
         )
         plan = Plan("process", min(n_workers or available_cpus(), len(env_fns)), threads)
         opened = open_workers(
@@ -262,7 +266,7 @@ class AsyncVectorEnv(VectorPool):
             lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode),
         )
         super().__init__(
-            *opened[:5], on_failure=on_failure, max_restarts=chosen["max_restarts"], copy_observations=copy
+            *opened[:5], on_failure=on_failure, max_restarts=max_restarts, copy_observations=copy
         )
         if isinstance(observation_mode, tuple):
             self.single_observation_space = observation_mode[1]

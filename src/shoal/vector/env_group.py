@@ -22,12 +22,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import EnvError
+from shoal.envs.catalogue import EnvFn
 from shoal.vector.actions import Loose, read, reader
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, RowWriter
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.infos import IN_BUFFER, Told
-
-EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 
 # --- what a group can be told
@@ -40,7 +39,7 @@ class Step:
 
     members: Sequence[int] | None
     place: int
-    loose: Loose = field(default_factory=dict)
+    loose: Loose
     actions: Sequence[Any] | None = None
 
 
@@ -190,6 +189,9 @@ class EnvGroup:
             {i: RowWriter(leaves[i], obs[place, rows]) for i, obs in fixed.items()}
             for place in range(buffers.places)
         ]
+        self._floats = [
+            [writer for writer in writers.values() if writer.dtype.kind == "f"] for writers in self._writers
+        ]
         self._beside = [*self.layout.text, *self.layout.objects]
         self._plain = self.layout.is_leaf and bool(fixed)
         self._final = buffers.final[0][rows] if self._plain else None
@@ -213,7 +215,8 @@ class EnvGroup:
             case Reset():
                 return self.reset(command)
             case Trial(rounds=rounds):
-                return be_busy(rounds)
+                be_busy(rounds)
+                return None
             case Rebuild(members=members):
                 return self._each(members, "make", self._rebuild)
             case Call(name=name, args=args, kwargs=kwargs, members=members):
@@ -301,9 +304,8 @@ class EnvGroup:
                     rewards[j] = 0.0
                     self.terminated[j] = self.truncated[j] = False
         self._pay(rewards, actions, members, failures)
-        writers = self._writers[place]
-        if self.check_nan and writers:
-            self._refuse_nan(writers, actions, chosen, failures)
+        if self.check_nan and self._floats[place]:
+            self._refuse_nan(self._floats[place], actions, chosen, failures)
         if columns or told or failures:
             return Reply(_of_members(columns, chosen, self.count), told, failures)
         return None
@@ -440,14 +442,12 @@ class EnvGroup:
 
     def _refuse_nan(
         self,
-        writers: dict[int, RowWriter],
+        writers: Sequence[RowWriter],
         actions: Sequence[Any],
         members: Sequence[int],
         failures: list[Failure],
     ) -> None:
-        for writer in writers.values():
-            if writer.dtype.kind != "f":
-                continue
+        for writer in writers:
             square = writer.flat.dot(writer.flat)  # NaN if and only if one of them is: squares cannot cancel
             if square == square:
                 continue

@@ -16,12 +16,12 @@ from gymnasium.vector import AutoresetMode
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import available_cpus
 from shoal.core.processes import START_METHODS, StartMethod
+from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve
 from shoal.vector.buffers import HANDOUTS, RECYCLE_FROM, Buffers
-from shoal.vector.env_group import About, EnvFn, Trial, be_busy
+from shoal.vector.env_group import About, Trial, be_busy
 from shoal.vector.failures import raise_first
 from shoal.vector.process import Backend, Limits, ProcessBackend, ThreadBackend, Worker, replies_of
 from shoal.vector.recovery import OnFailure
-from shoal.vector.sources import Source, env_fns_of
 from shoal.vector.spaces import Layout, batched
 from shoal.vector.vector_env import Description, VectorPool, close_all, distinct
 from shoal.vector.worker import Attach, Make
@@ -44,6 +44,7 @@ def make_vec(
     num_workers: int | None = None,
     start_method: StartMethod | None = None,
     env_kwargs: dict[str, Any] | None = None,
+    wrappers: Sequence[Wrapper] = (),
     autoreset: str | AutoresetMode = "same_step",
     step_timeout: float | None = None,
     make_timeout: float | None = None,
@@ -61,8 +62,8 @@ def make_vec(
     All backends give the same results for the same seeds. An environment is made, stepped and closed in one thread.
 
     Args:
-        env: the name of a shoal env, a Gymnasium id or spec, a class or function that makes an env, or a
-            sequence of these for different environments.
+        env: the name of a shoal env, a Gymnasium id or spec, "module:Id-v0", "module:Class", a class or function
+            that makes an env, or a sequence of these for different environments.
         num_envs: how many; not needed for a sequence.
         backend: "serial" in the caller, "process" in worker processes, "thread" in threads of the caller,
             "ray" on a Ray cluster, or "auto": one environment is tried for a moment and what suits it is
@@ -71,6 +72,7 @@ def make_vec(
         num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env).
         start_method: of worker processes: "forkserver" (default), "spawn" or "fork".
         env_kwargs: passed to what makes each env.
+        wrappers: put around each env, the first innermost: callables from env to env, or "module:Name".
         autoreset: "same_step", "next_step" or "disabled", as Gymnasium defines them.
         step_timeout: seconds that one step, reset or call of one env may take; a worker that takes longer is killed.
         make_timeout: seconds that making one env may take; default: `step_timeout`.
@@ -101,7 +103,7 @@ def make_vec(
         "ray_options": ray_options,
     }
     check_options(backend, on_failure, ring, given)
-    env_fns = env_fns_of(env, num_envs, env_kwargs)
+    env_fns = env_fns_of(env, num_envs, env_kwargs, wrappers)
     plan = _plan(env_fns, backend, num_workers, threads, step_timeout, on_failure)
     copies = ring is None if copy_observations is None else copy_observations
     setup = Setup(
@@ -148,7 +150,7 @@ def check_options(backend: str, on_failure: str, ring: int | None, given: dict[s
     if backend == "serial" and given["step_timeout"] is not None:
         raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
     for name, backends in USED_BY.items():
-        if given[name] is not None and backend not in ("auto", *backends):
+        if given.get(name) is not None and backend not in ("auto", *backends):
             raise ConfigError(
                 f"{name}={given[name]!r} means nothing to backend={backend!r}, only to {' and '.join(backends)}: "
                 f"leave it out, or choose another backend"
@@ -174,6 +176,26 @@ def autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
         return AUTORESET[mode]
     except KeyError:
         raise ValueError(f"no autoreset mode {mode!r}.{did_you_mean(mode, AUTORESET)}") from None
+
+
+def env_fns_of(
+    env: Source | Sequence[Source],
+    num_envs: int | None,
+    env_kwargs: dict[str, Any] | None,
+    wrappers: Sequence[Wrapper],
+) -> list[EnvFn]:
+    """One function per environment; a sequence of sources gives different environments."""
+    if isinstance(env, Sequence) and not isinstance(env, str):
+        if num_envs is not None and num_envs != len(env):
+            raise ValueError(f"got {len(env)} environments but num_envs={num_envs}; leave num_envs out")
+        if not env:
+            raise ValueError("at least one environment is needed, got an empty sequence")
+        return [resolve(item, env_kwargs=env_kwargs, wrappers=wrappers) for item in env]
+    if num_envs is None:
+        raise ValueError("num_envs is needed unless a sequence of environments is given")
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    return [resolve(env, env_kwargs=env_kwargs, wrappers=wrappers)] * num_envs
 
 
 # --- opening what a vector env stands on
@@ -287,7 +309,7 @@ def description_of(abouts: Sequence[About]) -> Description:
 
 
 # --- which backend suits: one environment is measured for a moment before the others are made
-PROBE_SECONDS, PROBE_STEPS = 0.05, 300
+PROBE_SECONDS, PROBE_STEPS, LONG_PROBE = 0.05, 300, 0.5
 HANDOVER = 10e-6
 """Seconds that a vector step with workers takes beyond its longest share."""
 WRITE, READ = 0.4e-9, 0.1e-9
@@ -353,8 +375,11 @@ def probe(fn: EnvFn) -> StepCost | None:
             actions = copy.deepcopy(env.action_space)
             actions.seed(0)
             obs, _ = env.reset(seed=0)
-            end = time.perf_counter() + PROBE_SECONDS
-            while len(best) < PROBE_STEPS and (len(best) < 3 or time.perf_counter() < end):
+            start = time.perf_counter()
+            while not best or (
+                len(best) < PROBE_STEPS
+                and time.perf_counter() - start < (LONG_PROBE if len(best) < 3 else PROBE_SECONDS)
+            ):
                 action = actions.sample()
                 wall, cpu = time.perf_counter(), time.thread_time()
                 obs, _, terminated, truncated, _ = env.step(action)
@@ -467,7 +492,7 @@ def pays(
         shared.append(middle - start)
         single.append(now() - middle)
     carrying = -(-moved // len(others)) * cost.nbytes * WRITE + moved * cost.nbytes * READ
-    return _mean(shared) + carrying < WORTH_IT * _mean(single)
+    return bool(_mean(shared) + carrying < WORTH_IT * _mean(single))
 
 
 def _rounds_per_second(work: Callable[[int], None], now: Callable[[], float]) -> float:

@@ -28,11 +28,12 @@ from shoal.core.processes import (
     require_linux,
     socket_pair,
 )
+from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector import worker as operations
 from shoal.vector.actions import read
 from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer, shared_file
-from shoal.vector.env_group import EnvFn, EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
+from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
 from shoal.vector.failures import Failure, died, from_exception, timed_out
 from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve
 
@@ -50,9 +51,12 @@ class Limits:
 
     def __init__(self, step: float | None = None, make: float | None = None) -> None:
         self.step, self.make = step, make
+        self.any = not (step is None and make is None)
 
     def of(self, command: Any) -> float | None:
         """The limit for one env in this command."""
+        if isinstance(command, Attach):  # nothing of the env's runs
+            return None if self.step is None else LOADING_SECONDS
         return self.make if isinstance(command, Make | Rebuild) else self.step
 
 
@@ -73,8 +77,8 @@ class Worker:
         self.first, self.env_fns, self.count = first, list(env_fns), len(env_fns)
         self.ids = range(first, first + self.count)
         self.limits = limits or Limits()
-        self.place = 0
-        """Where its latest observations are."""
+        self.place = self.before = 0
+        """Where its latest observations are, and where those before them were."""
         self.command: Any = None
         """What it is at, or what it answered as long as nobody took the reply."""
         self.queued: Any = None
@@ -110,6 +114,8 @@ class Worker:
     def receive(self) -> Reply | None:
         """The reply; the caller's own group does its work here."""
         command, self.command = self.command, None
+        if type(command) is Step and self.group is not None:
+            return self.group.step(command.actions or [], command.members, command.place)
         if isinstance(command, Make):
             self.group = EnvGroup(self.env_fns, self.first)
             return self.group.make()
@@ -154,14 +160,14 @@ class Worker:
         if self.command is not None:
             self.abandoned, self.queued = True, command
         else:
-            self._seen = (-1, time.monotonic())
+            if self.limits.any:
+                self._seen = (-1, time.monotonic())
             self.start(command, bell=bell)
 
     def take(self) -> tuple[Any, Reply | None]:
         """The command that is over and its reply; a lost worker gives its failure."""
-        command, reply = self.command, None
-        if self.lost is None:
-            reply = self.receive()
+        command = self.command
+        reply = self.receive() if self.lost is None else None
         if self.lost is not None:
             reply = Reply(failures=[self.lost])
         self.command = None
@@ -178,6 +184,11 @@ class Worker:
         if at != self._seen[0]:
             self._seen = (at, now if self._seen[0] >= 0 else self._seen[1])
         return limit if now - self._seen[1] > limit else None
+
+    def excuse(self, now: float) -> None:
+        """Start the clock of a constructor anew."""
+        if isinstance(self.command, Make) and self.progress() != words.LOADING:
+            self._seen = (self.progress(), now)
 
     def lose(self, failure: Failure) -> None:
         """Give it up because of this."""
@@ -221,6 +232,11 @@ def look_at(workers: Iterable[Worker]) -> None:
         for worker in suspects:
             worker.lose(failure)
     now = time.monotonic()
+    if any(worker.progress() == words.LOADING for worker in waiting):
+        for (
+            worker
+        ) in waiting:  # the machine is busy starting processes: constructors have their time after that
+            worker.excuse(now)
     overdue = [
         (worker, limit) for worker in waiting if worker.lost is None and (limit := worker.overdue(now))
     ]

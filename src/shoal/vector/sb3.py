@@ -60,9 +60,11 @@ class SB3VecEnv(_VecEnv):
         if start_method is not None:
             multiprocessing.get_context(start_method)  # raises for a method that does not exist
         if isinstance(env_fns, VectorPool):
-            if options or start_method is not None or backend != "process":
+            given = [*options, *(["start_method"] if start_method is not None else [])]
+            given += ["backend"] if backend != "process" else []
+            if given:
                 raise ConfigError(
-                    "options are for environments that are made here: give them to make_vec, which made this one"
+                    f"{', '.join(given)}: for environments that are made here; give it to make_vec instead"
                 )
             if env_fns.autoreset_mode is not AutoresetMode.SAME_STEP:
                 raise ConfigError(

@@ -113,8 +113,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._observations = Observations(buffers, copy=copy_observations, handouts=handouts)
         self._plain_actions = plain_target(buffers)
         self._by_env = [worker for worker in self.workers for _ in range(worker.count)]
-        self._inline_first = sorted(self.workers, key=lambda worker: not worker.inline)
-        self._place = 0
+        self._place, self._scattered = 0, False  # scattered: not all workers are at that place
         self._seeds: list[int | None] = [None] * self.num_envs
         self._failed = [0] * self.num_envs
         self._replaced = [0] * self.num_envs
@@ -138,11 +137,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     # --- one operation at a time
     def _enter(self, operation: str, *, flying: bool = False) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError(
-                f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
-            )
-        if not self._turn.acquire(False):
+        if self.closed or not self._turn.acquire(False):
+            self._check_open()
             raise AlreadyPendingCallError(
                 f"Calling `{operation}` while waiting for a pending call to `{self._state}` to complete.",
                 str(self._state),
@@ -158,11 +154,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._state = None
         self._turn.release()
 
-    def _expect(self, operation: str) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
+
+    def _expect(self, operation: str) -> None:
+        self._check_open()
         if self._state != operation:
             raise NoAsyncCallError(
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
@@ -213,7 +212,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._enter("reset_async")
 
         def begin() -> None:
-            chosen, rest = range(self.num_envs), options
+            chosen: Sequence[int] = range(self.num_envs)
+            rest = options
             if options is not None and "reset_mask" in options:
                 rest = dict(options)
                 chosen = np.flatnonzero(_checked_mask(rest.pop("reset_mask"), self.num_envs)).tolist()
@@ -315,7 +315,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
-        self._expect("step")
+        if self.closed or self._state != "step":
+            self._expect("step")
         told = self._collect(timeout, "step")
         buffers = self.buffers
         return (
@@ -370,13 +371,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         whole = chosen is None
         if whole:
             self._began = time.perf_counter()
-            if self._all_active and not (self._owed or self._late):
+            if self._all_active and not (self._owed or self._late or self._late_failures):
                 self.buffers.flags.fill(False)
-                if self.buffers.places > 1:
-                    self._place = self._observations.next_place(self._place)
-                place, pending = self._place, self._pending
+                place = self._next_place() if self.buffers.places > 1 else 0
+                pending = self._pending
                 for worker in self.workers:
-                    worker.place = place
+                    worker.before, worker.place = worker.place, place
                     command = Step(
                         None, place, of_group(loose, worker.first, worker.count) if loose else loose
                     )
@@ -387,7 +387,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._paying[i] = Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
             chosen = np.flatnonzero(self.active).tolist()
         assert chosen is not None
-        going = [i for i in chosen if i not in self._owed]
+        failed = {failure.env for failure in self._late_failures}
+        self._skipped |= failed & set(chosen)
+        going = [i for i in chosen if i not in self._owed and i not in failed]
         self._pay(i for i in chosen if i in self._owed)
         place = self._next_place()
         for worker, members in self._by_worker(going, rest=True):
@@ -403,7 +405,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = reward, terminated, truncated
 
     def _next_place(self) -> int:
-        self._place = self._observations.next_place(self._place)
+        if self.buffers.places > 1:
+            if self._scattered:
+                self._scattered = False
+                for worker in self.workers:
+                    if worker.command is None and worker.place != self._place:
+                        self._move(worker, [], self._place)
+            self._place = self._observations.next_place(self._place)
         return self._place
 
     def _by_worker(self, chosen: Iterable[int], *, rest: bool = False) -> list[tuple[Worker, list[int]]]:
@@ -424,7 +432,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             taken = set(members)
             ids = [worker.first + j for j in range(worker.count) if j not in taken]
             self._observations.carry(ids, worker.place, place)
-        worker.place = place
+        worker.before, worker.place = worker.place, place
 
     def _begin(self, worker: Worker, command: Any, *, bell: bool = False) -> None:
         """Begin a command, or put it behind an abandoned one."""
@@ -438,6 +446,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if isinstance(command, Step | Reset):
             members = command.members
             assert members is not None
+            if worker.place == command.place and self.buffers.places > 1:  # what it showed last must stay
+                self._move(worker, [], self._observations.next_place(worker.place))
             self._move(worker, members, command.place)
             if isinstance(command, Step):
                 ids = [worker.first + j for j in members]
@@ -468,18 +478,19 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 told.append(owed.told)
             return told
         finally:
-            self._pending, self._paying, self._skipped = [], {}, set()
+            self._pending = []
+            if self._paying or self._skipped:
+                self._paying, self._skipped = {}, set()
             self._leave()
 
     def _replies(self, pending: Pending, timeout: float | None, word: str) -> list[Reply | None]:
         """The replies of workers at work: the caller's own group first, then the others as they come."""
         replies: dict[int, Reply | None] = {}
-        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             if self._late or timeout is not None:
-                self._gather(pending, replies, deadline)
+                self._gather(pending, replies, None if timeout is None else time.monotonic() + timeout)
             else:
-                self._finish(pending, replies)
+                return self._finish(pending, replies)
         except TimeoutError:
             self._abandon(replies)
             raise PendingTimeoutError(
@@ -490,23 +501,24 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise
         return [replies[id(worker)] for worker, _ in pending]
 
-    def _finish(self, pending: Pending, replies: dict[int, Reply | None]) -> None:
+    def _finish(self, pending: Pending, replies: dict[int, Reply | None]) -> list[Reply | None]:
         """The usual case: nobody is late, and there is no deadline. Notes how long the caller waited for others."""
-        now, waiting = time.perf_counter, 0.0
-        workers = [worker for worker, _ in pending]
-        if len(workers) == len(self.workers):
-            workers = self._inline_first
-        for worker in workers:
+        waiting = 0.0
+        found: list[Reply | None] = []
+        for worker, _ in reversed(pending):  # the caller's own group is the last
             if not worker.inline:
-                waiting = waiting or now()
+                waiting = waiting or time.perf_counter()
                 if not worker.quick():
-                    wait_any([worker], workers, None, worker.pause)
-            replies[id(worker)] = worker.take()[1]
-        if self._state == "step":
-            end = now()
+                    wait_any([worker], [worker for worker, _ in pending], None, worker.pause)
+            reply = replies[id(worker)] = worker.take()[1]
+            found.append(reply)
+        if self._began:
+            end = time.perf_counter()
+            self._stepping += end - self._began
             self._waited += end - waiting if waiting else 0.0
-            self._stepping += end - self._began if self._began else 0.0
             self._began = 0.0
+        found.reverse()
+        return found
 
     def _gather(self, pending: Pending, replies: dict[int, Reply | None], deadline: float | None) -> None:
         """Replies when some workers are still at an abandoned command, whose turn comes first."""
@@ -522,6 +534,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     replies[id(worker)] = reply
                     del waiting[id(worker)]
                 elif worker.lost is not None:
+                    if isinstance(worker.queued, Step | Reset):  # what was shown last is where it was before
+                        if isinstance(command, Step | Reset):
+                            worker.place = worker.before
+                        self._move(worker, [], worker.queued.place)
                     worker.queued = None
                     self._late = [other for other in self._late if other is not worker]
                     replies[id(worker)] = reply
@@ -590,6 +606,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Take over the replies of workers: infos, completed by the ends without any, and failures."""
         told: list[Told] = []
         failures, self._late_failures = self._late_failures, []
+        if not any(replies) and not self.buffers.any_end():
+            return told, failures
         for (worker, command), reply in zip(pending, replies, strict=True):
             if reply is not None:
                 failed = {failure.env for failure in reply.failures}
@@ -670,7 +688,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _before(self, i: int, stepped: bool, told: Told | None, failure: Failure) -> _Before:
         """What an env showed last, before it is made anew."""
         worker, buffers = self._by_env[i], self.buffers
-        last = self._observations.leaves(i, (worker.place - 1) % buffers.places)
+        last = self._observations.leaves(i, worker.before)
         if not stepped or not (buffers.terminated[i] or buffers.truncated[i]):
             return _Before(last, None)
         final, info = (told.final, told.final_info) if told is not None else (IN_BUFFER, {})
@@ -928,7 +946,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     error, *others = self._errors
                     self._errors = []
                     for other in others:
-                        error.add_note(f"also: {other}")
+                        for told in (f"also: {other}", *getattr(other, "__notes__", ())):
+                            error.add_note(told)
                     raise error
                 if len(self._landed) >= min(min_envs, len(self._flying)):
                     break
@@ -971,6 +990,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 for i in chosen:
                     self._owed.pop(i, None)
                 command = Reset(members, each, None, place)
+            self._scattered = True
             self._at_work[id(worker)] = worker, command
             self._launch(worker, command, bell=True)
 

@@ -27,9 +27,10 @@ from shoal.core.processes import (
     settle,
     write_stacks_on_request,
 )
+from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer
-from shoal.vector.env_group import EnvFn, EnvGroup, Reply, Step, Trial
+from shoal.vector.env_group import EnvGroup, Reply, Step, Trial
 from shoal.vector.failures import Failure, from_exception, portable
 from shoal.vector.infos import Told
 from shoal.vector.spaces import Layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,8 +12,9 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.envs.actions import Projection
+from shoal.envs.catalogue import resolve
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
 
@@ -50,9 +52,9 @@ class GymnasiumConfig:
     """Settings of `GymnasiumEnv`."""
 
     id: str = ""
-    """What `gymnasium.make` takes, as in "CartPole-v1" or "package:Name-v0"."""
+    """An id as in "CartPole-v1" or "package:Name-v0", or "module:Class"."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `gymnasium.make`."""
+    """Arguments of the env."""
     action_names: tuple[str, ...] = ()
     """Words for the actions of a discrete action space, in order."""
     observation_names: tuple[str, ...] = ()
@@ -80,20 +82,32 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
 
     Discrete actions have the numbers 1, 2, … here (0 stands for no usable action); others are given as
     numbers in text, "0.5, -1". A response without a usable action does not reach the env.
+
+    Args:
+        config: how it is shown.
+        make: makes the env inside; `id` is then only what it is called.
+        settings: those of the config, by keyword.
     """
 
     Config = GymnasiumConfig
 
-    def __init__(self, config: GymnasiumConfig | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        config: GymnasiumConfig | None = None,
+        *,
+        make: Callable[..., gymnasium.Env[Any, Any]] | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(config, **settings)
         config = self.config
-        self.inner = _make(config)
+        make = _maker(config.id, config.kwargs) if make is None else make
+        self.inner = _made(make, config.id)
         drawn = "ansi" in self.inner.metadata.get("render_modes", ()) and config.show != "values"
         if config.show == "ansi" and not drawn:
             raise ConfigError(f"{config.id} has no render_mode 'ansi'; use show='values'")
-        if drawn:
+        if drawn and self.inner.render_mode != "ansi":
             self.inner.close()
-            self.inner = _make(config, render_mode="ansi")
+            self.inner = _made(make, config.id, render_mode="ansi")
         self._drawn = drawn
         name = config.id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0] or config.id
         known_actions, known_numbers = NAMES.get(name, ((), ()))
@@ -121,6 +135,13 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             f"You act in the environment {config.id}. An observation is {self._shown_as()}. "
             f"An action is {self._form}."
         )
+
+    @classmethod
+    def resolved(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings, with what makes the env of this id."""
+        if "make" in settings or not isinstance(settings.get("id"), str) or not settings["id"]:
+            return dict(settings)
+        return {**settings, "make": _maker(settings["id"], settings.get("kwargs") or {})}
 
     def _shown_as(self) -> str:
         return (
@@ -262,11 +283,18 @@ def plain_drawing(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", _COLORED.sub(mark, text)).strip("\n")
 
 
-def _make(config: GymnasiumConfig, **more: Any) -> gymnasium.Env[Any, Any]:
+def _maker(name: str, kwargs: Mapping[str, Any]) -> Callable[..., gymnasium.Env[Any, Any]]:
     try:
-        return gymnasium.make(config.id, **{**config.kwargs, **more})
+        return resolve(name, env_kwargs=kwargs)
+    except UnknownNameError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _made(make: Callable[..., gymnasium.Env[Any, Any]], name: str, **more: Any) -> gymnasium.Env[Any, Any]:
+    try:
+        return make(**more)
     except (gymnasium.error.Error, TypeError, ModuleNotFoundError) as error:
-        raise ConfigError(f"gymnasium.make({config.id!r}) failed: {error}") from error
+        raise ConfigError(f"the environment {name!r} cannot be made: {error}") from error
 
 
 def _check_size(space: Space[Any], env_id: str) -> None:

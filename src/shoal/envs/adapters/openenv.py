@@ -61,7 +61,7 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
     projection = Projection(parse=lambda text: text or None, invalid="")
     invalid_action = ""
     action_space = FreeText(65_536)
-    observation_space = FreeText(1_048_576)
+    observation_space = FreeText(262_144)
 
     def __init__(self, config: OpenEnvConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)

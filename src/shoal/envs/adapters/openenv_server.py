@@ -1,7 +1,8 @@
 """Serves a text env on this machine in the OpenEnv convention: each WebSocket session has its own env.
 
-It binds to 127.0.0.1 and answers only requests that were made to that name, so that a web page in somebody's
-browser cannot play; sessions, message sizes and idle time are limited.
+It binds to 127.0.0.1 and answers only requests that were made to that name and that no page of another site
+sent, so that a web page in somebody's browser cannot play; connections, sessions, message sizes, idle time and
+the time a request may take to arrive are limited.
 """
 
 from __future__ import annotations
@@ -13,17 +14,78 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from shoal import __version__
 from shoal.core.errors import ShoalError, missing_extra
-from shoal.envs.adapters.openenv_session import SCHEMA, Make, Session, json_object
+from shoal.envs.text import TextEnv
 
+Make = Callable[[], TextEnv[Any]]
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_SESSIONS = 256
+MAX_CONNECTIONS = 512
 MAX_MESSAGE = 1024 * 1024
 IDLE_SECONDS = 3600.0
+REQUEST_SECONDS = 10.0
+"""From the first byte of a request, or the connection, to the last byte of its body."""
+
+
+class Session:
+    """One env and where it stands, in the words of the protocol."""
+
+    def __init__(self, make: Make) -> None:
+        self.env = make()
+        self.steps = 0
+        self._lock = asyncio.Lock()
+
+    async def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a reset or step; the env runs in a thread, one call at a time."""
+        async with self._lock:
+            return await asyncio.to_thread(self.reset if kind == "reset" else self.step, data)
+
+    def reset(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Start an episode, from `data["seed"]` if there is one."""
+        seed = data.get("seed")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+        observation, info = self.env.reset(seed=seed)
+        self.steps = 0
+        return self._answer(observation, 0.0, False, False, info)
+
+    def step(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Take `data["action"]` (a word or action of the env) or what a response `data["text"]` says."""
+        if isinstance(data.get("text"), str):
+            action = self.env.projection(data["text"]).actions[0]
+        elif isinstance(data.get("action"), int | str):
+            given = data["action"]
+            known = self.env.projection.action_of(given) if isinstance(given, str) else given
+            action = self.env.invalid_action if known is None else known
+        else:
+            raise ValueError(
+                f"a step needs 'action' (a word or number) or 'text' (a response), got {sorted(data)}"
+            )
+        answer = self._answer(*self.env.step(action))
+        self.steps += 1
+        return answer
+
+    def state(self) -> dict[str, Any]:
+        """What the convention calls the state."""
+        return {"episode_id": None, "step_count": self.steps}
+
+    def _answer(
+        self, observation: Any, reward: float, terminated: bool, truncated: bool, info: dict[str, Any]
+    ) -> dict[str, Any]:
+        fields = {
+            "text": self.env.observe(),
+            "instructions": self.env.instructions,
+            "terminated": terminated,
+            "truncated": truncated,
+            **{key: info[key] for key in ("success", "action_is_valid", "action_is_effective")},
+            "available_actions": info["available_actions"],
+        }
+        return {"observation": fields, "reward": reward, "done": terminated or truncated}
 
 
 class _Answers:
@@ -38,9 +100,12 @@ class _Answers:
 
     async def over_http(self, request: Any) -> Any:
         """A reset or a step."""
+        from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse
 
         kind = request.url.path.strip("/")
+        if not _says_json(request):
+            return _refusal("a request with a body must say content-type: application/json")
         try:
             data = await _read(request)
             if self._shared is None:
@@ -48,14 +113,13 @@ class _Answers:
             if kind == "step":
                 data = data.get("action", data) if isinstance(data.get("action"), dict) else data
             return JSONResponse(await self._shared.answer(kind, data))
+        except ClientDisconnect:
+            return JSONResponse({"detail": "the request did not arrive whole"}, status_code=400)
         except (ValueError, ShoalError) as error:
             return JSONResponse({"detail": str(error)}, status_code=422)
 
     async def over_websocket(self, socket: Any) -> None:
         """A whole session, with an env of its own."""
-        if not _is_local(socket.headers.get("origin")):
-            await socket.close(code=1008)
-            return
         await socket.accept()
         if len(self._sessions) >= MAX_SESSIONS:
             await socket.send_text(_error(f"{MAX_SESSIONS} sessions are open already", "CAPACITY_REACHED"))
@@ -116,7 +180,10 @@ def create_app(name: str, make: Make) -> Any:
             Route("/step", answers.over_http, methods=["POST"]),
             WebSocketRoute("/ws", answers.over_websocket),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"]),
+            Middleware(_LocalPages),
+        ],
         lifespan=answers.lifespan,
     )
 
@@ -141,6 +208,7 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
         HOST,
         port,
         log_level="warning",
+        http=_impatient_protocol(),
         ws_max_size=MAX_MESSAGE,
         ws="websockets-sansio",
         ws_ping_interval=None,  # pings draw from the global `random`; idle sessions end by themselves
@@ -157,6 +225,17 @@ async def _read(request: Any) -> dict[str, Any]:
         if len(body) > MAX_MESSAGE:
             raise ValueError(f"a request must not exceed {MAX_MESSAGE} bytes")
     return json_object(body or b"{}")
+
+
+def json_object(text: str | bytes | bytearray) -> dict[str, Any]:
+    """The object that a message holds."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 async def _converse(socket: Any, session: Session) -> None:
@@ -192,8 +271,119 @@ def _error(message: str, code: str) -> str:
     return json.dumps({"type": "error", "data": {"message": message, "code": code}})
 
 
-def _is_local(origin: str | None) -> bool:
-    """Programs send no origin; a browser's must be this machine."""
-    from urllib.parse import urlsplit
+class _LocalPages:
+    """Refuses what a page of another site asks of the app, whether it may read the answer or not.
 
-    return origin is None or urlsplit(origin).hostname in (HOST, "localhost")
+    Browsers name a page's site in the header Origin; programs send none.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        origins = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"origin"]
+        if all(map(_is_local, origins)):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _refusal("only programs and pages of this machine may ask")(scope, receive, send)
+
+
+def _is_local(origin: str) -> bool:
+    try:
+        return urlsplit(origin).hostname in (HOST, "localhost")
+    except ValueError:
+        return False
+
+
+def _says_json(request: Any) -> bool:
+    """Whether the body is called JSON, which a browser sends to another site only if that agrees; or is none."""
+    kind = request.headers.get("content-type")
+    if kind is None:
+        return (
+            request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+        )
+    return bool(kind.partition(";")[0].strip().lower() == "application/json")
+
+
+def _refusal(reason: str) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"detail": reason}, status_code=403)
+
+
+def _impatient_protocol() -> Any:
+    """Uvicorn's HTTP, which closes connections that are too many or whose request does not arrive in time."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > MAX_CONNECTIONS:
+                transport.close()
+            else:
+                self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if not self._taken_over() and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+                self._wait()
+            else:
+                self._wait_no_more()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.trailing_data[0] and not self.transport.is_closing() and not self._taken_over():
+                self._wait()  # the next request had begun to arrive
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._wait_no_more()
+            super().connection_lost(exc)
+
+        def _taken_over(self) -> bool:
+            """Whether the connection is a WebSocket session's by now."""
+            return self.transport.get_protocol() is not self
+
+        def _wait(self) -> None:
+            """Give the request its time; a further byte of it gives no more."""
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
+
+        def _wait_no_more(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return Impatient
+
+
+SCHEMA: dict[str, Any] = {
+    "action": {
+        "type": "object",
+        "properties": {
+            "action": {"type": ["string", "integer"], "description": "a word or number of the env"},
+            "text": {"type": "string", "description": "a model's response, to be projected"},
+        },
+    },
+    "observation": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "instructions": {"type": "string"},
+            "terminated": {"type": "boolean"},
+            "truncated": {"type": "boolean"},
+            "success": {"type": "boolean"},
+            "action_is_valid": {"type": "boolean"},
+            "action_is_effective": {"type": "boolean"},
+            "available_actions": {"type": "array", "items": {"type": "string"}},
+        },
+    },
+    "state": {
+        "type": "object",
+        "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}},
+    },
+}

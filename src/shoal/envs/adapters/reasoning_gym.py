@@ -1,8 +1,9 @@
-"""Tasks of reasoning-gym, one question per episode. Scorers that would run what a model wrote are refused."""
+"""Tasks of reasoning-gym, one question per episode. Only scorers known not to run what a model wrote are used."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,7 +17,29 @@ from shoal.envs.adapters.private_random import PrivateRandom
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
 
-_RUNS_TEXT = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
+logger = logging.getLogger(__name__)
+
+CHECKED = frozenset(
+    """
+    ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation
+    bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio coin_flip
+    color_cube_rotation complex_arithmetic count_bits count_primes course_schedule cryptarithm
+    decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships figlet_font
+    fraction_simplification futoshiki game_of_life game_of_life_halting gcd graph_color group_anagrams
+    gsm_symbolic isomorphic_strings jugs kakurasu knight_swap knights_knaves largest_island lcm leg_counting
+    letter_counting letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid
+    needle_haystack number_filtering number_format number_sequence number_sorting palindrome_generation
+    palindrome_partitioning path_star polynomial_equations pool_matrix power_function prime_factorization
+    products propositional_logic quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges
+    rubiks_cube rush_hour self_reference sentence_reordering shortest_path simple_equations simple_geometry
+    sokoban spell_backward string_manipulation string_splitting string_synthesis sudoku survo syllogism
+    time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
+    """.split()  # noqa: SIM905
+)
+"""Datasets whose scorers, in reasoning-gym 0.1.25, neither evaluate an answer nor give it to sympy's parser: they
+were looked through, and a test watches them score. What is not listed is refused."""
+
+_RUNS_TEXT = re.compile(r"\b(?:eval|exec|compile|parse_expr|sympify)\(\s*(?!entry\b)")
 
 
 @dataclass(frozen=True)
@@ -37,8 +60,8 @@ class ReasoningGymConfig:
     invalid_penalty: float = 0.0
     """Reward of a response without an answer."""
     trust_scorer: bool = False
-    """Use the dataset even if its scorer passes the answer to eval, exec or sympy's parser: a model that is
-    being trained can then run any code in this process."""
+    """Use the dataset even if it is not known that its scorer keeps answers from eval and sympy's parser: a
+    model that is being trained may then run any code in this process."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.max_steps < 1:
@@ -70,11 +93,19 @@ class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
     def _advance(self, action: Action) -> Outcome:
         if action == self.invalid_action:
             return Outcome(self.config.invalid_penalty, effective=False, valid=False)
-        with self._random.active():
-            score = float(self._dataset.score_answer(str(action), self._item))
+        score = self._score(str(action))
         right = score >= self.config.success_score
         self._text = f"{self._item['question']}\n{'Right.' if right else 'Not right.'}"
         return Outcome(score, terminated=right, success=right)
+
+    def _score(self, answer: str) -> float:
+        """The dataset's score; 0 for an answer that its scorer cannot read, whatever it raises then."""
+        with self._random.active():
+            try:
+                return float(self._dataset.score_answer(answer, self._item))
+            except Exception as error:
+                logger.debug("%s cannot score %.200r: %r", self.config.dataset, answer, error)
+                return 0.0
 
     def available_actions(self) -> list[str]:
         """A pattern: the answer is free text."""
@@ -95,11 +126,11 @@ def _dataset(config: ReasoningGymConfig) -> Any:
         ) from error
     if config.dataset not in DATASETS:
         raise unknown_name("reasoning-gym dataset", config.dataset, DATASETS)
-    if not config.trust_scorer and _runs_answers(DATASETS[config.dataset][0]):
+    if not config.trust_scorer and not _is_known_safe(config.dataset, DATASETS[config.dataset][0]):
         raise ConfigError(
-            f"the scorer of reasoning-gym's {config.dataset!r} passes answers to eval or sympy's parser, so "
-            "a model could run code here. Use another dataset (shoal has a countdown of its own), or set "
-            "trust_scorer=True where that is harmless"
+            f"the scorer of reasoning-gym's {config.dataset!r} is not among those known not to run what they "
+            "are given: by eval or sympy's parser a model could run code here. Use another dataset (shoal has a "
+            "countdown of its own), or set trust_scorer=True where that is harmless"
         )
     settings = {**config.dataset_config, "seed": config.dataset_seed, "size": config.size}
     try:
@@ -109,5 +140,12 @@ def _dataset(config: ReasoningGymConfig) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _runs_answers(kind: type) -> bool:
-    return bool(_RUNS_TEXT.search(inspect.getsource(kind.score_answer)))  # type: ignore[attr-defined]
+def _is_known_safe(name: str, kind: type) -> bool:
+    """Whether the scorer is a checked one of the library's own, and does not look otherwise in its version here."""
+    if name not in CHECKED or not kind.__module__.startswith("reasoning_gym."):
+        return False
+    try:
+        source = inspect.getsource(kind.score_answer)  # type: ignore[attr-defined]
+    except (OSError, TypeError):
+        return False
+    return not _RUNS_TEXT.search(source)

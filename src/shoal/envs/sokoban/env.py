@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -12,8 +13,17 @@ from gymnasium.spaces import Box, Discrete, Text
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
 from shoal.envs.pictures import TILE, picture_of
+from shoal.envs.records import FileCache, Shared
 from shoal.envs.sokoban.generator import generate
-from shoal.envs.sokoban.levels import SYMBOLS, Level, bits, level_from_state, parse_xsb, read_levels
+from shoal.envs.sokoban.levels import (
+    SYMBOLS,
+    Level,
+    bits,
+    level_files,
+    level_from_state,
+    parse_xsb,
+    read_levels,
+)
 from shoal.envs.sokoban.solver import Solution, solve
 from shoal.envs.text import Action, Outcome, TextEnv
 
@@ -244,13 +254,23 @@ def _bare_symbols(level: Level) -> list[str]:
     return symbols
 
 
-@lru_cache(maxsize=64)
-def _levels(source: str | tuple[str, ...] | None) -> tuple[Level, ...]:
+_read = FileCache(64)
+
+
+def _levels(source: str | tuple[str, ...] | None) -> Sequence[Level]:
+    """The levels of XSB texts, files and folders, in memory once for all envs of this process."""
     if source is None:
         return ()
-    levels: list[Level] = []
-    for text in (source,) if isinstance(source, str) else source:
-        levels += parse_xsb(text) if "\n" in text else read_levels(text)
-    if not levels:
-        raise ConfigError(f"levels must hold at least one level in XSB notation, got {source!r}")
-    return tuple(levels)
+    given = (source,) if isinstance(source, str) else source
+    parts = tuple(part if "\n" in part else str(Path(part).resolve()) for part in given)
+    files = [file for part in parts if "\n" not in part for file in level_files(part)]
+
+    def read() -> Shared[Level]:
+        levels: list[Level] = []
+        for part in parts:
+            levels += parse_xsb(part) if "\n" in part else read_levels(part)
+        if not levels:
+            raise ConfigError(f"levels must hold at least one level in XSB notation, got {source!r}")
+        return Shared.of(levels, _levels, parts)
+
+    return _read.get(parts, files, read)

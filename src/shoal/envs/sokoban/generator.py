@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.core.errors import EnvError, SearchLimitError
+from shoal.envs.dice import Dice
 from shoal.envs.sokoban.levels import Level, fill
 from shoal.envs.sokoban.solver import solve
 
@@ -30,6 +31,7 @@ _STAMPS = (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, 0), (0, 1), (1, 0)), ((0, 0)
 STEPS = 2.8
 """Steps of the digger per row and column."""
 _TURN = int(0.35 * 2**16)  # how often, of 2**16 steps, the digger picks its direction anew
+_BLOCK = 48  # raw words that a room takes at a time
 _Position = tuple[int, int]  # boxes, region of the player
 
 
@@ -60,25 +62,25 @@ def generate(
     Raises:
         EnvError: when no floor plan in `MAX_ROOMS` gives such a room.
     """
-    draws = _Draws(rng)
+    dice = Dice(rng, _BLOCK)
     plan = _plan(*dim_room)
     limit = math.inf if max_pushes is None else max_pushes
     deepest = 0
     for _ in range(MAX_ROOMS):
-        floor = _dig(draws, plan, num_boxes)
+        floor = _dig(dice, plan, num_boxes)
         if floor.bit_count() < 2 * num_boxes + 2:
             continue
         targets = 0
         for _ in range(num_boxes):
-            targets |= draws.bit_of(floor & ~targets)
-        found = _pull_away(draws, plan.stride, floor, targets, min_pushes, limit)
+            targets |= _bit_of(dice, floor & ~targets)
+        found = _pull_away(dice, plan.stride, floor, targets, min_pushes, limit)
         if found is None:
             continue
         if found.pushes < min_pushes:
             deepest = max(deepest, found.pushes)
             continue
         boxes, region, pushes, exact = found
-        player = draws.bit_of(region)
+        player = _bit_of(dice, region)
         level = plan.level(floor, targets, boxes, player, pushes)
         if not exact:
             level = replace(level, optimal_pushes=_least_pushes(level))
@@ -92,9 +94,7 @@ def generate(
     )
 
 
-def _pull_away(
-    draws: _Draws, stride: int, floor: int, targets: int, least: int, most: float
-) -> _Found | None:
+def _pull_away(dice: Dice, stride: int, floor: int, targets: int, least: int, most: float) -> _Found | None:
     """One of the farthest positions with no box on a target, None when there is none."""
     seen: dict[int, list[int]] = {targets: []}
     frontier: list[_Position] = []
@@ -122,8 +122,8 @@ def _pull_away(
                 break
             exact = False
             if len(frontier) > BEAM:
-                frontier = [draws.pick(frontier) for _ in range(BEAM)]
-    return None if best is None else _Found(*draws.pick(best[0]), *best[1:])
+                frontier = [dice.one(frontier) for _ in range(BEAM)]
+    return None if best is None else _Found(*dice.one(best[0]), *best[1:])
 
 
 def _pulled(
@@ -228,14 +228,14 @@ def _plan(height: int, width: int) -> _Plan:
     return _Plan(rows, columns, neighbours, stamps)
 
 
-def _dig(draws: _Draws, plan: _Plan, num_boxes: int) -> int:
+def _dig(dice: Dice, plan: _Plan, num_boxes: int) -> int:
     """A connected floor, dug by a random walk that opens a small shape wherever it stands."""
     steps = int(STEPS * (plan.rows + plan.columns))
-    place = draws.below(plan.rows) * plan.stride + draws.below(plan.columns)
-    direction = draws.below(4)
+    place = dice.below(plan.rows) * plan.stride + dice.below(plan.columns)
+    direction = dice.below(4)
     floor = 1 << place
     neighbours, stamps = plan.neighbours, plan.stamps
-    for word in draws.words(steps):  # one word decides a step: the turn, the direction, the shape
+    for word in dice.words(steps):  # one word decides a step: the turn, the direction, the shape
         if word & 0xFFFF < _TURN:
             direction = word >> 16 & 3
         place = neighbours[direction][place]
@@ -243,30 +243,8 @@ def _dig(draws: _Draws, plan: _Plan, num_boxes: int) -> int:
     return fill(1 << place, floor, plan.stride)
 
 
-class _Draws:
-    """Numbers from raw 64-bit words of a generator, drawn in blocks: its own methods cost more per call."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self._raw = rng.bit_generator.random_raw
-        self._words: list[int] = []
-
-    def words(self, n: int) -> list[int]:
-        if len(self._words) < n:
-            self._words += self._raw(max(48, n)).tolist()
-        taken = self._words[-n:]
-        del self._words[-n:]
-        return taken
-
-    def below(self, n: int) -> int:
-        if not self._words:
-            self._words = self._raw(48).tolist()
-        return ((self._words.pop() >> 11) * n) >> 53
-
-    def pick(self, items: list[_Position]) -> _Position:
-        return items[self.below(len(items))]
-
-    def bit_of(self, board: int) -> int:
-        """A random cell of a bitboard."""
-        for _ in range(self.below(board.bit_count())):
-            board &= board - 1  # without its lowest cell
-        return board & -board
+def _bit_of(dice: Dice, board: int) -> int:
+    """A random cell of a bitboard."""
+    for _ in range(dice.below(board.bit_count())):
+        board &= board - 1  # without its lowest cell
+    return board & -board

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -148,18 +147,20 @@ def parse_xsb(text: str) -> list[Level]:
     return levels
 
 
-@lru_cache(maxsize=64)
-def read_levels(path: str) -> tuple[Level, ...]:
-    """The levels of an XSB file, or of all `.txt`, `.xsb` and `.sok` files below a folder, by path."""
+def level_files(path: str) -> list[Path]:
+    """The files that `read_levels` reads, in its order."""
     place = Path(path)
     if place.is_dir():
-        files = sorted(file for file in place.rglob("*") if file.suffix in (".txt", ".xsb", ".sok"))
-    elif place.is_file():
-        files = [place]
-    else:
-        raise FileNotFoundError(f"no Sokoban levels at {path}: expected an XSB file or a folder of them")
+        return sorted(file for file in place.rglob("*") if file.suffix in (".txt", ".xsb", ".sok"))
+    if place.is_file():
+        return [place]
+    raise FileNotFoundError(f"no Sokoban levels at {path}: expected an XSB file or a folder of them")
+
+
+def read_levels(path: str) -> tuple[Level, ...]:
+    """The levels of an XSB file, or of all `.txt`, `.xsb` and `.sok` files below a folder, by path."""
     levels: list[Level] = []
-    for file in files:
+    for file in level_files(path):
         if file.stat().st_size > MAX_FILE_BYTES:
             raise DataError(f"{file} has {file.stat().st_size} bytes, more than the {MAX_FILE_BYTES} allowed")
         try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
+from shoal.envs.records import FileCache
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
 from shoal.envs.webshop.catalogue import Catalogue, search
@@ -98,27 +97,21 @@ class WebShopConfig:
             raise ConfigError("a file of products needs attributes_path, WebShop's items_ins_v2*.json")
 
 
-class _Stock:
-    """Catalogues and their goals, made once per process for all envs of the same files and seeds."""
+_stock = FileCache(4)
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lock = threading.Lock()
-        self._made: OrderedDict[tuple[Any, ...], tuple[Catalogue, list[Goal]]] = OrderedDict()
 
-    def get(self, config: WebShopConfig) -> tuple[Catalogue, list[Goal]]:
-        files = [config.source, config.attributes_path, config.human_path, config.reviews_path]
-        stamps = [Path(name).stat().st_mtime_ns for name in files if name not in ("", "generated")]
-        seeds = (config.num_products, config.catalogue_seed, config.price_seed, config.goal_seed)
-        key = (*files, *stamps, *seeds)
-        with self._lock:
-            if key not in self._made:
-                catalogue = _make_catalogue(config)
-                self._made[key] = catalogue, make_goals(catalogue, seed=config.goal_seed)
-                while len(self._made) > self._size:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(key)
-            return self._made[key]
+def _opened(config: WebShopConfig) -> tuple[Catalogue, list[Goal]]:
+    """The catalogue and its goals, in memory once for all envs of the same files and seeds."""
+    names = [config.source, config.attributes_path, config.human_path, config.reviews_path]
+    files = [Path(name).resolve() for name in names if name not in ("", "generated")]
+    named = tuple(name not in ("", "generated") for name in names)
+    seeds = (config.num_products, config.catalogue_seed, config.price_seed, config.goal_seed)
+
+    def make() -> tuple[Catalogue, list[Goal]]:
+        catalogue = _make_catalogue(config)
+        return catalogue, make_goals(catalogue, seed=config.goal_seed)
+
+    return _stock.get((named, seeds), files, make)
 
 
 def _make_catalogue(config: WebShopConfig) -> Catalogue:
@@ -133,9 +126,6 @@ def _make_catalogue(config: WebShopConfig) -> Catalogue:
         limit=config.num_products,
         price_seed=config.price_seed,
     )
-
-
-_stock = _Stock(size=4)
 
 
 class WebShopEnv(TextEnv[WebShopConfig]):
@@ -156,7 +146,7 @@ class WebShopEnv(TextEnv[WebShopConfig]):
     projection = Projection(parse=read_action, invalid="", tags=("action",))
     invalid_action = ""
     action_space = FreeText(65_536, min_length=1)
-    observation_space = FreeText(1_000_000, min_length=1)
+    observation_space = FreeText(262_144, min_length=1)
 
     def __init__(self, config: WebShopConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
@@ -164,7 +154,7 @@ class WebShopEnv(TextEnv[WebShopConfig]):
 
     def _open(self) -> None:
         """Take from the stock what depends on the config alone."""
-        catalogue, goals = _stock.get(self.config)
+        catalogue, goals = _opened(self.config)
         self._goals: Sequence[Goal] = split_goals(goals, self.config.split)
         if self.config.goal is not None and not 0 <= self.config.goal < len(self._goals):
             raise ConfigError(f"goal must be in [0, {len(self._goals)}), got {self.config.goal}")

@@ -1,0 +1,232 @@
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cli.main import main
+from shoal.core import run_folder
+from shoal.core.errors import ConfigError, WorkerError
+from shoal.core.run_folder import FolderLock, RunFolder
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+ROWS = st.lists(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), min_size=1, max_size=4)
+
+
+@given(rows=ROWS, cut=st.integers(0, 10_000), fill=st.sampled_from([b"", b"\0\0\0"]))
+def test_a_row_torn_anywhere_costs_that_row_alone(tmp_path_factory, rows, cut, fill):
+    path = tmp_path_factory.mktemp("run")
+    with RunFolder(path, "train", 0) as run:
+        for row in rows:
+            run.append_metrics(row)
+        data = run.metrics_path.read_bytes()
+        begin = data.rstrip(b"\n").rfind(b"\n") + 1  # of the last row
+        kept = begin + cut % (len(data) - begin)
+        run.metrics_path.write_bytes(data[:kept] + fill)
+        run.append_metrics({"after": 1})
+        whole = rows if kept == len(data) - 1 and not fill else rows[:-1]  # only its end of line was missing
+        assert run.read_metrics() == [*whole, {"after": 1}]
+
+
+def test_lines_that_are_no_rows_are_named_and_passed_over(tmp_path, caplog):
+    run = RunFolder(tmp_path, "train", 0)
+    run.metrics_path.write_bytes(b'{"i": 0}\n{"i": 1, "x"{"i": 2}\n\xff\n{"i": 3}\n7\n{"i": 4')
+    with caplog.at_level(logging.WARNING):
+        assert [row["i"] for row in run.read_metrics()] == [0, 3]
+    assert [record.getMessage() for record in caplog.records] == [
+        *(f"{run.metrics_path}, line {n} was written by half; it is passed over" for n in (2, 3, 5)),
+        f"{run.metrics_path} ends amid a line, which is passed over",
+    ]
+    caplog.clear()
+    run.keep_metrics(lambda row: True)
+    assert run.metrics_path.read_bytes() == b'{"i": 0}\n{"i": 3}\n'
+    caplog.clear()
+    run.read_metrics()
+    assert not caplog.records
+
+
+def test_a_row_is_written_at_once_and_whole(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path, "train", 0)
+    writes = []
+    monkeypatch.setattr(run_folder.json, "dumps", lambda row, dumps=json.dumps: dumps(row) + " " * 100_000)
+    run.append_metrics({"i": 0})
+    writes.append(run.metrics_path.stat().st_size)  # nothing waits in a buffer
+    assert writes == [100_000 + len('{"i": 0}\n')]
+
+
+def test_a_summary_tells_the_time_of_this_run_and_not_of_the_process(tmp_path):
+    began = sum(os.times()[:4])
+    while sum(os.times()[:4]) - began < 1.0:  # what the process has used before
+        pass
+    summary = RunFolder(tmp_path, "train", 0).finish({})
+    assert 0 <= summary["cpu_seconds"] < 1.0
+    assert 0 <= summary["seconds"] < 60
+
+
+def holder_of(folder: Path, then: str = "time.sleep(60)") -> subprocess.Popen:
+    """Another process that holds a run folder."""
+    code = (
+        "import os, sys, time\nfrom shoal.core.run_folder import RunFolder\n"
+        f"run = RunFolder({str(folder)!r}, 'train', 0)\nprint(os.getpid(), flush=True)\n{then}\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == f"{process.pid}\n"
+    return process
+
+
+def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended_however_it_ends(tmp_path):
+    process = holder_of(tmp_path / "run")
+    with pytest.raises(
+        WorkerError, match=rf"another run \(process {process.pid}\) is running on .*run; stop it"
+    ):
+        RunFolder(tmp_path / "run", "train", 0)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    RunFolder(tmp_path / "run", "train", 0).append_metrics({"i": 0})
+
+
+def test_a_process_that_was_forked_off_does_not_hold_the_folder(tmp_path):
+    fork = "if os.fork() == 0:\n    print('child', flush=True)\n    time.sleep(60)\ntime.sleep(60)"
+    process = holder_of(tmp_path / "run", fork)
+    assert process.stdout.readline() == "child\n"
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    try:
+        with pytest.raises(WorkerError):
+            RunFolder(tmp_path / "run", "train", 0)  # the child has not let go of what the parent holds
+        process.kill()
+        process.wait()
+        RunFolder(tmp_path / "run", "train", 0).close()
+    finally:
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        process.communicate()
+
+
+def test_one_process_opens_a_folder_again_when_it_is_done_with_it(tmp_path):
+    first = RunFolder(tmp_path, "train", 0)
+    with pytest.raises(
+        WorkerError, match=rf"process {os.getpid()}\) is running on .*, which this process has open"
+    ):
+        RunFolder(tmp_path, "train", 0)
+    first.finish({})
+    second = RunFolder(tmp_path, "train", 0)
+    with pytest.raises(WorkerError, match="this process has open"):
+        first.append_metrics({"i": 0})  # it is the other's now
+    with pytest.raises(WorkerError, match="this process has open"):
+        first.keep_metrics(lambda row: True)
+    with pytest.raises(WorkerError, match="this process has open"):
+        first.finish({})
+    second.close()
+    second.close()
+    first.append_metrics({"i": 0})
+    del first
+    RunFolder(tmp_path, "train", 0).close()
+    RunFolder(tmp_path, "train", 0, lock=False).append_metrics({"i": 1})
+
+
+def test_two_further_processes_of_one_run_hold_no_lock(tmp_path):
+    with RunFolder(tmp_path, "train", 0):
+        RunFolder(tmp_path, "train", 0, lock=False).close()
+        assert FolderLock(tmp_path / ".lock").is_taken()
+    assert not FolderLock(tmp_path / ".lock").is_taken()
+    assert not FolderLock(tmp_path / "none").is_taken()
+    assert not (tmp_path / "none").exists()
+
+
+def test_where_files_cannot_be_locked_a_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
+    def flock(descriptor, how):
+        raise OSError(run_folder.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+    RunFolder(tmp_path, "train", 0).append_metrics({"i": 0})
+    assert "this file system has no locks" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_run_folder_that_cannot_be_one_is_refused(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a run folder must be a folder"):
+        RunFolder(tmp_path / place, "train", 0)
+
+
+COMMANDS = {
+    "train": "train --config-name demo-bandit run_dir={}",
+    "train-ppo": "train-ppo --backend serial --path torch --run-dir {}",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_training_into_a_folder_in_use_is_refused_in_one_line(tmp_path, capsys, command):
+    process = holder_of(tmp_path)
+    try:
+        assert main(COMMANDS[command].format(tmp_path).split()) == 1
+    finally:
+        process.kill()
+        process.communicate()
+    out = capsys.readouterr()
+    assert out.err.splitlines()[-1].startswith(
+        f"shoal: another run (process {process.pid}) is running on {tmp_path}"
+    )
+    assert "Traceback" not in out.err
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_of_two_trainings_started_together_one_trains_and_one_is_refused(tmp_path):
+    call = [
+        sys.executable,
+        "-m",
+        "shoal.cli.main",
+        "train-ppo",
+        "--env",
+        "CartPole-v1",
+        "--backend",
+        "serial",
+    ]
+    call += [
+        "--path",
+        "torch",
+        "--total-timesteps",
+        "4096",
+        "--tensorboard",
+        "False",
+        "--run-dir",
+        str(tmp_path / "r"),
+    ]
+    both = [
+        subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = [process.communicate(timeout=100) for process in both]
+    codes = [process.returncode for process in both]
+    if sorted(codes) == [0, 0]:  # the second began when the first had ended
+        pytest.skip("the machine started them one after the other")
+    assert sorted(codes) == [0, 1], said
+    refused = said[codes.index(1)][1]
+    assert f"another run (process {both[codes.index(0)].pid})" in refused
+    steps = [
+        json.loads(line)["steps"] for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == sorted(set(steps))
+
+
+def test_what_a_killed_ppo_run_left_half_written_is_swept(tmp_path):
+    left = [
+        tmp_path / "r" / "checkpoints" / ".step_000000000128.abcdefgh.tmp",
+        tmp_path / "r" / ".x.json.abcdefgh.tmp",
+    ]
+    left[0].mkdir(parents=True)
+    left[1].write_text("half")
+    line = (
+        "train-ppo --backend serial --path torch --total-timesteps 1024 --eval-episodes 1 --tensorboard False"
+    )
+    assert main([*line.split(), "--run-dir", str(tmp_path / "r")]) == 0
+    assert not any(path.exists() for path in left)

@@ -1,0 +1,547 @@
+"""Every way to name an environment, through every door that takes one."""
+
+import functools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from contextlib import closing
+from pathlib import Path
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+from tests.envs import named_envs
+from tests.envs.named_envs import Counter, Doubled, Outer, ParrotEnv, PlusOne, make_counter
+
+import shoal.envs
+from shoal import make_vec
+from shoal.cli.main import main
+from shoal.core.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError
+from shoal.envs import resolve
+from shoal.envs.catalogue import find, name_of, parse_env_kwargs, resolve_text, spec_of
+from shoal.envs.frozen_lake import FrozenLakeEnv
+from shoal.rollout.factory import make_set, validate_environment_config
+from shoal.train.ppo import PPO
+from shoal.train.ppo_envs import EnvFactory
+
+HERE = "tests.envs.named_envs"
+shoal.envs.register("test_named_counter", Counter, replace=True)
+shoal.envs.register("test_named_function", make_counter, replace=True)
+shoal.envs.register("test_named_text", f"{HERE}:ParrotEnv", replace=True)
+
+NAMES = {
+    "frozen_lake": FrozenLakeEnv,
+    "CartPole-v1": CartPoleEnv,
+    f"{HERE}:NamedCounter-v0": Counter,
+    "gymnasium:CartPole-v1": CartPoleEnv,
+    f"{HERE}:Counter": Counter,
+    f"{HERE}:Outer.Inner": Outer.Inner,
+    f"{HERE}:make_counter": Counter,
+    f"{HERE}:ParrotEnv": ParrotEnv,
+    "test_named_counter": Counter,
+    "test_named_function": Counter,
+    "test_named_text": ParrotEnv,
+}
+OBJECTS = [
+    Counter,
+    make_counter,
+    functools.partial(Counter, 2),
+    gymnasium.spec("CartPole-v1"),
+    lambda: Counter(3),
+]
+PLAIN = [name for name, kind in NAMES.items() if kind not in (FrozenLakeEnv, ParrotEnv)]
+
+
+def first_observation(kind, seed):
+    """The oracle: Python's own way to make an env."""
+    return kind().reset(seed=seed)[0]
+
+
+# --- the table
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_form_of_a_name_finds_its_env(name):
+    env = resolve(name)()
+    assert type(env.unwrapped) is NAMES[name]
+    env.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_vector_takes_every_form(name, backend):
+    with closing(make_vec(name, 2, backend=backend)) as envs:
+        observations, _ = envs.reset(seed=3)
+    for i in range(2):
+        np.testing.assert_array_equal(observations[i], first_observation(NAMES[name], 3 + i))
+
+
+@pytest.mark.parametrize("source", OBJECTS, ids=name_of)
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_a_vector_takes_classes_functions_partials_and_specs(source, backend):
+    by_hand = CartPoleEnv() if name_of(source) == "CartPole-v1" else source()
+    with closing(make_vec(source, 1, backend=backend)) as envs:
+        observations, _ = envs.reset(seed=3)
+    np.testing.assert_array_equal(observations[0], by_hand.reset(seed=3)[0])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_ppo_takes_every_form(name):
+    with PPO(name, n_envs=2, backend="serial", n_steps=8, batch_size=8, n_epochs=1, hidden=(8,)) as ppo:
+        assert ppo.learn(16).log.n_steps == 16
+        assert ppo.factory.name == name
+    factory = cloudpickle.loads(cloudpickle.dumps(EnvFactory(name, seed=1)))
+    assert type(factory(0).unwrapped) is NAMES[name]
+
+
+@pytest.mark.parametrize("name", [f"{HERE}:NamedCounter-v0", f"{HERE}:Counter", f"{HERE}:make_counter"])
+def test_train_ppo_takes_every_form_with_arguments_and_wrappers(name, tmp_path, capsys):
+    arguments = ["train-ppo", "--env", name, "--env-kwargs", "size=7", "--wrapper", f"{HERE}:Doubled",
+                 "--wrapper", f"{HERE}:PlusOne", "--backend", "serial", "--n-envs", "2", "--n-steps", "8",
+                 "--total-timesteps", "16", "--eval-episodes", "1", "--tensorboard", "False",
+                 "--run-dir", str(tmp_path / "run")]  # fmt: skip
+    assert main(arguments) == 0, capsys.readouterr().err
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    policy = json.loads((checkpoint / "policy.json").read_text())
+    assert (policy["env"], policy["env_kwargs"]) == (name, {"size": 7})
+    assert policy["wrappers"] == [f"{HERE}:Doubled", f"{HERE}:PlusOne"]
+    with PPO.load(checkpoint) as ppo:
+        env = ppo.factory(0)
+        assert env.unwrapped.size == 7
+        observation, _ = env.reset()
+        assert observation[0] == 2 * env.unwrapped.total + 1
+    go_on = ["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "32",
+             "--run-dir", str(tmp_path / "run")]  # fmt: skip
+    assert main([*go_on, "--env-kwargs", "size=8"]) == 2
+    assert "was made with --env-kwargs {'size': 7}, got {'size': 8}" in capsys.readouterr().err
+    assert main(go_on) == 0, capsys.readouterr().err
+    newest = json.loads(
+        (sorted((tmp_path / "run" / "checkpoints").iterdir())[-1] / "policy.json").read_text()
+    )
+    assert newest == policy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bench_takes_every_form(name, capsys):
+    arguments = [
+        "--num-envs",
+        "2",
+        "--seconds",
+        "0.02",
+        "--backends",
+        "serial",
+        "--no-peers",
+        "--format",
+        "json",
+    ]
+    assert main(["bench", name, *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["ways"][0]["problem"] is None
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+@pytest.mark.parametrize("name", NAMES)
+def test_envs_show_and_check_take_every_form(name, command, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(os.getcwd())
+    assert main(["envs", command, name]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "The first observation of seed 0" if command == "show" else "ok      gymnasium's check_env"
+    ) in out
+
+
+def environment_config(name, backend, **env_config):
+    side = {"env_groups": 1, "group_size": 1, "env_configs": {"tags": ["It"]}}
+    return {
+        "es_manager": {"train": side, "val": side},
+        "custom_envs": {"It": {"env_type": name, "env_config": env_config}},
+        "vector": {"backend": backend},
+    }
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("name", NAMES)
+def test_agents_play_every_form_and_see_what_is_no_text_as_text(name, backend):
+    checked = validate_environment_config(environment_config(name, backend))
+    made = make_set(checked, checked.es_manager.train)
+    try:
+        observation, info = next(iter(made.pool.reset_some([0], [3])))
+    finally:
+        made.pool.close()
+    assert isinstance(observation, str)
+    assert info["available_actions"]
+    if NAMES[name] in (FrozenLakeEnv, ParrotEnv):
+        assert observation == first_observation(NAMES[name], 3)
+    elif NAMES[name] is CartPoleEnv:
+        assert observation.startswith("cart position: ") or len(observation.split()) == 4
+    else:
+        assert 0 <= float(observation) < 1000
+
+
+def test_settings_of_an_agents_env_reach_what_makes_it():
+    assert resolve_text(f"{HERE}:Counter", {"size": 4})().inner.unwrapped.size == 4
+    assert resolve_text(f"{HERE}:make_counter", {"size": 5})().inner.unwrapped.size == 5
+    adapter = {"id": f"{HERE}:Counter", "kwargs": {"size": 6}, "action_names": ["stay", "go"]}
+    env = resolve_text("gymnasium", adapter)()
+    assert env.inner.unwrapped.size == 6
+    assert env.projection.words() == ["stay", "go"]
+    assert resolve_text(f"{HERE}:ParrotEnv", {"word": "ahoy"})().observe.__self__.config.word == "ahoy"
+    assert isinstance(shoal.envs.make(f"{HERE}:Outer.Inner").reset(seed=1)[0], str)
+
+
+# --- what travels
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_resolved_can_be_pickled_and_holds_no_name(name):
+    make = resolve(name)
+    assert isinstance(make, functools.partial | type) or callable(make)
+    assert type(pickle.loads(pickle.dumps(make))().unwrapped) is NAMES[name]
+    before = shoal.envs.catalogue._envs._items.pop(name, None)
+    spec = gymnasium.registry.pop(name.rpartition(":")[2], None)
+    try:
+        assert type(make().unwrapped) is NAMES[name]  # as in a process that registered nothing
+    finally:
+        if before is not None:
+            shoal.envs.register(name, before)
+        if spec is not None:
+            gymnasium.registry[spec.id] = spec
+
+
+def test_the_spec_behind_an_id_can_be_asked_for():
+    assert spec_of(resolve("CartPole-v1", env_kwargs={"max_episode_steps": 7})).id == "CartPole-v1"
+    assert spec_of(resolve("frozen_lake")) is None
+
+
+SCRIPT = """
+from contextlib import closing
+import gymnasium, shoal.envs
+from gymnasium.envs.classic_control import CartPoleEnv
+from shoal import make_vec
+from shoal.envs.bandit import BanditEnv
+
+class MyBandit(BanditEnv):
+    def observe(self):
+        return "MINE " + super().observe()
+
+class MyPole(CartPoleEnv):
+    pass
+
+def my_pole(gravity=9.8):
+    env = MyPole()
+    env.gravity = gravity
+    return env
+
+shoal.envs.register("my_bandit", MyBandit)
+shoal.envs.register("my_pole", my_pole)
+gymnasium.register("MyPole-v0", entry_point="__main__:MyPole", max_episode_steps=9)
+gymnasium.register("MyOtherPole-v0", entry_point=MyPole, max_episode_steps=9)
+"""
+
+
+def run_script(tmp_path, body, **environment):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + textwrap.dedent(body))
+    path = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_what_a_script_registers_is_known_to_its_worker_processes(tmp_path):
+    out = run_script(
+        tmp_path,
+        """
+        for name in ("my_bandit", "my_pole", "MyPole-v0", "MyOtherPole-v0", "__main__:MyPole", "__main__:my_pole"):
+            for backend in ("serial", "process"):
+                with closing(make_vec(name, 2, backend=backend)) as envs:
+                    print(name, repr(envs.reset(seed=1)[0][0]))
+        from shoal.train.ppo import PPO
+        for name in ("my_pole", "MyPole-v0"):
+            with PPO(name, n_envs=2, backend="process", num_workers=2, n_steps=8, batch_size=8, hidden=(8,)) as ppo:
+                ppo.learn(32)
+                print(name, ppo.workers)
+        """,
+    )
+    lines = out.splitlines()
+    assert "my_bandit 'MINE" in lines[0]
+    assert [lines[i] for i in range(0, 12, 2)] == [lines[i] for i in range(1, 13, 2)]
+    assert lines[-2:] == ["my_pole 2", "MyPole-v0 2"]
+
+
+def test_agents_are_trained_on_an_env_that_the_script_registered_in_worker_processes(tmp_path):
+    out = run_script(
+        tmp_path,
+        f"""
+        from shoal.core.data import read_trajectories
+        from shoal.train.agent import AgentTrainer
+        from shoal.train.composition import compose_config
+        from pathlib import Path
+
+        for number, how in enumerate((
+            ["vector.backend=process"],
+            ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=2"],
+            ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=2",
+             "agent_proxy.parallel.backend=loky"],
+        )):
+            folder = Path({str(tmp_path)!r}) / f"run{{number}}"
+            config = compose_config("demo-bandit", [
+                "custom_envs.BanditEnv.env_type=my_bandit", "trainer.iterations=1", "trainer.eval_every=1",
+                "es_manager.train.env_groups=4", "es_manager.val.env_groups=2", "engine.width=32",
+                f"run_dir={{folder}}", *how,
+            ])
+            with AgentTrainer(config) as trainer:
+                list(trainer.train())
+            files = sorted((folder / "trajectories").glob("*.jsonl"))
+            played = [t for file in files for t in read_trajectories(file)]
+            assert played and all(t.status == "ok" for t in played), [t.error for t in played]
+            print(number, all("MINE" in t.turns[0].observation for t in played))
+        """,
+    )
+    assert [line for line in out.splitlines() if line[:1].isdigit()] == ["0 True", "1 True", "2 True"]
+
+
+# --- packages that name their envs
+
+
+@pytest.fixture
+def package(tmp_path):
+    """An installed package with two envs, one of which cannot be imported."""
+    site = tmp_path / "site"
+    info = site / "pole_pack-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pole-pack\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[shoal.envs]\npack_pole = pole_pack:PackPole\npack_broken = pole_pack.broken:Env\n../evil = pole_pack:X\n"
+    )
+    (site / "pole_pack").mkdir()
+    (site / "pole_pack" / "__init__.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "print('pole_pack is imported')\n"
+        "class PackPole(CartPoleEnv):\n    'A pole of a package.'\n"
+    )
+    (site / "pole_pack" / "broken.py").write_text("1 / 0\n")
+    return site
+
+
+def test_an_installed_package_names_envs_that_are_imported_on_first_use(package, tmp_path):
+    out = run_script(
+        tmp_path,
+        """
+        print("sokoban" in shoal.envs.names(), "pack_pole" in shoal.envs.names())
+        gymnasium.make("CartPole-v1")
+        print("before")
+        with closing(make_vec("pack_pole", 2, backend="process")) as envs:
+            print(envs.reset(seed=1)[0].shape)
+        try:
+            shoal.envs.resolve("pack_pol")
+        except KeyError as error:
+            print(error)
+        try:
+            shoal.envs.resolve("pack_broken")
+        except ValueError as error:
+            print(error)
+        from shoal.cli.main import main
+        main(["envs", "list"])
+        """,
+        PYTHONPATH=os.pathsep.join([str(package), *(str(Path(p).resolve()) for p in sys.path if p)]),
+        COLUMNS="160",
+    )
+    lines = out.splitlines()
+    assert lines[:3] == ["True True", "before", "pole_pack is imported"]
+    assert "(2, 4)" in out
+    assert "no env named 'pack_pol'. Did you mean 'pack_pole'?" in out
+    broken = (
+        "cannot import the environment 'pole_pack.broken:Env': importing 'pole_pack.broken' failed with Zero"
+    )
+    assert broken in out
+    row = next(line for line in lines if line.startswith("pack_pole "))
+    assert "A pole of a package." in row
+    assert "of the package pole-pack" in row
+    assert "evil" not in out
+
+
+# --- wrappers and arguments
+
+
+def test_wrappers_are_put_around_in_order():
+    (start,) = Counter().reset(seed=3)[0]
+    for wrappers in ([Doubled, PlusOne], [f"{HERE}:Doubled", PlusOne]):
+        assert resolve(Counter, wrappers=wrappers)().reset(seed=3)[0] == [2 * start + 1]
+    assert resolve(Counter, wrappers=[PlusOne, Doubled])().reset(seed=3)[0] == [2 * (start + 1)]
+    limited = functools.partial(gymnasium.wrappers.TimeLimit, max_episode_steps=2)
+    env = resolve(f"{HERE}:Counter", env_kwargs={"size": 3}, wrappers=[limited])()
+    env.reset(seed=3)
+    assert [env.step(0)[3] for _ in range(2)] == [False, True]
+    assert env.unwrapped.size == 3
+
+
+def test_arguments_of_gymnasiums_make_count_for_ids():
+    env = resolve("CartPole-v1", env_kwargs={"max_episode_steps": 7, "sutton_barto_reward": True})()
+    assert env.spec.max_episode_steps == 7
+    assert env.unwrapped._sutton_barto_reward
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs", "message"),
+    [
+        ("CartPole-v1", {"render_mod": None}, "takes no argument 'render_mod'. Did you mean 'render_mode'"),
+        ("CartPole-v1", {"gravty": 1}, "It accepts: sutton_barto_reward=False, render_mode=None"),
+        (f"{HERE}:Counter", {"limt": 1}, "'limt'. Did you mean 'limit'? It accepts: size=1, limit=5"),
+        (f"{HERE}:NamedCounter-v0", {"max_episode_step": 1}, "Did you mean 'max_episode_steps'"),
+        (f"{HERE}:make_counter", {"limit": 1}, "takes no argument 'limit'. It accepts: size=1"),
+        (lambda size: Counter(size), {}, "needs size: give env_kwargs"),
+        ("frozen_lake", {"sise": 3}, "FrozenLakeConfig has no setting 'sise'. Did you mean 'size'"),
+        ("gymnasium", {"id": "CartPole-v1", "kwargs": {"gravty": 1}}, "takes no argument 'gravty'"),
+        ("frozen_lake", {"size": "many"}, None),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_answered_with_what_there_is(source, kwargs, message):
+    if message is None:  # values are looked at where the env is made
+        with pytest.raises(ConfigError, match="Expected `int`"):
+            resolve(source, env_kwargs=kwargs)()
+        return
+    with pytest.raises(ConfigError) as caught:
+        resolve(source, env_kwargs=kwargs)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "error", "message"),
+    [
+        ("Doubled", ConfigError, "the wrapper must be 'module:Name'"),
+        (f"{HERE}:Double", UnknownNameError, "Did you mean 'Doubled'"),
+        (f"{HERE}:nothing", ConfigError, "a wrapper must be a function or class from env to env, got []"),
+        ("nowhere_at_all:Wrapper", ConfigError, "cannot import the wrapper 'nowhere_at_all:Wrapper'"),
+        ("gymnasium.wrappers:TransformReward", ConfigError, "TransformReward cannot be put around an env"),
+        (lambda env: 3, ConfigError, "must return a gymnasium.Env, got int"),
+    ],
+)
+def test_wrappers_that_are_none_are_named(wrapper, error, message):
+    with pytest.raises(error) as caught:
+        resolve(Counter, wrappers=[wrapper])()
+    assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="must be a sequence"):
+        resolve(Counter, wrappers=f"{HERE}:Doubled")
+
+
+def test_arguments_on_a_command_line_are_json_or_plain_text():
+    words = ["a=3", "b=0.5", "c=8x8", "d=[1, 2]", 'e="3"', "f=null", "g=true", "h=x=y", "i="]
+    assert parse_env_kwargs(words) == {
+        "a": 3, "b": 0.5, "c": "8x8", "d": [1, 2], "e": "3", "f": None, "g": True, "h": "x=y", "i": "",
+    }  # fmt: skip
+    for wrong in (["a"], ["=3"], ["a-b=3"], ["a=1", "a=2"]):
+        with pytest.raises(ConfigError, match="KEY=VALUE|given twice"):
+            parse_env_kwargs(wrong)
+
+
+# --- names that nothing has
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("CartPol-v1", "Did you mean 'CartPole-v1'?"),
+        ("CartPole-v2", "Did you mean 'CartPole-v1'?"),
+        ("CartPole", "Did you mean 'CartPole-v1'?"),
+        ("cartpole", "Did you mean 'CartPole-v1'?"),
+        ("frozenlake", "Did you mean 'frozen_lake'?"),
+        ("FrozenLake-v9", "Did you mean 'FrozenLake-v1'?"),
+        ("shoal/Sokobn-v0", "Did you mean 'shoal/Sokoban-v0'?"),
+        ("sokobn", "no env named 'sokobn'. Did you mean 'sokoban'?"),
+        ("ALE/Pong-v5", "'ale_py:ALE/Pong-v5' (pip install ale-py)"),
+        ("PongNoFrameskip-v4", "'ale_py:PongNoFrameskip-v4'"),
+        ("MiniGrid-Empty-5x5-v0", "'minigrid:MiniGrid-Empty-5x5-v0' (pip install minigrid)"),
+        ("FetchReach-v4", "'gymnasium_robotics:FetchReach-v4' (pip install gymnasium-robotics)"),
+        ("dm_control/cartpole-swingup-v0", "'shimmy:dm_control/cartpole-swingup-v0'"),
+        ("procgen-coinrun-v0", "'procgen_gym:procgen_gym/procgen-coinrun-v0' (pip install procgen-gym)"),
+        (f"{HERE}:Countr", f"Did you mean '{HERE}:Counter'?"),
+        (f"{HERE}:NamedCounter-v3", f"Did you mean '{HERE}:NamedCounter-v0'?"),
+        ("NoSuch-v1", "others are 'module:Id-v0', 'module:Class' or 'module:function'"),
+        ("", "no env named ''"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_or_its_package(name, message):
+    with pytest.raises(UnknownNameError) as caught:
+        find(name)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 350  # a few names, not all that there are
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere_at_all:Env", "there is no module 'nowhere_at_all' here; expected 'module:Class'"),
+        ("ale_py_not_here.sub:Env", "there is no module 'ale_py_not_here'"),
+        ("json.py:Env", "there is no module 'json.py' here; leave out '.py'"),
+        ("../evil:Env", "must be 'module:Name'"),
+        ("__import__('os'):x", "must be 'module:Name'"),
+        (".named_envs:Counter", "must be 'module:Name'"),
+        (f"{HERE}:", "must be 'module:Name'"),
+        (":Env", "must be 'module:Name'"),
+        (f"{HERE}:nothing", "must be a gymnasium.Env class, a function that makes an env, or an id, got []"),
+        (f"{HERE}:ParrotConfig", "must be a gymnasium.Env class"),
+    ],
+)
+def test_a_module_that_cannot_be_used_is_named(name, message):
+    with pytest.raises(ConfigError) as caught:
+        find(name)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise RuntimeError('half written')", "failed with RuntimeError: half written"),
+        ("import sys; sys.exit(3)", "failed with SystemExit: 3"),
+        ("import not_there_either", "failed with ModuleNotFoundError: No module named 'not_there_either'"),
+        ("def (", "failed with SyntaxError"),
+    ],
+)
+def test_a_module_that_raises_is_an_error_that_names_it(text, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "raising_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="cannot import the environment 'raising_module:Env'") as caught:
+        find("raising_module:Env")
+    assert message in str(caught.value)
+    for command in (["bench", "raising_module:Env"], ["train-ppo", "--env", "raising_module:Env"]):
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    def missing(**kwargs):
+        raise gymnasium.error.DependencyNotInstalled("run `pip install box3d`")
+
+    monkeypatch.setitem(
+        gymnasium.registry, "Lander-v9", gymnasium.envs.registration.EnvSpec("Lander-v9", missing)
+    )
+    with pytest.raises(MissingExtraError, match="environment 'Lander-v9' needs a package: .*box3d"):
+        resolve("Lander-v9")()
+
+
+def test_commands_say_in_a_line_what_an_env_raised(capsys, monkeypatch):
+    def raising():
+        raise KeyError("no display")
+
+    monkeypatch.setattr(named_envs, "raising", raising, raising=False)
+    for command in (["bench"], ["envs", "show"], ["envs", "check"], ["envs", "play"], ["train-ppo", "--env"]):
+        assert main([*command, f"{HERE}:raising"]) == 1
+        assert f"{HERE}:raising" in (said := capsys.readouterr().err)
+        assert "KeyError: 'no display'" in said
+    with pytest.raises(EnvError, match="cannot be made"):
+        PPO(raising)
+    assert main(["bench", "CartPole-v1", "--env-kwargs", "gravty=1"]) == 2
+    assert "takes no argument 'gravty'" in capsys.readouterr().err
+    assert main(["bench", "frozen_lake", "size=3", "--env-kwargs", "size=4"]) == 2
+    assert "'size' of the environment was given twice" in capsys.readouterr().err
+    assert main(["train-ppo", "--env", "CartPol-v1"]) == 2
+    assert "Did you mean 'CartPole-v1'?" in capsys.readouterr().err

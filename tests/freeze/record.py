@@ -1,0 +1,189 @@
+"""Write `interface.json`: names, signatures, commands and settings, as the installed shoal has them.
+
+`python tests/freeze/record.py` was run once, on commit 572a022, the last of the first edition. Users rely on what
+it wrote down; `test_interface.py` compares every later shoal with it. When something recorded here is meant to
+change, change the one entry in `interface.json` by hand, in the commit that changes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+RECORD = Path(__file__).with_name("interface.json")
+ROOMS = ("shoal", "shoal.vector", "shoal.splitting", "shoal.skills", "shoal.testing")
+KINDS = dict(zip(inspect._ParameterKind, ("/ ", "", "*", "* ", "**"), strict=True))
+TOLD_DEFAULT = re.compile(r"\(default: (.*)\)$")  # tyro's parsers tell defaults in their help only
+SPLIT_COMMANDS = {
+    "envs": ("list", "show", "play", "check", "serve"),
+    "skills": (
+        "train", "status", "retry", "cancel", "logs", "attach", "eval", "history", "rollback", "export", "migrate",
+    ),
+}  # fmt: skip
+"""Commands whose first word chooses another command."""
+
+
+# --- names
+def interface_of(room: str) -> dict[str, Any]:
+    """Every name in `__all__` of a room, with what can be called and how."""
+    module = importlib.import_module(room)
+    return {name: describe(getattr(module, name)) for name in module.__all__ if not name.startswith("__")}
+
+
+def describe(thing: Any) -> dict[str, Any]:
+    """How a function or class is called, and the public members of a class that shoal itself defines."""
+    if not inspect.isclass(thing):
+        return {"parameters": parameters(thing)} if callable(thing) else {}
+    members: dict[str, Any] = {}
+    for owner in reversed(thing.__mro__):
+        if not owner.__module__.startswith("shoal."):
+            continue
+        for name, member in vars(owner).items():
+            if name.startswith("_"):
+                continue
+            function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+            members[name] = parameters(function) if inspect.isfunction(function) else "attribute"
+    return {"parameters": parameters(thing), "members": members}
+
+
+def parameters(function: Any) -> list[str]:
+    """The parameters as `name = default`; `* ` before those by keyword only, `/ ` before those by position only."""
+    if getattr(function, "__init__", None) is Exception.__init__:
+        return []  # a plain exception class: Python tells no signature
+    return [
+        KINDS[p.kind] + p.name + ("" if p.default is p.empty else f" = {default_of(p.default)}")
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+def default_of(value: Any) -> str:
+    """A default as text; of an object its class, since its settings are recorded elsewhere."""
+    plain = isinstance(value, bool | int | float | str | tuple | None)
+    return repr(value) if plain else f"<{type(value).__name__}>"
+
+
+# --- commands
+class Seen(BaseException):  # no command catches it
+    """Ends a command when its parser is known."""
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    """The words of every command."""
+    from shoal.cli.main import COMMANDS
+
+    for name in COMMANDS:
+        yield from ((name, verb) for verb in SPLIT_COMMANDS[name]) if name in SPLIT_COMMANDS else [(name,)]
+
+
+def flags_of(command: tuple[str, ...]) -> dict[str, Any]:
+    """Flags and positional arguments of a command: names, default, choices, and whether it must be given."""
+    import tyro
+
+    from shoal.cli.main import COMMANDS
+
+    found: list[Any] = []
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def by_tyro(kind: Any, *, prog: str, args: Any = None, **options: Any) -> None:
+        with warnings.catch_warnings():  # what replaces it is not there yet
+            warnings.simplefilter("ignore", DeprecationWarning)
+            found.append(tyro.extras.get_parser(kind, prog=prog, **options))
+        raise Seen
+
+    def by_argparse(parser: Any, *args: Any, **options: Any) -> Any:
+        if parser.prog.startswith("shoal "):
+            found.append(parser)
+            raise Seen
+        return parse(parser, *args, **options)  # a first look at the words, not the command's parser
+
+    with (
+        mock.patch("tyro.cli", by_tyro),
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", by_argparse),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.suppress(Seen),
+    ):
+        importlib.import_module(COMMANDS[command[0]][0]).main(list(command[1:]))
+    return actions_of(found[-1])
+
+
+def actions_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The arguments of one parser, and of the parsers of its subcommands."""
+    found: dict[str, Any] = {}
+    for action in parser._actions:
+        if "--help" in action.option_strings:
+            continue
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {f"{name} {flag}": value for name, sub in action.choices.items()
+                      for flag, value in {"": {}, **actions_of(sub)}.items()}  # fmt: skip
+            continue
+        default = str(action.default)
+        if default.startswith("tyro.MISSING"):
+            default = "".join(TOLD_DEFAULT.findall(action.help or ""))
+        what = {
+            "default": default,
+            "choices": sorted(map(str, action.choices or ())),
+            "required": bool(action.required),
+        }
+        found |= dict.fromkeys(action.option_strings or [action.dest], what)
+    return found
+
+
+# --- settings
+def flat(values: Any, path: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`; lists and empty mappings are values."""
+    if not isinstance(values, dict) or not values:
+        return {path: values}
+    return {
+        key: value
+        for name, item in values.items()
+        for key, value in flat(item, f"{path}.{name}" if path else str(name)).items()
+    }
+
+
+def settings() -> dict[str, Any]:
+    """Every key of agent training with its default, and of each config that comes with shoal what differs."""
+    from omegaconf import OmegaConf
+
+    from shoal.core.configuration import to_mapping
+    from shoal.train.agent_config import AgentConfig
+    from shoal.train.composition import compose_config, config_names
+
+    def plain(config: AgentConfig) -> dict[str, Any]:
+        return flat(json.loads(json.dumps(to_mapping(config))))
+
+    defaults = plain(AgentConfig())
+    configs = {}
+    for name in config_names():
+        values = plain(compose_config(name))
+        configs[name] = {k: v for k, v in values.items() if k not in defaults or defaults[k] != v}
+    folder = resources.files("shoal.configs") / "skills"
+    skills = {
+        item.name: OmegaConf.to_container(OmegaConf.create(item.read_text("utf-8")))
+        for item in sorted(folder.iterdir(), key=lambda item: item.name)
+        if item.name.endswith(".yaml")
+    }
+    return {"defaults": defaults, "configs": configs, "skills": skills}
+
+
+def record() -> dict[str, Any]:
+    """All that is compared."""
+    return {
+        "rooms": {room: interface_of(room) for room in ROOMS},
+        "commands": {" ".join(command): flags_of(command) for command in commands()},
+        "settings": settings(),
+    }
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(record(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

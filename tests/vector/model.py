@@ -1,0 +1,292 @@
+"""What a vector env must show, from plain envs: an env that tells all of its state, and twins that follow it.
+
+A twin is a plain env that plays beside one env of the vector env. Where the rules leave something open (which
+seed a replaced env gets, whether a neighbour of a dead env had finished its step) the twin checks that what it
+sees is one of the things allowed and takes it over; everything else must be equal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from tests.vector.misbehaving import RELEASED, OwnBaseException
+
+LIMIT = 0.4
+"""The `step_timeout` in seconds."""
+SLOW = 15
+"""The action that takes a while, but not too long."""
+FAULTS = {
+    8: "raise",
+    9: "base exception",
+    10: "bad observation",
+    11: "nan reward",
+    12: "kill",
+    13: "exit",
+    14: "hang",
+}
+LETHAL = frozenset({12, 13, 14})
+"""Actions that end the worker, and with it the neighbours of the env."""
+
+INDEX, SEED, EPISODE, T, ACTION, RESETS, MARK = range(7)
+
+
+class Encoded(gymnasium.Env[Any, Any]):
+    """Observations `[index, seed, episode, t, last action, resets, mark]`: a stale or foreign one is noticed.
+
+    `seed` is -1 before the first, `resets` counts those of this instance. Episodes last 1 to 4 steps; in odd
+    ones the end is a termination, in even ones a truncation.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (7,), np.float64)
+    action_space = spaces.Discrete(16)
+
+    def __init__(self, index: int) -> None:
+        self.index, self.mark = index, 0
+        self.seed_, self.episode, self.t, self.action, self.resets = -1, 0, 0, 0, 0
+
+    def tell(self) -> list[int]:
+        return [self.index, self.seed_, self.episode, self.t, self.action, self.resets, self.mark]
+
+    def tell_or_fail(self, index: int) -> list[int]:
+        if self.index == index:
+            raise LookupError(f"asked {index}")
+        return self.tell()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.seed_, self.episode = seed, 0
+        self.episode += 1
+        self.t = self.action = 0
+        self.resets += 1
+        return np.array(self.tell(), np.float64), {"resets": self.resets}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t, self.action = self.t + 1, int(action)
+        obs: Any = np.array(self.tell(), np.float64)
+        reward = self.t + 10.0 * self.action + 1000.0 * self.index
+        match FAULTS.get(self.action):
+            case "raise":
+                raise ArithmeticError("meant")
+            case "base exception":
+                raise OwnBaseException("meant")
+            case "bad observation":
+                obs = np.zeros(3)
+            case "nan reward":
+                reward = float("nan")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(7)
+            case "hang":
+                RELEASED.wait(3600)
+        if self.action == SLOW:
+            time.sleep(0.1)
+        over = self.t > (self.seed_ + self.episode) % 4
+        odd = bool(self.episode % 2)
+        return obs, reward, over and odd, over and not odd, {"t": self.t} if self.t % 2 else {}
+
+
+@dataclass
+class Seen:
+    """What the vector env showed of one env after a step."""
+
+    obs: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in value, arrays and nested dicts included."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(np.array_equal(a, b))
+
+
+def unbatched(infos: dict[str, Any], n: int) -> list[dict[str, Any]]:
+    """Gymnasium's dict of arrays as one info for each env."""
+    each: list[dict[str, Any]] = [{} for _ in range(n)]
+    for key, values in infos.items():
+        if key.startswith("_"):
+            continue
+        rows = unbatched(values, n) if isinstance(values, dict) else values
+        for i in np.flatnonzero(infos[f"_{key}"]).tolist():
+            each[i][key] = rows[i]
+    return each
+
+
+@dataclass
+class Twin:
+    """Follows one env of a vector env.
+
+    Attributes:
+        env: the plain env.
+        mode: "same_step", "next_step" or "disabled".
+        unsure: a neighbour may have ended its worker: it was replaced, or it was not; the next step tells.
+        fresh: it was replaced, and its state has not been seen since.
+        over: its episode is over, and the next step or the caller resets it.
+        late: the end of an episode in a step that the caller gave up; the next step tells it.
+        failed: it failed in a step that the caller gave up; the next step tells it.
+        lasts: the observations that may be its last before a fault.
+        shown: what the caller saw last, None where that is open.
+    """
+
+    env: Encoded
+    mode: str
+    active: bool = True
+    unsure: bool = False
+    fresh: bool = False
+    over: bool = False
+    late: Seen | None = None
+    failed: bool = False
+    lasts: list[Any] = field(default_factory=list)
+    shown: Any = None
+
+    @property
+    def steps(self) -> bool:
+        """Whether the next step reaches the env: its action counts."""
+        return self.active and self.late is None and not self.failed and not (self.over and not self.waits)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the caller must reset it before the next step."""
+        return self.over and self.mode == "disabled" and self.late is None and not self.failed
+
+    def play(self, action: int) -> Seen:
+        """What a step shows when nothing goes wrong."""
+        if self.over:
+            assert self.mode == "next_step", "the caller of a test forgot a reset"
+            self.over = False
+            obs, info = self.env.reset()
+            return Seen(obs, 0.0, False, False, info)
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            if self.mode == "same_step":
+                final, final_info = obs, info
+                obs, info = self.env.reset()
+                info = {"final_obs": final, "final_info": final_info, **info}
+            else:
+                self.over = True
+        return Seen(obs, reward, terminated, truncated, info)
+
+    def give_up(self, action: int) -> None:
+        """A step that the caller does not wait for."""
+        self.shown = None
+        if not self.active or self.late is not None or self.failed:
+            return
+        if self.steps and action in FAULTS:
+            self.failed = True
+            return
+        seen = self.play(action)
+        self.lasts = [*self.lasts[-2:], seen.info.get("final_obs", seen.obs), seen.obs]
+        if seen.terminated or seen.truncated:
+            self.late = Seen(
+                seen.obs, seen.reward, seen.terminated, seen.truncated, {**seen.info, "late": True}
+            )
+
+    def see_step(self, action: int, seen: Seen, *, faulty: bool, endangered: bool) -> None:
+        """Check what a step showed.
+
+        Args:
+            action: what the env was given.
+            seen: what came back.
+            faulty: it had to fail in this step, or before in one that was given up.
+            endangered: somebody in the vector env ended a worker, perhaps its own.
+        """
+        if not self.active:
+            assert "worker_masked" in seen.info, seen
+            assert (seen.reward, seen.terminated, seen.truncated) == (0.0, False, False), seen
+            assert self.shown is None or same(seen.obs, self.shown), (seen, self.shown)
+            return
+        self.failed, late, self.late = False, self.late, None
+        if "worker_restarted" in seen.info or "worker_masked" in seen.info:
+            assert faulty or endangered or self.unsure, f"replaced without a reason: {seen}"
+            self._see_replaced(action, seen, late)
+        elif late is not None:
+            self._equal(seen, late)
+            self.unsure = self.unsure or endangered
+        elif self.fresh:
+            assert self.mode == "next_step", seen
+            assert (seen.reward, seen.terminated, seen.truncated) == (0.0, False, False), seen
+            self.see_reset(seen.obs, seen.info, None)
+            self.unsure = endangered
+        else:
+            assert not faulty or self.unsure, f"its failure is not told: {seen}"
+            self._equal(seen, self.play(action))
+            self.unsure = endangered
+        self.shown = seen.obs
+        self.lasts = [*self.lasts[-1:], seen.obs]
+
+    def _equal(self, seen: Seen, expected: Seen) -> None:
+        assert same(vars(seen), vars(expected)), f"expected {expected}, got {seen}"
+
+    def _see_replaced(self, action: int, seen: Seen, late: Seen | None) -> None:
+        real = late
+        if real is None and not self.fresh and not (self.steps and action in FAULTS):
+            before = [np.array(row) for row in self.lasts]
+            real = self.play(action) if not self.over or self.mode == "next_step" else None
+            if real is not None:
+                self.lasts = [*before, real.info.get("final_obs", real.obs), real.obs]
+        flags = (seen.reward, seen.terminated, seen.truncated)
+        ends = [(0.0, False, True)]
+        if real is not None and (real.terminated or real.truncated):
+            ends.append((real.reward, real.terminated, real.truncated))  # it ended, then its worker did
+        assert flags in ends, f"{seen} is none of the ends {ends}"
+        self.unsure = False
+        if "worker_masked" in seen.info:
+            assert self._known(seen.obs), (seen, self.lasts)
+            self.active = False
+            return
+        self.fresh = self.over = True
+        if self.mode == "same_step":
+            assert self._known(seen.info["final_obs"]), (seen, self.lasts)
+            self.see_reset(seen.obs, None, None)
+        else:
+            assert self._known(seen.obs), (seen, self.lasts)
+
+    def _known(self, obs: Any) -> bool:
+        return any(same(obs, last) for last in self.lasts)
+
+    def see_reset(self, obs: Any, info: dict[str, Any] | None, seed: int | None) -> None:
+        """Check the first observation of an episode; `info` None is not looked at."""
+        if self.fresh or self.unsure:
+            row = [int(value) for value in obs]
+            assert row[INDEX] == self.env.index, row
+            assert (row[T], row[ACTION]) == (0, 0), row
+            assert 0 <= row[SEED] < 2**31, f"not seeded, or too large: {row}"
+            assert row[MARK] in (0, self.env.mark), row
+            if seed is not None:
+                assert (row[SEED], row[EPISODE]) == (seed, 1), row
+            if self.fresh:
+                assert row[RESETS] <= 2, f"not a new env: {row}"
+            self._take_over(obs)
+        else:
+            expected, told = self.env.reset(seed=seed)
+            assert same(obs, expected), f"expected {expected}, got {obs}"
+            assert info is None or same(info, told), f"expected {told}, got {info}"
+        self.fresh = self.unsure = self.over = self.failed = False
+        self.late = None
+        self.shown, self.lasts = obs, [obs]
+
+    def _take_over(self, obs: Any) -> None:
+        env = self.env
+        row = [int(value) for value in obs]
+        env.seed_, env.episode, env.t, env.action, env.resets, env.mark = row[SEED:]
+        self.fresh = False
+
+    def see_state(self, row: Sequence[int]) -> None:
+        """Check what the env itself tells."""
+        if self.active and not (self.unsure or self.fresh or self.failed):
+            assert list(row) == self.env.tell()
+        elif self.active:
+            assert row[INDEX] == self.env.index

@@ -1,0 +1,1161 @@
+"""Faults that come together, at bad moments or from outside: no call hangs, and nothing is lost or mixed up.
+
+Only what a user sees is used. `test_faults.py` has the single faults; here are their combinations.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from gymnasium.error import AlreadyPendingCallError
+
+import shoal.envs
+from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.vector import AsyncVectorEnv, make_vec
+from tests.vector.faulty import CountEnv
+from tests.vector.misbehaving import (
+    BASE_EXCEPTIONS,
+    FAULT,
+    RELEASED,
+    Dawdling,
+    EndsThenFails,
+    FailsWhenMadeAgain,
+    Located,
+    Misbehaving,
+    Nonsense,
+    Pays,
+    Picture,
+    SlowToMake,
+    StartsAProgram,
+    TellsItsSeed,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 0.5
+"""The `step_timeout` of these tests."""
+SLACK = 3.0
+"""Seconds that a busy machine may add to a limit."""
+
+HEALTHY = functools.partial(CountEnv, 1000)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "thread": {"backend": "thread"},
+    "process": {"backend": "process"},
+    "process+threads": {"backend": "process", "threads": True, "num_workers": 2},
+}
+PARALLEL = ["thread", "process", "process+threads"]
+
+
+@pytest.fixture(autouse=True)
+def _hung_threads_end() -> Iterator[None]:
+    RELEASED.clear()
+    yield
+    RELEASED.set()
+
+
+@contextlib.contextmanager
+def closing(envs: Any) -> Iterator[Any]:
+    """Closes the envs at the end, which must be quick in every state."""
+    try:
+        yield envs
+    finally:
+        start = time.monotonic()
+        envs.close()
+        took = time.monotonic() - start
+    assert took < 2.0 + SLACK, f"close() took {took:.1f} s"
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """What is done inside takes no longer than this and `SLACK`."""
+    start = time.monotonic()
+    yield
+    took = time.monotonic() - start
+    assert took < seconds + SLACK, f"took {took:.1f} s, allowed were {seconds:g}"
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """A KeyboardInterrupt of an env that gets through is a failure of the test, not the end of the test run."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise AssertionError("the KeyboardInterrupt of an env went through") from error
+
+
+def faulty(fault: str, which: Any, n: int, **options: Any) -> list[Any]:
+    """Functions for `n` envs of which those in `which` misbehave."""
+    return [functools.partial(Misbehaving, fault, **options) if i in which else HEALTHY for i in range(n)]
+
+
+def told(error: BaseException) -> str:
+    """All that an error says, its notes included."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def named(text: str) -> set[int]:
+    """The envs that a message names."""
+    return {int(number) for number in re.findall(r"env (\d+)\b", text)}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids: Any, seconds: float = SLACK) -> bool:
+    """Whether none of these processes is left after a while."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(alive, pids)):
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def script(
+    program: str, tmp_path: Path, *args: str, seconds: float = 40.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a user's script, as a file outside of the repository."""
+    path = tmp_path / "script.py"
+    path.write_text(program)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(path), *args],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=environ,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+
+
+# recv after failures
+
+
+def drain(envs: Any) -> tuple[dict[int, float], list[WorkerError]]:
+    """Receive until nothing is in flight: the reward of each env, and the errors that came on the way."""
+    rewards: dict[int, float] = {}
+    errors: list[WorkerError] = []
+    for _ in range(50):
+        try:
+            ready = envs.recv(timeout=5.0)
+        except WorkerError as error:
+            errors.append(error)
+        except ValueError:  # nothing is in flight
+            return rewards, errors
+        else:
+            assert len(ready.ids), f"recv hangs: {ready.late} do not come"
+            rewards.update(zip(ready.ids.tolist(), ready.rewards.tolist(), strict=True))
+    raise AssertionError(f"still in flight after {len(rewards)} results and errors {errors}")
+
+
+RECV_FAULTS = [
+    (layout, fault)
+    for layout in ("serial", "thread", "process", "one process", "process+threads")
+    for fault in ("raise", "kill", "hang")
+    if not (layout in ("serial", "thread") and fault == "kill")
+    if not (layout == "serial" and fault == "hang")
+]
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize(("layout", "fault"), RECV_FAULTS)
+def test_after_a_failure_in_flight_all_others_are_received_and_a_reset_repairs_the_rest(
+    layout: str, fault: str, which: tuple[int, ...]
+) -> None:
+    options = (
+        {"backend": "process", "num_workers": 1}
+        if layout == "one process"
+        else {**LAYOUTS[layout], **({"num_workers": 4} if layout == "process" else {})}
+    )
+    if fault == "hang":
+        options["step_timeout"] = LIMIT
+    with closing(make_vec(faulty(fault, which, 4), **options)) as envs:
+        envs.reset(seed=0)
+        for i in (1, 0, 3, 2):  # one by one: the later ones wait for their worker
+            envs.send([i], [FAULT if i in which else i])
+        with within(LIMIT * (len(which) if layout == "one process" else 1)):
+            rewards, errors = drain(envs)
+        assert errors
+        blamed = set().union(*(named(told(error)) for error in errors))
+        shared = layout in ("one process", "process+threads") and fault != "raise"
+        if not shared:  # else neighbours are lost with their worker, and faulty ones before they came to it
+            assert blamed == set(which)
+            assert rewards == {i: 1.0 + 10 * i for i in range(4) if i not in which}
+        assert blamed
+        assert all(rewards[i] == 1.0 + 10 * i for i in rewards)
+        assert not blamed & set(rewards)
+        with pytest.raises(ValueError, match="in flight"):
+            envs.recv()
+        obs, _ = envs.reset(seed=5)
+        assert obs.tolist() == [[5 + i, 1, 0, 0] for i in range(4)]
+        assert envs.step([2] * 4)[1].tolist() == [21.0] * 4
+        envs.send([3, 1], [1, 1])
+        assert drain(envs) == ({1: 12.0, 3: 12.0}, [])
+
+
+def test_while_others_are_in_flight_a_failed_env_can_be_reset_and_sent_again() -> None:
+    with closing(make_vec(faulty("raise", [0], 3), backend="process", num_workers=1)) as envs:
+        envs.reset(seed=0)
+        envs.send([0], [FAULT])
+        envs.send([1, 2], [1, 2])
+        with pytest.raises(ZeroDivisionError, match="env 0"):
+            envs.recv(timeout=5.0)
+        envs.send_reset([0], [7])
+        rewards, errors = drain(envs)
+        assert not errors
+        assert rewards == {0: 0.0, 1: 11.0, 2: 21.0}
+        envs.send([0], [3])
+        assert drain(envs) == ({0: 31.0}, [])
+
+
+@pytest.mark.parametrize("policy", ["restart", "mask"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_several_failures_in_flight_are_all_replaced_or_masked(fault: str, policy: str, workers: int) -> None:
+    limit = LIMIT if fault == "hang" else None
+    fns = faulty(fault, [0, 1], 4)
+    options: Any = {"num_workers": workers, "step_timeout": limit, "on_failure": policy}
+    with closing(make_vec(fns, backend="process", **options)) as envs:
+        envs.reset(seed=0)
+        for i in range(4):
+            envs.send([i], [FAULT if i < 2 else 1])
+        seen: dict[int, Any] = {}
+        start = time.monotonic()
+        while len(seen) < 4 and time.monotonic() - start < 10:
+            ready = envs.recv(timeout=5.0)
+            seen.update(zip(ready.ids.tolist(), zip(ready.truncated, ready.infos, strict=True), strict=True))
+        assert sorted(seen) == [0, 1, 2, 3]
+        word = "worker_restarted" if policy == "restart" else "worker_masked"
+        hurt = [i for i in range(4) if seen[i][0]]
+        if (
+            policy == "restart" or workers == 4
+        ):  # else one of the two was lost with the other, before its turn
+            assert all(word in seen[i][1] for i in hurt if i < 2)
+        assert 0 in hurt
+        if workers == 4 or fault == "raise":
+            assert hurt == [0, 1]
+        envs.reset(seed=0)
+        expected = [11.0 if envs.active[i] else 0.0 for i in range(4)]
+        assert envs.step([1] * 4)[1].tolist() == expected
+
+
+# time limits
+
+
+def hang_cases() -> list[Any]:
+    cases = []
+    for layout, k, policy in itertools.product(PARALLEL, (1, 4, 32), ("raise", "restart", "mask")):
+        quick = (k == 4 and policy != "mask") or (k == 32 and policy == "raise")
+        cases.append(pytest.param(layout, k, policy, marks=[] if quick else pytest.mark.slow))
+    return cases
+
+
+@pytest.mark.parametrize(("layout", "k", "policy"), hang_cases())
+def test_the_limits_of_hung_envs_do_not_add_up(layout: str, k: int, policy: str) -> None:
+    n = max(4, k)
+    with closing(
+        make_vec(faulty("hang", range(k), n), **LAYOUTS[layout], step_timeout=LIMIT, on_failure=policy)
+    ) as envs:
+        envs.reset(seed=0)
+        actions = [FAULT if i < k else 1 for i in range(n)]
+        with within(LIMIT + (0.05 * n if policy != "raise" else 0.0)):  # new processes take a while
+            if policy == "raise":
+                with pytest.raises(WorkerTimeoutError, match=r"env \d+") as caught:
+                    envs.step(actions)
+                assert named(told(caught.value)) >= set(range(k))
+            else:
+                truncated = envs.step(actions)[3]
+                assert truncated[:k].all()
+        if policy == "raise":
+            with within(0.05 * n):
+                obs, _ = envs.reset(seed=3)
+            assert obs[:, 0].tolist() == [3 + i for i in range(n)]
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize("k", [1, 4, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("argument", ["step_timeout", "make_timeout"])
+def test_hanging_constructors_are_named_in_time(layout: str, k: int, argument: str) -> None:
+    n = max(4, k)
+    first = n - k
+    make_vec(HEALTHY, 2, backend="process").close()  # what is started once is not counted
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    fns = faulty("hang", range(first, n), n, where="init")
+    with within(LIMIT + 0.05 * n), pytest.raises(WorkerTimeoutError) as caught:
+        make_vec(fns, **LAYOUTS[layout], **{argument: LIMIT})
+    hung = named(told(caught.value))
+    assert hung
+    assert hung <= set(range(first, n))
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert gone(left)
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_making_an_env_may_take_longer_than_a_step(layout: str) -> None:
+    options = {**LAYOUTS[layout], "step_timeout": 0.4, "make_timeout": 20.0}
+    with closing(make_vec([functools.partial(SlowToMake, 0.9)] * 2, **options)) as envs:
+        envs.reset(seed=0)
+        assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize("k", [1, 4])
+def test_restarts_whose_constructors_hang_end_in_time(layout: str, k: int, tmp_path: Path) -> None:
+    fns = [functools.partial(FailsWhenMadeAgain, "hang", str(tmp_path / str(i))) for i in range(k)]
+    options = {**LAYOUTS[layout], "step_timeout": LIMIT, "on_failure": "restart", "max_restarts": 1}
+    with closing(make_vec([*fns, *[HEALTHY] * (4 - k)], **options)) as envs:
+        envs.reset(seed=0)
+        with within(LIMIT), pytest.raises(WorkerTimeoutError, match=r"env [0123]"):
+            envs.step([FAULT] * k + [1] * (4 - k))
+
+
+def test_restarts_of_several_workers_go_on_side_by_side(tmp_path: Path) -> None:
+    for backend, first in (("process", "kill"), ("process", "raise"), ("thread", "raise")):
+        fns = [
+            functools.partial(
+                FailsWhenMadeAgain, "slow", str(tmp_path / f"{backend}-{first}-{i}"), 1.0, first
+            )
+            for i in range(4)
+        ]
+        with closing(make_vec(fns, backend=backend, num_workers=4, on_failure="restart")) as envs:
+            envs.reset(seed=0)
+            start = time.monotonic()
+            assert envs.step([FAULT] * 4)[3].all()
+            took = time.monotonic() - start
+        assert took < 3.0, f"{backend}, {first}: 4 restarts of 1 s each took {took:.1f} s"
+
+
+# what a script defines
+
+HOMEMADE = """
+import sys
+import gymnasium
+import numpy as np
+
+class MyEnv(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 99, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(5)
+    level = 0
+    def reset(self, seed=None, options=None):
+        return np.array([1.0]), {}
+    def step(self, action):
+        return np.array([2.0]), float(getattr(action, "value", action)) + self.level, False, False, {}
+    def add(self, value):
+        return value.value + 1
+"""
+IMPORTED = """
+import importlib.util
+found = importlib.util.spec_from_file_location("homemade", "folder/homemade.py")
+module = importlib.util.module_from_spec(found)
+sys.modules["homemade"] = module
+found.loader.exec_module(module)
+MyEnv = module.MyEnv
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("where", ["script", "elsewhere"])
+def test_an_env_class_that_a_script_registers_runs_in_workers(
+    method: str, where: str, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "homemade.py").write_text(HOMEMADE)
+    program = f"""
+import sys
+import shoal.envs
+from shoal.vector import make_vec
+{HOMEMADE if where == "script" else IMPORTED}
+shoal.envs.register("my_env", MyEnv)
+envs = make_vec("my_env", 4, backend="process", num_workers=2, start_method={method!r})
+envs.reset(seed=0)
+print(envs.step([1, 2, 3, 4])[1].tolist())
+envs.close()
+direct = make_vec(MyEnv, 2, backend="process", start_method={method!r})
+direct.reset(seed=0)
+print(direct.step([1, 2])[1].tolist())
+direct.close()
+"""
+    done = script(program, tmp_path)
+    assert done.stdout.split("\n")[:2] == ["[1.0, 2.0, 3.0, 4.0]", "[1.0, 2.0]"], done.stderr
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("threads", [False, True])
+def test_functions_and_values_of_a_script_reach_the_workers(
+    method: str, threads: bool, tmp_path: Path
+) -> None:
+    program = f"""
+from shoal.vector import make_vec
+{HOMEMADE}
+class Value:
+    def __init__(self, value): self.value = value
+    def __float__(self): return float(self.value)
+
+def level_of(env, more):
+    return env.unwrapped.level + more.value
+
+envs = make_vec(MyEnv, 2, backend="process", num_workers=2, start_method={method!r}, threads={threads})
+envs.reset(seed=0)
+print(envs.apply(level_of, Value(5)))
+print(envs.call("add", Value(6)))
+envs.set_attr("thing", Value(7))
+print([thing.value for thing in envs.get_attr("thing")])
+print([result.reward for result in envs.step_some([1, 0], [Value(8), Value(9)])])
+envs.send([0], [Value(3)])
+print(envs.recv().rewards.tolist())
+envs.close()
+"""
+    done = script(program, tmp_path)
+    expected = ["[5, 5]", "(7, 7)", "[7, 7]", "[8.0, 9.0]", "[3.0]"]
+    assert done.stdout.split("\n")[:5] == expected, done.stderr
+
+
+# steps that the caller gave up waiting for
+
+
+def test_an_abandoned_step_runs_with_its_own_actions_and_the_next_with_its_own() -> None:
+    for layout in PARALLEL:
+        fns = [functools.partial(Dawdling, 0.01 * (i + 1)) for i in range(4)]
+        options = {**LAYOUTS[layout], "num_workers": 2}
+        with closing(make_vec(fns, **options)) as envs:
+            envs.reset(seed=0)
+            sent: list[list[int]] = []
+            for k in range(25):
+                abandoned, following = [Dawdling.SLOW] * 4, [(k + i) % 7 for i in range(4)]
+                envs.step_async(abandoned)
+                with contextlib.suppress(multiprocessing.TimeoutError):
+                    envs.step_wait(timeout=0.001)
+                assert envs.step(following)[0][:, 3].tolist() == following
+                sent += [abandoned, following]
+            played = envs.get_attr("actions")
+            expected = [[row[i] for row in sent] for i in range(4)]
+            wrong = sum(
+                a != b
+                for mine, want in zip(played, expected, strict=True)
+                for a, b in zip(mine, want, strict=False)
+            )
+            assert (wrong, list(map(len, played))) == (0, [50] * 4), layout
+
+
+def given_up(envs: Any, actions: list[int], how: str) -> None:
+    """Begin a step and give up waiting for it: by a timeout, or by an interrupt."""
+    if how == "timeout":
+        envs.step_async(actions)
+        with pytest.raises(multiprocessing.TimeoutError) as caught:
+            envs.step_wait(timeout=0.05)
+        assert isinstance(caught.value, WorkerTimeoutError)
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(actions)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_an_episode_that_ends_in_an_abandoned_step_is_told_by_the_next_one(
+    layout: str, mode: str, how: str
+) -> None:
+    slow = Dawdling.SLOW
+    fns = [functools.partial(Dawdling, 0.4, length) for length in (2, 100, 2, 100)]
+    with closing(make_vec(fns, **LAYOUTS[layout], autoreset=mode)) as envs:
+        envs.reset(seed=10)
+        envs.step([1, 1, 1, 1])
+        given_up(envs, [slow, slow, 3, 3], how)
+        obs, rewards, terminated, truncated, infos = envs.step([5, 6, 5, 6])
+        # t + 10 * action: envs 0 and 2 ended at t=2 with actions 8 and 3, the others go on to t=3
+        assert rewards.tolist() == [82.0, 63.0, 32.0, 63.0]
+        assert terminated.tolist() == [True, False, True, False]
+        assert not truncated.any()
+        assert infos["late"].tolist() == [True, False, True, False]
+        ends = [[10, 1, 2, slow], [12, 1, 2, 3]]
+        if mode == "same_step":
+            assert [infos["final_obs"][i].tolist() for i in (0, 2)] == ends
+            assert "final_info" in infos
+            assert obs.tolist() == [[10, 2, 0, 0], [11, 1, 3, 6], [12, 2, 0, 0], [13, 1, 3, 6]]
+        else:
+            assert obs.tolist() == [ends[0], [11, 1, 3, 6], ends[1], [13, 1, 3, 6]]
+        if mode == "disabled":
+            envs.reset(options={"reset_mask": np.array([True, False, True, False])})
+            expected = [[10, 2, 1, 1], [11, 1, 4, 2], [12, 2, 1, 1], [13, 1, 4, 2]]
+        elif mode == "same_step":
+            expected = [[10, 2, 1, 1], [11, 1, 4, 2], [12, 2, 1, 1], [13, 1, 4, 2]]
+        else:
+            expected = [[10, 2, 0, 0], [11, 1, 4, 2], [12, 2, 0, 0], [13, 1, 4, 2]]
+        obs, *_, infos = envs.step([1, 2, 1, 2])
+        assert obs.tolist() == expected
+        assert "late" not in infos
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_step_some_and_send_tell_late_ends_too_and_a_reset_forgets_them(layout: str) -> None:
+    fns = [functools.partial(Dawdling, 0.3, 1)] * 4
+    with closing(make_vec(fns, **LAYOUTS[layout])) as envs:
+        envs.reset(seed=0)
+        given_up(envs, [Dawdling.SLOW] * 4, "timeout")
+        (one,) = envs.step_some([1], [4])
+        assert (one.reward, one.terminated, one.info["late"]) == (81.0, True, True)
+        assert one.info["final_obs"].tolist() == [1, 1, 1, Dawdling.SLOW]
+        envs.send([2], [4])
+        ready = envs.recv(timeout=5.0)
+        assert (ready.rewards.tolist(), ready.terminated.tolist()) == ([81.0], [True])
+        assert ready.infos[0]["late"] is True
+        envs.reset(options={"reset_mask": np.array([True, False, False, False])})  # settles env 0
+        _, rewards, terminated, _, infos = envs.step([2] * 4)
+        assert rewards.tolist() == [21.0, 21.0, 21.0, 81.0]
+        assert terminated.all()
+        assert infos["late"].tolist() == [False, False, False, True]
+        envs.step_async([Dawdling.SLOW] * 4)
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.step_wait(timeout=0.05)
+        assert envs.reset(seed=4)[0].tolist() == [[4 + i, 1, 0, 0] for i in range(4)]
+        assert "late" not in envs.step([1] * 4)[4]
+
+
+@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+@pytest.mark.parametrize("policy", ["raise", "restart", "mask"])
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_a_failure_in_an_abandoned_step_comes_with_the_next_operation(
+    layout: str, policy: str, how: str
+) -> None:
+    fns = [functools.partial(Dawdling, 0.4)] * 3
+    with closing(make_vec(fns, **LAYOUTS[layout], on_failure=policy)) as envs:
+        envs.reset(seed=0)
+        given_up(envs, [1, FAULT, 1], how)
+        if policy == "raise":
+            with pytest.raises(ZeroDivisionError, match="env 1"):
+                envs.step([2, 2, 2])
+            envs.reset(seed=0)
+            assert envs.step([2, 2, 2])[1].tolist() == [21.0] * 3
+            return
+        _, rewards, terminated, truncated, infos = envs.step([2, 2, 2])
+        assert rewards.tolist() == [22.0, 0.0, 22.0]
+        assert truncated.tolist() == [False, True, False]
+        assert not terminated.any()
+        assert (
+            infos["worker_restarted" if policy == "restart" else "worker_masked"].tolist()
+            == truncated.tolist()
+        )
+        assert envs.active.tolist() == [True, policy == "restart", True]
+        assert envs.step([3, 3, 3])[1].tolist() == [33.0, 31.0 if policy == "restart" else 0.0, 33.0]
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_abandoned_resets_and_calls_do_not_answer_for_later_ones(layout: str) -> None:
+    class Slow(CountEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            time.sleep(0.2 if seed is not None and seed < 10 else 0.0)
+            return super().reset(seed=seed)
+
+        def wait(self, seconds: float) -> float:
+            time.sleep(seconds)
+            return seconds
+
+    with closing(make_vec([functools.partial(Slow, 1000)] * 3, **LAYOUTS[layout])) as envs:
+        envs.reset_async(seed=0)
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.reset_wait(timeout=0.02)
+        assert envs.reset(seed=20)[0].tolist() == [[20 + i, 1, 0, 0] for i in range(3)]
+        envs.call_async("wait", 0.2)
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.call_wait(timeout=0.02)
+        assert envs.call("wait", 0.0) == (0.0, 0.0, 0.0)
+        assert envs.step([1, 2, 3])[1].tolist() == [11.0, 21.0, 31.0]
+
+
+# what the caller keeps
+
+
+@pytest.mark.parametrize("size", [4, 20_000], ids=["small", "large"])
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_observations_that_the_caller_keeps_never_change(layout: str, mode: str, size: int) -> None:
+    kept: list[tuple[str, Any, Any]] = []
+
+    def keep(way: str, value: Any) -> None:
+        kept.append((way, value, np.array(value, copy=True)))
+
+    with closing(make_vec(functools.partial(Picture, size), 3, **LAYOUTS[layout], autoreset=mode)) as envs:
+        for turn in range(4):
+            keep("reset", envs.reset(seed=turn)[0])
+            for _ in range(5):
+                obs, *_, infos = envs.step([1] * 3)
+                keep("step", obs)
+                for final in infos.get("final_obs", ()):
+                    keep("final_obs", final)
+            envs.send(range(3), [1] * 3)
+            flown = 0
+            while flown < 3:
+                ready = envs.recv()
+                keep("recv", ready.observations)
+                flown += len(ready.ids)
+            envs.send_reset([0, 2])
+            flown = 0
+            while flown < 2:
+                ready = envs.recv()
+                keep("recv after send_reset", ready.observations)
+                flown += len(ready.ids)
+            for result in envs.step_some([2, 0], [1, 1]):
+                keep("step_some", result.observation)
+            for obs, _ in envs.reset_some([1, 2], [1, 1]):
+                keep("reset_some", obs)
+            keep("masked reset", envs.reset(options={"reset_mask": np.array([True, False, True])})[0])
+    changed = collections.Counter(way for way, value, copy in kept if not np.array_equal(value, copy))
+    assert changed == {}
+    assert all((row == row.flat[0]).all() for _, _, copy in kept for row in copy.reshape(-1, size))
+
+
+# restarts
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fault_in_the_reset_after_a_rewarded_end_loses_neither_reward_nor_end(
+    layout: str, fault: str
+) -> None:
+    if layout in ("serial", "thread") and fault != "raise":
+        pytest.skip("this fault would end the caller, or is one of processes")
+    options = {**LAYOUTS[layout], **({"step_timeout": LIMIT} if fault == "hang" else {})}
+    if layout == "process":
+        options["num_workers"] = 2
+    fns = [functools.partial(EndsThenFails, fault), HEALTHY]
+    with closing(make_vec(fns, **options, on_failure="restart")) as envs:
+        envs.reset(seed=4)
+        for _ in range(2):
+            envs.step([1, 1])
+        obs, rewards, terminated, truncated, infos = envs.step([6, 1])
+        assert rewards[0] == 1.0
+        assert terminated[0]
+        assert not truncated[0]
+        assert infos["worker_restarted"][0]
+        assert infos["final_obs"][0].tolist() == [4, 1, 3, 6]
+        assert obs[0, 1:].tolist() == [1, 0, 0]  # a new episode of a new env
+        _, rewards, *_ = envs.step([1, 1])
+        assert rewards[0] == 0.0
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_restarted_envs_take_seeds_from_the_last_ones_given_the_same_every_time(fault: str) -> None:
+    def seeds_seen(seed: Any, way: str) -> list[list[float]]:
+        fns = [functools.partial(TellsItsSeed, fault)] * 3
+        with closing(make_vec(fns, backend="process", num_workers=3, on_failure="restart")) as envs:
+            match way:
+                case "reset":
+                    envs.reset(seed=seed)
+                case "reset_some":
+                    envs.reset(seed=99)
+                    envs.reset_some([0, 1, 2], [seed, seed + 1, seed + 2])
+                case "send_reset":
+                    envs.reset(seed=99)
+                    envs.send_reset([0, 1, 2], [seed, seed + 1, seed + 2])
+                    got = 0
+                    while got < 3:
+                        got += len(envs.recv().ids)
+                case "mask":
+                    envs.reset(seed=99)
+                    envs.reset(seed=seed, options={"reset_mask": np.array([True, True, True])})
+            envs.reset()  # without seeds: the generators go on
+            seen = []
+            for _ in range(3):
+                obs, *_ = envs.step([FAULT, 1, FAULT])
+                assert obs[1, 0] == seed + 1
+                seen.append(obs[[0, 2], 0].tolist())
+            return seen
+
+    first = seeds_seen(5, "reset")
+    flat = [number for row in first for number in row]
+    assert len(set(flat)) == 6  # every restart of every env has its own
+    assert all(0 <= number < 2**31 for number in flat)
+    assert not set(flat) & {5.0, 6.0, 7.0}
+    for way in ("reset", "reset_some", "send_reset", "mask"):
+        assert seeds_seen(5, way) == first, way
+    assert seeds_seen(6, "reset") != first
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_hundred_restart_seeds_fit_into_31_bits(layout: str) -> None:
+    n = 10
+    options = {**LAYOUTS[layout], **({"num_workers": 2} if layout == "process" else {})}
+    with closing(make_vec(TellsItsSeed, n, **options, on_failure="restart", max_restarts=25)) as envs:
+        envs.reset(seed=2**31 - 1 - n)
+        seen = [envs.step([FAULT] * n)[0][:, 0] for _ in range(20)]
+    assert np.all((np.array(seen) >= 0) & (np.array(seen) < 2**31))
+
+
+# threads and numbers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limited", [False, True], ids=["unlimited", "limited"])
+def test_an_env_lives_and_dies_in_the_thread_that_steps_it(
+    layout: str, limited: bool, tmp_path: Path
+) -> None:
+    if layout == "serial" and limited:
+        pytest.skip("the caller cannot interrupt itself")
+    options = {**LAYOUTS[layout], "on_failure": "restart", **({"step_timeout": 20.0} if limited else {})}
+    fns = [functools.partial(Located, str(tmp_path), "raise" if i == 1 else "") for i in range(3)]
+    with closing(make_vec(fns, **options)) as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            envs.step([1, 1, 1])
+        envs.call("method")
+        envs.apply(lambda env: env.unwrapped.note("apply"))
+        envs.send([0, 1, 2], [1, 1, 1])
+        got = 0
+        while got < 3:
+            got += len(envs.recv(timeout=5.0).ids)
+        envs.step_some([2], [1])
+        assert envs.step([1, FAULT, 1])[3].tolist() == [False, True, False]
+        envs.step([1, 1, 1])
+        envs.call("method")
+    lives = [[line.split() for line in path.read_text().splitlines()] for path in tmp_path.iterdir()]
+    assert len(lives) == 4  # one was replaced
+    for life in lives:
+        assert [life[0][0], life[-1][0]] == ["init", "close"]
+        assert {"reset", "step", "method"} <= {what for what, _, _ in life}
+        places = {(pid, thread) for _, pid, thread in life}
+        assert len(places) == 1, life
+        if layout == "serial":
+            assert places == {(str(os.getpid()), str(threading.get_ident()))}
+
+
+@pytest.mark.parametrize(
+    ("n", "workers"), [(300, 1), pytest.param(600, 2, marks=pytest.mark.slow)], ids=["300 in 1", "600 in 2"]
+)
+def test_one_worker_holds_more_envs_than_a_message_holds_descriptors(n: int, workers: int) -> None:
+    with closing(make_vec(HEALTHY, n, backend="process", num_workers=workers, threads=True)) as envs:
+        assert envs.reset(seed=0)[0][:, 0].tolist() == [i % 1000 for i in range(n)]
+        assert envs.step([i % 10 for i in range(n)])[1].tolist() == [1.0 + 10 * (i % 10) for i in range(n)]
+
+
+@pytest.mark.slow
+def test_auto_takes_hundreds_of_waiting_envs() -> None:
+    class Waits(CountEnv):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.005)
+            return super().step(action)
+
+    with closing(make_vec(functools.partial(Waits, 1000), 600)) as envs:
+        envs.reset(seed=0)
+        assert envs.step([1] * 600)[1].tolist() == [11.0] * 600
+
+
+def test_without_what_only_linux_has_everything_but_processes_works(tmp_path: Path) -> None:
+    program = """
+import os, signal, socket
+missing = {signal: ["SIGRTMIN", "SIGRTMAX", "pidfd_send_signal"], socket: ["SOCK_SEQPACKET"],
+           os: ["memfd_create", "pidfd_open", "posix_fallocate", "sched_getaffinity", "eventfd"]}
+for module, names in missing.items():
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+import shoal.vector
+from shoal.core.errors import ConfigError
+from tests.vector.faulty import CountEnv
+envs = shoal.vector.make_vec(CountEnv, 2, backend="serial")
+envs.reset(seed=0)
+print(envs.step([1, 2])[1].tolist())
+envs.close()
+try:
+    shoal.vector.make_vec(CountEnv, 2, backend="process")
+except ConfigError as error:
+    print("refused:", error)
+"""
+    done = script(program, tmp_path)
+    first, second, *_ = [*done.stdout.split("\n"), "", ""]
+    assert first == "[11.0, 21.0]", done.stderr
+    assert second.startswith("refused:"), done.stderr
+    assert "process" in second
+    assert re.search("platform|Linux|memfd|SEQPACKET|system", second)
+
+
+def test_two_threads_at_one_vector_env_never_see_each_others_results() -> None:
+    for layout in LAYOUTS:
+        with closing(make_vec(functools.partial(CountEnv, 10**6), 4, **LAYOUTS[layout])) as envs:
+            envs.reset(seed=0)
+            steps: list[int] = [0, 0]
+            wrong: list[Any] = []
+
+            def play(me: int, envs: Any = envs, steps: Any = steps, wrong: Any = wrong) -> None:
+                for _ in range(150):
+                    try:
+                        obs, rewards, *_ = envs.step([me + 1] * 4)
+                    except AlreadyPendingCallError:
+                        time.sleep(1e-4)
+                        continue
+                    except BaseException as error:
+                        wrong.append(error)
+                        return
+                    steps[me] += 1
+                    if obs[:, 3].tolist() != [me + 1] * 4 or len(set(obs[:, 2].tolist())) != 1:
+                        wrong.append(obs)
+                    if rewards.tolist() != [obs[0, 2] + 10 * (me + 1)] * 4:
+                        wrong.append(rewards)
+
+            threads = [threading.Thread(target=play, args=(me,), daemon=True) for me in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20.0)
+            assert not any(thread.is_alive() for thread in threads), layout
+            assert not wrong, layout
+            assert envs.step([0] * 4)[0][:, 2].tolist() == [sum(steps) + 1.0] * 4, layout
+            assert sum(steps) > 0
+
+
+# exceptions of every kind
+
+
+@pytest.mark.parametrize("name", BASE_EXCEPTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@contained()
+def test_an_exception_of_any_kind_names_its_env_wherever_it_comes(layout: str, name: str) -> None:
+    bare = layout == "serial" and name == "KeyboardInterrupt"
+    expected: Any = KeyboardInterrupt if bare else WorkerError
+    match = None if bare else "env 1.*"
+    with pytest.raises(expected, match=match):
+        make_vec(faulty(name, [1], 3, where="init"), **LAYOUTS[layout])
+    with closing(make_vec(faulty(name, [1], 3), **LAYOUTS[layout])) as envs:
+        envs.reset(seed=0)
+        with within(1.0), pytest.raises(expected, match=match) as caught:
+            envs.step([1, FAULT, 1])
+        if not bare:
+            assert name in str(caught.value)
+        assert envs.reset(seed=3)[0].tolist() == [[3 + i, 1, 0, 0] for i in range(3)]
+        assert envs.step([2, 2, 2])[1].tolist() == [21.0] * 3
+        envs.send([0, 2], [1, 1])
+        if bare:
+            with pytest.raises(KeyboardInterrupt):
+                envs.send([1], [FAULT]) or drain(envs)
+            drain(envs)
+        else:
+            envs.send([1], [FAULT])
+            rewards, errors = drain(envs)
+            assert rewards == {0: 12.0, 2: 12.0}
+            assert named(told(errors[0])) == {1}
+        assert envs.reset(seed=3)[0].tolist() == [[3 + i, 1, 0, 0] for i in range(3)]
+    with closing(make_vec(faulty(name, [1], 3, where="reset"), **LAYOUTS[layout])) as envs:
+        with within(1.0), pytest.raises(expected, match=match):
+            envs.reset(seed=0, options={"fail": True})
+        assert envs.reset(seed=3)[0].tolist() == [[3 + i, 1, 0, 0] for i in range(3)]
+    with closing(
+        make_vec(
+            [functools.partial(Misbehaving, name if i == 1 else "", "method") for i in range(3)],
+            **LAYOUTS[layout],
+        )
+    ) as envs:
+        envs.reset(seed=0)
+        with within(1.0), pytest.raises(expected, match=match):
+            envs.call("method")
+        assert envs.get_attr("t") == (0, 0, 0)
+        assert envs.step([1, 1, 1])[1].tolist() == [11.0] * 3
+    envs = make_vec(faulty(name, [1], 3, where="close"), **LAYOUTS[layout])
+    envs.reset(seed=0)
+    with within(2.0), contextlib.suppress(WorkerError, *([KeyboardInterrupt] if bare else [])):
+        envs.close()
+
+
+@pytest.mark.parametrize("name", BASE_EXCEPTIONS)
+@pytest.mark.parametrize("policy", ["restart", "mask"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@contained()
+def test_an_exception_of_any_kind_is_replaced_or_masked(layout: str, policy: str, name: str) -> None:
+    if layout == "serial" and name == "KeyboardInterrupt":
+        pytest.skip("in the caller's own thread this is the user's")
+    with closing(make_vec(faulty(name, [1], 3), **LAYOUTS[layout], on_failure=policy)) as envs:
+        envs.reset(seed=0)
+        with within(1.0):
+            _, rewards, _, truncated, infos = envs.step([1, FAULT, 1])
+        assert rewards.tolist() == [11.0, 0.0, 11.0]
+        assert truncated.tolist() == [False, True, False]
+        assert name in infos["worker_error"][1]
+        assert envs.step([1, 1, 1])[1].tolist() == [12.0, 11.0 if policy == "restart" else 0.0, 12.0]
+
+
+@pytest.mark.parametrize("fault", ["exit", "kill"])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 1}, {"num_workers": 4}, {"num_workers": 32}, {"num_workers": 2, "threads": True}],
+    ids=["1 worker", "4 workers", "32 workers", "2 workers with threads"],
+)
+def test_a_death_in_the_constructor_of_one_of_32_names_that_one(fault: str, options: Any) -> None:
+    fns = faulty(fault, [17], 32, where="init")
+    with pytest.raises(WorkerDiedError) as caught:
+        make_vec(fns, backend="process", **options)
+    message = str(caught.value)
+    if "threads" in options:  # they are made at one time: whoever was at it may be named beside
+        assert 17 in named(told(caught.value))
+    else:
+        assert named(message) == {17}
+    assert {"kill": "SIGKILL", "exit": "code 7"}[fault] in message
+
+
+@pytest.mark.parametrize("fault", ["exit", "raise", "nonsense", "hang", "SystemExit"])
+@pytest.mark.parametrize("way", ["info", "result"])
+@pytest.mark.parametrize("threads", [False, True], ids=["", "threads"])
+def test_what_is_harmful_to_unpickle_never_harms_the_caller(
+    fault: str, way: str, threads: bool, tmp_path: Path
+) -> None:
+    act = f"envs.step([1, {FAULT}, 1])" if way == "info" else "envs.call('method')"
+    program = f"""
+import functools
+from shoal.core.errors import WorkerError
+from shoal.vector import make_vec
+from tests.vector.misbehaving import Bombing
+fns = [functools.partial(Bombing, {fault!r}, {way!r}) if i == 1 else Bombing for i in range(3)]
+envs = make_vec(fns, backend="process", num_workers=3, threads={threads}, step_timeout=0.5)
+envs.reset(seed=0)
+try:
+    {act}
+except WorkerError as error:
+    print("refused", error)
+print(envs.reset(seed=3)[0][:, 0].tolist())
+envs.close()
+"""
+    done = script(program, tmp_path, seconds=15.0)
+    first, second, *_ = [*done.stdout.split("\n"), "", ""]
+    assert first.startswith("refused"), (done.returncode, done.stdout, done.stderr)
+    assert named(first) == {1}
+    assert second == "[3.0, 4.0, 5.0]"
+
+
+def test_an_exception_that_is_harmful_to_unpickle_is_a_failure_of_its_env(tmp_path: Path) -> None:
+    program = f"""
+import functools
+from shoal.core.errors import WorkerError
+from shoal.vector import make_vec
+from tests.vector.misbehaving import Bombing
+fns = [functools.partial(Bombing, "exit", "exception") if i == 1 else Bombing for i in range(3)]
+envs = make_vec(fns, backend="process", num_workers=3)
+envs.reset(seed=0)
+try:
+    envs.step([1, {FAULT}, 1])
+except WorkerError as error:
+    print("refused", error)
+envs.close()
+"""
+    done = script(program, tmp_path)
+    assert named(done.stdout) == {1}, (done.returncode, done.stderr)
+
+
+# programs that envs start
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["same session", "new session"])
+@pytest.mark.parametrize("end", ["close", "kill", "restart"])
+def test_programs_that_an_env_starts_end_with_it(session: bool, end: str) -> None:
+    fns = [functools.partial(StartsAProgram, session)] * 2
+    policy = "restart" if end == "restart" else "raise"
+    envs = make_vec(fns, backend="process", num_workers=2, on_failure=policy)
+    pids = list(envs.get_attr("pid"))
+    assert all(map(alive, pids))
+    try:
+        envs.reset(seed=0)
+        if end == "kill":
+            with pytest.raises(WorkerDiedError):
+                envs.step([FAULT, 1])
+            assert gone(pids[:1])
+            assert alive(pids[1])
+        elif end == "restart":
+            envs.step([FAULT, 1])
+            assert gone(pids[:1])
+            assert alive(pids[1])
+            fresh = envs.get_attr("pid")
+            assert alive(fresh[0])
+            pids.append(fresh[0])
+    finally:
+        with within(2.0):
+            envs.close()
+        left = not gone(pids)
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["same session", "new session"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_programs_that_an_env_starts_end_when_the_caller_is_killed(
+    session: bool, method: str, tmp_path: Path
+) -> None:
+    program = f"""
+import functools, time
+from shoal.vector import make_vec
+from tests.vector.misbehaving import StartsAProgram
+envs = make_vec([functools.partial(StartsAProgram, {session})] * 2, backend="process", num_workers=2,
+                start_method={method!r})
+print(*envs.get_attr("pid"), *[row["pid"] for row in envs.stats()["workers"]], flush=True)
+time.sleep(60)
+"""
+    path = tmp_path / "script.py"
+    path.write_text(program)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    caller = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, env=environ)
+    assert caller.stdout is not None
+    pids = [int(word) for word in caller.stdout.readline().split()]
+    caller.kill()
+    caller.wait(20)
+    caller.stdout.close()
+    ended = len(pids) == 4 and gone(pids)
+    for pid in filter(alive, pids):
+        os.kill(pid, signal.SIGKILL)
+    assert ended
+
+
+# auto, and arguments
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "init raises",
+        "reset raises",
+        "step raises",
+        "reset returns None",
+        "step returns three things",
+        "step returns None as observation",
+    ],
+)
+@contained()
+def test_auto_shows_no_raw_error_of_the_env_that_it_tries(how: str, tmp_path: Path) -> None:
+    def play(fn: Any) -> list[float]:
+        with closing(make_vec(fn, 4)) as envs:
+            envs.reset(seed=0)
+            rewards: list[float] = envs.step([1] * 4)[1].tolist()
+            return rewards
+
+    with pytest.raises(WorkerError, match=r"env \d"):
+        play(functools.partial(Nonsense, how))
+    # where only the one that is tried is at fault, the others are as good as ever
+    assert play(functools.partial(Nonsense, how, only_first=str(tmp_path / "tried"))) == [11.0] * 4
+
+
+def test_auto_does_not_try_a_slow_env_for_long() -> None:
+    start = time.monotonic()
+    with closing(make_vec(functools.partial(Nonsense, "slow step"), 2)) as envs:
+        took = time.monotonic() - start
+        envs.reset(seed=0)
+        assert envs.step([1, 2])[1].tolist() == [11.0, 21.0]
+    assert took < 2.9, f"trying an env whose step takes 1.5 s took {took:.1f} s"
+
+
+@pytest.mark.parametrize(
+    ("backend", "argument", "value"),
+    [
+        ("serial", "start_method", "spawn"),
+        ("serial", "threads", True),
+        ("serial", "text_bytes", 4096),
+        ("serial", "num_workers", 2),
+        ("thread", "threads", True),
+    ],
+)
+def test_an_argument_that_does_not_apply_is_refused_by_name(backend: Any, argument: str, value: Any) -> None:
+    with pytest.raises((ValueError, ConfigError), match=argument):
+        make_vec(CountEnv, 2, backend=backend, **{argument: value}).close()
+
+
+def test_gymnasiums_constructor_takes_what_applies_and_refuses_what_does_not() -> None:
+    with pytest.raises(ValueError, match="restrat.*|on_failure"):
+        AsyncVectorEnv([CountEnv] * 2, on_failure="restrat").close()  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError), match="step_timeouts"):
+        AsyncVectorEnv([CountEnv] * 2, step_timeouts=3).close()
+    with closing(AsyncVectorEnv([HEALTHY] * 4, threads=True)) as envs:
+        envs.reset(seed=0)
+        assert envs.step(np.array([1, 2, 3, 4]))[1].tolist() == [11.0, 21.0, 31.0, 41.0]
+    for strange in (float("nan"), float("inf")):
+        with closing(AsyncVectorEnv([functools.partial(Pays, strange)] * 2)) as envs:
+            envs.reset(seed=0)
+            assert not np.isfinite(envs.step(np.array([FAULT, FAULT]))[1]).any()
+
+
+def test_gymnasiums_constructor_takes_an_env_of_shoals_own() -> None:
+    with closing(AsyncVectorEnv([functools.partial(shoal.envs.make, "countdown")] * 2)) as envs:
+        obs, _ = envs.reset(seed=3)
+        assert all(isinstance(text, str) for text in obs)
+        envs.step(("<answer>1</answer>", "nothing"))
+
+
+def test_sb3_takes_only_pools_that_reset_in_the_same_step_and_no_options_beside() -> None:
+    pytest.importorskip("stable_baselines3")
+    from shoal.vector import SB3VecEnv
+
+    for mode in ("next_step", "disabled"):
+        pool = make_vec(CountEnv, 2, backend="serial", autoreset=mode)
+        with closing(pool), pytest.raises(ValueError, match="same.step"):
+            SB3VecEnv(pool)
+    for option in (
+        {"step_timeout": 3.0},
+        {"num_workers": 2},
+        {"backend": "thread"},
+        {"start_method": "spawn"},
+    ):
+        pool = make_vec(CountEnv, 2, backend="serial")
+        with closing(pool), pytest.raises((ValueError, TypeError), match=next(iter(option))):
+            SB3VecEnv(pool, **option)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_step_tells_which_envs_are_masked(layout: str) -> None:
+    with closing(make_vec(faulty("raise", [1], 3), **LAYOUTS[layout], on_failure="mask")) as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            infos = envs.step([1, FAULT, 1])[4]
+            assert infos["worker_masked"].tolist() == [False, True, False]
+        envs.reset(seed=1)
+        assert envs.step([1, 1, 1])[4]["worker_masked"].tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("reward", "word"),
+    [
+        (float("inf"), "inf"),
+        (float("-inf"), "inf"),
+        (float("nan"), "nan"),
+        ("5", "5"),
+        ([1.0, 2.0], "reward"),
+    ],
+    ids=["inf", "-inf", "nan", "text", "list"],
+)
+def test_a_reward_that_is_no_number_is_refused_with_its_env(layout: str, reward: Any, word: str) -> None:
+    fns = [HEALTHY, functools.partial(Pays, reward)]
+    for policy in ("raise", "restart"):
+        with closing(make_vec(fns, **LAYOUTS[layout], on_failure=policy)) as envs:
+            envs.reset(seed=0)
+            if policy == "raise":
+                with pytest.raises(WorkerError, match=r"env 1\b") as caught:
+                    envs.step([1, FAULT])
+                message = str(caught.value)
+            else:
+                _, rewards, _, truncated, infos = envs.step([1, FAULT])
+                assert rewards.tolist() == [11.0, 0.0]
+                assert truncated.tolist() == [False, True]
+                message = infos["worker_error"][1]
+            assert word in message.lower()

@@ -1,0 +1,547 @@
+"""Any sequence of operations and faults, on every backend: each call returns in time and tells the truth.
+
+A machine plays a vector env beside the twins of `model.py`. What a fault does is chosen by the actions; no
+rule may take longer than its watchdog allows, and after `close` nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import multiprocessing
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from shoal.core.errors import WorkerError
+from shoal.vector import make_vec
+from tests.vector.misbehaving import RELEASED
+from tests.vector.model import FAULTS, LETHAL, LIMIT, SLOW, Encoded, Seen, Twin, unbatched
+
+N = 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "thread": {"backend": "thread", "num_workers": 2, "step_timeout": LIMIT},
+    "process": {"backend": "process", "num_workers": 2, "step_timeout": LIMIT},
+    "process+threads": {"backend": "process", "num_workers": 2, "threads": True, "step_timeout": LIMIT},
+    "ray": {"backend": "ray", "num_workers": 2, "step_timeout": 2.0},
+}
+WATCHDOG = 15.0
+"""Seconds that one rule may take on a busy machine; what hangs takes for ever."""
+
+everyone = range(N)
+plain = st.lists(st.one_of(st.integers(0, 7), st.integers(0, 7), st.just(SLOW)), min_size=N, max_size=N)
+quick = st.lists(st.integers(0, 7), min_size=N, max_size=N)
+faults = st.dictionaries(st.integers(0, N - 1), st.sampled_from(sorted(FAULTS)), min_size=1, max_size=2)
+chosen = st.lists(st.integers(0, N - 1), min_size=1, max_size=N, unique=True)
+seeds = st.integers(0, 10**6)
+
+
+class TookTooLong(KeyboardInterrupt):
+    """Raised into a call that hangs; a KeyboardInterrupt is what every backend lets through."""
+
+
+@contextlib.contextmanager
+def watchdog(what: str) -> Iterator[None]:
+    """Fails when what is inside hangs."""
+
+    def bark(*_: Any) -> None:
+        raise TookTooLong
+
+    handler = signal.signal(signal.SIGALRM, bark)
+    before, _ = signal.setitimer(signal.ITIMER_REAL, WATCHDOG)
+    try:
+        yield
+    except TookTooLong:
+        raise AssertionError(f"{what} hangs") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, before)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def named(error: BaseException) -> set[int]:
+    """The envs that an error names, in its notes too."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return {int(number) for number in re.findall(r"env (\d+)\b", text)}
+
+
+def belongings() -> tuple[set[int], int, int]:
+    """Child processes, threads and open files of this process."""
+    me = psutil.Process()
+    children = {c.pid for c in me.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE}
+    return children, threading.active_count(), me.num_fds()
+
+
+@functools.cache
+def warm_up(backend: str) -> None:
+    """Start what is started once."""
+    for options in LAYOUTS.values() if backend != "ray" else [LAYOUTS["ray"]]:
+        if options["backend"] == backend:
+            envs = make_vec([functools.partial(Encoded, i) for i in everyone], **options)
+            envs.reset(seed=0)
+            envs.close()
+
+
+class VectorMachine(RuleBasedStateMachine):
+    """A vector env and its twins.
+
+    Args:
+        layout: which of `LAYOUTS`.
+    """
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+        self.envs: Any = None
+        self.flying: dict[int, tuple[str, int]] = {}
+        self.broken = False
+        """An operation has raised: a full reset must follow."""
+        self.endangered = False
+        """A worker may have ended in a step that was given up, or is ending for one in flight."""
+
+    # making and closing
+
+    @initialize(
+        policy=st.sampled_from(["raise", "restart", "restart", "mask"]),
+        mode=st.sampled_from(["same_step", "next_step", "disabled"]),
+        seed=seeds,
+    )
+    def open(self, policy: str, mode: str, seed: int) -> None:
+        warm_up(LAYOUTS[self.layout]["backend"])
+        self.policy, self.mode = policy, mode
+        self.before = belongings()
+        self._make(seed)
+
+    def _make(self, seed: int) -> None:
+        RELEASED.clear()
+        with watchdog("make_vec"):
+            self.envs = make_vec(
+                [functools.partial(Encoded, i) for i in everyone],
+                **LAYOUTS[self.layout],
+                on_failure=self.policy,
+                autoreset=self.mode,
+                max_restarts=10**6,
+            )
+        self.twins = [Twin(Encoded(i), self.mode) for i in everyone]
+        self.flying, self.broken, self.endangered = {}, False, False
+        self._reset(None, [seed + i for i in everyone], seed)
+
+    def _close(self) -> None:
+        envs, self.envs = self.envs, None
+        with watchdog("close"):
+            envs.close()
+        RELEASED.set()
+        del envs  # what it shared with its workers goes with it
+        gc.collect()
+        deadline = time.monotonic() + 5.0
+        while True:
+            children, threads, files = belongings()
+            left = children - self.before[0], threads - self.before[1], files - self.before[2]
+            if not left[0] and left[1] <= 0 and left[2] <= 0:
+                return
+            assert time.monotonic() < deadline, (
+                f"left behind: processes {left[0]}, threads and files {left[1:]}"
+            )
+            time.sleep(0.02)
+
+    def teardown(self) -> None:
+        if self.envs is not None:
+            self._close()
+
+    @rule(seed=seeds)
+    def close_and_make_again(self, seed: int) -> None:
+        self._close()
+        self._make(seed)
+
+    # what is expected
+
+    def idle(self) -> bool:
+        return self.envs is not None and not self.flying
+
+    def sound(self) -> bool:
+        return self.idle() and not self.broken
+
+    def settled(self) -> bool:
+        """Nothing has failed that was not told yet."""
+        return self.sound() and not any(twin.failed for twin in self.twins)
+
+    def certain(self) -> bool:
+        return self.settled() and not any(twin.unsure or twin.fresh for twin in self.twins)
+
+    def fitting(self, actions: dict[int, int]) -> dict[int, int]:
+        """The actions, without faults that would end the caller itself."""
+        cannot = {"serial": (12, 13, 14), "thread": (12, 13)}.get(self.layout, ())
+        return {i: 8 if action in cannot else action for i, action in actions.items()}
+
+    def _failing(self, actions: dict[int, int]) -> set[int]:
+        """The envs that a step with these actions makes fail, and those that failed before."""
+        return {
+            i
+            for i, action in actions.items()
+            if self.twins[i].failed or (self.twins[i].steps and action in FAULTS)
+        }
+
+    def _lethal(self, actions: dict[int, int]) -> bool:
+        return any(action in LETHAL and self.twins[i].steps for i, action in actions.items())
+
+    def _raised(self, error: WorkerError, failing: set[int], lethal: bool) -> None:
+        """Check an error of a step; the vector env needs a reset now."""
+        assert self.policy == "raise", f"raised in spite of the policy {self.policy!r}: {error}"
+        assert failing, f"nothing failed: {error}"
+        blamed = named(error)
+        if lethal:
+            assert blamed & failing, error
+        else:
+            assert blamed == failing, (error, failing)
+        self._break()
+
+    def _break(self) -> None:
+        self.broken, self.endangered = True, False
+        for twin in self.twins:
+            twin.unsure, twin.late, twin.failed, twin.shown = True, None, False, None
+
+    def _see(self, actions: dict[int, int], rows: dict[int, Seen], failing: set[int], lethal: bool) -> None:
+        """Check the results of a step of some envs."""
+        assert not (failing and self.policy == "raise"), f"{failing} failed, but nothing was raised"
+        for i, seen in rows.items():
+            self.twins[i].see_step(actions[i], seen, faulty=i in failing, endangered=lethal)
+        if lethal:
+            for i in everyone:
+                if i not in rows:
+                    self.twins[i].unsure, self.twins[i].shown = True, None
+        self._see_active()
+
+    def _see_active(self) -> None:
+        seen = self.envs.active.tolist()
+        for twin, active in zip(self.twins, seen, strict=True):
+            if twin.unsure and not active:  # masked with its worker; the next step says so
+                assert self.policy == "mask"
+            else:
+                assert twin.active == active
+
+    # reset
+
+    def _reset(self, mask: list[bool] | None, given: list[int | None], seed: Any) -> None:
+        options = None if mask is None else {"reset_mask": np.array(mask)}
+        for attempt in range(2):
+            try:
+                with watchdog("reset"):
+                    obs, infos = self.envs.reset(seed=seed, options=options)
+                break
+            except WorkerError as error:  # it tells what failed in a step that was given up
+                failing = {i for i in everyone if self.twins[i].failed}
+                assert attempt == 0
+                self._raised(error, failing, self.endangered)
+        each = unbatched(infos, N)
+        for i, twin in enumerate(self.twins):
+            if twin.active and self.envs.active[i] and (mask is None or mask[i]):
+                twin.see_reset(obs[i], each[i], given[i])
+            elif twin.active and twin.unsure and not self.envs.active[i]:
+                twin.active, twin.shown = False, None
+            elif twin.shown is not None:
+                assert np.array_equal(obs[i], twin.shown), (obs[i], twin.shown)
+        self.broken = False
+        if mask is None:
+            self.endangered = False
+
+    @precondition(idle)
+    @rule(seed=seeds, way=st.sampled_from(["int", "list", "none"]))
+    def reset(self, seed: int, way: str) -> None:
+        given: list[int | None] = [None] * N if way == "none" else [seed + i for i in everyone]
+        self._reset(None, given, {"int": seed, "list": given, "none": None}[way])
+
+    @precondition(settled)
+    @rule(mask=st.lists(st.booleans(), min_size=N, max_size=N).filter(any), seed=seeds, seeded=st.booleans())
+    def reset_some_by_mask(self, mask: list[bool], seed: int, seeded: bool) -> None:
+        given = [seed + i if seeded else None for i in everyone]
+        self._reset(mask, given, seed if seeded else None)
+
+    @precondition(settled)
+    @rule(ids=chosen, seed=seeds, seeded=st.booleans())
+    def reset_some(self, ids: list[int], seed: int, seeded: bool) -> None:
+        ids = [i for i in ids if self.envs.active[i]]
+        given = [seed + i if seeded else None for i in ids]
+        with watchdog("reset_some"):
+            results = self.envs.reset_some(ids, given)
+        for i, (obs, info), own in zip(ids, results, given, strict=True):
+            self.twins[i].see_reset(obs, info, own)
+
+    # step
+
+    def _settle(self) -> None:
+        """Reset those whose episode is over, where the caller has to."""
+        mask = [twin.waits and twin.active and bool(self.envs.active[i]) for i, twin in enumerate(self.twins)]
+        if any(mask):
+            self._reset(mask, [None] * N, None)
+
+    def _step(self, actions: dict[int, int]) -> None:
+        self._settle()
+        failing = self._failing(actions)
+        lethal = self._lethal(actions) or self.endangered
+        try:
+            with watchdog("step"):
+                results = self.envs.step(np.array([actions[i] for i in everyone]))
+        except WorkerError as error:
+            self._raised(error, failing, lethal)
+        else:
+            self._see_batch(actions, results, failing, lethal)
+
+    def _see_batch(self, actions: dict[int, int], results: Any, failing: set[int], lethal: bool) -> None:
+        obs, rewards, terminated, truncated, infos = results
+        each = unbatched(infos, N)
+        rows = {
+            i: Seen(obs[i], float(rewards[i]), bool(terminated[i]), bool(truncated[i]), each[i])
+            for i in everyone
+        }
+        self.endangered = False
+        self._see(actions, rows, failing, lethal)
+
+    @precondition(sound)
+    @rule(batches=st.lists(quick, min_size=1, max_size=5))
+    def step(self, batches: list[list[int]]) -> None:
+        for actions in batches:
+            if not self.broken:
+                self._step(dict(enumerate(actions)))
+
+    @precondition(settled)
+    @rule(actions=quick, bad=faults)
+    def step_with_faults(self, actions: list[int], bad: dict[int, int]) -> None:
+        self._step(self.fitting({**dict(enumerate(actions)), **bad}))
+
+    @precondition(certain)
+    @rule(
+        actions=plain,
+        bad=st.one_of(st.just({}), st.just({}), faults),
+        seconds=st.sampled_from([0.0, 0.03, 0.5]),
+    )
+    def step_and_give_up(self, actions: list[int], bad: dict[int, int], seconds: float) -> None:
+        self._settle()
+        given = self.fitting({**dict(enumerate(actions)), **bad})
+        failing, lethal = self._failing(given), self._lethal(given)
+        try:
+            with watchdog("step_async and step_wait"):
+                self.envs.step_async(np.array([given[i] for i in everyone]))
+                results = self.envs.step_wait(timeout=seconds)
+        except multiprocessing.TimeoutError:
+            for i, twin in enumerate(self.twins):
+                twin.give_up(given[i])
+                if lethal and not twin.failed:
+                    twin.unsure = True
+            self.endangered = self.endangered or lethal
+        except WorkerError as error:
+            self._raised(error, failing, lethal)
+        else:
+            self._see_batch(given, results, failing, lethal)
+
+    @precondition(settled)
+    @rule(ids=chosen, actions=plain, bad=st.one_of(st.just({}), faults))
+    def step_some(self, ids: list[int], actions: list[int], bad: dict[int, int]) -> None:
+        self._settle()
+        ids = [i for i in ids if self.envs.active[i] and self.twins[i].active]
+        given = self.fitting({i: bad.get(i, actions[i]) for i in ids})
+        failing, lethal = self._failing(given), self._lethal(given)
+        try:
+            with watchdog("step_some"):
+                results = self.envs.step_some(ids, [np.int64(given[i]) for i in ids])
+        except WorkerError as error:
+            self._raised(error, failing, lethal)
+        else:
+            rows = {i: Seen(*result) for i, result in zip(ids, results, strict=True)}
+            self._see(given, rows, failing, lethal)
+
+    # send and recv
+
+    @precondition(lambda self: self.envs is not None and not self.broken and not self.late_or_failed())
+    @rule(ids=chosen, actions=plain, bad=st.one_of(st.just({}), faults))
+    def send(self, ids: list[int], actions: list[int], bad: dict[int, int]) -> None:
+        ids = [
+            i
+            for i in ids
+            if i not in self.flying
+            and self.twins[i].active
+            and self.envs.active[i]
+            and not self.twins[i].waits
+            and not (self.endangered and self.mode == "disabled")
+        ]
+        given = self.fitting({i: bad.get(i, actions[i]) for i in ids})
+        self.endangered = self.endangered or self._lethal(given)
+        with watchdog("send"):
+            self.envs.send(ids, [np.int64(given[i]) for i in ids])
+        self.flying.update({i: ("step", given[i]) for i in ids})
+
+    def late_or_failed(self) -> bool:
+        return any(twin.failed for twin in self.twins)
+
+    @precondition(lambda self: self.envs is not None and not self.broken and not self.late_or_failed())
+    @rule(ids=chosen, seed=seeds)
+    def send_reset(self, ids: list[int], seed: int) -> None:
+        ids = [i for i in ids if i not in self.flying and self.twins[i].active and self.envs.active[i]]
+        with watchdog("send_reset"):
+            self.envs.send_reset(ids, [seed + i for i in ids])
+        self.flying.update({i: ("reset", seed + i) for i in ids})
+
+    @precondition(lambda self: self.envs is not None and bool(self.flying))
+    @rule(least=st.integers(1, N))
+    def recv(self, least: int) -> None:
+        least = min(least, len(self.flying))
+        steps = {i: value for i, (word, value) in self.flying.items() if word == "step"}
+        failing, lethal = self._failing(steps), self.endangered
+        try:
+            with watchdog("recv"):
+                ready = self.envs.recv(least)
+        except WorkerError as error:
+            self._drain(self._blamed(error, failing), failing, lethal)
+            return
+        assert len(ready.ids) >= least
+        self._see_ready(ready, failing, lethal)
+        if not self.flying:
+            self.endangered = False
+
+    def _see_ready(self, ready: Any, failing: set[int], lethal: bool) -> None:
+        for k, i in enumerate(ready.ids.tolist()):
+            word, value = self.flying.pop(i)
+            if word == "reset" and "worker_masked" in ready.infos[k]:
+                assert lethal or self.twins[i].unsure
+                self.twins[i].active, self.twins[i].shown = False, None
+            elif word == "reset":
+                self.twins[i].unsure = self.twins[i].unsure or lethal
+                self.twins[i].see_reset(ready.observations[k], None, value)
+            else:
+                row = Seen(
+                    ready.observations[k],
+                    float(ready.rewards[k]),
+                    bool(ready.terminated[k]),
+                    bool(ready.truncated[k]),
+                    ready.infos[k],
+                )
+                assert not (i in failing and self.policy == "raise"), f"{i} failed: {row}"
+                self.twins[i].see_step(value, row, faulty=i in failing, endangered=lethal)
+        if lethal:
+            for twin in self.twins:
+                twin.unsure, twin.shown = True, None
+        self._see_active()
+
+    def _blamed(self, error: WorkerError, failing: set[int]) -> set[int]:
+        """The envs that an error of `recv` names, which are no longer in flight."""
+        assert self.policy == "raise", f"raised in spite of the policy {self.policy!r}: {error}"
+        assert named(error) & failing, f"only {failing} failed: {error}"
+        for i in named(error):
+            self.flying.pop(i, None)
+        return named(error)
+
+    def _drain(self, blamed: set[int], failing: set[int], lethal: bool) -> None:
+        """After an error, receive all that still comes: every other env, and every other failure."""
+        for _ in range(3 * N):
+            try:
+                with watchdog("recv after an error"):
+                    ready = self.envs.recv()
+            except WorkerError as error:
+                blamed |= self._blamed(error, failing)
+            except ValueError:
+                break
+            else:
+                self._see_ready(ready, failing, lethal)
+        else:
+            raise AssertionError("recv does not come to an end")
+        if not lethal:  # else neighbours are lost with their worker
+            assert blamed == failing
+            assert not self.flying, f"never came back: {self.flying}"
+        self.flying = {}
+        self._break()
+
+    # calls
+
+    @precondition(certain)
+    @rule()
+    def call(self) -> None:
+        with watchdog("call"):
+            rows = self.envs.call("tell")
+        for twin, row in zip(self.twins, rows, strict=True):
+            twin.see_state(row)
+
+    @precondition(certain)
+    @rule(ids=chosen, more=st.integers(0, 9))
+    def apply(self, ids: list[int], more: int) -> None:
+        ids = [i for i in ids if self.twins[i].active]
+        with watchdog("apply"):
+            results = self.envs.apply(lambda env, x: (env.unwrapped.tell(), x), more, indices=ids)
+        for i, (row, came) in zip(ids, results, strict=True):
+            self.twins[i].see_state(row)
+            assert came == more
+
+    @precondition(certain)
+    @rule(index=st.integers(0, N - 1))
+    def call_that_fails(self, index: int) -> None:
+        if self.twins[index].active:
+            with watchdog("call"), pytest.raises(WorkerError, match=f"env {index}.*asked {index}") as caught:
+                self.envs.call("tell_or_fail", index)
+            assert isinstance(caught.value, LookupError)
+
+    @precondition(certain)
+    @rule(marks=st.lists(st.integers(1, 99), min_size=N, max_size=N))
+    def set_attr(self, marks: list[int]) -> None:
+        with watchdog("set_attr"):
+            self.envs.set_attr("mark", marks)
+        for twin, mark in zip(self.twins, marks, strict=True):
+            twin.env.mark = mark
+
+
+def play(layout: str, examples: int, steps: int = 15, **options: Any) -> None:
+    run_state_machine_as_test(
+        functools.partial(VectorMachine, layout),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+            print_blob=True,
+            report_multiple_bugs=False,
+            **options,
+        ),
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("layout", "examples"), [("serial", 4), ("thread", 6), ("process", 9), ("process+threads", 6)]
+)
+def test_any_sequence_of_operations_and_faults_shows_what_plain_envs_show(layout: str, examples: int) -> None:
+    play(layout, examples, derandomize=True, phases=[Phase.generate])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("layout", ["serial", "thread", "process", "process+threads"])
+def test_any_of_500_sequences_shows_what_plain_envs_show(layout: str) -> None:
+    play(layout, 500, steps=25)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore")
+def test_any_sequence_on_ray_shows_what_plain_envs_show() -> None:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        play("ray", 50)
+    finally:
+        ray.shutdown()
