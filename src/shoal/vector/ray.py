@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import connect_ray
 from shoal.core.processes import dumps
+from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import LOADING
-from shoal.vector.env_group import EnvFn, Reply, Reset, Step, even_cuts
+from shoal.vector.env_group import Reply, Reset, Step, even_cuts
 from shoal.vector.failures import Failure, from_exception, short
 from shoal.vector.process import Backend, Limits, Worker, dumps_env_fns, land, rows_of, with_own_rows
 from shoal.vector.worker import Close, Make, QueueBox, _packed, _serve_or_end
