@@ -2,35 +2,137 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
+import shoal.envs
+from shoal.core.errors import ConfigError, MissingExtraError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import make_vec
+from shoal.vector import ray as remote
 from tests.vector.faulty import CountEnv, Faulty
-from tests.vector.scripted import Scripted
+from tests.vector.scripted import Scripted, SlowEnv
 from tests.vector.test_equality import same
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+starts_ray = [
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
+def with_ray(test: Any) -> Any:
+    for mark in starts_ray:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def path() -> Iterator[str]:
+    """Workers of Ray start from its own node processes and find shoal as on the user's cluster: installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = os.pathsep.join(str(Path(item).resolve()) for item in sys.path if item)
+        patch.setenv("PYTHONPATH", found)
+        yield found
+
+
+SESSION = """
+import os, ray
+from shoal import make_vec
+import gymnasium
+
+class Mine(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 9, ())
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, seed=None, options=None):
+        return 1.0, {}
+    def step(self, action):
+        return 2.0, float(action), False, False, {"pid": os.getpid()}
+
+a = make_vec(Mine, 2, backend="ray", num_workers=1)
+a.reset()
+assert ray.is_initialized()
+b = make_vec(lambda: Mine(), 1, backend="ray")
+a.close()
+assert ray.is_initialized(), "another vector env uses it"
+b.reset()
+obs, rewards, _, _, infos = b.step([1])
+assert rewards.tolist() == [1.0] and infos["pid"][0] != os.getpid()
+b.close()
+assert not ray.is_initialized(), "it was started for them"
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+c = make_vec(Mine, 1, backend="ray")
+c.close()
+assert ray.is_initialized(), "it is the user's"
+d = make_vec(Mine, 1, backend="ray")
+d.reset()
+ray.shutdown()
+try:
+    d.step([1])
+except Exception as error:
+    print(type(error).__name__, error)
+d.close()
+assert not ray.is_initialized(), "nothing starts it again"
+print("done")
+"""
+
+
+def of_ray() -> set[str]:
+    out = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return {line for line in out.splitlines() if "raylet" in line or "gcs_server" in line or "ray::" in line}
+
+
+@with_ray
+def test_the_ray_that_was_started_for_vector_envs_ends_with_the_last_of_them(
+    path: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SESSION)
+    before = of_ray()
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "done"
+    assert "WorkerDiedError env 0" in done.stdout
+    assert "session that it lived in was ended" in done.stdout
+    end = time.monotonic() + 10
+    while of_ray() - before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not of_ray() - before
+
+
+@pytest.fixture(scope="module")
+def cluster(path: str) -> Iterator[Any]:
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2, include_dashboard=False)
+    ray.init(address=cluster.address, include_dashboard=False, log_to_driver=False)
+    yield cluster
     ray.shutdown()
+    cluster.shutdown()
 
 
+@with_ray
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 @pytest.mark.parametrize(
-    "space", [spaces.Box(-1, 1, (2,)), spaces.Text(9), spaces.Dict(a=spaces.Discrete(3))]
+    "space",
+    [spaces.Box(-1, 1, (2,)), spaces.Text(9), spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(0, 1, (2, 2)))],
 )
-def test_ray_gives_what_the_caller_itself_gives(space: Any, mode: str) -> None:
+def test_ray_gives_what_the_caller_itself_gives(cluster: Any, space: Any, mode: str) -> None:
     fns = [functools.partial(Scripted, space, spaces.Discrete(4), 4, 4)] * 5
     near = make_vec(fns, backend="serial", autoreset=mode)
     far = make_vec(fns, backend="ray", num_workers=2, autoreset=mode)
@@ -42,17 +144,73 @@ def test_ray_gives_what_the_caller_itself_gives(space: Any, mode: str) -> None:
         [tuple(x) for x in far.reset_some([3, 1], [7, 8])],
         [tuple(x) for x in near.reset_some([3, 1], [7, 8])],
     )
-    chosen = [np.int64(1), np.int64(2)]
-    assert same(
-        [tuple(x) for x in far.step_some([1, 3], chosen)], [tuple(x) for x in near.step_some([1, 3], chosen)]
-    )
+    for chosen in ([1, 3], [4, 0, 2], [3]):
+        actions = [np.int64(i % 4) for i in chosen]
+        assert same(
+            [tuple(x) for x in far.step_some(chosen, actions)],
+            [tuple(x) for x in near.step_some(chosen, actions)],
+        )
     assert far.call("length") == near.call("length")
+    for envs in (far, near):
+        envs.set_attr("length", [1, 2, 3, 4, 5])
+    assert far.apply(lambda env, k: env.length + k, 10, indices=[4, 1]) == [15, 12]
+    assert same(far.reset(seed=9), near.reset(seed=9))
+    seen: dict[str, dict[int, Any]] = {"far": {}, "near": {}}
+    for name, envs in (("far", far), ("near", near)):
+        envs.send(range(5), [1] * 5)
+        while len(seen[name]) < 5:
+            ready = envs.recv()
+            for k, i in enumerate(ready.ids.tolist()):
+                row = ready.rewards[k], ready.terminated[k], ready.truncated[k], ready.infos[k]
+                seen[name][i] = row
+    assert all(same(seen["far"][i], seen["near"][i]) for i in range(5))
     far.close()
     near.close()
 
 
-@pytest.mark.parametrize("fault", ["exit", "raise", "hang"])
-def test_a_failed_actor_is_replaced_and_shows_it(fault: str) -> None:
+@with_ray
+@pytest.mark.parametrize("options", [{}, {"num_cpus": 0.5}, {"num_cpus": 0}], ids=str)
+def test_actors_are_spread_evenly_over_the_nodes(cluster: Any, options: dict[str, Any]) -> None:
+    for n in (6, 5):
+        envs = make_vec(CountEnv, n, backend="ray", num_workers=n, ray_options=options)
+        nodes = collections.Counter(row["node"] for row in envs.stats()["workers"])
+        envs.close()
+        assert max(nodes.values()) - min(nodes.values()) <= 1
+        assert len(nodes) == 2
+
+
+class Threaded(CountEnv):
+    """Tells the thread that made it, steps it and closes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads = {threading.get_ident()}
+
+    def step(self, action: Any) -> Any:
+        self.threads.add(threading.get_ident())
+        return super().step(action)
+
+    def close(self) -> None:
+        self.threads.add(threading.get_ident())
+        if out := os.environ.get("SHOAL_TEST_OUT"):
+            Path(out).write_text(str(len(self.threads)))
+
+
+@with_ray
+def test_an_environment_lives_in_one_thread(cluster: Any, tmp_path: Path) -> None:
+    out = tmp_path / "threads"
+    options = {"runtime_env": {"env_vars": {"SHOAL_TEST_OUT": str(out)}}, "num_cpus": 1}
+    envs = make_vec(Threaded, 1, backend="ray", ray_options=options)
+    envs.reset()
+    for _ in range(20):
+        envs.step([1])
+    envs.close()
+    assert out.read_text() == "1"
+
+
+@with_ray
+@pytest.mark.parametrize("fault", ["exit", "raise", "hang", "unpicklable", "info"])
+def test_a_failed_actor_is_replaced_and_shows_it(cluster: Any, fault: str) -> None:
     fns = [
         functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(3)
     ]
@@ -64,15 +222,203 @@ def test_a_failed_actor_is_replaced_and_shows_it(fault: str) -> None:
     assert infos["worker_restarted"].tolist() == [False, True, False]
     assert rewards.tolist() == [11.0, 0.0, 11.0]
     assert envs.step([1, 1, 1])[1].tolist() == [12.0, 11.0, 12.0]
+    assert envs.stats()["restarts"] == [0, 1, 0]
     envs.close()
 
 
-def test_whichever_actor_is_ready_first_comes_first() -> None:
-    envs = make_vec(CountEnv, 4, backend="ray", num_workers=4)
+@with_ray
+def test_a_death_names_the_envs_of_the_actor(cluster: Any) -> None:
+    fns = [functools.partial(Faulty, "exit")] * 4
+    envs = make_vec(fns, backend="ray", num_workers=2)
+    envs.reset()
+    with pytest.raises(
+        WorkerDiedError, match=r"env 2 .*the Ray actor of envs 2 to 3 is gone: its worker process has died"
+    ):
+        envs.step([1, 1, 1, 9])
+    envs.reset()
+    with pytest.raises(WorkerDiedError, match=r"env 3 .* with action 9"):
+        envs.step_some([3], [9])
+    assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4, 5, 6]
+    envs.close()
+
+
+@with_ray
+def test_the_time_limit_is_for_each_env_and_hangs_are_waited_for_side_by_side(cluster: Any) -> None:
+    slow = [functools.partial(SlowEnv, 0.5)] * 4
+    envs = make_vec(slow, backend="ray", num_workers=1, step_timeout=1.2)
+    envs.reset()
+    assert envs.step([1] * 4)[1].tolist() == [11.0] * 4  # two seconds in all
+    assert all(0.4 < seconds < 1.2 for seconds in envs.stats()["step_p50"])
+    envs.close()
+    fns = [functools.partial(Faulty, "hang")] * 6
+    envs = make_vec(fns, backend="ray", num_workers=3, step_timeout=1.0)
+    envs.reset()
+    begun = time.monotonic()
+    with pytest.raises(
+        WorkerTimeoutError, match=r"env 1 \(pid \d+\) failed in step with action .*9"
+    ) as caught:
+        envs.step([1, 9, 1, 9, 1, 9])
+    assert time.monotonic() - begun < 2.5
+    assert "misbehave" in str(caught.value.__cause__)
+    assert [note.split(" (")[0] for note in caught.value.__notes__] == ["also: env 3", "also: env 5"]
+    envs.close()
+
+
+class HangsWhenMade(CountEnv):
+    def __init__(self) -> None:
+        time.sleep(3600)
+
+
+@with_ray
+def test_a_constructor_that_hangs_is_named_in_time(cluster: Any) -> None:
+    begun = time.monotonic()
+    with pytest.raises(WorkerTimeoutError, match=r"env 1 .*failed in make: no answer within 1 s"):
+        make_vec([CountEnv, HangsWhenMade], backend="ray", num_workers=1, make_timeout=1.0)
+    assert time.monotonic() - begun < 30
+
+
+class DiesWhenMade(CountEnv):
+    def __init__(self) -> None:
+        os._exit(3)
+
+
+@with_ray
+def test_a_constructor_that_ends_its_process_is_told_and_not_tried_for_long(cluster: Any) -> None:
+    with pytest.raises(WorkerDiedError, match="env 0 .*failed in make"):
+        make_vec(DiesWhenMade, 1, backend="ray")
+
+
+@with_ray
+def test_what_can_never_be_placed_is_told_in_time(cluster: Any, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5)
+    begun = time.monotonic()
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(
+            WorkerError, match=r"env 0 failed in make: .*waiting for 64 CPUs.*the cluster has 4 CPUs"
+        ),
+    ):
+        make_vec(CountEnv, 2, backend="ray", num_workers=1, ray_options={"num_cpus": 64}, make_timeout=2.0)
+    assert time.monotonic() - begun < 20
+    assert "waiting for 64 CPUs: 1 of 1 actors have no place yet (envs 0 to 1)" in caplog.text
+
+
+@with_ray
+def test_an_actor_waits_for_its_cpus_and_says_so(cluster: Any, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5)
+    first = make_vec(CountEnv, 4, backend="ray", ray_options={"num_cpus": 1})
+    assert len(first.stats()["workers"]) == 4  # as many as there is room for
+    threading.Timer(3.0, first.close).start()
+    with caplog.at_level(logging.WARNING):
+        second = make_vec(CountEnv, 1, backend="ray", ray_options={"num_cpus": 1})
+    assert "waiting for 1 CPU: 1 of 1 actors have no place yet (env 0)" in caplog.text
+    assert second.reset(seed=1)[0][0, 0] == 1
+    second.close()
+
+
+@with_ray
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nun_cpus": 1}, "ray_options has no 'nun_cpus'. Did you mean 'num_cpus'?"),
+        ({"max_restarts": 3}, "ray_options has no 'max_restarts'"),
+        ({"num_cpus": -1}, "Ray refuses ray_options={'num_cpus': -1}: "),
+        ({"num_gpus": "one"}, "Ray refuses ray_options={'num_gpus': 'one'}: "),
+    ],
+)
+def test_options_that_ray_does_not_know_are_refused(cluster: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_vec(CountEnv, 1, backend="ray", ray_options=options)
+
+
+@with_ray
+def test_calls_bring_no_rows(cluster: Any, monkeypatch: Any) -> None:
+    landed = []
+    monkeypatch.setattr(remote, "land", lambda *args: landed.append(args))
+    envs = make_vec(CountEnv, 4, backend="ray", num_workers=2)
+    assert envs.call("length") == (5, 5, 5, 5)
+    envs.set_attr("length", 7)
+    assert envs.apply(lambda env: env.length) == [7, 7, 7, 7]
+    assert not landed
+    envs.reset()
+    assert len(landed) == 2
+    rows = landed[0][0]
+    assert [part.shape for part in rows[0]] == [(2, 4)]
+    assert not rows[4]  # nothing ended: no final observations
+    envs.close()
+
+
+@with_ray
+def test_a_command_that_cannot_be_sent_harms_nobody(cluster: Any) -> None:
+    envs = make_vec(CountEnv, 2, backend="ray", num_workers=2)
+    envs.reset()
+    with pytest.raises(TypeError):
+        envs.call("observe", threading.Lock())
+    assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
+    envs.close()
+
+
+@with_ray
+def test_whichever_actor_is_ready_first_comes_first(cluster: Any) -> None:
+    envs = make_vec([functools.partial(SlowEnv, s) for s in (1.5, 0.0)], backend="ray", num_workers=2)
     envs.reset(seed=0)
-    envs.send(range(4), [1, 1, 1, 1])
-    seen: list[int] = []
-    while len(seen) < 4:
-        seen += envs.recv(1).ids.tolist()
-    assert sorted(seen) == [0, 1, 2, 3]
+    envs.send([0, 1], [1, 1])
+    assert envs.recv(1).ids.tolist() == [1]
+    envs.send([1], [2])
+    assert envs.recv(1).rewards.tolist() == [22.0]
+    ready = envs.recv(1)
+    assert ready.ids.tolist() == [0]
+    assert ready.rewards.tolist() == [11.0]
     envs.close()
+
+
+@with_ray
+def test_a_late_answer_is_never_the_next_one(cluster: Any) -> None:
+    envs = make_vec([functools.partial(SlowEnv, s) for s in (1.0, 0.0)], backend="ray", num_workers=2)
+    envs.reset(seed=0)
+    envs.step_async([1, 1])
+    with pytest.raises(TimeoutError):
+        envs.step_wait(timeout=0.2)
+    assert envs.step([2, 2])[1].tolist() == [22.0, 22.0]
+    envs.close()
+
+
+class OfThisTest(CountEnv):
+    def step(self, action: Any) -> Any:
+        return self.observe(action), 5.0, False, False, {}
+
+
+@with_ray
+def test_names_that_a_script_registered_are_known_to_actors(cluster: Any) -> None:
+    shoal.envs.register("of_this_test", OfThisTest, replace=True)
+    envs = make_vec("of_this_test", 1, backend="ray")
+    envs.reset()
+    assert envs.step([1])[1].tolist() == [5.0]
+    envs.close()
+
+
+@with_ray
+@pytest.mark.parametrize("noticed", [True, False])
+def test_an_actor_of_a_node_that_is_lost_goes_to_another(
+    cluster: Any, caplog: Any, monkeypatch: Any, noticed: bool
+) -> None:
+    if not noticed:  # then Ray does after a while
+        monkeypatch.setattr(remote.RayBackend, "_is_up", lambda backend, node: True)
+    doomed = cluster.add_node(num_cpus=20, include_dashboard=False)
+    envs = make_vec(functools.partial(CountEnv, 1000), 2, backend="ray", num_workers=1, on_failure="restart")
+    envs.reset(seed=0)
+    assert envs.stats()["workers"][0]["node"] == doomed.node_id
+    cluster.remove_node(doomed, allow_graceful=False)
+    end = time.monotonic() + 100
+    while not envs.step([1, 1])[3].any():
+        assert time.monotonic() < end
+    assert envs.stats()["workers"][0]["node"] != doomed.node_id
+    assert ("died before it served" in caplog.text) is not noticed
+    assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
+    envs.close()
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"shoal\[parallel\]"):
+        make_vec(CountEnv, 1, backend="ray")
