@@ -223,6 +223,17 @@ def test_what_cannot_be_sent_to_a_worker_is_a_clear_error() -> None:
         make_vec(lambda: (lock, CountEnv())[1], 2, backend="process")
 
 
+@pytest.mark.parametrize("options", [{"backend": "process"}, {"backend": "process", "threads": True}])
+def test_a_call_that_cannot_be_sent_is_refused_and_leaves_nothing_behind(options: Any) -> None:
+    envs = make_vec(CountEnv, 2, num_workers=2, **options)
+    envs.reset(seed=0)
+    assert envs.call("length") == (5, 5)  # a reply with a message, that must not be taken for the next one
+    with pytest.raises(TypeError, match="pickle"):
+        envs.call("observe", __import__("threading").Lock())
+    assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
+    envs.close()
+
+
 @pytest.mark.parametrize("moment", ["idle", "pending", "dead", "hung"])
 def test_close_is_quick_in_every_state(moment: str) -> None:
     envs = vec("kill" if moment == "dead" else "stubborn hang")

@@ -157,7 +157,7 @@ class RowWriter:
 
     def _is_plain(self, value: Any) -> bool:
         if type(value) is np.ndarray:
-            return value.dtype == self.dtype and value.shape == self.shape
+            return bool(value.dtype == self.dtype and value.shape == self.shape)
         return type(value) in self._scalars
 
     def checked(self, value: Any) -> Array:

@@ -222,7 +222,7 @@ class AsyncVectorEnv(VectorPool):
         max_restarts: int = 3,
         check_nan: bool = False,
         ring: int | None = None,
-        text_bytes: int | None = None,
+        text_bytes: int = TEXT_BYTES,
     ) -> None:
         if worker is not None:
             raise ValueError("a custom `worker` is not supported: put what it does into the env or a wrapper")
@@ -255,7 +255,7 @@ class AsyncVectorEnv(VectorPool):
             places=ring or (1 if on_failure == "raise" else 2),
             limits=Limits(step_timeout, step_timeout if make_timeout is None else make_timeout),
             method=context or "forkserver",  # type: ignore[arg-type]
-            text_bytes=TEXT_BYTES if text_bytes is None else text_bytes,
+            text_bytes=text_bytes,
         )
         plan = Plan("process", min(n_workers or available_cpus(), len(env_fns)), threads)
         opened = open_workers(

@@ -55,7 +55,7 @@ def make_vec(
     threads: bool = False,
     ring: int | None = None,
     copy_observations: bool | None = None,
-    text_bytes: int | None = None,
+    text_bytes: int = TEXT_BYTES,
     ray_options: dict[str, Any] | None = None,
 ) -> VectorPool:
     """Many environments as one vector environment.
@@ -86,7 +86,7 @@ def make_vec(
         ring: keep the last so many observations in place: `observation_ring()` shows them as one array
             `[ring, num_envs, ...]`, and what `step` returns is a view of it, valid for `ring - 1` more steps.
         copy_observations: return copies (default, without a ring) or views that the next step overwrites.
-        text_bytes: of worker processes: room per env for text observations (default 2048); longer text goes by
+        text_bytes: of worker processes: room per env for text observations ; longer text goes by
             message.
         ray_options: of the actors, such as `{"num_cpus": 1, "resources": {...}}`.
 
@@ -102,7 +102,7 @@ def make_vec(
         "step_timeout": step_timeout,
         "make_timeout": make_timeout,
         "threads": threads or None,
-        "text_bytes": text_bytes,
+        "text_bytes": None if text_bytes == TEXT_BYTES else text_bytes,
         "ray_options": ray_options,
     }
     if is_multi_agent(env):
@@ -133,7 +133,7 @@ def make_vec(
         places=ring or (1 if on_failure == "raise" else 2),
         limits=Limits(step_timeout, step_timeout if make_timeout is None else make_timeout),
         method=start_method or "forkserver",
-        text_bytes=TEXT_BYTES if text_bytes is None else text_bytes,
+        text_bytes=text_bytes,
         handouts=ring is None and copies and on_failure == "raise",
         ray_options=ray_options or {},
     )

@@ -398,8 +398,9 @@ class ThreadWorker(Worker):
     def start(self, command: Any, *, bell: bool = False) -> None:
         """Put the command into the mailbox."""
         del bell
+        own = with_own_rows(self, command)
         self.command, self.abandoned = command, False
-        self.box.commands.put(with_own_rows(self, command))
+        self.box.commands.put(own)
 
     def answered(self) -> bool:
         """The reply is there, or never will be."""
@@ -535,25 +536,23 @@ class ProcessWorker(Worker):
 
     def start(self, command: Any, *, bell: bool = False) -> None:
         """Write the command line, and send what it has no words for."""
-        self.command, self.abandoned = command, False
-        line = self._command
-        message: Any = command
+        operation, number, message = operations.MESSAGE, 0, command
         if type(command) is Step:
-            operation, number = operations.STEP, command.place
-            if command.members is not None:
-                operation = operations.STEP_SOME
-                assert self.buffers is not None
-                mask = self.buffers.members[self.first : self.first + self.count]
-                mask[...] = False
-                mask[command.members] = True
+            whole = command.members is None
+            operation, number = operations.STEP if whole else operations.STEP_SOME, command.place
             message = command.loose or None
         elif isinstance(command, Trial):
             operation, number, message = operations.TRIAL, command.rounds, None
         elif isinstance(command, Close):
-            operation, number, message = operations.CLOSE, 0, None
-        else:
-            operation, number = operations.MESSAGE, 0
-        data = b"" if message is None else dumps(message)[0]
+            operation, message = operations.CLOSE, None
+        data = b"" if message is None else dumps(message)[0]  # if that fails, nothing has begun
+        if operation == operations.STEP_SOME:
+            assert self.buffers is not None
+            mask = self.buffers.members[self.first : self.first + self.count]
+            mask[...] = False
+            mask[command.members] = True
+        self.command, self.abandoned = command, False
+        line = self._command
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         line[words.OPERATION], line[words.PLACE] = operation, number
         line[words.HAS_MESSAGE] = bool(data)

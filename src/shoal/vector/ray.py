@@ -28,7 +28,7 @@ from shoal.vector.buffers import LOADING
 from shoal.vector.env_group import Reply, Reset, Step, even_cuts
 from shoal.vector.failures import Failure, from_exception, short
 from shoal.vector.process import Backend, Limits, Worker, dumps_env_fns, land, rows_of, with_own_rows
-from shoal.vector.worker import Close, Make, QueueBox, _packed, _serve_or_end
+from shoal.vector.worker import Close, Make, QueueBox, packed, serve_or_end
 
 logger = logging.getLogger(__name__)
 PLACING_OPTIONS = ("accelerator_type", "fallback_strategy", "label_selector", "scheduling_strategy")
@@ -61,7 +61,7 @@ class Host:
     def __init__(self, first: int, path: Sequence[str]) -> None:
         sys.path += [item for item in path if item not in sys.path and os.path.isdir(item)]
         self.first, self.box = first, QueueBox(queue.SimpleQueue())
-        self.thread = threading.Thread(target=_serve_or_end, args=(self.box,), daemon=True, name="envs")
+        self.thread = threading.Thread(target=serve_or_end, args=(self.box,), daemon=True, name="envs")
         self.thread.start()
 
     def run(self, data: bytes) -> tuple[bytes, Any]:
@@ -70,15 +70,15 @@ class Host:
             command = pickle.loads(data)
         except BaseException as error:
             failure = from_exception(self.first, "reading its command", error, None, os.getpid())
-            return _packed(Reply(failures=[failure]), 0, self.first), None
+            return packed(Reply(failures=[failure]), 0, self.first), None
         self.box.commands.put(command)
         self.box.bell.get()
         reply = self.box.replies.get()
-        packed = b"" if reply is None else _packed(reply, 0, self.first)
+        answer = b"" if reply is None else packed(reply, 0, self.first)
         if self.box.own is None or not isinstance(command, Step | Reset):
-            return packed, None
+            return answer, None
         *rows, final = rows_of(self.box.own)
-        return packed, (*rows, final if self.box.own.any_end() else [])
+        return answer, (*rows, final if self.box.own.any_end() else [])
 
     def look(self, stack: bool = False) -> Sight:
         """Where it is now."""

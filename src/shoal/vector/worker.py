@@ -181,7 +181,7 @@ def main(descriptor: int, log: int) -> int:
         return 0
     sys.setswitchinterval(5e-4)
     threads = [
-        threading.Thread(target=_serve_or_end, args=(box,), name=f"group-{box.number}") for box in boxes
+        threading.Thread(target=serve_or_end, args=(box,), name=f"group-{box.number}") for box in boxes
     ]
     for thread in threads:
         thread.start()
@@ -190,7 +190,7 @@ def main(descriptor: int, log: int) -> int:
     return 0
 
 
-def _serve_or_end(box: LineBox) -> None:
+def serve_or_end(box: Mailbox) -> None:
     """A group that cannot be served any more must not be waited for: the whole worker ends."""
     try:
         serve(box)
@@ -264,7 +264,7 @@ class LineBox:
                 flags = HAS_TEXT
             if reply.columns or reply.told or reply.failures or reply.value is not None:
                 flags |= HAS_MESSAGE
-                data = _packed(reply, self._sequence, self._first)
+                data = packed(reply, self._sequence, self._first)
         line = self._reply
         line[words.REPLY_FLAGS] = flags
         line[words.REPLY_SEQUENCE] = self._sequence
@@ -284,7 +284,7 @@ class LineBox:
         return bool(self._texts)
 
 
-def _packed(reply: Reply, sequence: int, first: int) -> bytes:
+def packed(reply: Reply, sequence: int, first: int) -> bytes:
     """A reply as bytes that are safe to load: what came from elsewhere was loaded here once, for a trial."""
     for failure in reply.failures:
         portable(failure)
