@@ -194,6 +194,8 @@ class EnvGroup:
         self._beside = [*self.layout.text, *self.layout.objects]
         self._plain = self.layout.is_leaf and bool(fixed)
         self._final = buffers.final[0][rows] if self._plain else None
+        self._examine_finals = check_nan and bool(self._floats[0])
+        self._new_finals = False
         self._times = StepTimes(buffers.times[rows])
         self._read = reader(buffers, self.first, self.count)
         self._all = range(self.count)
@@ -305,6 +307,9 @@ class EnvGroup:
         self._pay(rewards, actions, members, failures)
         if self.check_nan and self._floats[place]:
             self._refuse_nan(self._floats[place], actions, chosen, failures)
+        if self._new_finals:
+            self._new_finals = False
+            self._refuse_nan_finals(actions, chosen, failures)
         if columns or told or failures:
             return Reply(_of_members(columns, chosen, self.count), told, failures)
         return None
@@ -366,15 +371,17 @@ class EnvGroup:
         told: list[Told],
     ) -> Any:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
-        _checked(info)
+        if type(info) is not dict:
+            _checked(info)
+        # An end is whole in the buffers before anything else can go wrong; what a reward is worth is looked at later.
+        if type(reward) in NUMBERS:
+            self.rewards[j] = reward
         if self.autoreset is not AutoresetMode.SAME_STEP:
-            self._write_reward(j, reward)
             self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
             self._ended[j] = True
             if info:
                 told.append(Told(self.first + j, None, None, info))
             return obs
-        self._check_final(obs)
         final: Any = IN_BUFFER
         target = self._final
         if (
@@ -384,24 +391,20 @@ class EnvGroup:
             and obs.shape == target.shape[1:]
         ):
             target[j] = obs
+            self._new_finals = self._examine_finals
         else:
+            self._check_final(obs)
             final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
         final_info = dict(info)
-        # The end is whole in the buffers before anything else can go wrong: it is never lost.
-        self._write_reward(j, reward)
         self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
         self._ending = final, final_info
         obs, info = self.envs[j].reset()
-        _checked(info)
+        if type(info) is not dict:
+            _checked(info)
         self._ending = None
         if final is not IN_BUFFER or final_info or info:
             told.append(Told(self.first + j, final, final_info, info))
         return obs
-
-    def _write_reward(self, j: int, reward: Any) -> None:
-        """Before the others: what the reward is worth is looked at later."""
-        with contextlib.suppress(TypeError, ValueError):
-            self.rewards[j] = reward
 
     def _check_final(self, obs: Any) -> None:
         """Refuse a last observation as any other: nobody steps on from it, but values are learned from it."""
@@ -409,7 +412,7 @@ class EnvGroup:
         for i, value in enumerate(self.layout.flatten(obs)):
             if i in writers:
                 array = writers[i].checked(value)
-                if self.check_nan and array.dtype.kind == "f" and np.isnan(array).any():
+                if self.check_nan and array.dtype.kind == "f" and _holds_nan(array):
                     raise EnvError(NAN_OBSERVATION)
             elif self.layout.leaves[i].kind == "text":
                 _check_text(value)
@@ -464,11 +467,22 @@ class EnvGroup:
         failures: list[Failure],
     ) -> None:
         for writer in writers:
-            square = writer.flat.dot(writer.flat)  # NaN if and only if one of them is: squares cannot cancel
-            if square == square:
+            if not _holds_nan(writer.flat):
                 continue
             for at, j in enumerate(members):
                 if np.isnan(writer.rows[j]).any():
+                    self._refuse(j, NAN_OBSERVATION, actions[at], failures)
+
+    def _refuse_nan_finals(
+        self, actions: Sequence[Any], members: Sequence[int], failures: list[Failure]
+    ) -> None:
+        """The last observations of episodes: rows of earlier ones hold no NaN, so all are looked at together."""
+        assert self._final is not None
+        if _holds_nan(self._final):
+            for at, j in enumerate(members):
+                if np.isnan(self._final[j]).any():
+                    self._final[j] = 0
+                    self.terminated[j] = self.truncated[j] = False
                     self._refuse(j, NAN_OBSERVATION, actions[at], failures)
 
     def _refuse(self, j: int, problem: str, action: Any, failures: list[Failure]) -> None:
@@ -496,8 +510,15 @@ class EnvGroup:
         return failures
 
 
+NUMBERS = (float, int, bool, np.float64, np.float32)
 IF_MEANT = " (pass check_nan=False if that is meant)"
 NAN_OBSERVATION = f"observation holds NaN{IF_MEANT}"
+
+
+def _holds_nan(values: Array) -> bool:
+    flat = values.reshape(-1)
+    square = flat.dot(flat)  # NaN if and only if one of them is: squares cannot cancel
+    return bool(square != square)
 
 
 def _check_text(value: Any) -> None:

@@ -602,7 +602,7 @@ class ProcessWorker(Worker):
         assert self.channel is not None
         while True:
             try:
-                sequence, reply = self.channel.receive(self._still_there)
+                sequence, reply = operations.unpacked(self.channel.receive_bytes(self._still_there))
             except (ChannelClosedError, WorkerDiedError):
                 self.home.make_sure_it_is_gone()
                 if self.lost is None:
@@ -615,8 +615,7 @@ class ProcessWorker(Worker):
                 env, doing, _ = self.current()
                 return Reply(failures=[from_exception(env, f"reading its reply to {doing}", error)])
             if sequence == self._sequence:
-                found: Reply = reply
-                return found
+                return reply
 
     def progress(self) -> int:
         """Position of the env that it is at."""

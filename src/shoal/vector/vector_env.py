@@ -635,16 +635,24 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     self._observations.keep(_ids(worker, command), reply.columns, failed)
                 told += reply.told
                 failures += reply.failures
-        buffers = self.buffers
-        if self._same_step and buffers.any_end():
+        if self._same_step and self.buffers.any_end():
+            told = [
+                Told(item.env, self._final(IN_BUFFER, item.env), item.final_info, item.info)
+                if item.final is IN_BUFFER
+                else item
+                for item in told
+            ]
             known = {item.env for item in told if item.final_info is not None}
-            for worker, command in pending:
-                if isinstance(command, Step) and worker.lost is None:
-                    ended = (
-                        i for i in _ids(worker, command) if buffers.terminated[i] or buffers.truncated[i]
-                    )
-                    told += [Told(i, IN_BUFFER, {}, {}) for i in ended if i not in known]
-            told = [item._replace(final=self._final(item.final, item.env)) for item in told]
+            ended = np.flatnonzero(self.buffers.terminated | self.buffers.truncated).tolist()
+            ended = [i for i in ended if i not in known]
+            if ended:
+                stepped = {
+                    i
+                    for worker, command in pending
+                    if type(command) is Step and worker.lost is None
+                    for i in _ids(worker, command)
+                }
+                told += [Told(i, self._final(IN_BUFFER, i), {}, {}) for i in ended if i in stepped]
         return told, failures
 
     # --- failures

@@ -32,7 +32,7 @@ from shoal.vector import buffers as words
 from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer
 from shoal.vector.env_group import EnvGroup, Reply, Step, Trial
 from shoal.vector.failures import Failure, from_exception, portable
-from shoal.vector.infos import Told
+from shoal.vector.infos import IN_BUFFER, Told
 from shoal.vector.spaces import Layout
 
 STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
@@ -289,9 +289,25 @@ def packed(reply: Reply, sequence: int, first: int) -> bytes:
     for failure in reply.failures:
         portable(failure)
     try:
-        return _tried((sequence, reply))
+        return _tried(_plain(sequence, reply))
     except BaseException as error:
-        return dumps((sequence, _without_what_cannot_travel(reply, error, first)))[0]
+        return dumps(_plain(sequence, _without_what_cannot_travel(reply, error, first)))[0]
+
+
+def _plain(sequence: int, reply: Reply) -> tuple[Any, ...]:
+    """A reply of tuples, which are pickled several times faster; without a final observation: in the buffer."""
+    told = [
+        (item.env, item.final_info, item.info) if item.final is IN_BUFFER else tuple(item)
+        for item in reply.told
+    ]
+    return sequence, reply.columns, told, reply.failures, reply.value
+
+
+def unpacked(data: bytes | bytearray) -> tuple[int, Reply]:
+    """The sequence number and the reply in what `packed` gave."""
+    sequence, columns, plain, failures, value = pickle.loads(data)
+    told = [Told(*item) if len(item) == 4 else Told(item[0], IN_BUFFER, item[1], item[2]) for item in plain]
+    return sequence, Reply(columns, told, failures, value)
 
 
 def _tried(value: Any) -> bytes:
