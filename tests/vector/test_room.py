@@ -1,0 +1,145 @@
+"""The room itself: how many doors a step goes through, and its parts where no environment shows them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+from shoal.core.processes import dumps
+from shoal.vector import make_vec
+from shoal.vector.buffers import Buffers, Observations, available_memory
+from shoal.vector.failures import Failure, decide, restart_seed
+from shoal.vector.infos import Told, batch_infos
+from shoal.vector.spaces import Layout
+from tests.rooms.trace import Tracer
+from tests.vector.faulty import CountEnv
+
+
+def test_a_step_in_worker_processes_passes_at_most_six_files(tmp_path: Path) -> None:
+    with Tracer("shoal", tmp_path) as tracer:
+        fns = [functools.partial(tracer.installed, CountEnv, 3)] * 4
+        envs = make_vec(fns, backend="process", num_workers=2)
+        envs.reset(seed=0)
+        with tracer.piece() as passed:
+            for _ in range(7):  # with infos, and with episodes that end
+                envs.step(np.array([1, 2, 3, 4]))
+        envs.close()
+    assert len(passed.processes()) == 3
+    files = passed.files(leave_out=("core/", "vector/vector_env.py"))
+    assert {"vector/process.py", "vector/worker.py", "vector/env_group.py"} <= files
+    assert len(files) <= 6, files
+
+
+def large(places: int) -> tuple[Buffers, Observations]:
+    """Observations of 1 MiB whose memory is used again."""
+    layout, actions = Layout.of(Box(0, 255, (512, 512), np.uint8)), Layout.of(Discrete(2))
+    buffers = Buffers(4, layout, actions, places=places)
+    return buffers, Observations(buffers, copy=True, handouts=places > 1)
+
+
+def test_memory_of_large_copies_is_used_again_only_when_nobody_looks_at_it() -> None:
+    buffers, observations = large(1)
+    seen = set()
+    for k in range(8):
+        buffers.obs[0][0] = k
+        batch = observations.batch(0)
+        seen.add(batch.ctypes.data)
+        assert (batch == k).all()
+        del batch
+    assert len(seen) == 1
+    kept = []
+    for k in range(12):  # more than there is room for: the rest are plain copies
+        buffers.obs[0][0] = k
+        kept.append(observations.batch(0)[2, :3])  # a view alone keeps the whole
+    gc.collect()
+    assert [row[0, 0] for row in kept] == list(range(12))
+
+
+def test_a_place_that_was_handed_out_is_written_again_only_when_nobody_looks_at_it() -> None:
+    buffers, observations = large(5)
+    kept: list[Any] = []
+    place = 0
+    for k in range(9):
+        place = observations.next_place(place)
+        buffers.obs[0][place] = k
+        kept.append(observations.batch(place)[1, 7])
+    assert [row[0] for row in kept] == list(range(9))
+    assert observations.next_place(place) == 0  # all others are looked at: place 0 is copied
+    del kept[2]
+    assert observations.next_place(place) == 3
+
+
+CGROUPS = {
+    "v2": ("sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem"),
+    "v1": (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_cache",
+        "total_shmem",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", CGROUPS)
+def test_files_that_the_kernel_caches_do_not_count_as_memory_in_use(tmp_path: Path, version: str) -> None:
+    folder, most, used, cache, shared = CGROUPS[version]
+    root = tmp_path / folder
+    root.mkdir(parents=True)
+    (root / most).write_text("1000\n")
+    (root / used).write_text("900\n")
+    assert available_memory(tmp_path) == 100
+    (root / "memory.stat").write_text(f"anon 200\n{cache} 600\n{shared} 50\n")
+    assert available_memory(tmp_path) == 1000 - (900 - (600 - 50))  # shared memory cannot be given back
+    (root / most).write_text("max\n" if version == "v2" else "nonsense\n")
+    assert available_memory(tmp_path) == 1 << 62
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       7 kB\n")
+    assert available_memory(tmp_path) == 7 * 1024
+
+
+def failure(env: int) -> Failure:
+    return Failure(env, "step", "meant")
+
+
+def test_what_is_decided_about_failures() -> None:
+    alone = lambda env: []  # noqa: E731
+    house = lambda env: [2, 3] if env in (2, 3) else []  # noqa: E731
+    first = decide([failure(1), failure(2)], "restart", {1: 1, 2: 3}, 3, house)
+    assert (sorted(first.hurt), first.masked, first.error) == ([1, 2, 3], (), None)
+    assert {env: told.env for env, told in first.hurt.items()} == {1: 1, 2: 2, 3: 2}
+    assert "env 2" in str(decide([failure(2)], "restart", {2: 4}, 3, alone).error)
+    assert decide([failure(2)], "restart", {2: 4}, 4, alone).error is None
+    masked = decide([failure(2)], "mask", {2: 99}, 3, house)
+    assert (sorted(masked.hurt), masked.masked, masked.error) == ([2, 3], (2,), None)
+
+
+def test_restart_seeds_are_numbers_that_every_generator_takes_and_never_twice_the_same() -> None:
+    seeds = [restart_seed(seed, k) for seed in range(40) for k in range(1, 6)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
+    assert restart_seed(None, 1) is None
+
+
+def test_infos_of_different_kinds_under_one_key_are_kept_as_they_are() -> None:
+    told = [Told(0, None, None, {"a": 1}), Told(2, None, None, {"a": "x"}), Told(1, None, None, {"a": [3]})]
+    batch = batch_infos(3, told)
+    assert batch["a"].tolist() == [1, [3], "x"]
+    assert batch["_a"].tolist() == [True, True, True]
+
+
+class Ours:
+    """Of a module that is no library's."""
+
+
+def test_what_is_plain_is_told_from_what_brings_code_along() -> None:
+    for value in (1, "a", None, (1.5, {"a": [b"x"]}), np.arange(3), np.float32(2), Box(0, 1, (2,))):
+        assert dumps(value)[1], value
+    for value in (Ours(), Ours, lambda: 0, {"a": [Ours()]}, np.array([Ours()], dtype=object)):
+        assert not dumps(value)[1], value
