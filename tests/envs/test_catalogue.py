@@ -30,9 +30,22 @@ from shoal.train.ppo import PPO
 from shoal.train.ppo_envs import EnvFactory
 
 HERE = "tests.envs.named_envs"
-shoal.envs.register("test_named_counter", Counter, replace=True)
-shoal.envs.register("test_named_function", make_counter, replace=True)
-shoal.envs.register("test_named_text", f"{HERE}:ParrotEnv", replace=True)
+REGISTERED = {
+    "test_named_counter": Counter,
+    "test_named_function": make_counter,
+    "test_named_text": f"{HERE}:ParrotEnv",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """Names for these tests, which other tests do not see."""
+    for name, env in REGISTERED.items():
+        shoal.envs.register(name, env)
+    yield
+    for name in REGISTERED:
+        del shoal.envs.catalogue._envs._items[name]
+
 
 NAMES = {
     "frozen_lake": FrozenLakeEnv,

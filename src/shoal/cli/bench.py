@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.settings import EnvKwargs, Settings, Wrappers, arguments_of
+from shoal.cli.settings import EnvKwargs, Settings, Wrappers, arguments_of, blaming
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
 from shoal.envs.catalogue import EnvFn, resolve
@@ -86,9 +86,10 @@ def main(argv: list[str]) -> int:
     )
     cost = probe(fn)
     if cost is None:
+        with blaming(options.env):  # once more, to tell what it raises
+            _loop_speed(fn, options)
         raise ConfigError(
-            f"{options.env} failed when one of it was stepped with random actions; "
-            f"`shoal envs check {options.env}` tells where"
+            f"{options.env} failed once when it was stepped with random actions, and then did not"
         )
     folder = RunFolder(options.run_dir, "bench", options.seed) if options.run_dir is not None else None
     speeds = measure(ways(options), fn, options)

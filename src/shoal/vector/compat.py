@@ -285,6 +285,19 @@ class AsyncVectorEnv(VectorPool):
             logger.error("Raising the last exception back to the main process.")
 
 
+STATIC = (
+    spaces.Box,
+    spaces.Discrete,
+    spaces.MultiBinary,
+    spaces.MultiDiscrete,
+    spaces.Text,
+    spaces.Tuple,
+    spaces.Dict,
+    spaces.OneOf,
+)
+"""What Gymnasium has a place for in shared memory, and what is made of it."""
+
+
 def _static(found: Description, shared_memory: bool) -> Description:
     # As Gymnasium does it; `make_vec` and shared_memory=False take such spaces.
     space = found.observation_spaces[0]
@@ -295,7 +308,7 @@ def _static(found: Description, shared_memory: bool) -> Description:
             f"{space} has a dynamic shape so its not possible to make a static shared memory. "
             "Pass shared_memory=False, or use make_vec"
         )
-    if not any(kind.__module__.partition(".")[0] == "gymnasium" for kind in type(space).__mro__[:-2]):
+    if not isinstance(space, STATIC):
         raise ValueError(
             f"the custom space {space} has no place in shared memory: pass shared_memory=False, or use make_vec"
         )
