@@ -143,3 +143,34 @@ def test_what_is_plain_is_told_from_what_brings_code_along() -> None:
         assert dumps(value)[1], value
     for value in (Ours(), Ours, lambda: 0, {"a": [Ours()]}, np.array([Ours()], dtype=object)):
         assert not dumps(value)[1], value
+
+
+def test_infos_made_of_numbers_arrive_as_they_were_told() -> None:
+    from shoal.vector.env_group import Reply
+    from shoal.vector.infos import IN_BUFFER
+    from shoal.vector.worker import packed, unpacked
+
+    numbers = [
+        {
+            "a": np.float64(k + 0.5),
+            "b": float(k),
+            "c": k > 1,
+            "d": np.bool_(k),
+            "e": np.int32(-k),
+            "f": 10**30,
+        }
+        for k in range(3)
+    ]
+    told = [Told(k, None, None, info) for k, info in enumerate(numbers)]
+    told += [Told(7, None, None, {"b": 1.0}), Told(8, None, None, {"a": np.float64(1), "text": "x"})]
+    told += [Told(9, IN_BUFFER, {"a": np.float64(2)}, {}), Told(5, None, None, {"a": np.float32(2)})]
+    sequence, reply = unpacked(packed(Reply(told=list(told)), 41, 0))
+    assert sequence == 41
+    came = {item.env: item for item in reply.told}
+    assert sorted(came) == sorted(item.env for item in told)
+    for item in told:
+        assert came[item.env].final is item.final
+        assert came[item.env].final_info == item.final_info
+        mine, theirs = came[item.env].info, item.info
+        assert list(mine) == list(theirs)
+        assert [(type(a), a) for a in mine.values()] == [(type(a), a) for a in theirs.values()]

@@ -69,11 +69,40 @@ def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
 
     Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included.
     """
-    out: dict[str, Any] = {}
-    for env, final, final_info, info in sorted(told, key=lambda item: item.env):
+    ordered = sorted(told, key=lambda item: item.env)
+    out = _of_numbers(n_envs, ordered)
+    if out is not None:
+        return out
+    out = {}
+    for env, final, final_info, info in ordered:
         if final_info is not None:
             _add(out, {"final_obs": final, "final_info": final_info}, env, n_envs)
         _add(out, info, env, n_envs)
+    return out
+
+
+def _of_numbers(n_envs: int, told: list[Told]) -> dict[str, Any] | None:
+    """The same in one go where all tell numbers of the same kinds under the same keys; else None."""
+    keys = tuple(told[0].info) if told else ()
+    kinds = tuple(map(type, told[0].info.values())) if told else ()
+    if not keys or not all(kind in PLAIN or issubclass(kind, np.number) for kind in kinds):
+        return None
+    rows = []
+    for item in told:
+        values = tuple(item.info.values())
+        if item.final_info is not None or tuple(item.info) != keys or tuple(map(type, values)) != kinds:
+            return None
+        rows.append(values)
+    ids = [item.env for item in told]
+    out: dict[str, Any] = {}
+    for key, kind, values in zip(keys, kinds, zip(*rows, strict=True), strict=True):
+        column, mask = np.zeros(n_envs, dtype=kind), np.zeros(n_envs, dtype=np.bool_)
+        try:
+            column[ids] = values
+        except OverflowError:
+            return None
+        mask[ids] = True
+        out[key], out[f"_{key}"] = column, mask
     return out
 
 

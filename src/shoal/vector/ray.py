@@ -28,7 +28,7 @@ from shoal.vector.buffers import LOADING
 from shoal.vector.env_group import Reply, Reset, Step, even_cuts
 from shoal.vector.failures import Failure, from_exception, short
 from shoal.vector.process import Backend, Limits, Worker, dumps_env_fns, land, rows_of, with_own_rows
-from shoal.vector.worker import Close, Make, QueueBox, packed, serve_or_end
+from shoal.vector.worker import Close, Make, QueueBox, packed, serve_or_end, unpacked
 
 logger = logging.getLogger(__name__)
 PLACING_OPTIONS = ("accelerator_type", "fallback_strategy", "label_selector", "scheduling_strategy")
@@ -195,7 +195,7 @@ class RayWorker(Worker):
         if rows is not None and self.buffers is not None:
             land(rows, self.command, self.buffers, self.first, self.count)
         try:
-            return pickle.loads(data)[1] if data else None
+            return unpacked(data)[1] if data else None
         except Exception as error:  # what came cannot be read here
             env, doing, _ = self.current()
             return Reply(failures=[from_exception(env, f"reading its reply to {doing}", error)])
