@@ -96,7 +96,8 @@ def _of_numbers(n_envs: int, told: list[Told]) -> dict[str, Any] | None:
     ids = [item.env for item in told]
     out: dict[str, Any] = {}
     for key, kind, values in zip(keys, kinds, zip(*rows, strict=True), strict=True):
-        column, mask = np.zeros(n_envs, dtype=kind), np.zeros(n_envs, dtype=np.bool_)
+        column: Any = np.zeros(n_envs, dtype=kind)
+        mask = np.zeros(n_envs, dtype=np.bool_)
         try:
             column[ids] = values
         except OverflowError:
