@@ -401,3 +401,36 @@ def test_a_thread_that_hangs_is_given_up_and_cannot_write_into_its_successors_ro
         assert obs[0, 2] == t
         time.sleep(0.3)  # the old thread wakes up meanwhile
     envs.close()
+
+
+class BadNext(CountEnv):
+    """Its second episode begins with an observation of another shape, after an end that paid."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        obs, info = super().reset(seed=seed)
+        return (obs[:2] if self.episode == 2 else obs), info
+
+
+@pytest.mark.parametrize("backend", ["serial", "process", "thread"])
+def test_a_rewarded_end_is_kept_when_what_comes_after_it_is_refused(backend: Any) -> None:
+    envs = make_vec(functools.partial(BadNext, 1), 2, backend=backend, on_failure="restart")
+    envs.reset(seed=0)
+    _, rewards, terminated, truncated, infos = envs.step(np.array([3, 4]))
+    assert rewards.tolist() == [31.0, 41.0]
+    assert terminated.all()
+    assert not truncated.any()
+    assert [final.tolist() for final in infos["final_obs"]] == [[0, 1, 1, 3], [1, 1, 1, 4]]
+    assert infos["worker_restarted"].all()
+    envs.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "process", "thread"])
+def test_an_end_whose_reward_is_refused_is_no_end(backend: Any) -> None:
+    fns = [functools.partial(Faulty, "nan reward", 1)] * 2
+    envs = make_vec(fns, backend=backend, on_failure="restart")
+    envs.reset(seed=0)
+    _, rewards, terminated, truncated, _ = envs.step(np.array([9, 1]))
+    assert rewards.tolist() == [0.0, 11.0]
+    assert terminated.tolist() == [False, True]
+    assert truncated.tolist() == [True, False]
+    envs.close()

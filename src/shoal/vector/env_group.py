@@ -299,8 +299,11 @@ class EnvGroup:
                 done = chosen.index(j) + 1
                 self._note(failures, j, "step", error, actions[done - 1])
                 self._ended[j] = True
-                if self._ending is not None:  # the episode had ended before its successor could not begin
-                    failures[-1].ending, self._ending = self._ending, None
+                over = self.terminated[j] or self.truncated[j]
+                if over and self.autoreset is AutoresetMode.SAME_STEP:  # its successor could not begin
+                    last = told[-1] if told and told[-1].env == self.first + j else None
+                    ended = (IN_BUFFER, {}) if last is None else (last.final, last.final_info or {})
+                    failures[-1].ending, self._ending = self._ending or ended, None
                 else:
                     rewards[j] = 0.0
                     self.terminated[j] = self.truncated[j] = False
@@ -456,7 +459,7 @@ class EnvGroup:
             except (TypeError, ValueError):
                 problem = f"reward must be a number, got {rewards[j]!r:.80}"
             if problem:
-                self.rewards[j] = 0.0
+                self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
                 self._refuse(j, problem, actions[at], failures)
 
     def _refuse_nan(
@@ -471,6 +474,8 @@ class EnvGroup:
                 continue
             for at, j in enumerate(members):
                 if np.isnan(writer.rows[j]).any():
+                    if self.autoreset is not AutoresetMode.SAME_STEP:  # else it is of the next episode
+                        self.terminated[j] = self.truncated[j] = False
                     self._refuse(j, NAN_OBSERVATION, actions[at], failures)
 
     def _refuse_nan_finals(
