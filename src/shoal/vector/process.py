@@ -82,8 +82,6 @@ class Worker:
         """What it is at, or what it answered as long as nobody took the reply."""
         self.queued: Any = None
         """The next command: it waits for an abandoned one to end."""
-        self.abandoned = False
-        """Nobody waits for the reply to `command` any more."""
         self.lost: Failure | None = None
         """Why it can no longer work, if so."""
         self.group: EnvGroup | None = None
@@ -94,7 +92,7 @@ class Worker:
     def start(self, command: Any, *, bell: bool = False) -> None:
         """Begin a command; with `bell`, its reply rings for all."""
         del bell
-        self.command, self.abandoned = command, False
+        self.command = command
         if isinstance(command, Step) and command.actions is None:  # now: the caller may write the next ones
             assert self.group is not None
             command.actions = self.group.actions(command.members, command.loose)
@@ -157,7 +155,7 @@ class Worker:
     def begin(self, command: Any, *, bell: bool = False) -> None:
         """Begin a command, or have it wait until an abandoned one is over."""
         if self.command is not None:
-            self.abandoned, self.queued = True, command
+            self.queued = command
         else:
             if self.limits.any:
                 self._seen = (-1, time.monotonic())
@@ -232,9 +230,8 @@ def look_at(workers: Iterable[Worker]) -> None:
             worker.lose(failure)
     now = time.monotonic()
     if any(worker.progress() == words.LOADING for worker in waiting):
-        for (
-            worker
-        ) in waiting:  # the machine is busy starting processes: constructors have their time after that
+        # The machine is busy starting processes: constructors have their time after that.
+        for worker in waiting:
             worker.excuse(now)
     overdue = [
         (worker, limit) for worker in waiting if worker.lost is None and (limit := worker.overdue(now))
@@ -399,7 +396,7 @@ class ThreadWorker(Worker):
         """Put the command into the mailbox."""
         del bell
         own = with_own_rows(self, command)
-        self.command, self.abandoned = command, False
+        self.command = command
         self.box.commands.put(own)
 
     def answered(self) -> bool:
@@ -551,7 +548,7 @@ class ProcessWorker(Worker):
             mask = self.buffers.members[self.first : self.first + self.count]
             mask[...] = False
             mask[command.members] = True
-        self.command, self.abandoned = command, False
+        self.command = command
         line = self._command
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         line[words.OPERATION], line[words.PLACE] = operation, number

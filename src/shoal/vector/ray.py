@@ -125,7 +125,7 @@ class RayWorker(Worker):
         """Send the command; the first one waits until a fresh actor has a place."""
         del bell
         data = dumps(with_own_rows(self, command))[0]  # first: what cannot be sent was never begun
-        self.command, self.abandoned = command, False
+        self.command = command
         if isinstance(command, Make):
             self._data, self._retry_until = data, time.monotonic() + RETRY_SECONDS
             self.starts += 1

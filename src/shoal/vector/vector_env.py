@@ -201,7 +201,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             elif worker.queued is command:
                 worker.queued = None  # it never began
             elif worker.command is command:
-                worker.abandoned = True
                 self._late.append(worker)
 
     # --- reset
@@ -448,11 +447,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._observations.carry(ids, worker.place, place)
         worker.before, worker.place = worker.place, place
 
-    def _begin(self, worker: Worker, command: Any, *, bell: bool = False) -> None:
+    def _begin(self, worker: Worker, command: Any) -> None:
         """Begin a command, or put it behind an abandoned one."""
         self._pending.append((worker, command))
         if worker.command is None:
-            self._launch(worker, command, bell=bell)
+            self._launch(worker, command)
         else:
             worker.begin(command)
 
