@@ -18,7 +18,7 @@ from shoal.rollout.engine_config import EngineConfig, ReplicaConfig, ServerConfi
 from shoal.rollout.engines.making import _replica, close_engine, make_engine, make_learner
 from shoal.rollout.engines.paired import PairedEngine
 from shoal.rollout.engines.tiny import TinyEngine
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
 def play(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
     from shoal.core.data import write_trajectories
-    from shoal.rollout.parallel import ParallelRolloutManager
+    from shoal.rollout.parallel.rollout import ParallelRolloutManager
 
     folder, engine = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend=options.backend) as manager:

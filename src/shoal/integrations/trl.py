@@ -18,9 +18,9 @@ from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episo
 from shoal.rollout.collector import place_of
 from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Place
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.shares import Assignment
 from shoal.rollout.settings import Backend
-from shoal.rollout.shares import Assignment
 
 HELD_OUT = " held-out"
 
