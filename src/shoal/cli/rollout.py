@@ -111,8 +111,8 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
     """The engine of a run, or a fresh one as the config says; `ending` closes it."""
     import torch
 
-    from shoal.rollout.engines.making import close_engine, make_engine
     from shoal.rollout.factory import make_roles
+    from shoal.rollout.samplers.registry import close_engine, make_engine
     from shoal.train.agent_checkpoints import newest_checkpoint
     from shoal.train.policy import load_engine
 

@@ -15,9 +15,9 @@ from shoal.rollout.compat.managers import EnvironmentManager
 from shoal.rollout.compat.multi_turn import multi_turn_loop
 from shoal.rollout.compat.projections import create_projection_function
 from shoal.rollout.compat.templates import TEMPLATES, template_of
-from shoal.rollout.engine import Sampling
-from shoal.rollout.engines.scripted import RandomEngine
 from shoal.rollout.images import PREFIX, as_url, picture_url, png_bytes
+from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.scripted import RandomEngine
 from shoal.vector import MultiProcessEnvironmentContainer
 
 LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}

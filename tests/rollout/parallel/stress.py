@@ -20,8 +20,8 @@ from parallel_doubles import CounterEnv, HashEngine, config
 from shoal import envs
 from shoal.core.errors import EngineError
 from shoal.core.processes import Zygote
-from shoal.rollout.engine import Key, Request
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import Key, Request
 
 LIMIT = 90
 """Seconds of one case."""

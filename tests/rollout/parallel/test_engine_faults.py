@@ -12,10 +12,10 @@ from parallel_doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Completion, Key, Request
 from shoal.rollout.parallel.inference import SharedLLMInferenceManager
 from shoal.rollout.parallel.link import SocketLink
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import Completion, Key, Request
 
 BACKENDS = ("serial", "threads", "processes")
 

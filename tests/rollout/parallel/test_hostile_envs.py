@@ -12,11 +12,11 @@ from shoal import envs
 from shoal.core.errors import EngineError
 from shoal.core.seeding import stream
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.engine import Sampling
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.sampler import Sampling
 
 BACKENDS = ("serial", "threads", "processes")
 

@@ -14,10 +14,10 @@ import pytest
 from parallel_doubles import HashEngine
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Completion, Key, Request, Sampling
 from shoal.rollout.parallel.inference import SharedLLMInferenceManager
 from shoal.rollout.parallel.link import Address, SocketLink
 from shoal.rollout.parallel.wire import HEADER, Frames, Hello, ask_of, frame, server_frames
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
 
 
 def request(member=0, turn=0, length=20):

@@ -6,10 +6,10 @@ import pytest
 from parallel_doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
-from shoal.rollout.engine import Key, Request
 from shoal.rollout.parallel.inference import SharedLLMInferenceManager
 from shoal.rollout.parallel.link import SocketLink
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import Key, Request
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -58,7 +58,7 @@ def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
 
 @pytest.mark.timeout(300)
 def test_the_tiny_engine_writes_the_same_on_a_cluster(cluster):
-    from shoal.rollout.engines.tiny import TinyEngine
+    from shoal.rollout.samplers.tiny import TinyEngine
 
     engine = TinyEngine(WORDS, seed=1)
     assert play("ray", engine, groups=3)[0] == play("serial", engine, groups=3)[0]

@@ -12,10 +12,10 @@ from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
-from shoal.rollout.engine import Sampling
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel.dispatch import RolloutReport, spread, worthwhile_workers
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 
@@ -105,7 +105,7 @@ def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(calm, backen
 
 
 def test_the_tiny_engine_writes_the_same_tokens_on_threads_and_processes():
-    from shoal.rollout.engines.tiny import TinyEngine
+    from shoal.rollout.samplers.tiny import TinyEngine
 
     engine = TinyEngine(WORDS, seed=1)
     settings = config(groups=3, every=99)

@@ -10,11 +10,11 @@ import pytest
 from parallel_doubles import HashEngine
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Key, Request, Sampling
 from shoal.rollout.parallel import engine_loop
 from shoal.rollout.parallel.engine_loop import KNOWN
 from shoal.rollout.parallel.inference import SharedLLMInferenceManager
 from shoal.rollout.parallel.link import SocketLink, _Call
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
 
 
 def request(member=0, turn=0):

@@ -2,8 +2,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.rollout.engine import Key, Request, Sampling
 from shoal.rollout.parallel.wire import Ask, ask_of, request_of
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
 
 REQUESTS = st.builds(
     Request,

@@ -12,8 +12,8 @@ from shoal.envs.actions import Projected, Projection
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.compat.managers import EnvironmentManager
 from shoal.rollout.compat.projections import as_actions
-from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Role
+from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.vector import MultiProcessEnvironmentContainer
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Completion, Engine, Request, as_completion
+from shoal.rollout.samplers.sampler import Completion, Engine, Request, as_completion
 
 logger = logging.getLogger(__name__)
 Result = Completion | Exception

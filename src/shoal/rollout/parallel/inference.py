@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 
-from shoal.rollout.engine import ChatTokenizer, Completion, Engine, Key, Level, Request
 from shoal.rollout.parallel.answering import Answerer, Result, Statistics
 from shoal.rollout.parallel.batching import Batcher, Schedule
 from shoal.rollout.parallel.engine_loop import EngineLoop
 from shoal.rollout.parallel.link import Address
 from shoal.rollout.parallel.waiting import Report
 from shoal.rollout.parallel.wire import episode_of
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Engine, Key, Level, Request
 
 
 class SharedLLMInferenceManager:

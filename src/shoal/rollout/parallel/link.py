@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.core.errors import EngineError, WorkerDiedError
-from shoal.rollout.engine import Completion, Key, Request
 from shoal.rollout.parallel.wire import (
     Alive,
     Answer,
@@ -33,6 +32,7 @@ from shoal.rollout.parallel.wire import (
     episode_of,
     frame,
 )
+from shoal.rollout.samplers.sampler import Completion, Key, Request
 
 CHUNK = 2**16
 """Bytes read at once."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Completion, Key, as_completion
+from shoal.rollout.samplers.sampler import Completion, Key, as_completion
 
 
 @dataclass

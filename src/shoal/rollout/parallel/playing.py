@@ -17,13 +17,13 @@ from typing import Any
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerDiedError, WorkerError
-from shoal.rollout.engine import Completion, Request
 from shoal.rollout.episode import Episode
 from shoal.rollout.parallel.env_calls import EnvFailedError, Seat, begin, close_all, step
 from shoal.rollout.parallel.env_shelf import KEPT, EnvShelf, kind_of
 from shoal.rollout.parallel.shares import Assignment, Connect, Played, Share, encode_report
 from shoal.rollout.parallel.wire import Link
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import Completion, Request
 
 logger = logging.getLogger(__name__)
 

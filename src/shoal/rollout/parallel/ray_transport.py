@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from shoal.core.errors import EngineError, missing_extra
-from shoal.rollout.engine import Completion, Key, Request
 from shoal.rollout.parallel.answering import Result
 from shoal.rollout.parallel.inference import SharedLLMInferenceManager
 from shoal.rollout.parallel.wire import Answer, Ask, Refusal, answer_of, ask_of, completion_of, request_of
+from shoal.rollout.samplers.sampler import Completion, Key, Request
 
 logger = logging.getLogger(__name__)
 _asks = msgspec.msgpack.Decoder(list[Ask])

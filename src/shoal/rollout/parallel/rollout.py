@@ -18,7 +18,6 @@ from shoal.core.executors import available_cpus
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.capabilities import Restartable
 from shoal.rollout.collector import group_numbers, place_of
-from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles, validate_environment_config
 from shoal.rollout.parallel.dispatch import Dispatch, Events, RolloutReport, spread, worthwhile_workers
@@ -28,6 +27,7 @@ from shoal.rollout.parallel.placement import Placement, silence
 from shoal.rollout.parallel.playing import play_share
 from shoal.rollout.parallel.shares import Assignment, Limits, Share, decode_report
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.rollout.settings import BACKENDS, Backend, rollout_config
 
 PATIENCE = 10.0

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal.core.data import Trajectory
-from shoal.rollout.engine import ChatTokenizer, Sampling
 from shoal.rollout.episode import Place, Role
 from shoal.rollout.parallel.wire import Link
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.sampler import ChatTokenizer, Sampling
 
 _reports = msgspec.msgpack.Decoder(tuple[int, int, Trajectory])
 

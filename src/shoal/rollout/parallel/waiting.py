@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import msgspec
 
-from shoal.rollout.engine import Request
 from shoal.rollout.parallel.answering import Result
 from shoal.rollout.parallel.batching import Batcher
 from shoal.rollout.parallel.connections import Asker, Connection
 from shoal.rollout.parallel.wire import Alive, Ask, Entered, Left, episode_of, request_of
+from shoal.rollout.samplers.sampler import Request
 
 logger = logging.getLogger(__name__)
 Report = Callable[[Hashable, bytes], None]

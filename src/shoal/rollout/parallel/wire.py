@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Completion, Key, Request, Sampling
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
 
 HEADER = struct.Struct("<I")
 MAX_FRAME = 2**30

@@ -17,9 +17,9 @@ from typing import Any
 
 from shoal.core.errors import DataError, EngineError, missing_extra
 from shoal.rollout.capabilities import Capabilities
-from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
-from shoal.rollout.engines.chat_template import TemplateTokenizer
-from shoal.rollout.engines.weight_files import as_in_files
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+from shoal.rollout.samplers.weight_files import as_in_files
 
 try:
     from vllm import LLM, SamplingParams

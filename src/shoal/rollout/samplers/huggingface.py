@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, EngineError, missing_extra
-from shoal.rollout.engine import Completion, Level, Request
-from shoal.rollout.engines.chat_template import TemplateTokenizer
-from shoal.rollout.engines.rows import Row
+from shoal.rollout.samplers.rows import Row
+from shoal.rollout.samplers.sampler import Completion, Level, Request
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 try:
     import torch
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-    from shoal.rollout.engines.prefix_cache import PrefixStore, can_be_cropped, fill_cache, take_row
-    from shoal.rollout.engines.weight_files import read_weights
+    from shoal.rollout.samplers.prefix_cache import PrefixStore, can_be_cropped, fill_cache, take_row
+    from shoal.rollout.samplers.weight_files import read_weights
 except ImportError as error:
     raise missing_extra("the Hugging Face engine", "llm") from error
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from shoal.core.errors import ConfigError
 from shoal.rollout.capabilities import require_trainable, require_weights
-from shoal.rollout.engine import ChatTokenizer, Engine
-from shoal.rollout.engine_config import EngineConfig
+from shoal.rollout.samplers.sampler import ChatTokenizer, Engine
+from shoal.rollout.samplers.settings import EngineConfig
 
 
 def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Engine:
@@ -47,7 +47,7 @@ def make_learner(config: EngineConfig, words: Sequence[str] = (), seed: int = 0)
             "update. Train with engine.name=huggingface, or vllm to sample faster (both with "
             "engine.model=FOLDER), and play a server with `shoal rollout`"
         )
-    from shoal.rollout.engines.paired import PairedEngine
+    from shoal.rollout.samplers.paired import PairedEngine
 
     here = config.replicas.engine if config.name == "ray" else "huggingface"
     learner: Any = make_learner(replace(config, name="huggingface" if here == "vllm" else here), words, seed)
@@ -69,15 +69,15 @@ def close_engine(engine: Any) -> None:
 
 
 def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
-    from shoal.rollout.engines.tiny import TinyEngine
-    from shoal.rollout.engines.tiny_network import TinyShape
+    from shoal.rollout.samplers.tiny import TinyEngine
+    from shoal.rollout.samplers.tiny_network import TinyShape
 
     shape = TinyShape(config.width, config.layers, config.heads, config.context)
     return TinyEngine(words, shape, seed=seed, device=config.device)
 
 
 def _huggingface(config: EngineConfig) -> Engine:
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     engine = HuggingFaceEngine.load(_folder(config), device=config.device, dtype=config.dtype)
     if config.train_last_layers is not None:
@@ -87,7 +87,7 @@ def _huggingface(config: EngineConfig) -> Engine:
 
 def _vllm(config: EngineConfig) -> Engine:
     folder = _folder(config)
-    from shoal.rollout.engines.vllm import VllmEngine
+    from shoal.rollout.samplers.vllm import VllmEngine
 
     gpu = config.device.partition(":")[2]
     return VllmEngine(folder, gpu=int(gpu) if gpu else None, **{"dtype": config.dtype, **config.vllm})
@@ -98,7 +98,7 @@ def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     if replicas.engine != "tiny":
         _folder(config)
     from shoal.core.executors import connect_ray
-    from shoal.rollout.engines.ray_actors import RayEngine
+    from shoal.rollout.samplers.ray import RayEngine
 
     connect_ray()
     return RayEngine(
@@ -119,8 +119,8 @@ def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
 
 
 def _openai(config: EngineConfig) -> Engine:
-    from shoal.rollout.engines.http import Patience
-    from shoal.rollout.engines.openai import OpenAIEngine
+    from shoal.rollout.samplers.http import Patience
+    from shoal.rollout.samplers.openai import OpenAIEngine
 
     server = config.server
     if server.url is None:
@@ -142,8 +142,8 @@ def _openai(config: EngineConfig) -> Engine:
 def load_tokenizer(model: str) -> ChatTokenizer:
     """The tokenizer of a model folder (or of a name that `shoal model get` knows), without its weights."""
     from shoal.core.errors import missing_extra
-    from shoal.rollout.engines.chat_template import TemplateTokenizer
-    from shoal.rollout.engines.model_store import resolve_model
+    from shoal.rollout.samplers.models import resolve_model
+    from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
     try:
         from transformers import AutoTokenizer
@@ -168,7 +168,7 @@ def _api_key(variable: str | None) -> str | None:
 
 
 def _folder(config: EngineConfig) -> Path:
-    from shoal.rollout.engines.model_store import resolve_model
+    from shoal.rollout.samplers.models import resolve_model
 
     if config.model is None:
         raise ConfigError(

@@ -6,7 +6,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from shoal.rollout.engine import Message
+from shoal.rollout.samplers.sampler import Message
 
 CONTROL = ("<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unknown>")
 PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN = range(len(CONTROL))

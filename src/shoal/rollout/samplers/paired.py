@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.rollout.capabilities import Capabilities, capabilities_of
-from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
 
 
 class PairedEngine:

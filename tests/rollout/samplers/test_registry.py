@@ -13,12 +13,12 @@ from parallel_doubles import CounterEnv, HashEngine, config
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.capabilities import capabilities_of
-from shoal.rollout.engine import Key, Request, Sampling
-from shoal.rollout.engine_config import EngineConfig, ReplicaConfig, ServerConfig
-from shoal.rollout.engines.making import _replica, close_engine, make_engine, make_learner
-from shoal.rollout.engines.paired import PairedEngine
-from shoal.rollout.engines.tiny import TinyEngine
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.paired import PairedEngine
+from shoal.rollout.samplers.registry import _replica, close_engine, make_engine, make_learner
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
+from shoal.rollout.samplers.tiny import TinyEngine
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_an_engine_that_cannot_follow_the_weights_is_refused_for_training(monkey
     closed = []
     sampler = HashEngine()
     sampler.close = lambda: closed.append(True)
-    monkeypatch.setattr("shoal.rollout.engines.making._ray", lambda *_: sampler)
+    monkeypatch.setattr("shoal.rollout.samplers.registry._ray", lambda *_: sampler)
     settings = EngineConfig(name="ray", replicas=ReplicaConfig("tiny"))
     with pytest.raises(ConfigError, match="HashEngine cannot take over weights between batches"):
         make_learner(settings)
@@ -191,7 +191,7 @@ def test_a_request_that_a_server_refuses_fails_alone_and_the_others_are_asked_on
 def test_replicas_use_the_gpu_that_ray_gives_them_whatever_the_trainer_is_on(monkeypatch):
     """A trainer on `cuda:1` has replicas in processes that see a GPU of their own, number 0 there."""
     made = []
-    monkeypatch.setattr("shoal.rollout.engines.making.make_engine", lambda config, *_: made.append(config))
+    monkeypatch.setattr("shoal.rollout.samplers.registry.make_engine", lambda config, *_: made.append(config))
     _replica(EngineConfig(device="cuda:1"), ["Up"], 0)
     _replica(EngineConfig(device="cpu"), ["Up"], 0)
     assert [config.device for config in made] == ["cuda", "cpu"]
@@ -219,8 +219,8 @@ def test_the_vllm_of_a_process_sees_the_gpu_of_that_process_alone(monkeypatch, t
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "shoal.rollout.engines.vllm", raising=False)
-    monkeypatch.setattr("shoal.rollout.engines.chat_template.TemplateTokenizer", lambda _: None)
+    monkeypatch.delitem(sys.modules, "shoal.rollout.samplers.vllm", raising=False)
+    monkeypatch.setattr("shoal.rollout.samplers.tokenizers.TemplateTokenizer", lambda _: None)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -230,4 +230,4 @@ def test_the_vllm_of_a_process_sees_the_gpu_of_that_process_alone(monkeypatch, t
         make_engine(EngineConfig(name="vllm", model=str(tmp_path), device=device)).close()
     assert told == [seen, visible, visible]
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
-    monkeypatch.delitem(sys.modules, "shoal.rollout.engines.vllm")
+    monkeypatch.delitem(sys.modules, "shoal.rollout.samplers.vllm")

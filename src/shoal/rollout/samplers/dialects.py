@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Request
+from shoal.rollout.samplers.sampler import Request
 
 Finish = Literal["stop", "length"]
 LogprobsMode = Literal["raw", "processed"]

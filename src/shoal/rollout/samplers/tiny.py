@@ -17,15 +17,15 @@ import numpy as np
 from shoal.core.errors import DataError, EngineError, missing_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
-from shoal.rollout.engine import Completion, Level, Noise, Request
-from shoal.rollout.engines.tiny_vocabulary import END, PAD, TinyTokenizer
+from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request
+from shoal.rollout.samplers.tiny_vocabulary import END, PAD, TinyTokenizer
 
 try:
     import torch
     from safetensors.torch import load_file, save_file
     from torch import Tensor
 
-    from shoal.rollout.engines.tiny_network import TinyNetwork, TinyShape
+    from shoal.rollout.samplers.tiny_network import TinyNetwork, TinyShape
 except ImportError as error:
     raise missing_extra("the tiny engine", "train") from error
 

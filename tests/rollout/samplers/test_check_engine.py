@@ -1,8 +1,8 @@
 import pytest
 
-from shoal.rollout.engine import Completion
-from shoal.rollout.engines.scripted import RandomEngine
-from shoal.rollout.engines.tiny import TinyEngine
+from shoal.rollout.samplers.sampler import Completion
+from shoal.rollout.samplers.scripted import RandomEngine
+from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.testing import check_engine
 
 

@@ -7,9 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.rollout.engine import Key, Noise, Request, Sampling
-from shoal.rollout.engines.huggingface import HuggingFaceEngine
-from shoal.rollout.engines.prefix_cache import Prefix, PrefixStore, shared_length
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.prefix_cache import Prefix, PrefixStore, shared_length
+from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -293,7 +293,7 @@ def test_an_adapter_is_swapped_in_and_replaced(tmp_path):
 
 @pytest.mark.slow
 def test_smollm2_is_fetched_converted_and_speaks(tmp_path, monkeypatch):
-    from shoal.rollout.engines.model_store import get_model, resolve_model
+    from shoal.rollout.samplers.models import get_model, resolve_model
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     get_model("smollm2")

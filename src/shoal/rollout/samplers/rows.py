@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.rollout.engine import Completion, Noise, Request
-from shoal.rollout.engines.chat_template import TemplateTokenizer
+from shoal.rollout.samplers.sampler import Completion, Noise, Request
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 
 class Row:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.core.seeding import stream
-from shoal.rollout.engine import Completion, Key, Level, Request
-from shoal.rollout.engines.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.sampler import Completion, Key, Level, Request
+from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
 
 
 class ScriptedEngine:

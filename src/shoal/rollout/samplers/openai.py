@@ -16,11 +16,11 @@ from typing import Any, Literal
 from shoal.core.errors import EngineError, did_you_mean
 from shoal.core.registry import check_name
 from shoal.rollout.capabilities import Capabilities
-from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
-from shoal.rollout.engines.chat_codec import ChatCodec
-from shoal.rollout.engines.dialects import DIALECTS, Dialect, LogprobsMode
-from shoal.rollout.engines.http import HttpClient, Patience
 from shoal.rollout.images import as_url
+from shoal.rollout.samplers.chat_codec import ChatCodec
+from shoal.rollout.samplers.dialects import DIALECTS, Dialect, LogprobsMode
+from shoal.rollout.samplers.http import HttpClient, Patience
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.rollout.engine import Key
+from shoal.rollout.samplers.sampler import Key
 
 Episode = tuple[int, int, int, int]
 MIN_SHARED = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.rollout.vllm_in_process import SCALE, questions
+from tests.rollout.samplers.vllm_in_process import SCALE, questions
 
 PYTHON = os.environ.get("SHOAL_TEST_VLLM")
 pytestmark = [
@@ -19,8 +19,8 @@ pytestmark = [
 
 
 def test_vllm_in_process_follows_new_weights_and_a_restart_and_ends(tmp_path):
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
-    from shoal.rollout.engines.model_store import resolve_model
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+    from shoal.rollout.samplers.models import resolve_model
 
     model = resolve_model("smollm2")
     settings = {

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.core.errors import EngineError
 from shoal.rollout.capabilities import capabilities_of
-from shoal.rollout.engine import Key, Request, Sampling
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.testing import check_engine
 
 PYTHON = os.environ.get("SHOAL_TEST_VLLM")
@@ -25,15 +25,15 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def local():
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
-    from shoal.rollout.engines.model_store import resolve_model
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+    from shoal.rollout.samplers.models import resolve_model
 
     return HuggingFaceEngine.load(resolve_model("smollm2"))
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    from shoal.rollout.engines.model_store import resolve_model
+    from shoal.rollout.samplers.models import resolve_model
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -82,7 +82,7 @@ def ask(local, text, n=12, temperature=0.0, number=0):
 def test_a_real_server_agrees_with_the_model_here_in_tokens_and_log_probs(url, local, tmp_path):
     import torch
 
-    from shoal.rollout.engines.openai import OpenAIEngine
+    from shoal.rollout.samplers.openai import OpenAIEngine
 
     with OpenAIEngine(url, tokenizer=local.tokenizer) as engine:
         assert (engine.server, engine.level, capabilities_of(engine).trainable) == ("vllm", "L0", True)
@@ -108,9 +108,9 @@ def test_a_real_server_agrees_with_the_model_here_in_tokens_and_log_probs(url, l
 def test_an_adapter_is_swapped_into_a_running_server(url, local, tmp_path):
     import torch
 
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
-    from shoal.rollout.engines.model_store import resolve_model
-    from shoal.rollout.engines.openai import OpenAIEngine
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+    from shoal.rollout.samplers.models import resolve_model
+    from shoal.rollout.samplers.openai import OpenAIEngine
 
     peft = pytest.importorskip("peft")
     question = ask(local, "What is the capital of France?", 4)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core.errors import EngineError, missing_extra
 from shoal.rollout.capabilities import Capabilities, capabilities_of
-from shoal.rollout.engine import ChatTokenizer, Completion, Engine, Level, Request
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Engine, Level, Request
 
 try:
     import ray

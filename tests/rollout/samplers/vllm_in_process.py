@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.rollout.engine import Key, Request, Sampling
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
 
 SCALE = 0.98
 QUESTIONS = (("What is the capital of France?", 8), ("Name three colours.", 12), ("Count: 1, 2, 3,", 10))
@@ -26,7 +26,7 @@ def main(model: Path) -> None:
     """Ask at each stage."""
     from safetensors.torch import load_file
 
-    from shoal.rollout.engines.vllm import VllmEngine
+    from shoal.rollout.samplers.vllm import VllmEngine
 
     engine = VllmEngine(model, dtype="float32", enforce_eager=True, max_model_len=1024)
     asked = questions(engine.tokenizer)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Message
+from shoal.rollout.samplers.sampler import Message
 
 _MARKS = 0x110000  # the first number that is no code point
 SYSTEM, USER, ASSISTANT, IMAGE = range(_MARKS, _MARKS + 4)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Message
+from shoal.rollout.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
 

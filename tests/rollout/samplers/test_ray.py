@@ -3,8 +3,8 @@ import warnings
 import pytest
 
 from shoal.core.errors import EngineError
-from shoal.rollout.engine import Key, Request, Sampling
-from shoal.rollout.engines.tiny import TinyEngine
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.tiny import TinyEngine
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,7 +36,7 @@ def requests(engine, n=12):
 
 
 def test_replicas_write_what_one_engine_writes_also_after_one_has_died_and_with_new_weights(cluster):
-    from shoal.rollout.engines.ray_actors import RayEngine
+    from shoal.rollout.samplers.ray import RayEngine
 
     local, remote = make(), RayEngine(make, 2, timeout=120)
     asked = requests(local)
@@ -65,7 +65,7 @@ def broken():
 
 
 def test_replicas_that_cannot_start_say_why(cluster):
-    from shoal.rollout.engines.ray_actors import RayEngine
+    from shoal.rollout.samplers.ray import RayEngine
 
     with pytest.raises(EngineError, match="could not start.*no such model"):
         RayEngine(broken)
