@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ class HuggingFaceEngine:
         self.max_batch = max_batch
         self.weights_version = 0
         self.prefixes = PrefixStore(prefix_tokens)
+        self._alone = (
+            threading.Lock()
+        )  # what is known of episodes is found, used and replaced by one call at a time
         self._reads_stems: bool | None = None
         self.prompt_tokens = self.computed_tokens = 0
         """Tokens of all prompts so far, and how many of them had to be computed."""
@@ -96,6 +100,10 @@ class HuggingFaceEngine:
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
+        with self._alone:
+            return self._generate(requests)
+
+    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         for request in requests:
             self._check(request)
         self.prefixes.valid_for(self._weights_stamp())
