@@ -132,6 +132,9 @@ class Words:
     def __init__(self, template):
         self.chat_template = template
 
+    def __len__(self):
+        return 0x110002
+
     def __call__(self, text, add_special_tokens=False, split_special_tokens=False):
         ids = []
         while text:

@@ -153,11 +153,6 @@ def test_a_template_that_rewrites_earlier_turns_is_named_with_the_place():
         engine.tokenizer.extend((5,), {"role": "user", "content": "b"})
 
 
-def test_a_prompt_beyond_the_context_is_an_error(engine):
-    with pytest.raises(EngineError, match="do not fit the model's context of 200"):
-        engine.generate([Request((5,) * 199, Key(0, 0, 0, 0, 0), Sampling(2))])
-
-
 def test_only_the_last_layers_train_when_asked():
     engine = make_engine()
     engine.freeze_all_but_last(1)

@@ -71,6 +71,11 @@ class TemplateTokenizer:
             state["tokenizer"], state["settings"], state["tokenizer"]
         )  # what was unpickled is nobody else's
 
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokenizer)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Plain text as tokens; what looks like a control token is spelled out."""
         with self._contents as tokenizer:
