@@ -12,21 +12,23 @@ from operator import index
 from typing import Any, Literal, NamedTuple, Protocol
 
 from shoal.core.errors import EngineError
-from shoal.rollout.samplers.sampler import Request
+from shoal.rollout.samplers.sampler import Request, Sampling
 
 Finish = Literal["stop", "length"]
 LogprobsMode = Literal["raw", "processed"]
 
 
-PLAIN: dict[str, float] = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""No sampler beside the temperature, said in full: servers take other defaults from a model's folder."""
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""None, said in full: servers take other defaults from a model's folder."""
+
+
+def _limits(sampling: Sampling) -> dict[str, float]:
+    """Which tokens may be sampled, said in full."""
+    return {
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+        "min_p": sampling.min_p,
+    }
 
 
 class Answer(NamedTuple):
@@ -44,6 +46,8 @@ class Dialect(Protocol):
     path: str
     logprobs: LogprobsMode
     """Whether log-probabilities are of the model (raw) or of what was sampled from (processed), by default."""
+    knows_limits: bool
+    """Whether processed ones are of the tokens that top_p, top_k and min_p leave."""
 
     def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
         """What to post."""
@@ -60,6 +64,7 @@ class VllmDialect:
     name = "vllm"
     path = "/v1/completions"
     logprobs: LogprobsMode = "raw"
+    knows_limits = True
 
     def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
         """Token ids in, ids and log-probabilities asked for."""
@@ -69,7 +74,8 @@ class VllmDialect:
             "prompt": list(request.prompt_ids),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            **PLAIN,
+            **_limits(sampling),
+            **PENALTIES,
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
             "stop_token_ids": list(end_ids),
@@ -96,6 +102,7 @@ class SglangDialect:
     name = "sglang"
     path = "/generate"
     logprobs: LogprobsMode = "processed"
+    knows_limits = False
 
     def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
         """Token ids in; the adapter is named where one is loaded."""
@@ -105,7 +112,8 @@ class SglangDialect:
             "sampling_params": {
                 "max_new_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
-                **PLAIN,
+                **_limits(sampling),
+                **PENALTIES,
                 "stop": list(sampling.stop),
                 "stop_token_ids": list(end_ids),
                 "no_stop_trim": True,
@@ -134,18 +142,18 @@ class LlamaCppDialect:
     name = "llama.cpp"
     path = "/completion"
     logprobs: LogprobsMode = "raw"
+    knows_limits = False
 
     def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
-        """Token ids in; temperature is the only sampler."""
+        """Token ids in; the samplers in our order, and no other."""
         sampling = request.sampling
         return {
             "prompt": list(request.prompt_ids),
             "n_predict": sampling.max_tokens,
             "temperature": sampling.temperature,
-            "samplers": ["temperature"],
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
+            "samplers": ["temperature", "min_p", "top_k", "top_p"],
+            **_limits(sampling),
+            "top_k": max(0, sampling.top_k),
             "repeat_penalty": 1.0,
             "stop": list(sampling.stop),
             "n_probs": 1,

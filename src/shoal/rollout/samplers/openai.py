@@ -140,6 +140,12 @@ class OpenAIEngine:
                 f"{sampling.temperature}: sample at 1 (or 0), or start it so that it gives those of the sampling "
                 f"(vLLM: --logprobs-mode processed_logprobs) and say logprobs='processed'"
             )
+        if sampling.restricted and not (self.logprobs == "processed" and self.dialect.knows_limits):
+            raise EngineError(
+                f"this {self.server} server gives log-probabilities of all tokens, not of those that top_p, top_k and "
+                f"min_p leave: leave them out, or use vLLM with --logprobs-mode processed_logprobs and say "
+                f"logprobs='processed'"
+            )
         model = self._adapter if self.dialect.name == "sglang" else self.model
         asked = msgspec.structs.replace(request, sampling=sampling)
         return self.dialect.body(asked, model, getattr(self.tokenizer, "end_ids", ()))
@@ -153,8 +159,12 @@ class OpenAIEngine:
             "messages": messages,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            "top_p": 1.0,
+            "top_p": sampling.top_p,
         }
+        if sampling.top_k > 0:  # these two are no part of OpenAI's own API: a server without them says so
+            body["top_k"] = sampling.top_k
+        if sampling.min_p > 0:
+            body["min_p"] = sampling.min_p
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         if messages[-1]["role"] == "assistant":  # a prefill

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.rollout.samplers.sampler import Completion, Noise, Request
+from shoal.rollout.samplers.sampler import Completion, Noise, Request, restricted
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 
@@ -24,6 +24,7 @@ class Row:
 
     def take(self, logprobs: np.ndarray) -> int:
         """Choose a token from `[V]` log-probabilities, and see whether the response ends with it."""
+        logprobs = restricted(logprobs, self.request.sampling)
         noisy = logprobs if self._noise is None else logprobs + self._noise.rows(1, len(logprobs))[0]
         pick = int(noisy.argmax())
         self._ids.append(pick)

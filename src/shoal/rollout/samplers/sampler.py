@@ -45,12 +45,28 @@ class Sampling:
     max_tokens: int = 64
     temperature: float = 1.0  # scores are divided by it before the softmax; 0 is greedy
     stop: tuple[str, ...] = ()  # texts after which a response ends; the stop text is part of it
+    top_p: float = 1.0  # sample from the fewest tokens that have this much of the probability; 1 is off
+    top_k: int = 0  # sample from so many of the likeliest tokens; 0 (or -1) is off
+    min_p: float = (
+        0.0  # sample from tokens with at least this share of the likeliest one's probability; 0 is off
+    )
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some tokens cannot be sampled; log-probabilities are then of what is left."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be at least 1, or 0 for all tokens, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True):
@@ -265,6 +281,37 @@ class EngineAround:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """The engine's."""
         return self._engine.generate(requests)  # type: ignore[no-any-return]
+
+
+def restricted(logprobs: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Log-probabilities of what is sampled from: renormalised over the tokens that are left, -inf for the others.
+
+    `min_p` and `top_k` look at all tokens, `top_p` at what they leave (the order of vLLM). Tokens that are as likely as
+    the last one that stays stay too, so that their order in the vocabulary says nothing.
+
+    Args:
+        logprobs: `[V]` of all tokens, at the temperature.
+        sampling: what restricts them; if nothing does, `logprobs` come back as they are.
+    """
+    if not sampling.restricted:
+        return logprobs
+    values = logprobs.astype(np.float64)
+    least = -np.inf
+    if sampling.min_p > 0:
+        least = values.max() + np.log(sampling.min_p)
+    if 0 < sampling.top_k < len(values):
+        least = max(least, np.partition(values, -sampling.top_k)[-sampling.top_k])
+    kept = values >= least
+    if sampling.top_p < 1:
+        ranked = np.sort(values[kept])[::-1]
+        mass = np.cumsum(np.exp(ranked - ranked[0]))
+        last = int(np.searchsorted(mass, sampling.top_p * mass[-1]))
+        kept &= values >= ranked[min(last, len(ranked) - 1)]
+    left = values[kept]
+    highest = left.max()
+    found = np.full(len(values), -np.inf)
+    found[kept] = left - (highest + np.log(np.exp(left - highest).sum()))
+    return found
 
 
 class Noise:

@@ -17,7 +17,7 @@ import numpy as np
 from shoal.core.errors import DataError, missing_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
-from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request, room_left
+from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request, restricted, room_left
 from shoal.rollout.samplers.tiny_vocabulary import END, PAD, TinyTokenizer
 
 try:
@@ -122,12 +122,17 @@ class TinyEngine:
         noise = np.zeros((n, room, self.tokenizer.size))
         for row in np.flatnonzero(temperature).tolist():
             noise[row] = Noise(requests[row].key).rows(room, self.tokenizer.size)
+        limited = [row for row, request in enumerate(requests) if request.sampling.restricted]
         stops = [tuple(map(self.tokenizer.encode, request.sampling.stop)) for request in requests]
         written: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         live = dict.fromkeys(range(n))
         for step in range(room):
             scores = (self.model.head(hidden) * scale).log_softmax(-1)[:n].cpu().numpy()
+            if limited:
+                scores = scores.astype(np.float64)
+                for row in limited:
+                    scores[row] = restricted(scores[row], requests[row].sampling)
             picks = (scores + noise[:, step]).argmax(-1)
             for row in list(live):
                 pick = int(picks[row])

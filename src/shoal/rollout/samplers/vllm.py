@@ -126,9 +126,9 @@ class VllmEngine:
         return SamplingParams(
             max_tokens=room,
             temperature=sampling.temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
+            top_p=sampling.top_p,
+            top_k=max(0, sampling.top_k),
+            min_p=sampling.min_p,
             repetition_penalty=1.0,
             stop=list(sampling.stop) or None,
             include_stop_str_in_output=True,
