@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from test_huggingface import make_engine
 
 from shoal.core.errors import EngineError
-from shoal.rollout.samplers.dialects import DIALECTS
 from shoal.rollout.samplers.http import Patience
-from shoal.rollout.samplers.openai import OpenAIEngine
+from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling, restricted
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 
 def by_hand(probabilities, sampling):

@@ -10,12 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
+from pathlib import Path
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 import msgspec
 import numpy as np
 
-from shoal.core.errors import EngineError
+from shoal.core.errors import ConfigError, EngineError
 from shoal.core.seeding import stream
 
 Level = Literal["L0", "L1", "L2"]
@@ -247,7 +248,93 @@ def room_left(sampler: Any, request: Request) -> int:
     context = getattr(sampler, "context", None)
     if context is None:
         return request.sampling.max_tokens
-    return max(0, min(request.sampling.max_tokens, context - len(request.prompt_ids)))
+    return max(0, min(request.sampling.max_tokens, int(context) - len(request.prompt_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can promise and do."""
+
+    level: Level  # how exactly completions repeat
+    token_ids: bool  # prompts and responses are the model's own tokens
+    logprobs: bool  # completions carry the log-probability of each token
+    gradients: bool = False  # it computes `logits_at` here, so it can be trained itself
+    weights: bool = False  # takes weights by name: `load_weights(weights, version)`
+    adapters: bool = False  # takes a LoRA folder between two calls: `load_adapter(folder, version)`
+    images: bool = False  # shows pictures to the model
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its completions may be learned from: exact tokens with their log-probabilities."""
+        return self.token_ids and self.logprobs
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An engine whose weights can be replaced."""
+
+    weights_version: int
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        """Take over weights by name; `version` marks the completions they produce."""
+        ...
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """An engine that can begin anew after it crashed or hung."""
+
+    def restart(self) -> None:
+        """Leave behind what hangs or broke and go on with the last weights; called from another thread."""
+        ...
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that can swap a LoRA adapter while it runs."""
+
+    weights_version: int
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Take over the adapter in a folder (`adapter_config.json`, `adapter_model.safetensors`)."""
+        ...
+
+
+def capabilities_of(engine: Engine) -> Capabilities:
+    """What an engine states of itself, or what can be seen of one that states nothing."""
+    stated = getattr(engine, "capabilities", None)
+    if isinstance(stated, Capabilities):
+        return stated
+    return Capabilities(
+        level=engine.level,
+        token_ids=True,
+        logprobs=True,
+        gradients=hasattr(engine, "logits_at"),
+        weights=isinstance(engine, TakesWeights),
+        adapters=isinstance(engine, TakesAdapters),
+        images=bool(getattr(engine.tokenizer, "takes_images", False)),
+    )
+
+
+def require_trainable(engine: Engine) -> None:
+    """Raise a `ConfigError` that says why the completions of this engine may not be learned from."""
+    known = capabilities_of(engine)
+    lacking = [name for name in ("token_ids", "logprobs") if not getattr(known, name)]
+    if lacking:
+        raise ConfigError(
+            f"{type(engine).__name__} is for evaluation only: its completions lack {' and '.join(lacking)}. "
+            f"Use a server that returns them (vLLM, SGLang, llama.cpp with a tokenizer here), or a local engine"
+        )
+
+
+def require_weights(engine: Engine) -> None:
+    """Raise a `ConfigError` unless the engine can follow the updates of a training run."""
+    if not capabilities_of(engine).weights:
+        raise ConfigError(
+            f"{type(engine).__name__} cannot take over weights between batches, so it would go on sampling from "
+            f"the first ones while another model is trained: use an engine that can (vllm in process, ray with "
+            f"tiny, huggingface or vllm replicas), or one that is trained itself (tiny, huggingface)"
+        )
 
 
 class EngineAround:

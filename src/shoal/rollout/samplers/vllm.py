@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import DataError, EngineError, missing_extra
-from shoal.rollout.capabilities import Capabilities
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request, room_left
+from shoal.rollout.samplers.huggingface import as_in_files
+from shoal.rollout.samplers.sampler import Capabilities, ChatTokenizer, Completion, Level, Request, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
-from shoal.rollout.samplers.weight_files import as_in_files
 
 try:
     from vllm import LLM, SamplingParams
