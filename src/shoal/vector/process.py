@@ -80,8 +80,6 @@ class Worker:
         """Where its latest observations are, and where those before them were."""
         self.command: Any = None
         """What it is at, or what it answered as long as nobody took the reply."""
-        self.queued: Any = None
-        """The next command: it waits for an abandoned one to end."""
         self.lost: Failure | None = None
         """Why it can no longer work, if so."""
         self.group: EnvGroup | None = None
@@ -153,13 +151,10 @@ class Worker:
 
     # --- what is the same for all
     def begin(self, command: Any, *, bell: bool = False) -> None:
-        """Begin a command, or have it wait until an abandoned one is over."""
-        if self.command is not None:
-            self.queued = command
-        else:
-            if self.limits.any:
-                self._seen = (-1, time.monotonic())
-            self.start(command, bell=bell)
+        """Begin a command."""
+        if self.limits.any:
+            self._seen = (-1, time.monotonic())
+        self.start(command, bell=bell)
 
     def take(self) -> tuple[Any, Reply | None]:
         """The command that is over and its reply; a lost worker gives its failure."""
@@ -302,7 +297,7 @@ class Backend:
     def start(self, workers: Sequence[Worker]) -> None:
         """Start what these live in and have them make their environments; `replies_of` tells how that went."""
         for worker in workers:
-            worker.lost = worker.command = worker.queued = None
+            worker.lost = worker.command = None
             worker.begin(Make(worker.first, worker.env_fns))
 
     def attach(self, workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> None:
@@ -685,7 +680,7 @@ class ProcessBackend(Backend):
             process.start()
             self._settle([worker for worker in self.workers if worker.home is process])
         for worker in workers:
-            worker.lost = worker.command = worker.queued = None
+            worker.lost = worker.command = None
         made: dict[Any, bytes] = {}
         for worker in workers:
             key = tuple(map(id, worker.env_fns))

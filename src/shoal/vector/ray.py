@@ -325,7 +325,7 @@ class RayBackend(Backend):
         self._reported = time.monotonic()
         for worker in workers:
             assert isinstance(worker, RayWorker)
-            worker.lost, worker.command, worker.queued, worker.node = None, None, None, ""
+            worker.lost, worker.command, worker.node = None, None, ""
         for worker in workers:
             worker.begin(Make(worker.first, dumps_env_fns(worker.env_fns)))
 
