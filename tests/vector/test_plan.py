@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from shoal.vector import make, make_vec
 from shoal.vector.env_group import Trial
-from shoal.vector.make import LONGEST, StepCost, pays
+from shoal.vector.make import LONGEST, StepCost, open_workers, pays
 from shoal.vector.process import Worker
+from tests.vector.faulty import CountEnv
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,3 +132,20 @@ def test_auto_stays_with_the_caller_when_the_second_core_never_comes() -> None:
     program = PROGRAM.format(root=str(ROOT))
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("moment", ["pays", "VectorPool"])
+def test_an_interrupt_while_auto_tries_leaves_no_worker_behind(monkeypatch: Any, moment: str) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    plan = make.Plan("process", workers=1, caller_share=1, cost=StepCost(1e-3, 1e-3))
+    monkeypatch.setattr(make, "probe", lambda fn: plan.cost)
+    monkeypatch.setattr(make, "choose", lambda cost, n_envs: plan)
+    opened = []
+    monkeypatch.setattr(make, "open_workers", lambda *given: opened.append(open_workers(*given)) or opened[0])
+    monkeypatch.setattr(make, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_vec(CountEnv, 2)
+    (process,) = opened[0].backend.processes
+    assert not process.alive()

@@ -326,7 +326,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         )
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
+        """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`.
+
+        Raises:
+            PendingTimeoutError: after `timeout` seconds. The step runs to its end; but if an env it concerns was still
+                at an abandoned command, it has not begun anywhere and never will.
+        """
         if self.closed or self._state != "step":
             self._expect("step")
         told = self._collect(timeout, "step")
