@@ -15,8 +15,7 @@ from shoal.core.processes import dumps
 from shoal.vector import make_vec
 from shoal.vector.buffers import Buffers, Observations, available_memory
 from shoal.vector.failures import Failure, decide, restart_seed
-from shoal.vector.infos import Told, batch_infos
-from shoal.vector.spaces import Layout
+from shoal.vector.values import Layout, Told, batch_infos
 from tests.rooms.trace import Tracer
 from tests.vector.faulty import CountEnv
 
@@ -147,7 +146,7 @@ def test_what_is_plain_is_told_from_what_brings_code_along() -> None:
 
 def test_infos_made_of_numbers_arrive_as_they_were_told() -> None:
     from shoal.vector.env_group import Reply
-    from shoal.vector.infos import IN_BUFFER
+    from shoal.vector.values import IN_BUFFER
     from shoal.vector.worker import packed, unpacked
 
     numbers = [

@@ -18,7 +18,7 @@ import gymnasium
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.processes import RemoteTraceback
 from shoal.core.seeding import derive_seed
-from shoal.vector.infos import Told
+from shoal.vector.values import Told
 
 MAX_REPR = 300
 

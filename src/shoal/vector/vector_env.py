@@ -49,8 +49,8 @@ from shoal.vector.failures import (
     restart_seed,
     told_of,
 )
-from shoal.vector.infos import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
+from shoal.vector.values import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)
