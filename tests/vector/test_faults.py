@@ -208,6 +208,25 @@ def test_an_info_that_cannot_be_sent_names_its_env() -> None:
     envs.close()
 
 
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_an_error_whose_message_raises_is_told_all_the_same(backend: Any) -> None:
+    class SpeechlessError(Exception):
+        def __str__(self) -> str:
+            raise LookupError("no words")
+
+    class Env(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            if action == 9:
+                raise SpeechlessError
+
+    envs = make_vec(Env, 2, backend=backend, num_workers=None if backend == "serial" else 2)
+    envs.reset(seed=0)
+    said = r"env 1 .*failed in step.*: SpeechlessError: its message raises LookupError"
+    with pytest.raises(WorkerError, match=said):
+        envs.step([1, 9])
+    envs.close()
+
+
 def test_an_env_that_cannot_be_made_says_which_and_why() -> None:
     def broken() -> Any:
         raise ZeroDivisionError("no such level")
