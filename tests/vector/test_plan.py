@@ -12,7 +12,7 @@ import pytest
 
 from shoal.vector import make, make_vec
 from shoal.vector.env_group import Trial
-from shoal.vector.make import LONGEST, StepCost, open_workers, pays
+from shoal.vector.make import LEAST, LONGEST, StepCost, open_workers, pays
 from shoal.vector.process import Worker
 from tests.vector.faulty import CountEnv
 
@@ -23,7 +23,7 @@ class Machine:
     """A clock that goes on only while somebody works: 10 ns a round."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = 1000.0
 
     def now(self) -> float:
         return self.seconds
@@ -149,3 +149,18 @@ def test_an_interrupt_while_auto_tries_leaves_no_worker_behind(monkeypatch: Any,
         make_vec(CountEnv, 2)
     (process,) = opened[0].backend.processes
     assert not process.alive()
+
+
+def test_the_first_two_rounds_of_a_trial_wake_up_and_do_not_count() -> None:
+    class Sleepy(Busy):
+        def receive(self) -> None:
+            super().receive()
+            if len(self.rounds) <= 2:
+                self.machine.seconds += 1.0
+
+    machine = Machine()
+    worker = Sleepy(machine, 16)
+    # so long that the trial is over after the fewest rounds: 8, of which 6 count
+    cost = StepCost(100e-6, 100e-6)
+    assert pays([worker, caller(16)], cost, work=machine.work, now=machine.now)
+    assert len(worker.rounds) == LEAST

@@ -311,7 +311,6 @@ def open_workers(
             raise_first([failure for reply in replies_of(backend.workers) for failure in reply.failures])
         for worker in workers:
             if worker.group is not None:
-                worker.buffers = buffers
                 worker.group.attach(buffers, attach.autoreset, attach.check_nan)
     except BaseException:
         close_all(workers, backend, os.getpid(), 0.0)
