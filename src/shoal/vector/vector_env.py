@@ -529,11 +529,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if not isinstance(command, Step | Reset):
             return
         reply = reply or Reply()
-        if worker.lost is not None:  # what its envs showed before stands, but for ends
-            over = self.buffers.terminated | self.buffers.truncated
-            self._observations.carry([i for i in worker.ids if not over[i]], worker.before, worker.place)
+        if worker.lost is not None:
             reply = Reply()
         failed = {failure.env for failure in reply.failures}
+        over = self.buffers.terminated | self.buffers.truncated
+        stay = worker.ids if worker.lost is not None else failed  # what they showed before stands, but for ends
+        stay = [i for i in stay if not over[i] or (self._same_step and i in failed)]
+        self._observations.carry(stay, worker.before, worker.place)
         self._observations.keep(_ids(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
         if isinstance(command, Step):
