@@ -120,8 +120,8 @@ class TRLRollout:
         proxy = self.config.agent_proxy
         if proxy.sampling().restricted:
             raise ConfigError(
-                "shoal samples from the whole distribution here, as TRL's loss assumes: leave agent_proxy.top_p, top_k and "
-                "min_p out"
+                "shoal samples from the whole distribution here, as the loss of TRL assumes: leave agent_proxy.top_p, "
+                "top_k and min_p out"
             )
         return Sampling(proxy.max_tokens, trainer.temperature, proxy.stop)
 
