@@ -25,7 +25,7 @@ _HOME: dict[str, str] = {
     "make_environments": "shoal.rollout.factory",
     "validate_environment_config": "shoal.rollout.factory",
     "ParallelRolloutManager": "shoal.rollout.parallel.rollout",
-    "SharedLLMInferenceManager": "shoal.rollout.parallel.inference",
+    "SharedLLMInferenceManager": "shoal.rollout.parallel.server",
     "create_projection_function": "shoal.rollout.compat.projections",
     "MultiProcessEnvironmentContainer": "shoal.vector.compat",
     "PPO": "shoal.train.ppo",

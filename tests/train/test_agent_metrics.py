@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.core.data import Trajectory, read_trajectories
-from shoal.rollout.parallel.dispatch import RolloutReport
+from shoal.rollout.parallel.rollout import RolloutReport
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent import AgentTrainer

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvironmentConfig, EnvTag, EsManager, VectorConfig
-from shoal.rollout.parallel.batching import Schedule
+from shoal.rollout.parallel.server import Schedule
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.sampler import Sampling
 

@@ -159,7 +159,7 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
 def test_without_a_time_limit_too_the_next_rollout_does_not_wait_for_envs_whose_end_hangs(
     calm, backend, monkeypatch
 ):
-    monkeypatch.setattr("shoal.rollout.parallel.dispatch.PATIENCE", 1.0)
+    monkeypatch.setattr("shoal.rollout.parallel.rollout.DRAIN_SECONDS", 1.0)
     assert play(backend, Clings, times=2) == calm
 
 

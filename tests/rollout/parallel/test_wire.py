@@ -1,8 +1,7 @@
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.rollout.parallel.wire import Ask, ask_of, request_of
+from shoal.rollout.parallel.transport import Ask, decode_request, frame
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 
 REQUESTS = st.builds(
@@ -18,5 +17,4 @@ REQUESTS = st.builds(
 
 @given(REQUESTS)
 def test_a_request_reaches_the_engine_as_it_was_asked(request):
-    sent = msgspec.msgpack.encode(ask_of(3, request, 0.5))
-    assert request_of(msgspec.msgpack.decode(sent, type=Ask)) == request
+    assert decode_request(frame(Ask(3, request))[4:]) == Ask(3, request)
