@@ -6,17 +6,17 @@ Group g of an iteration starts its members from one env seed; members differ in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError, EnvError, WorkerError
+from shoal.core.errors import EnvError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import Completion, Engine, Request, Sampling, as_completion
+from shoal.rollout.samplers.sampler import Completion, Engine, Sampling, generate_each
 
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
@@ -218,55 +218,6 @@ def collect_with_signal(
         if report.with_signal >= wanted or batch >= max_batches:
             return played, kept, report
         n_groups = next_refill(wanted, report.with_signal, report.played)
-
-
-def generate_each(
-    engine: Engine,
-    requests: Sequence[Request],
-    *,
-    retries: int = 0,
-    on_failure: Callable[[int, Exception | None], Engine] | None = None,
-    given_up: Callable[[], bool] = lambda: False,
-) -> list[Completion | Exception]:
-    """The engine's answers, with an exception in the place of each request that has none.
-
-    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone;
-    one that names its failures itself (`generate_each`, a server) is asked again for those.
-
-    Args:
-        engine: what answers.
-        requests: one batch.
-        retries: further attempts for a request that fails alone.
-        on_failure: told how many requests failed, and what the engine raised (None where it named them itself);
-            returns the engine to ask from then on.
-        given_up: whether nobody waits for the answers any more; then nothing is tried again.
-    """
-
-    def ask(part: Sequence[Request], attempt: int) -> list[Completion | Exception]:
-        nonlocal engine
-        each = getattr(engine, "generate_each", None)
-        try:
-            given = engine.generate(part) if each is None else each(part)
-            if len(given) != len(part):
-                raise EngineError(f"the engine gave {len(given)} answers to {len(part)} requests")
-        except Exception as error:
-            refused = as_completion(error)
-            if given_up():
-                return [refused] * len(part)
-            engine = on_failure(1, error) if on_failure is not None else engine
-            if len(part) > 1:
-                half = len(part) // 2
-                return ask(part[:half], attempt) + ask(part[half:], attempt)
-            return ask(part, attempt + 1) if attempt < retries else [refused]
-        answers = [as_completion(answer) for answer in given]
-        failed = [i for i, answer in enumerate(given) if isinstance(answer, Exception)]
-        if failed and each is not None and attempt < retries and not given_up():
-            engine = on_failure(len(failed), None) if on_failure is not None else engine
-            for i, answer in zip(failed, ask([part[i] for i in failed], attempt + 1), strict=True):
-                answers[i] = answer
-        return answers
-
-    return ask(requests, 0)
 
 
 def group_numbers(first_group: int, n_groups: int | None, n_tags: int) -> range:

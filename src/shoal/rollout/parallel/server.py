@@ -21,7 +21,6 @@ from typing import Literal
 import msgspec
 
 from shoal.core.errors import EngineError, did_you_mean
-from shoal.rollout.collector import generate_each
 from shoal.rollout.parallel.transport import (
     Address,
     Alive,
@@ -34,7 +33,15 @@ from shoal.rollout.parallel.transport import (
     Result,
     episode_of,
 )
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Engine, Key, Level, Request
+from shoal.rollout.samplers.sampler import (
+    ChatTokenizer,
+    Completion,
+    Engine,
+    Key,
+    Level,
+    Request,
+    generate_each,
+)
 
 logger = logging.getLogger(__name__)
 Schedule = Literal["adaptive", "greedy", "barrier"]
@@ -43,7 +50,7 @@ Report = Callable[[Hashable, bytes], None]
 QUICK = 1e-3
 """Seconds of an engine call that nothing else need be done meanwhile."""
 KNOWN = 8
-"""Batches after which it is known how long an engine takes."""
+"""Quick batches after which an engine is known to be quick; a slow one counts for two, on a busy machine any may be."""
 ENGINE_END_SECONDS = 5.0
 """For which a call that runs when all ends is waited for."""
 SWEEP_SECONDS = 1.0
@@ -234,6 +241,7 @@ class _Call:
 
     def ask(self, answerer: _Answerer) -> None:
         """Wait for the engine."""
+        self.began = time.monotonic()
         self.results = answerer.answer([item.request for item in self.batch], lambda: self.given_up)
         self.ended = time.monotonic()
 
@@ -310,7 +318,7 @@ class SharedLLMInferenceManager:
         self._connections = Connections(self._hear, self._ended, self._is_full, silence)
         self._request_timeout, self._engine_timeout = request_timeout, engine_timeout
         self._max_pending, self._on_report = max_pending, on_report
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._timed: deque[Waiting] = deque()  # with `request_timeout`: those not answered yet, oldest first
         self._lock = threading.Lock()
         self._running: _Call | None = None
@@ -318,7 +326,7 @@ class SharedLLMInferenceManager:
         self._closed, self._why = False, "the shared engine was closed"
         self._wound_up = False
         self._next_sweep = 0.0
-        self._call_seconds = 0.0  # of recent calls
+        self._quick_calls = 0  # of recent ones, at most `KNOWN`
         self._runner = _Runner(self._call_is_over)
         self._thread = threading.Thread(target=self._run, daemon=True, name="shoal-inference")
         self._thread.start()
@@ -404,7 +412,7 @@ class SharedLLMInferenceManager:
     ) -> list[Waiting]:
         deadline = self._deadline()
         items = [Waiting(asker, n, request, reply, deadline) for n, request in enumerate(requests)]
-        self._post(lambda: self._put(items))
+        self._post(lambda: [self._put(item) for item in items])
         return items
 
     def _withdraw(self, items: Sequence[Waiting]) -> None:
@@ -475,7 +483,7 @@ class SharedLLMInferenceManager:
             self._reply(item, EngineError(self._why))
         self._connections.close()
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], object]) -> None:
         """Have something done by the thread."""
         with self._lock:  # `close` does what came before it
             if self._closed:
@@ -551,8 +559,7 @@ class SharedLLMInferenceManager:
         timeout = self._engine_timeout
         call = _Call(batch, now, None if timeout is None else now + timeout)
         self._running = call
-        quick = self._answerer.statistics.batches >= KNOWN and self._call_seconds < QUICK
-        if quick and timeout is None and self._request_timeout is None:
+        if self._quick_calls >= KNOWN - 2 and timeout is None and self._request_timeout is None:
             call.ask(self._answerer)
             self._finish(call)
         else:
@@ -571,7 +578,8 @@ class SharedLLMInferenceManager:
         self._done.append(call)
         size, seconds, statistics = len(call.batch), call.ended - call.began, self._answerer.statistics
         if size:
-            self._call_seconds += (seconds - self._call_seconds) / min(KNOWN, statistics.batches + 1)
+            quick = self._quick_calls + (1 if seconds < QUICK else -2)
+            self._quick_calls = min(max(quick, 0), KNOWN)
             statistics.requests += size
             statistics.batches += 1
             statistics.engine_seconds += seconds
@@ -618,11 +626,10 @@ class SharedLLMInferenceManager:
     def _deadline(self) -> float | None:
         return None if self._request_timeout is None else time.monotonic() + self._request_timeout
 
-    def _put(self, items: Sequence[Waiting]) -> None:
-        for item in items:
-            self._batcher.put(item)
-            if item.deadline is not None:
-                self._timed.append(item)
+    def _put(self, item: Waiting) -> None:
+        self._batcher.put(item)
+        if item.deadline is not None:
+            self._timed.append(item)
 
     def _hear(self, connection: Connection, message: Ask | Entered | Left | Alive) -> None:
         """What a worker process says."""
@@ -630,7 +637,7 @@ class SharedLLMInferenceManager:
             item = Waiting(
                 connection.asker, message.number, message.request, connection.reply, self._deadline()
             )
-            self._put((item,))
+            self._put(item)
         elif isinstance(message, Entered):
             connection.episodes.update(message.episodes)
             self._batcher.entered(message.episodes)

@@ -284,7 +284,7 @@ class SocketLink:
 
     def _send(self, data: bytes, deadline: float | None = None) -> None:
         """Send as fast as the other side reads."""
-        if not self._sending.acquire(timeout=_left(deadline)):
+        if not (self._sending.acquire(blocking=False) or self._sending.acquire(timeout=_left(deadline))):
             raise TimeoutError(TOO_LATE)
         try:
             rest = memoryview(data)

@@ -24,11 +24,18 @@ import msgspec
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerError
-from shoal.rollout.collector import generate_each
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.parallel.transport import Link
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Engine, Key, Request, Sampling
+from shoal.rollout.samplers.sampler import (
+    ChatTokenizer,
+    Completion,
+    Engine,
+    Key,
+    Request,
+    Sampling,
+    generate_each,
+)
 
 logger = logging.getLogger(__name__)
 
