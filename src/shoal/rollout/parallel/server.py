@@ -318,7 +318,7 @@ class SharedLLMInferenceManager:
         self._connections = Connections(self._hear, self._ended, self._is_full, silence)
         self._request_timeout, self._engine_timeout = request_timeout, engine_timeout
         self._max_pending, self._on_report = max_pending, on_report
-        self._inbox: deque[Callable[[], object]] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
         self._timed: deque[Waiting] = deque()  # with `request_timeout`: those not answered yet, oldest first
         self._lock = threading.Lock()
         self._running: _Call | None = None
@@ -412,7 +412,12 @@ class SharedLLMInferenceManager:
     ) -> list[Waiting]:
         deadline = self._deadline()
         items = [Waiting(asker, n, request, reply, deadline) for n, request in enumerate(requests)]
-        self._post(lambda: [self._put(item) for item in items])
+
+        def put() -> None:
+            for item in items:
+                self._put(item)
+
+        self._post(put)
         return items
 
     def _withdraw(self, items: Sequence[Waiting]) -> None:
@@ -483,7 +488,7 @@ class SharedLLMInferenceManager:
             self._reply(item, EngineError(self._why))
         self._connections.close()
 
-    def _post(self, action: Callable[[], object]) -> None:
+    def _post(self, action: Callable[[], None]) -> None:
         """Have something done by the thread."""
         with self._lock:  # `close` does what came before it
             if self._closed:
