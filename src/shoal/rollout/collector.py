@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EnvError, WorkerError
+from shoal.core.errors import EngineError, EnvError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, Place, Role
@@ -113,10 +113,14 @@ class TrajectoryCollector:
             answers = generate_each(self.engine, [episodes[i].request() for i in live])
             actions = {}
             for i, answer in zip(live, answers, strict=True):
-                if isinstance(answer, Completion):
-                    actions[i] = episodes[i].respond(answer)
-                else:
+                try:
+                    todo = episodes[i].respond(answer) if isinstance(answer, Completion) else []
+                except EngineError as error:
+                    answer = error
+                if isinstance(answer, Exception):
                     failed[i] = ("engine_error", str(answer))
+                elif not episodes[i].over:
+                    actions[i] = todo
             self._act(actions, episodes, failed)
             live = [i for i in live if i not in failed and not episodes[i].over]
         return [episodes[i].trajectory(*failed.get(i, ("ok", None))) for i in where]
