@@ -599,6 +599,28 @@ def test_a_failure_in_an_abandoned_step_comes_with_the_next_operation(
         assert envs.step([3, 3, 3])[1].tolist() == [33.0, 31.0 if policy == "restart" else 0.0, 33.0]
 
 
+@pytest.mark.parametrize("between", ["a call", "nothing"])
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("restart", "same_step"), ("restart", "next_step"), ("mask", "next_step")]
+)
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_what_an_env_showed_before_it_failed_in_an_abandoned_step_is_its_last_observation(
+    layout: str, policy: str, mode: str, between: str
+) -> None:
+    fns = [functools.partial(Dawdling, 0.2)] * 4
+    options = {**LAYOUTS[layout], "num_workers": 2, "on_failure": policy, "autoreset": mode}
+    with closing(make_vec(fns, **options)) as envs:
+        envs.reset(seed=5)
+        given_up(envs, [FAULT, Dawdling.SLOW, 1, FAULT], "timeout")
+        if between == "a call":
+            envs.get_attr("actions")
+        obs, _, _, truncated, infos = envs.step([2] * 4)
+        assert truncated.tolist() == [True, False, False, True]
+        last = infos["final_obs"] if mode == "same_step" else obs
+        assert [last[i].tolist() for i in (0, 3)] == [[5, 1, 0, 0], [8, 1, 0, 0]]
+        assert obs[1:3].tolist() == [[6, 1, 2, 2], [7, 1, 2, 2]]
+
+
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_abandoned_resets_and_calls_do_not_answer_for_later_ones(layout: str) -> None:
     class Slow(CountEnv):

@@ -398,12 +398,6 @@ def _same(column: Array, target: Array) -> bool:
     return integers and bool((column.astype(target.dtype) == column).all())
 
 
-def whole_actions(layout: Layout, columns: Sequence[Any]) -> list[Any]:
-    """Every env's own action from a batch that is split by leaf; safe to keep."""
-    values = [list(column.copy()) if isinstance(column, np.ndarray) else column for column in columns]
-    return list(values[0]) if layout.is_leaf else [layout.rebuild(each) for each in zip(*values, strict=True)]
-
-
 def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> Loose:
     """Put one action for each of the envs `ids` into the buffers; returns what must go by message."""
     loose: Loose = {}

@@ -218,22 +218,26 @@ class EnvGroup:
             case Trial(rounds=rounds):
                 be_busy(rounds)
                 return None
-            case Rebuild(members=members):
-                return self._each(members, "make", self._rebuild)
-            case Call(name=name, args=args, kwargs=kwargs, members=members):
+        reply = self._each(command.members, name_of(command), self._work_of(command))
+        self.take_steps()
+        return reply
 
-                def ask(j: int) -> Any:
-                    attribute = self.envs[j].get_wrapper_attr(name)
-                    return attribute(*args, **kwargs) if callable(attribute) else attribute
-
-                return self._each(members, name_of(command), ask)
+    def _work_of(self, command: Call | Apply | SetAttr | Rebuild) -> Callable[[int], Any]:
+        """What a command does to one member."""
+        match command:
+            case Rebuild():
+                return self._rebuild
+            case Apply(function=function, args=args):
+                return lambda j: function(self.envs[j], *args)
             case SetAttr(name=name, values=values, members=members):
                 of = dict(zip(members, values, strict=True))
-                return self._each(
-                    members, name_of(command), lambda j: self.envs[j].set_wrapper_attr(name, of[j]) and None
-                )
-            case Apply(function=function, args=args, members=members):
-                return self._each(members, name_of(command), lambda j: function(self.envs[j], *args))
+                return lambda j: self.envs[j].set_wrapper_attr(name, of[j]) and None
+
+        def ask(j: int) -> Any:
+            attribute = self.envs[j].get_wrapper_attr(command.name)
+            return attribute(*command.args, **command.kwargs) if callable(attribute) else attribute
+
+        return ask
 
     def _each(self, members: Sequence[int], doing: str, work: Callable[[int], Any]) -> Reply:
         """`work` for each of the members; one that fails leaves None."""
@@ -246,7 +250,6 @@ class EnvGroup:
             except BaseException as error:
                 self._note(reply.failures, j, doing, error)
             reply.value.append(result)
-        self.take_steps()
         return reply
 
     def _rebuild(self, j: int) -> None:
@@ -504,13 +507,7 @@ class EnvGroup:
 
     def close(self) -> list[Failure]:
         """Close every env; one that fails does not keep the others open."""
-        failures: list[Failure] = []
-        for j, env in enumerate(self.envs):
-            self.progress[0] = j
-            try:
-                env.close()
-            except BaseException as error:
-                self._note(failures, j, "close", error)
+        failures = self._each(range(len(self.envs)), "close", lambda j: self.envs[j].close()).failures
         self.envs, self._steps = [], []
         return failures
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import gymnasium
 
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
-from shoal.core.processes import RemoteTraceback, describe_exit
+from shoal.core.processes import RemoteTraceback
 from shoal.core.seeding import derive_seed
 from shoal.vector.infos import Told
 
@@ -73,22 +73,6 @@ def portable(failure: Failure) -> Failure:
     except BaseException:
         failure.exception = None
     return failure
-
-
-def died(
-    env: int, doing: str, action: Any, pid: int | None, exit_code: int | None, trace: str = ""
-) -> Failure:
-    """A failure for a worker process that is gone."""
-    summary = f"its worker process {describe_exit(exit_code)}"
-    return Failure(env, doing, summary, trace, None if action is None else short(action), pid, None, "died")
-
-
-def timed_out(env: int, doing: str, action: Any, pid: int | None, seconds: float, trace: str = "") -> Failure:
-    """A failure for an environment that did not come back in time."""
-    summary = f"no answer within {seconds:g} s"
-    return Failure(
-        env, doing, summary, trace, None if action is None else short(action), pid, None, "timeout"
-    )
 
 
 def error_of(failure: Failure) -> WorkerError:
