@@ -135,6 +135,7 @@ def test_when_the_thread_of_the_engine_fails_nobody_waits_for_it():
     assert len(failures) == 4
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         shared.generate([request()])
+    assert shared.failed
     shared.close()
     link.close()
 
@@ -241,3 +242,19 @@ def test_a_report_that_is_lost_costs_time_and_no_episode(calm, backend, monkeypa
         manager.inference._on_report = lose
         assert manager.collect(4) == calm
         assert manager.report.replayed_episodes == 3
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "barrier"])
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_rollout_whose_shared_engine_failed_goes_on_with_another(calm, backend, schedule):
+    settings = config(nap=0.05, parallel={"schedule": schedule})
+    with ParallelRolloutManager(settings, HashEngine(), backend=backend) as manager:
+        first = manager.inference
+        timer = threading.Timer(0.2, lambda: first._post(lambda: 1 / 0))
+        timer.start()
+        assert manager.collect(4) == calm
+        timer.join()
+        assert first.failed
+        assert manager.inference is not first
+        assert manager.report.worker_deaths > 0
+        assert manager.collect(4) == calm

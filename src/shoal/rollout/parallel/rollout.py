@@ -6,6 +6,7 @@ its unfinished episodes: they are played again, in fresh processes, and the roll
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -173,7 +174,7 @@ class ParallelRolloutManager:
     @property
     def inference(self) -> SharedLLMInferenceManager:
         """The shared engine, started when first needed."""
-        if self._inference is None:
+        if self._inference is None or self._inference.failed:
             settings = self.settings
             self._inference = SharedLLMInferenceManager(
                 self.engine,
@@ -247,7 +248,8 @@ class ParallelRolloutManager:
                 return self._play(list(assignments), sampling)
             except BaseException:
                 self._pool.abandon()
-                self._lost(assignments)
+                if self._inference is not None:
+                    leave(self._inference, assignments)
                 raise
             finally:
                 self._player = None
@@ -273,7 +275,7 @@ class ParallelRolloutManager:
             lambda _, data: results.update([decode_report(data)[1:]]),
             self.settings.engine_retries,
         )
-        share = self._share(0, assignments, sampling, threads=1)
+        share = self._share(assignments, sampling, threads=1)
         self.report.worker_cpu_seconds = play_share(share, link, self._pool.here).cpu_seconds
         return results
 
@@ -281,42 +283,23 @@ class ParallelRolloutManager:
         inference, report = self.inference, self.report
         before = inference.statistics
         seconds, batches = before.engine_seconds, before.batches
-        dispatch = Dispatch(
-            self._pool,
-            self._reports,
-            report,
-            number=self._number,
-            share_of=lambda number, part: self._share(number, part, sampling),
-            lost=self._lost,
-            give_up=lambda assignment, status, why: Episode(
-                assignment.place, self.roles[assignment.tag], self.prompter, sampling
-            ).trajectory(status, why),
-            max_deaths=self.settings.max_deaths,
-        )
         if self.settings.schedule == "barrier" and self.backend != "ray":  # where all workers run at once
             at_once = self.settings.episodes_at_once
             parts = spread(assignments, self._workers)
             inference.entered([a.place.key() for part in parts for a in part[:at_once]])
-        results = dispatch.run(assignments, self._workers)
+        share = self._share(assignments, sampling, self.settings.episodes_at_once)
+        rollout = _Rollout(share, self._pool, inference, self._reports, report, self.settings.max_deaths)
+        results = rollout.run(self._workers)
         report.engine_seconds = before.engine_seconds - seconds
         report.batches = before.batches - batches
         return results
 
-    def _lost(self, assignments: Sequence[Assignment]) -> None:
-        """These episodes do not ask for now."""
-        inference = self._inference
-        if inference is not None:
-            for assignment in assignments:
-                inference.left(assignment.place.key())
-
-    def _share(
-        self, number: int, assignments: Sequence[Assignment], sampling: Sampling, threads: int | None = None
-    ) -> Share:
-        """What one worker gets."""
+    def _share(self, assignments: Sequence[Assignment], sampling: Sampling, threads: int | None) -> Share:
+        """What a worker gets that plays all of these."""
         tags = {assignment.tag for assignment in assignments}
         return Share(
             self._number,
-            number,
+            0,
             tuple(assignments),
             {tag: self._env_fns[tag] for tag in tags},
             {tag: self.roles[tag] for tag in tags},
@@ -324,7 +307,7 @@ class ParallelRolloutManager:
             self.engine.tokenizer,
             sampling,
             self._limits,
-            threads or self.settings.episodes_at_once,
+            threads,
             lockstep=self.settings.schedule == "barrier",
             kinds={tag: (self._name, tag) for tag in tags} if self.settings.keep_envs else None,
         )
@@ -334,35 +317,30 @@ class ParallelRolloutManager:
         self._reports.put(("report", data, None))
 
 
-class Dispatch:
-    """One rollout while it runs: which episodes are open, and on which workers.
+class _Rollout:
+    """One rollout on workers while it runs: which episodes are open, and on which workers.
 
     Args:
+        whole: what a worker would get that plays all episodes; its number tells its reports from those of another
+            rollout, which was interrupted.
         pool: where workers run.
+        inference: the engine, which is told the episodes that a lost worker left open.
         events: what workers report, and what happens to them.
         report: where it is told how the rollout goes.
-        number: of this rollout; reports of another one, which was interrupted, are not mixed up with it.
-        share_of: what the worker of a number needs to play these episodes.
-        lost: told the episodes that a lost worker left open.
-        give_up: the record of an episode that cannot be played.
         max_deaths: workers that may be lost while they play one episode alone.
     """
 
     def __init__(
         self,
+        whole: Share,
         pool: Pool,
+        inference: SharedLLMInferenceManager,
         events: Events,
         report: RolloutReport,
-        *,
-        number: int,
-        share_of: Callable[[int, list[Assignment]], Share],
-        lost: Callable[[list[Assignment]], None],
-        give_up: Callable[[Assignment, Status, str], Trajectory],
         max_deaths: int,
     ) -> None:
-        self.pool, self.events, self.report = pool, events, report
-        self.number = number
-        self.share_of, self.lost, self.give_up, self.max_deaths = share_of, lost, give_up, max_deaths
+        self.whole, self.pool, self.inference = whole, pool, inference
+        self.events, self.report, self.max_deaths = events, report, max_deaths
         self.results: dict[int, Trajectory] = {}
         self.deaths: dict[int, int] = {}
         self.running: dict[Future[Played], Share] = {}
@@ -371,8 +349,9 @@ class Dispatch:
         self.unreported = 0  # times that workers were done and episodes missing
         self.hung = 0
 
-    def run(self, assignments: list[Assignment], n_workers: int) -> dict[int, Trajectory]:
-        """Play these episodes on so many workers; their trajectories by index."""
+    def run(self, n_workers: int) -> dict[int, Trajectory]:
+        """Play the episodes on so many workers; their trajectories by index."""
+        assignments = self.whole.assignments
         for part in spread(assignments, n_workers):
             self._start(part)
         try:
@@ -380,11 +359,11 @@ class Dispatch:
                 try:
                     kind, first, second = self.events.get(timeout=None if self.running else DRAIN_SECONDS)
                 except queue.Empty:
-                    self._unreported(assignments)
+                    self._unreported()
                     continue
                 if kind == "report":
                     rollout, index, trajectory = decode_report(first)
-                    if rollout == self.number:
+                    if rollout == self.whole.rollout:
                         self.results.setdefault(index, trajectory)
                 elif kind == "closed":
                     raise WorkerError("the rollout was ended: its manager was closed")
@@ -398,8 +377,8 @@ class Dispatch:
             self.pool.forget()
         return self.results
 
-    def _start(self, part: list[Assignment], *, spare: bool = False) -> None:
-        share = self.share_of(self.started, part)
+    def _start(self, part: Sequence[Assignment], *, spare: bool = False) -> None:
+        share = self.whole.part(self.started, part)
         self.started += 1
         events = self.events
         future = self.pool.submit(share, spare=spare)
@@ -421,7 +400,7 @@ class Dispatch:
         left = [a for a in share.assignments if a.index not in self.results]
         if not left:
             return
-        self.lost(left)
+        leave(self.inference, left)
         self.report.worker_deaths += 1
         self.report.replayed_episodes += len(left)
         logger.warning(
@@ -438,15 +417,15 @@ class Dispatch:
         else:
             self._again_alone(left[0], error)
 
-    def _unreported(self, assignments: list[Assignment]) -> None:
+    def _unreported(self) -> None:
         """All workers are done, but not all that they played has arrived: play that again."""
-        left = [a for a in assignments if a.index not in self.results]
+        left = [a for a in self.whole.assignments if a.index not in self.results]
         if self.unreported >= self.max_deaths:
             raise WorkerError(
                 f"{len(left)} episodes were played {self.unreported + 1} times but never reported"
             )
         self.unreported += 1
-        self.lost(left)
+        leave(self.inference, left)
         self.report.replayed_episodes += len(left)
         logger.warning("%d episodes were played, but never reported: they are played again", len(left))
         self._start(left, spare=True)
@@ -466,7 +445,13 @@ class Dispatch:
         elif isinstance(error, EngineError):  # its worker was fine, the way to the engine was not
             status = "engine_error"
         why = f"{deaths} workers that played it were lost, at last: {error}"
-        self.results[assignment.index] = self.give_up(assignment, status, why)
+        episode = Episode(
+            assignment.place,
+            self.whole.roles[assignment.tag],
+            Prompter(self.whole.prompt, self.whole.tokenizer),
+            self.whole.sampling,
+        )
+        self.results[assignment.index] = episode.trajectory(status, why)
         logger.error("episode %d is given up: %s", assignment.index, why)
 
     def _drain(self) -> None:
@@ -488,7 +473,14 @@ class Dispatch:
             self.pool.abandon()
 
 
-def spread(items: list[Any], n_parts: int) -> list[list[Any]]:
+def leave(inference: SharedLLMInferenceManager, assignments: Sequence[Assignment]) -> None:
+    """Tell the engine that these episodes do not ask for now."""
+    with contextlib.suppress(EngineError):  # it was closed, or failed: it waits for nobody
+        for assignment in assignments:
+            inference.left(assignment.place.key())
+
+
+def spread(items: Sequence[Any], n_parts: int) -> list[Sequence[Any]]:
     """Contiguous parts whose sizes differ by one at most, the larger ones first; no part is empty.
 
     >>> [len(part) for part in spread(list(range(64)), 3)]

@@ -30,6 +30,7 @@ from shoal.rollout.parallel.transport import (
     Entered,
     EpisodeName,
     Left,
+    LinkLostError,
     Result,
     episode_of,
 )
@@ -324,7 +325,7 @@ class SharedLLMInferenceManager:
         self._running: _Call | None = None
         self._done: list[_Call] = []  # answered, but the answers are not sent yet
         self._closed, self._why = False, "the shared engine was closed"
-        self._wound_up = False
+        self._wound_up = self._failed = False
         self._next_sweep = 0.0
         self._quick_calls = 0  # of recent ones, at most `KNOWN`
         self._runner = _Runner(self._call_is_over)
@@ -342,6 +343,11 @@ class SharedLLMInferenceManager:
     def engine(self) -> Engine:
         """What answers now; another one after a restart."""
         return self._answerer.engine
+
+    @property
+    def failed(self) -> bool:
+        """Whether its thread failed, so that nothing is answered any more."""
+        return self._failed
 
     @property
     def statistics(self) -> Statistics:
@@ -452,7 +458,7 @@ class SharedLLMInferenceManager:
         """Listen on a Unix socket that only this user's processes with the returned secret can use."""
         with self._lock:
             if self._closed:
-                raise EngineError(self._why)
+                raise self._gone()
             address = self._connections.serve()
         self._connections.ring()
         return address
@@ -485,14 +491,18 @@ class SharedLLMInferenceManager:
             self._running.given_up = True
             left += self._running.batch
         for item in left:
-            self._reply(item, EngineError(self._why))
+            self._reply(item, self._gone())
         self._connections.close()
+
+    def _gone(self) -> EngineError:
+        """Why nothing is answered any more; a thread that failed says nothing of the episodes at play."""
+        return (LinkLostError if self._failed else EngineError)(self._why)
 
     def _post(self, action: Callable[[], None]) -> None:
         """Have something done by the thread."""
         with self._lock:  # `close` does what came before it
             if self._closed:
-                raise EngineError(self._why)
+                raise self._gone()
             self._inbox.append(action)
         self._connections.ring()
 
@@ -508,7 +518,8 @@ class SharedLLMInferenceManager:
             with self._lock:
                 was_open = not self._closed
                 if was_open:
-                    self._closed, self._why = True, f"the shared engine's thread failed: {error!r}"
+                    self._closed = self._failed = True
+                    self._why = f"the shared engine's thread failed: {error!r}"
             if was_open:
                 logger.exception("the shared engine's thread failed; all further requests are refused")
         self._wind_up()

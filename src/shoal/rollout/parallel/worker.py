@@ -81,6 +81,12 @@ class Share:
     """What makes the envs of two shares of one kind, by tag: then envs are kept for the next share of this process
     instead of being closed."""
 
+    def part(self, number: int, assignments: Sequence[Assignment]) -> Share:
+        """The share of a worker that plays only these episodes."""
+        tags = {assignment.tag for assignment in assignments}
+        env_fns = {tag: env_fn for tag, env_fn in self.env_fns.items() if tag in tags}
+        return replace(self, number=number, assignments=tuple(assignments), env_fns=env_fns)
+
 
 class Connect(Protocol):
     """The way from a worker to the shared engine, as it can be sent to the worker."""
