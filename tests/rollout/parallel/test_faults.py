@@ -249,10 +249,10 @@ def test_an_engine_that_fails_while_a_connection_is_closed_half_way_fails_nobody
 
 
 def test_it_may_be_closed_by_who_gets_an_answer():
-    refused = []
+    refused, closed = [], []
     shared = SharedLLMInferenceManager(HashEngine(), max_batch=1)
     done = threading.Event()
-    shared.submit("a", [request(0)], lambda *_: shared.close())
+    shared.submit("a", [request(0)], lambda *_: closed.append(shared.close()))
     try:
         shared.submit("b", [request(1)], lambda _, result: (refused.append(result), done.set()))
     except EngineError:
@@ -260,6 +260,7 @@ def test_it_may_be_closed_by_who_gets_an_answer():
     assert done.wait(20)
     shared._thread.join(20)
     assert not shared._thread.is_alive()
+    assert closed == [None]
     with pytest.raises(EngineError, match="closed"):
         shared.generate([request(2)])
 
