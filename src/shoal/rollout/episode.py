@@ -101,7 +101,7 @@ class Episode:
             return []
         self._completion = completion
         try:
-            written = self._prompter.tokenizer.decode(completion.token_ids)
+            written = _text(self._prompter.tokenizer.decode(completion.token_ids))
         except Exception as error:
             raise EngineError(
                 f"the tokenizer cannot decode the engine's answer ({type(error).__name__}: {error}): "
@@ -195,5 +195,11 @@ class Episode:
         self._words = list(info.get("available_actions", ()))
         self._anchor = str(info.get("anchor", self._text or self._image))
         for text in (self._text, self._anchor, *map(str, self._words)):
-            if not text.isascii():
-                text.encode()  # half a character (a lone surrogate) can neither be tokenized nor recorded
+            _text(text)
+
+
+def _text(text: str) -> str:
+    """The text, if it is one: half a character (a lone surrogate) can neither be tokenized nor recorded."""
+    if not text.isascii():
+        text.encode()
+    return text

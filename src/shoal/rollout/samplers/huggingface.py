@@ -75,8 +75,10 @@ class HuggingFaceEngine:
         self._plain_head: bool | None = None  # found at the first use in training
 
     @classmethod
-    def load(cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32") -> HuggingFaceEngine:
-        """The engine of a model folder on disk; nothing is fetched and no code of the folder runs."""
+    def load(
+        cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32", **options: Any
+    ) -> HuggingFaceEngine:
+        """The engine of a model folder on disk, with `options` of the engine; nothing is fetched or run."""
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} is not a model folder: it has no config.json")
@@ -88,7 +90,7 @@ class HuggingFaceEngine:
             tokenizer = AutoTokenizer.from_pretrained(folder, **settings)
         except (OSError, ValueError) as error:
             raise DataError(f"{folder} does not load as a model: {error}") from error
-        return cls(model.to(device), tokenizer)
+        return cls(model.to(device), tokenizer, **options)
 
     def freeze_all_but_last(self, layers: int) -> None:
         """Leave only the last `layers` decoder layers and the final norm trainable."""

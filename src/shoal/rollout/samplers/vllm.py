@@ -39,6 +39,7 @@ class VllmEngine:
         tokenizer: its tokenizer; the one in the folder if None.
         adapters: make room for LoRA adapters.
         gpu: the only GPU of this process that vLLM's own processes shall see; all if None.
+        template: settings of the chat template.
         **options: of `vllm.LLM` (`dtype`, `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …).
     """
 
@@ -51,6 +52,7 @@ class VllmEngine:
         tokenizer: ChatTokenizer | None = None,
         adapters: bool = False,
         gpu: int | None = None,
+        template: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if not (Path(model) / "config.json").is_file():
@@ -61,7 +63,7 @@ class VllmEngine:
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
         self.weights_version = 0
         self.llm = self._start()
-        self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer())
+        self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer(), **(template or {}))
 
     def _start(self) -> Any:
         """A vLLM with the last weights."""
