@@ -149,11 +149,14 @@ def test_an_engine_that_hangs_without_a_limit_of_its_own_is_no_reason_to_wait_fo
             return super().generate(requests)
 
     with SharedLLMInferenceManager(Hanging(), request_timeout=0.3) as shared:
+        replies = []
+        shared.submit("somebody", [request(9)], lambda *reply: replies.append(reply))
         for member in range(2):
             with pytest.raises(TimeoutError, match="no answer within 0.3 s"):
                 shared.generate([request(member)])
         release.set()
         until(lambda: shared._running is None)
+        assert [type(result) for _, result in replies] == [TimeoutError]  # and no late answer behind it
         assert shared.generate([request(2)]) == HashEngine().generate([request(2)])
 
 

@@ -112,7 +112,7 @@ def encode_report(rollout: int, index: int, trajectory: Trajectory) -> bytes:
     """A finished episode as bytes; one that cannot be written is reported without its turns, and why."""
     try:
         return msgspec.msgpack.encode((rollout, index, trajectory))
-    except (UnicodeError, OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
+    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
         why = f"its record cannot be written: {type(error).__name__}: {error}"
         told = why.encode("utf-8", "backslashreplace").decode()
         lost = replace(trajectory, turns=(), success=False, status="env_error", error=told)
