@@ -622,6 +622,21 @@ def test_what_an_env_showed_before_it_failed_in_an_abandoned_step_is_its_last_ob
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
+def test_what_is_given_up_before_it_could_begin_runs_nowhere(layout: str) -> None:
+    fns = [functools.partial(Dawdling, seconds) for seconds in (0.6, 0.0, 0.0, 0.0)]
+    slow = Dawdling.SLOW
+    with closing(make_vec(fns, **LAYOUTS[layout])) as envs:
+        envs.reset(seed=0)
+        given_up(envs, [slow, 1, 1, 1], "timeout")
+        given_up(envs, [2, 2, 2, 2], "timeout")  # env 0 is at the first one
+        batch = np.array([3, 4, 5, 6])
+        envs.step_async(batch)
+        batch[:] = 7  # of no use any more
+        assert envs.step_wait()[1].tolist() == [32.0, 42.0, 52.0, 62.0]  # t + 10 * action
+        assert envs.get_attr("actions") == ([slow, 3], [1, 4], [1, 5], [1, 6])
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
 def test_abandoned_resets_and_calls_do_not_answer_for_later_ones(layout: str) -> None:
     class Slow(CountEnv):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, EnvError
-from shoal.vector.spaces import Layout, Leaf
+from shoal.vector.values import Layout, Leaf
 
 Array = np.ndarray[Any, Any]
 LINE = 64

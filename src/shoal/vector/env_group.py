@@ -25,7 +25,7 @@ from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception
-from shoal.vector.infos import IN_BUFFER, Told
+from shoal.vector.values import IN_BUFFER, Told
 
 
 # --- what a group can be told

@@ -18,7 +18,7 @@ import gymnasium
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.processes import RemoteTraceback
 from shoal.core.seeding import derive_seed
-from shoal.vector.infos import Told
+from shoal.vector.values import Told
 
 MAX_REPR = 300
 
@@ -53,7 +53,10 @@ def from_exception(
 ) -> Failure:
     """A failure from an exception being handled."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    message = short(str(error))[1:-1] if _str_fails(error) else str(error)
+    try:
+        message = str(error)
+    except Exception as problem:
+        message = f"its message raises {type(problem).__name__}"
     return Failure(
         env=env,
         doing=doing,
@@ -106,14 +109,6 @@ def _typed(base: type[WorkerError], original: BaseException | None, message: str
         except Exception:  # the classes do not go together: the plain error tells the same
             return base(message)
     return base(message)
-
-
-def _str_fails(error: BaseException) -> bool:
-    try:
-        str(error)
-    except Exception:
-        return True
-    return False
 
 
 def raise_first(failures: Sequence[Failure]) -> None:

@@ -23,7 +23,7 @@ from shoal.vector.failures import OnFailure, raise_first
 from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
 from shoal.vector.native import make_native
 from shoal.vector.process import Backend, Limits, ProcessBackend, ThreadBackend, Worker, replies_of
-from shoal.vector.spaces import Layout, batched
+from shoal.vector.values import Layout, batched
 from shoal.vector.vector_env import Description, VectorPool, close_all, distinct
 from shoal.vector.worker import Attach, Make
 
@@ -311,7 +311,6 @@ def open_workers(
             raise_first([failure for reply in replies_of(backend.workers) for failure in reply.failures])
         for worker in workers:
             if worker.group is not None:
-                worker.buffers = buffers
                 worker.group.attach(buffers, attach.autoreset, attach.check_nan)
     except BaseException:
         close_all(workers, backend, os.getpid(), 0.0)

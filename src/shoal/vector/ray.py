@@ -241,8 +241,10 @@ class RayWorker(Worker):
 
     def stack(self) -> str:
         """Where that thread was when it was asked."""
+        if self._stack is None or not self.backend.connected():
+            return ""
         with contextlib.suppress(self.ray.exceptions.RayError):
-            if self._stack is not None and self.backend.is_there(self._stack):
+            if self.backend.is_there(self._stack):
                 return str(self.ray.get(self._stack).stack)
         return ""
 

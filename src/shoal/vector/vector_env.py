@@ -49,8 +49,8 @@ from shoal.vector.failures import (
     restart_seed,
     told_of,
 )
-from shoal.vector.infos import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
+from shoal.vector.values import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)
@@ -326,7 +326,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         )
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
+        """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`.
+
+        Raises:
+            PendingTimeoutError: after `timeout` seconds. The step runs to its end; but if an env it concerns was still
+                at an abandoned command, it has not begun anywhere and never will.
+        """
         if self.closed or self._state != "step":
             self._expect("step")
         told = self._collect(timeout, "step")
