@@ -255,7 +255,7 @@ def test_it_may_be_closed_by_who_gets_an_answer():
     refused, closed = [], []
     shared = SharedLLMInferenceManager(HashEngine(), max_batch=1)
     done = threading.Event()
-    shared.submit("a", [request(0)], lambda *_: closed.append(shared.close()))
+    shared.submit("a", [request(0)], lambda _, result: closed.append((shared.close(), type(result))))
     try:
         shared.submit("b", [request(1)], lambda _, result: (refused.append(result), done.set()))
     except EngineError:
@@ -263,7 +263,7 @@ def test_it_may_be_closed_by_who_gets_an_answer():
     assert done.wait(20)
     shared._thread.join(20)
     assert not shared._thread.is_alive()
-    assert closed == [None]
+    assert closed == [(None, Completion)]
     with pytest.raises(EngineError, match="closed"):
         shared.generate([request(2)])
 
