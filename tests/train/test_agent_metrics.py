@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.core.data import Trajectory, read_trajectories
-from shoal.rollout.parallel.dispatch import RolloutReport
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent import AgentTrainer
 from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only

@@ -18,7 +18,7 @@ from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episo
 from shoal.rollout.collector import place_of
 from shoal.rollout.episode import Place
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.shares import Assignment
+from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.rollout.settings import Backend
 

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
 from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.parallel.dispatch import RolloutReport
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.processes import Processes
 
