@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import itertools
+import os
 import types
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Text, Tuple
 
+from shoal.core.errors import ConfigError
 from shoal.core.processes import dumps
 from shoal.vector import env_group, make_vec, process
 from shoal.vector.buffers import (
@@ -25,6 +28,7 @@ from shoal.vector.buffers import (
     Patience,
     TextBuffer,
     available_memory,
+    shared_file,
 )
 from shoal.vector.env_group import Step, StepTimes, bucket_of
 from shoal.vector.failures import Failure, decide, restart_seed
@@ -331,3 +335,25 @@ def test_a_worker_without_limits_is_never_overdue() -> None:
     limited = Clocked(0, [CountEnv], Limits(make=1.0))
     limited.begin(Step(None, 0, {}))
     assert limited.overdue(1e12) is None
+
+
+def test_memory_that_cannot_be_had_is_told_before_it_is_written(monkeypatch: Any) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for code, error, message in (
+        (errno.ENOSPC, ConfigError, "not enough shared memory for 1 MiB .*No space left"),
+        (errno.EPERM, PermissionError, "not permitted"),
+    ):
+
+        def refuse(*_: Any, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(error, match=message):
+            shared_file(2**20)
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ConfigError, match="MiB are available"):
+        shared_file(1 << 61)
+    descriptor = shared_file(10)
+    assert os.fstat(descriptor).st_size == 10
+    os.close(descriptor)

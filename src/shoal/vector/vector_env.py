@@ -533,7 +533,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             reply = Reply()
         failed = {failure.env for failure in reply.failures}
         over = self.buffers.terminated | self.buffers.truncated
-        stay = worker.ids if worker.lost is not None else failed  # what they showed before stands, but for ends
+        stay = (
+            worker.ids if worker.lost is not None else failed
+        )  # what they showed before stands, but for ends
         stay = [i for i in stay if not over[i] or (self._same_step and i in failed)]
         self._observations.carry(stay, worker.before, worker.place)
         self._observations.keep(_ids(worker, command), reply.columns, failed)
