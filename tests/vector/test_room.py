@@ -219,14 +219,16 @@ def test_looking_that_never_pays_is_done_ever_more_rarely_until_it_pays_again() 
     assert len(tries) > 64
 
 
-@pytest.mark.parametrize(("seconds", "timed"), [(50e-6, 10), (150e-6, 1 + (170 - 17))], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("seconds", "timed", "then"), [(50e-6, 10, 10), (150e-6, 1 + (170 - 17), 11)], ids=["short", "long"]
+)
 def test_one_short_step_in_seventeen_is_timed_and_every_long_one(
-    monkeypatch: Any, seconds: float, timed: int
+    monkeypatch: Any, seconds: float, timed: int, then: int
 ) -> None:
-    now = [1000.0]
+    now, takes = [1000.0], [seconds]
 
     def step(action: int) -> int:
-        now[0] += seconds
+        now[0] += takes[0]
         return action
 
     monkeypatch.setattr(env_group, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
@@ -236,6 +238,10 @@ def test_one_short_step_in_seventeen_is_timed_and_every_long_one(
     for k in range(170):
         assert [one(k) for one in times.turn([step, step])] == [k, k]
     assert rows[:, bucket_of(seconds)].tolist() == rows.sum(axis=1).tolist() == [timed] * 2
+    takes[0] = 50e-6  # after a long one the next is looked at, then the 2nd, 19th, … 155th
+    for k in range(170):
+        assert [one(k) for one in times.turn([step, step])] == [k, k]
+    assert rows.sum(axis=1).tolist() == [timed + then] * 2
 
 
 @pytest.mark.parametrize(
