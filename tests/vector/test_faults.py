@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,15 @@ def test_an_observation_with_nan_is_refused_once_and_no_end_comes_of_it(mode: st
         _, _, terminated, _, infos = envs.step([1, 1])
         assert terminated.tolist() == [True, False]
         assert "worker_restarted" not in infos
+    envs.close()
+
+
+def test_an_answer_that_cannot_be_sent_names_an_env_of_its_worker() -> None:
+    fns = [functools.partial(CountEnv, 5, i) for i in range(4)]
+    envs = make_vec(fns, backend="process", num_workers=2)
+    with pytest.raises(WorkerError, match=r"env 2 .*sending its results.*lock"):
+        envs.apply(lambda env: threading.Lock() if env.index == 3 else env.index)
+    assert envs.apply(lambda env: env.index) == [0, 1, 2, 3]
     envs.close()
 
 
