@@ -977,8 +977,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _land_in_flight(self, landing: Pending) -> None:
         replies = []
-        for worker, _ in landing:
-            replies.append(worker.take()[1])
+        for worker, command in landing:
+            try:
+                replies.append(worker.take()[1])
+            except BaseException:  # an interrupt
+                if worker.inline:  # the caller's own group was amid it: these are in flight no more
+                    del self._at_work[id(worker)]
+                    for i in _ids(worker, command):
+                        self._flying.pop(i, None)
+                    self._set_to_work(worker)
+                raise
             del self._at_work[id(worker)]
         told, failures = self._land(landing, replies)
         ids = [i for worker, command in landing for i in _ids(worker, command)]
