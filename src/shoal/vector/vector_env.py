@@ -596,7 +596,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 stepped = {
                     i
                     for worker, command in pending
-                    if type(command) is Step and worker.lost is None
+                    if type(command) is Step
                     for i in _ids(worker, command)
                 }
                 told += [Told(i, self._final(IN_BUFFER, i), {}, {}) for i in ended if i in stepped]
