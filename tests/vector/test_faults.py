@@ -290,6 +290,18 @@ def test_an_observation_with_nan_is_refused_once_and_no_end_comes_of_it(mode: st
     envs.close()
 
 
+def test_an_error_tells_the_action_where_there_was_one_and_only_there() -> None:
+    envs = make_vec([functools.partial(Faulty, "raise")] * 2, backend="serial")
+    envs.reset(seed=0)
+    with pytest.raises(
+        ZeroDivisionError, match=r"failed in step with action np.int64\(9\): ZeroDivisionError"
+    ):
+        envs.step([1, 9])
+    with pytest.raises(AttributeError, match=r"^env 0 \(pid \d+\) failed in call nothing: "):
+        envs.call("nothing")
+    envs.close()
+
+
 def test_an_answer_that_cannot_be_sent_names_an_env_of_its_worker() -> None:
     fns = [functools.partial(CountEnv, 5, i) for i in range(4)]
     envs = make_vec(fns, backend="process", num_workers=2)

@@ -33,7 +33,7 @@ from shoal.vector.buffers import (
 from shoal.vector.env_group import Step, StepTimes, bucket_of
 from shoal.vector.failures import Failure, decide, restart_seed
 from shoal.vector.make import probe
-from shoal.vector.process import Limits, Worker
+from shoal.vector.process import Limits, Worker, look_at
 from shoal.vector.values import Layout, Told, batch_infos
 from shoal.vector.worker import Make
 from tests.rooms.trace import Tracer
@@ -363,3 +363,27 @@ def test_memory_that_cannot_be_had_is_told_before_it_is_written(monkeypatch: Any
     descriptor = shared_file(10)
     assert os.fstat(descriptor).st_size == 10
     os.close(descriptor)
+
+
+def test_those_who_live_with_one_that_is_overdue_are_lost_with_it_and_nobody_else() -> None:
+    def worker(first: int, home: Any, limit: float | None) -> Clocked:
+        made = Clocked(first, [CountEnv] * 2, Limits(step=limit))
+        made.home = home
+        made.stack = lambda: "here"  # type: ignore[method-assign]
+        made.begin(Step(None, 0, {}))
+        return made
+
+    house: Any = object()
+    workers = [worker(0, house, 1e-9), worker(2, house, None), worker(4, None, 1e-9), worker(6, None, None)]
+    look_at(workers)  # each clock starts when its worker is seen at work
+    look_at(workers)
+    lost = [worker.lost for worker in workers]
+    assert lost[0] is lost[1]
+    assert [None if one is None else (one.env, one.kind) for one in lost] == [
+        (0, "timeout"),
+        (0, "timeout"),
+        (4, "timeout"),
+        None,
+    ]
+    assert lost[0] is not None
+    assert (lost[0].summary, lost[0].trace) == ("no answer within 1e-09 s", "here")
