@@ -30,7 +30,7 @@ from shoal.vector.buffers import (
     available_memory,
     shared_file,
 )
-from shoal.vector.env_group import Step, StepTimes, bucket_of
+from shoal.vector.env_group import Call, Step, StepTimes, bucket_of
 from shoal.vector.failures import Failure, decide, restart_seed
 from shoal.vector.make import probe
 from shoal.vector.process import Limits, Worker, look_at
@@ -387,3 +387,17 @@ def test_those_who_live_with_one_that_is_overdue_are_lost_with_it_and_nobody_els
     ]
     assert lost[0] is not None
     assert (lost[0].summary, lost[0].trace) == ("no answer within 1e-09 s", "here")
+
+
+def test_what_a_worker_is_at_is_told_with_the_action_as_far_as_it_is_known() -> None:
+    worker = Clocked(10, [CountEnv] * 4)
+    assert worker.current() == (10, "wait", None)
+    worker.buffers, _ = large(1)
+    worker.at = 3
+    worker.begin(Step([1, 3], 0, {}, ["first", "second"]))
+    assert worker.current() == (13, "step", "second")
+    worker.at = 0  # it has not begun
+    assert worker.current() == (10, "step", None)
+    worker.begin(Call("name", (), {}, [1]))
+    worker.at = 1
+    assert worker.current() == (11, "call name", None)
