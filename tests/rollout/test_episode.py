@@ -7,13 +7,12 @@ from shoal.core.errors import ConfigError, EngineError
 from shoal.envs import make
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.drift import find_drift
-from shoal.rollout.engine import Completion, Request, Sampling
-from shoal.rollout.engines.chat_codec import ChatCodec
-from shoal.rollout.engines.chat_template import TemplateTokenizer
-from shoal.rollout.engines.scripted import RandomEngine, ScriptedEngine
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.factory import make_environments
 from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.samplers.sampler import Completion, Request, Sampling
+from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
+from shoal.rollout.samplers.tokenizers import ChatCodec, TemplateTokenizer
 
 WORDS = ["Left", "Down", "Right", "Up"]
 LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}
@@ -130,9 +129,10 @@ class Words:
     eos_token_id, all_special_ids = 1, (0, 1)
 
     def __init__(self, template):
-        from jinja2 import Template
+        self.chat_template = template
 
-        self.chat_template, self._template = template, Template(template)
+    def __len__(self):
+        return 0x110002
 
     def __call__(self, text, add_special_tokens=False, split_special_tokens=False):
         ids = []
@@ -150,7 +150,9 @@ class Words:
         return "".join(chr(i - 2) if i > 1 else "" if skip_special_tokens else self.control[i] for i in ids)
 
     def apply_chat_template(self, chat, tokenize=False, add_generation_prompt=False):
-        return self._template.render(messages=chat, add_generation_prompt=add_generation_prompt)
+        from jinja2 import Template
+
+        return Template(self.chat_template).render(messages=chat, add_generation_prompt=add_generation_prompt)
 
 
 class Templated(ScriptedEngine):

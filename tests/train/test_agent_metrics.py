@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from shoal.core.data import Trajectory, read_trajectories
-from shoal.rollout.dispatch import RolloutReport
-from shoal.rollout.engine import Sampling
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent import AgentTrainer
 from shoal.train.agent_metrics import iteration_times, rollout_metrics, shaping_only
 from shoal.train.composition import compose_config

@@ -4,11 +4,10 @@ import types
 import numpy as np
 import pytest
 import torch
-from tests.rollout.test_huggingface_engine import make_engine
+from tests.rollout.samplers.test_huggingface import make_engine
 
 from shoal.core.errors import MissingExtraError
-from shoal.rollout.engines.tiny import TinyEngine
-from shoal.rollout.engines.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.arithmetic import training_mode
 from shoal.train.samples import Sample, micro_batches
 from shoal.train.update import logprobs_of

@@ -13,7 +13,7 @@ from tests.train.tiny_model import write_tiny_model
 from torch import nn
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.rollout.engines.tiny import TinyEngine
+from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import AgentTrainer
 from shoal.train.agent_checkpoints import list_checkpoints
 from shoal.train.composition import compose_config

@@ -16,11 +16,11 @@ from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episodes, token_rows
 from shoal.rollout.collector import place_of
-from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Place
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.worker import Assignment
+from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.rollout.settings import Backend
-from shoal.rollout.shares import Assignment
 
 HELD_OUT = " held-out"
 
@@ -118,6 +118,11 @@ class TRLRollout:
                     f"shoal samples from the whole distribution: GRPOConfig.{name} must be {value}, got {found}"
                 )
         proxy = self.config.agent_proxy
+        if proxy.sampling().restricted:
+            raise ConfigError(
+                "shoal samples from the whole distribution here, as the loss of TRL assumes: leave agent_proxy.top_p, "
+                "top_k and min_p out"
+            )
         return Sampling(proxy.max_tokens, trainer.temperature, proxy.stop)
 
     def _assignments(self, prompts: Sequence[Any], trainer: Any) -> list[Assignment]:
@@ -194,7 +199,7 @@ def episode_reward(
 
 
 def _engine(model: Any, tokenizer: Any, max_batch: int) -> Engine:
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine(model, tokenizer, max_batch=max_batch)
 

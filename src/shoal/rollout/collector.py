@@ -13,10 +13,10 @@ from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, EnvError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
-from shoal.rollout.engine import Completion, Engine, Request, Sampling, as_completion
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.samplers.sampler import Completion, Engine, Sampling, generate_each
 
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
@@ -113,10 +113,14 @@ class TrajectoryCollector:
             answers = generate_each(self.engine, [episodes[i].request() for i in live])
             actions = {}
             for i, answer in zip(live, answers, strict=True):
-                if isinstance(answer, Completion):
-                    actions[i] = episodes[i].respond(answer)
-                else:
+                try:
+                    todo = episodes[i].respond(answer) if isinstance(answer, Completion) else []
+                except EngineError as error:
+                    answer = error
+                if isinstance(answer, Exception):
                     failed[i] = ("engine_error", str(answer))
+                elif not episodes[i].over:
+                    actions[i] = todo
             self._act(actions, episodes, failed)
             live = [i for i in live if i not in failed and not episodes[i].over]
         return [episodes[i].trajectory(*failed.get(i, ("ok", None))) for i in where]
@@ -218,27 +222,6 @@ def collect_with_signal(
         if report.with_signal >= wanted or batch >= max_batches:
             return played, kept, report
         n_groups = next_refill(wanted, report.with_signal, report.played)
-
-
-def generate_each(engine: Engine, requests: Sequence[Request]) -> list[Completion | Exception]:
-    """The engine's answers, with an exception in the place of each request that has none.
-
-    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone;
-    one that names its failures itself (`generate_each`, a server) is asked once.
-    """
-    each = getattr(engine, "generate_each", None)
-    if each is not None:
-        return [as_completion(answer) for answer in each(requests)]
-    try:
-        answers = engine.generate(requests)
-        if len(answers) != len(requests):
-            raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
-        return [as_completion(answer) for answer in answers]
-    except Exception as error:
-        if len(requests) == 1:
-            return [error]
-        half = len(requests) // 2
-        return generate_each(engine, requests[:half]) + generate_each(engine, requests[half:])
 
 
 def group_numbers(first_group: int, n_groups: int | None, n_tags: int) -> range:

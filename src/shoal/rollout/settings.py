@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError
-from shoal.rollout.batching import Schedule
-from shoal.rollout.engine import Sampling
 from shoal.rollout.factory import EnvironmentConfig, EnvTag, EsManager, VectorConfig
+from shoal.rollout.parallel.server import Schedule
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.sampler import Sampling
 
 Backend = Literal["auto", "serial", "threads", "processes", "loky", "ray"]
 BACKENDS = ("serial", "threads", "processes", "loky", "ray")
@@ -24,7 +24,7 @@ class ParallelConfig:
     backend: Backend = "auto"
     """Where workers run; "auto" is "processes"."""
     schedule: Schedule = "adaptive"
-    """When the engine runs: "adaptive" or "greedy" (every env at its own pace), or "barrier" (lockstep)."""
+    """When the engine runs: "greedy" (every env at its own pace; also named "adaptive"), or "barrier" (lockstep)."""
     episodes_at_once: int | None = None
     """Of one worker; its whole share if not given."""
     max_batch: int = 4096
@@ -74,6 +74,12 @@ class RolloutSettings:
     max_tokens: int = 8
     """Tokens of one response."""
     temperature: float = 1.0
+    top_p: float = 1.0
+    """Sample from the fewest tokens that have this much of the probability; 1 is off."""
+    top_k: int = 0
+    """Sample from so many of the likeliest tokens; 0 is off."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the likeliest one's probability; 0 is off."""
     stop: tuple[str, ...] = ("</action>",)
     """Texts after which a response ends."""
     prompt: PromptConfig = PromptConfig()
@@ -88,10 +94,16 @@ class RolloutSettings:
             raise ConfigError(
                 f"parallel_n_jobs must be -1 (as many as pay) or at least 1, got {self.parallel_n_jobs}"
             )
+        try:
+            self.sampling()
+        except ValueError as error:
+            raise ConfigError(f"agent_proxy: {error}") from error
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """How tokens are picked, in training or greedily."""
-        return Sampling(self.max_tokens, 0.0 if greedy else self.temperature, self.stop)
+        if greedy:
+            return Sampling(self.max_tokens, 0.0, self.stop)
+        return Sampling(self.max_tokens, self.temperature, self.stop, self.top_p, self.top_k, self.min_p)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from shoal.core.configuration import from_mapping
 from shoal.core.data import Trajectory
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
-from shoal.rollout.engines.making import close_engine
 from shoal.rollout.factory import make_environments
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.registry import close_engine
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent_config import AgentConfig
 from shoal.train.agent_conflicts import refuse_without_signal

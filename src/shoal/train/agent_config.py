@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.engine_config import EngineConfig as EngineConfig
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
+from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent_conflicts import refuse_ignored
 from shoal.train.algorithm_config import CRITIC_ESTIMATORS as CRITIC_ESTIMATORS

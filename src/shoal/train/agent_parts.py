@@ -11,10 +11,10 @@ import torch
 from shoal import envs
 from shoal.core.errors import ConfigError
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.engines.making import close_engine
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_roles
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.registry import close_engine
 from shoal.train.agent_config import AgentConfig, Algorithm
 from shoal.train.arithmetic import can_checkpoint
 from shoal.train.critic import Critic, split_optimizer

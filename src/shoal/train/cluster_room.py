@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.core.errors import ConfigError
 from shoal.core.executors import connect_ray
-from shoal.rollout.engine_config import ReplicaConfig
+from shoal.rollout.samplers.settings import ReplicaConfig
 from shoal.train.processes import Processes
 
 _NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shoal.rollout.engine import Completion, Engine, EngineAround, Request
+from shoal.rollout.samplers.sampler import Completion, Engine, EngineAround, Request
 
 
 class EngineClock:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from shoal.core.files import read_json
-from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
-from shoal.rollout.engine_config import EngineConfig
-from shoal.rollout.engines.making import make_learner
+from shoal.rollout.samplers.registry import make_learner
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.samplers.settings import EngineConfig
 
 
 class TrainableEngine(Protocol):
@@ -37,7 +37,7 @@ class TrainableEngine(Protocol):
 
     @property
     def level(self) -> Level:
-        """See `shoal.rollout.engine.Level`."""
+        """See `shoal.rollout.samplers.sampler.Level`."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -69,7 +69,7 @@ def make_engine(config: EngineConfig, words: Sequence[str], seed: int) -> Traina
     """The engine of a config, with fresh or pretrained weights that can be trained.
 
     Raises:
-        ConfigError: it cannot be trained (see `shoal.rollout.engines.making.make_engine` for playing).
+        ConfigError: it cannot be trained (see `shoal.rollout.samplers.registry.make_engine` for playing).
     """
     engine: TrainableEngine = make_learner(config, words, seed)
     return engine
@@ -79,13 +79,13 @@ def load_engine(folder: Path, *, device: str = "cpu") -> TrainableEngine:
     """The engine in the `engine` folder of a checkpoint."""
     described: dict[str, Any] = read_json(folder / "engine.json")
     if described.get("engine") == "tiny":
-        from shoal.rollout.engines.tiny import TinyEngine
+        from shoal.rollout.samplers.tiny import TinyEngine
 
         return TinyEngine.load(folder, device=device)
     if described.get("engine") == "huggingface-lora":
         from shoal.train.lora import load_lora
 
         return load_lora(folder, device)
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine.load(folder, device=device, dtype=described.get("dtype", "float32"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.engine import EngineAround
+from shoal.rollout.samplers.sampler import EngineAround
 from shoal.train.critic import Critic
 from shoal.train.policy import TrainableEngine
 from shoal.train.processes import Processes

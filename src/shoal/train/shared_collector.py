@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
 from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.dispatch import RolloutReport
-from shoal.rollout.engine import Sampling
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.processes import Processes
 
 

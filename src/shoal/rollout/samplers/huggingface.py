@@ -1,0 +1,544 @@
+"""Any causal language model of `transformers` as an engine that can also be trained here.
+
+Prompts that are equal are computed once, the next turn of an episode starts from what is known of the ones
+before, rows that have ended leave the batch, and the picks are keyed Gumbel noise over log-probabilities (level L1).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import ConfigError, DataError, missing_extra
+from shoal.rollout.samplers.sampler import Completion, Key, Level, Noise, Request, restricted, room_left
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+
+try:
+    import torch
+    from torch import Tensor, nn
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+except ImportError as error:
+    raise missing_extra("the Hugging Face engine", "llm") from error
+
+logger = logging.getLogger(__name__)
+
+Episode = tuple[int, int, int, int]
+MIN_SHARED = 8
+"""Tokens below which starting from an entry saves nothing."""
+
+
+class HuggingFaceEngine:
+    """Completes prompts with a model of `transformers`.
+
+    Args:
+        model: an `AutoModelForCausalLM`.
+        tokenizer: its tokenizer, with a chat template.
+        max_batch: rows that are decoded at once.
+        prefix_tokens: tokens of episodes under way whose keys and values are kept for their next turn; 0 for none.
+        template_settings: passed to the chat template.
+    """
+
+    level: Level = "L1"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_batch: int = 32,
+        prefix_tokens: int = 16_384,
+        **template_settings: Any,
+    ) -> None:
+        self.model: nn.Module = model.eval()
+        self.tokenizer = TemplateTokenizer(tokenizer, **template_settings)
+        self.max_batch = max_batch
+        self.weights_version = 0
+        self.prefixes = PrefixStore(prefix_tokens)
+        self._alone = (
+            threading.Lock()
+        )  # what is known of episodes is found, used and replaced by one call at a time
+        self._reads_stems: bool | None = None
+        self.prompt_tokens = self.computed_tokens = 0
+        """Tokens of all prompts so far, and how many of them had to be computed."""
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self.pad_id = int(pad or 0)
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self.context = int(limit) if limit else None
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        self.vocabulary = max(len(tokenizer), getattr(embedding, "num_embeddings", 0))
+        self._plain_head: bool | None = None  # found at the first use in training
+
+    @classmethod
+    def load(
+        cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32", **options: Any
+    ) -> HuggingFaceEngine:
+        """The engine of a model folder on disk, with `options` of the engine; nothing is fetched or run."""
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            raise DataError(f"{folder} is not a model folder: it has no config.json")
+        settings = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), use_safetensors=True, **settings
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, **settings)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{folder} does not load as a model: {error}") from error
+        return cls(model.to(device), tokenizer, **options)
+
+    def freeze_all_but_last(self, layers: int) -> None:
+        """Leave only the last `layers` decoder layers and the final norm trainable."""
+        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+        if not 1 <= layers <= len(decoder.layers):
+            raise ConfigError(f"train_last_layers must be in [1, {len(decoder.layers)}], got {layers}")
+        self.model.requires_grad_(False)
+        for part in [*decoder.layers[-layers:], decoder.norm]:
+            part.requires_grad_(True)
+
+    # --- rollouts
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order."""
+        with self._alone:
+            return self._generate(requests)
+
+    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
+        rooms = [room_left(self, request) for request in requests]
+        self.prefixes.valid_for(self._weights_stamp())
+        full = Completion((), (), "context", self.weights_version)
+        done = {i: full for i, room in enumerate(rooms) if not room}
+        order = sorted(set(range(len(requests))) - done.keys(), key=lambda i: self._to_compute(requests[i]))
+        with torch.inference_mode():
+            for first in range(0, len(order), self.max_batch):
+                chunk = order[first : first + self.max_batch]
+                rows = [Row(requests[i], self.tokenizer, rooms[i]) for i in chunk]
+                done.update(zip(chunk, self._complete(rows), strict=True))
+        return [done[i] for i in range(len(requests))]
+
+    def _to_compute(self, request: Request) -> int:
+        """How many tokens of a prompt are not known yet."""
+        known = self.prefixes.find(request.key, request.prompt_ids)
+        return len(request.prompt_ids) - (len(known.tokens) if known else 0)
+
+    def _complete(self, rows: list[Row]) -> list[Completion]:
+        requests = [row.request for row in rows]
+        cache, scores, mask = self._prefill(requests)
+        keeps = self.prefixes.max_tokens > 0 and can_be_cropped(cache)
+        live = list(range(len(rows)))
+        while True:
+            picks = self._pick(scores, [rows[i] for i in live])
+            keep = [place for place, i in enumerate(live) if not rows[i].ended]
+            if keeps:
+                for place, i in enumerate(live):
+                    if rows[i].ended:  # its last token was picked and never fed, so it is not in the cache
+                        tokens = rows[i].request.prompt_ids + rows[i].written[:-1]
+                        self.prefixes.keep(requests[i].key, take_row(cache, place, mask[place], tokens))
+            if not keep:
+                return [row.completion(self.weights_version) for row in rows]
+            if len(keep) < len(live):
+                chosen = torch.tensor(keep, device=mask.device)
+                cache.batch_select_indices(chosen)
+                mask, live, picks = (
+                    mask[chosen],
+                    [live[place] for place in keep],
+                    [picks[place] for place in keep],
+                )
+            mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
+            out = self._forward(torch.tensor(picks, device=mask.device)[:, None], mask, cache)
+            cache, scores = out.past_key_values, out.logits[:, -1]
+
+    def _prefill(self, requests: list[Request]) -> tuple[Any, Tensor, Tensor]:
+        """The cache, the next token's scores and the mask of each request; equal prompts are computed once."""
+        known = {r.prompt_ids: self.prefixes.find(r.key, r.prompt_ids) for r in reversed(requests)}
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
+        prefixes = [known[prompt] for prompt in prompts]
+        rest = [p[len(k.tokens) :] if k else p for p, k in zip(prompts, prefixes, strict=True)]
+        self.prompt_tokens += sum(map(len, prompts))
+        self.computed_tokens += sum(map(len, rest))
+        ids, mask = self._pad_left(rest)
+        cache = None
+        if any(prefixes):
+            cache = DynamicCache()
+            mask = torch.cat([fill_cache(cache, prefixes), mask], 1)
+        out = self._forward(ids, mask, cache)
+        index = {prompt: place for place, prompt in enumerate(prompts)}
+        select = torch.tensor([index[request.prompt_ids] for request in requests], device=ids.device)
+        out.past_key_values.batch_select_indices(select)
+        return out.past_key_values, out.logits[:, -1][select], mask[select]
+
+    def _weights_stamp(self) -> tuple[int, int]:
+        """A value that changes whenever weights do, by `load_weights` or in place by an optimizer."""
+        return self.weights_version, sum(parameter._version for parameter in self.model.parameters())
+
+    def _pick(self, scores: Tensor, rows: Sequence[Row]) -> list[int]:
+        """Sample or choose the next token of each row and note it."""
+        heat = torch.tensor([row.request.sampling.temperature or 1.0 for row in rows], device=scores.device)
+        logprobs = (scores.float() / heat[:, None]).log_softmax(-1).cpu().numpy()
+        return [row.take(logprobs[place]) for place, row in enumerate(rows)]
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        return self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+
+    def _pad_left(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        longest = max(map(len, prompts))
+        ids = np.full((len(prompts), longest), self.pad_id, dtype=np.int64)
+        mask = np.zeros((len(prompts), longest), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
+        device = next(self.model.parameters()).device
+        return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+
+    # --- training
+    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
+
+        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
+        `[3, B, T]` a sample may go on from a stem before it, of which the other two tell the first place and the end.
+        """
+        if self._plain_head is None:
+            self._plain_head = self._head_alone_scores()
+        if self._plain_head:
+            head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+            return head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
+        before = where[:, 1:]
+        columns = before.any(0).nonzero()[:, 0]
+        out = self.model(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
+        return out.logits[before[:, columns]]  # type: ignore[no-any-return]
+
+    @property
+    def reads_stems(self) -> bool:
+        """Whether samples in a row may go on from what they share: full attention that takes a mask of ours."""
+        if self._reads_stems is None:
+            config = self.model.config.get_text_config()  # type: ignore[union-attr, operator]
+            kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+            masked = getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
+            self._reads_stems = masked and kinds == {"full_attention"} and self._stems_change_nothing()
+        return self._reads_stems
+
+    def _stems_change_nothing(self) -> bool:
+        """Try it: two samples with a stem in one row, and each in a row of its own."""
+        device = next(self.model.parameters()).device
+        apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
+        joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
+        begins = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
+        stems = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
+        spans = torch.cat([begins[None], stems])
+        try:
+            decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+            with torch.no_grad():
+                expected = decoder(**_context(apart, None), use_cache=False).last_hidden_state[:, 2:]
+                found = decoder(**_context(joined, spans, self._implementation), use_cache=False)
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+            logger.info(
+                "prompts of a group are not shared in training, the model takes no such rows: %s", error
+            )
+            return False
+        gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
+        return bool(gap <= 0.02 * expected.abs().max())
+
+    def _reading(self, ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
+        context = _context(ids, begins, self._implementation)
+        if begins is None and not self.reads_stems:  # more than attention: it may want to know of padding
+            places = torch.arange(ids.shape[1] - 1, device=ids.device)
+            context["attention_mask"] = (places < lengths[:, None]).long()
+        return context
+
+    @property
+    def _implementation(self) -> str:
+        return str(getattr(self.model.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
+
+    def _head_alone_scores(self) -> bool:
+        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them).
+
+        With it, scores are computed for trained tokens alone, not for every column that some row trains.
+        """
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if head is None:
+            return False
+        ids = torch.tensor([[self.pad_id, self.pad_id]], device=next(self.model.parameters()).device)
+        with torch.no_grad():
+            scores = self.model(input_ids=ids, use_cache=False).logits
+            hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+            return torch.equal(head(hidden), scores)
+
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
+        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+        out = decoder(**self._reading(ids, lengths, begins), use_cache=False)
+        return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
+
+    @property
+    def hidden_width(self) -> int:
+        """Size of a hidden state."""
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    # --- files
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a folder that `transformers` and `load` read; `weights` by name in the place of the network's own."""
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        (folder / "engine.json").write_text(json.dumps({"engine": "huggingface", "dtype": dtype}))
+        self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        self.tokenizer.tokenizer.save_pretrained(folder)
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, for `load_weights`."""
+        return read_weights(folder, self.model)
+
+    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take over weights by name; tied weights may be left out."""
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
+        if unexpected or set(missing) - tied:
+            wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
+            raise DataError(f"these weights are of another network: {wrong} do not match")
+        self.prefixes.clear()
+        self.weights_version = version
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Put the LoRA adapter of a folder on the model, in the place of the one before."""
+        folder = Path(folder)
+        if not (folder / "adapter_model.safetensors").is_file():
+            raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
+        model: Any = self.model
+        try:
+            if getattr(model, "_hf_peft_config_loaded", False):
+                model.delete_adapter("shoal")
+            model.load_adapter(str(folder), adapter_name="shoal")
+        except ImportError as error:
+            raise missing_extra("LoRA adapters", "llm") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"{folder} does not load as an adapter of this model: {error}") from error
+        model.eval()
+        self.prefixes.clear()
+        self.weights_version = version
+
+
+def _context(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> dict[str, Tensor]:
+    """What a model reads of rows without their last column.
+
+    Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
+    positions, stems and branches by a mask of our own.
+    """
+    if begins is None:
+        return {"input_ids": ids[:, :-1]}
+    places = torch.arange(ids.shape[1] - 1, device=ids.device)
+    if begins.ndim == 2:
+        return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}
+    first, stem, end = begins[:, :, :-1, None]
+    seen = (places <= places[:, None]) & (places >= first) | (places >= stem) & (places < end)
+    mask = seen[:, None]
+    if implementation != "sdpa":  # the plain attention adds its mask to the scores
+        mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return {
+        "input_ids": ids[:, :-1],
+        "position_ids": places - (first - (end - stem))[..., 0],
+        "attention_mask": mask,
+    }
+
+
+def read_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The weights that `save_pretrained` wrote into `folder`, by the names that they have in `model`."""
+    from safetensors.torch import load_file
+
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):  # large models are in several
+        weights |= load_file(file)
+    if weights.keys() <= model.state_dict().keys():
+        return weights
+    del weights
+    kind = next(model.parameters()).dtype
+    settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    read: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **settings)
+    return dict(read.state_dict())
+
+
+def as_in_files(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by the names that they have in a network of the model in `folder`, by those that files have.
+
+    Transformers keeps the experts of a layer in one tensor, and one tensor an expert in files, as others do.
+    """
+    from transformers import AutoConfig
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):  # a network without memory: it knows the names
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    renamed: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    return renamed
+
+
+class Row:
+    """One response in the making."""
+
+    def __init__(self, request: Request, tokenizer: TemplateTokenizer, room: int) -> None:
+        self.request = request
+        self.ended = False
+        self._tokenizer, self._room = tokenizer, room
+        self._noise = Noise(request.key) if request.sampling.temperature else None
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._finish: Any = "length"
+
+    def take(self, logprobs: np.ndarray) -> int:
+        """Choose a token from `[V]` log-probabilities, and see whether the response ends with it."""
+        logprobs = restricted(logprobs, self.request.sampling)
+        noisy = logprobs if self._noise is None else logprobs + self._noise.rows(1, len(logprobs))[0]
+        pick = int(noisy.argmax())
+        self._ids.append(pick)
+        self._logprobs.append(float(logprobs[pick]))
+        if pick in self._tokenizer.end_ids or self._stopped():
+            self.ended, self._finish = True, "stop"
+        self.ended = self.ended or len(self._ids) >= self._room
+        return pick
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The tokens so far."""
+        return tuple(self._ids)
+
+    def _stopped(self) -> bool:
+        stops = self.request.sampling.stop
+        if not stops:
+            return False
+        tail = self._tokenizer.decode(self._ids[-4 * max(map(len, stops)) :])
+        return any(stop in tail for stop in stops)
+
+    def completion(self, version: int) -> Completion:
+        """The response, once it has ended."""
+        return Completion(tuple(self._ids), tuple(self._logprobs), self._finish, version)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Keys and values of a layer `[heads, tokens, width]` each, for the tokens of one context."""
+
+    tokens: tuple[int, ...]
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    def cropped(self, length: int) -> Prefix:
+        """Its first tokens (views of the same memory)."""
+        layers = tuple((key[:, :length], value[:, :length]) for key, value in self.layers)
+        return Prefix(self.tokens[:length], layers)
+
+
+class PrefixStore:
+    """What a model has computed of each episode, kept between turns: the most recently used, up to a number of tokens.
+
+    An entry is found by the episode and cropped to the tokens that the new prompt shares with it, so it is right for
+    append and window prompts alike. Changed weights empty the store.
+
+    Args:
+        max_tokens: over all entries; 0 keeps nothing.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        if max_tokens < 0:
+            raise ValueError(f"prefix_tokens must be at least 0, got {max_tokens}")
+        self.max_tokens = max_tokens
+        self.tokens = 0
+        self._entries: OrderedDict[Episode, Prefix] = OrderedDict()
+        self._weights: Any = None
+
+    def valid_for(self, weights: Any) -> None:
+        """Forget everything unless it was computed with these weights (any value that changes with them)."""
+        if weights != self._weights:
+            self.clear()
+            self._weights = weights
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self.tokens = 0
+
+    def find(self, key: Key, prompt: tuple[int, ...]) -> Prefix | None:
+        """What is known of the beginning of `prompt`, at most all of it but the last token."""
+        entry = self._entries.get(_episode(key))
+        if entry is None:
+            return None
+        self._entries.move_to_end(_episode(key))
+        shared = min(shared_length(entry.tokens, prompt), len(prompt) - 1)
+        return entry.cropped(shared) if shared >= MIN_SHARED else None
+
+    def keep(self, key: Key, prefix: Prefix) -> None:
+        """Keep the context of an episode in the place of the one before."""
+        episode = _episode(key)
+        before = self._entries.pop(episode, None)
+        self.tokens -= len(before.tokens) if before else 0
+        if len(prefix.tokens) > self.max_tokens:
+            return
+        self._entries[episode] = prefix
+        self.tokens += len(prefix.tokens)
+        while self.tokens > self.max_tokens:
+            _, dropped = self._entries.popitem(last=False)
+            self.tokens -= len(dropped.tokens)
+
+
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # tuple comparison is fast, so halve the interval instead of walking
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def fill_cache(cache: Any, prefixes: Sequence[Prefix | None]) -> Tensor:
+    """Put the prefixes of a batch into an empty cache, padded on the left; the mask `[B, P]` of what is real."""
+    known = [prefix for prefix in prefixes if prefix is not None]
+    longest = max(len(prefix.tokens) for prefix in known)
+    sample = known[0].layers[0][0]
+    mask = torch.zeros(len(prefixes), longest, dtype=torch.int64, device=sample.device)
+    for row, prefix in enumerate(prefixes):
+        if prefix is not None:
+            mask[row, longest - len(prefix.tokens) :] = 1
+    for layer in range(len(known[0].layers)):
+        pair = []
+        for side in (0, 1):
+            heads, _, width = known[0].layers[layer][side].shape
+            whole = sample.new_zeros(len(prefixes), heads, longest, width)
+            for row, prefix in enumerate(prefixes):
+                if prefix is not None:
+                    whole[row, :, longest - len(prefix.tokens) :] = prefix.layers[layer][side]
+            pair.append(whole)
+        cache.update(*pair, layer)
+    return mask
+
+
+def take_row(cache: Any, row: int, mask: Tensor, tokens: tuple[int, ...]) -> Prefix:
+    """Copy one row out of a cache whose real columns `mask [P]` names, for the `tokens` they hold."""
+    columns = mask.nonzero()[:, 0]
+    assert len(columns) == len(tokens), (len(columns), len(tokens))
+    layers = tuple(
+        (layer.keys[row].index_select(1, columns), layer.values[row].index_select(1, columns))
+        for layer in cache.layers
+    )
+    return Prefix(tokens, layers)
+
+
+def can_be_cropped(cache: Any) -> bool:
+    """Whether every layer keeps all tokens: sliding windows and recurrent states cannot be taken apart."""
+    layers = getattr(cache, "layers", ())
+    return bool(layers) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+
+
+def _episode(key: Key) -> Episode:
+    return key.seed, key.iteration, key.group, key.member

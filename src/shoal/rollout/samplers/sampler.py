@@ -1,0 +1,463 @@
+"""What a rollout knows of language models: requests in, completions out, and the noise that picks the tokens.
+
+Sampling is Gumbel-max over log-probabilities with noise keyed by the request, so the tokens of a request do
+not depend on what else is in the batch, on order, padding, or the number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from shoal.core.errors import ConfigError, EngineError
+from shoal.core.seeding import stream
+
+Level = Literal["L0", "L1", "L2"]
+"""L0 no promise; L1 the same tokens whatever the batching (up to float ties); L2 bit-equal log-probs too."""
+
+
+Finish = Literal["stop", "length", "context"]
+"""How a response ends: at a token or text that ends it, at its limit (or the context's), or before it began, since the
+prompt leaves no room in the context; then it has no tokens."""
+FINISHES = ("stop", "length", "context")
+ROUNDING = 1e-3
+"""By how much a log-probability may be above 0: what servers compute in bfloat16 may be, a little."""
+
+
+class Message(TypedDict):
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+    images: NotRequired[int]  # pictures shown before the content; only engines that take images see them
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are picked."""
+
+    max_tokens: int = 64
+    temperature: float = 1.0  # scores are divided by it before the softmax; 0 is greedy
+    stop: tuple[str, ...] = ()  # texts after which a response ends; the stop text is part of it
+    top_p: float = 1.0  # sample from the fewest tokens that have this much of the probability; 1 is off
+    top_k: int = 0  # sample from so many of the likeliest tokens; 0 (or -1) is off
+    min_p: float = (
+        0.0  # sample from tokens with at least this share of the likeliest one's probability; 0 is off
+    )
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some tokens cannot be sampled; log-probabilities are then of what is left."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be at least 1, or 0 for all tokens, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+
+
+class Key(msgspec.Struct, frozen=True, array_like=True):
+    """Names the noise of one response: equal keys, equal noise."""
+
+    seed: int
+    iteration: int
+    group: int
+    member: int
+    turn: int
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """One prompt to complete."""
+
+    prompt_ids: tuple[int, ...]
+    key: Key
+    sampling: Sampling = Sampling()
+    images: tuple[str, ...] = ()  # data URLs or files, in the order in which the prompt shows them
+
+
+class Completion(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine wrote."""
+
+    token_ids: tuple[int, ...]  # the end-of-turn token included when it was sampled
+    logprobs: tuple[float, ...]  # of each token as sampled (for greedy: at temperature 1)
+    finish: Finish
+    weights_version: int = 0
+
+
+def checked(
+    engine: Engine, requests: Sequence[Request], answers: Sequence[Any]
+) -> list[Completion | Exception]:
+    """What an engine answered, each answer looked at before anything is made of it.
+
+    An answer that is none, or that cannot be one to its request, becomes an `EngineError` in its place: it ends its own
+    episode and no other.
+
+    Args:
+        engine: what answered.
+        requests: what it was asked.
+        answers: one a request, in order.
+
+    Raises:
+        EngineError: there are more or fewer answers than requests.
+    """
+    if len(answers) != len(requests):
+        raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
+    stated = getattr(engine, "capabilities", None)
+    by_tokens = getattr(stated, "token_ids", True), getattr(stated, "logprobs", True)
+    size = vocabulary_of(engine)
+    found: list[Completion | Exception] = []
+    for request, answer in zip(requests, answers, strict=True):
+        completion = as_completion(answer)
+        wrong = _wrong(completion, request, size, *by_tokens) if isinstance(completion, Completion) else None
+        found.append(
+            completion
+            if wrong is None
+            else EngineError(f"the engine's answer {wrong}; nothing of it is used: {str(answer)[:200]}")
+        )
+    return found
+
+
+def vocabulary_of(engine: Any) -> int | None:
+    """How many tokens there are: the engine's own number, or its tokenizer's; None where neither says it."""
+    size = getattr(engine, "vocabulary", None)
+    if size is None:
+        size = getattr(engine.tokenizer, "size", None)
+    return None if size is None else int(size)
+
+
+def _wrong(
+    completion: Completion, request: Request, size: int | None, token_ids: bool, logprobs: bool
+) -> str | None:
+    """Why this cannot be the completion of `request`; None if it can."""
+    ids, values, limit = completion.token_ids, completion.logprobs, request.sampling.max_tokens
+    if completion.finish not in FINISHES:
+        return f"must end by one of {', '.join(FINISHES)}, it ends by {completion.finish!r}"
+    if completion.weights_version < 0:
+        return f"must be of a weights_version of at least 0, it is of {completion.weights_version}"
+    if completion.finish == "context":
+        return f"must be empty, with finish 'context', it has {len(ids)} tokens" if ids or values else None
+    if token_ids and not 1 <= len(ids) <= limit:
+        return f"must have 1 to max_tokens={limit} tokens, it has {len(ids)}"
+    if ids and (min(ids) < 0 or (size is not None and max(ids) >= size)):
+        return f"must have token ids in [0, {size or 'the vocabulary'}), it has {min(ids)} to {max(ids)}"
+    if len(values) != len(ids) and (logprobs or values):
+        return f"must have a log-probability for each of {len(ids)} tokens, it has {len(values)}"
+    if not all(map(math.isfinite, values)) or max(values, default=0.0) > ROUNDING:
+        return "must have finite log-probabilities of at most 0"
+    return None
+
+
+def as_completion(answer: Any) -> Completion | Exception:
+    """One answer, numbers of NumPy and the like as plain ones; whether it fits its request is for `checked` to say.
+
+    Returns:
+        The completion, or the exception that stands in its place; an `EngineError` for anything else.
+    """
+    if isinstance(answer, Completion):
+        try:
+            ids, logprobs = answer.token_ids, answer.logprobs
+            plain = type(ids) is type(logprobs) is tuple and type(answer.weights_version) is int
+            if plain and {*map(type, ids)} <= {int} and {*map(type, logprobs)} <= {float}:
+                return answer
+            numbers = tuple(map(index, ids)), tuple(map(float, logprobs))
+            return Completion(*numbers, answer.finish, index(answer.weights_version))
+        except (TypeError, ValueError, OverflowError) as error:
+            return EngineError(f"the engine gave a completion that is none ({error}): {str(answer)[:200]}")
+    if isinstance(answer, EngineError | TimeoutError):
+        return answer
+    if isinstance(answer, Exception):
+        refused = EngineError(f"the engine failed: {type(answer).__name__}: {answer}")
+        refused.__cause__ = answer
+        return refused
+    return EngineError(f"the engine must answer with a Completion, it gave {str(answer)[:200]}")
+
+
+class ChatTokenizer(Protocol):
+    """Between text and the engine's tokens."""
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt for a chat, up to where the assistant begins to write."""
+        ...
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """What follows `response_ids` in the context: the end of that turn, `message`, the next header."""
+        ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Plain text as tokens; text that looks like a control token stays plain text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Tokens as text, without control tokens."""
+        ...
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Anything that completes prompts.
+
+    It may have more: `context`, the longest prompt and response together, in tokens, with which `max_tokens` is capped
+    to the room that is left, and a prompt that leaves none is answered by no tokens and finish "context"; `vocabulary`,
+    how many tokens its network knows; `generate_each(requests)` with an exception in the place of each answer that it
+    has not; `load_weights(weights, version)`; `restart()`; `close()`.
+    """
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Between text and this engine's tokens."""
+        ...
+
+    @property
+    def level(self) -> Level:
+        """How exactly completions repeat."""
+        ...
+
+    weights_version: int
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order."""
+        ...
+
+
+Engine = Sampler
+"""The same, where nobody asks whose weights it samples from."""
+
+
+def room_left(sampler: Any, request: Request) -> int:
+    """How many tokens a response may have: `max_tokens`, or what is left of the context; 0 if nothing is.
+
+    Raises:
+        EngineError: the prompt is empty.
+    """
+    if not request.prompt_ids:
+        raise EngineError("a prompt must have at least one token, got none")
+    context = getattr(sampler, "context", None)
+    if context is None:
+        return request.sampling.max_tokens
+    return max(0, min(request.sampling.max_tokens, int(context) - len(request.prompt_ids)))
+
+
+def generate_each(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    retries: int = 0,
+    on_failure: Callable[[int, Exception | None], Engine] | None = None,
+    given_up: Callable[[], bool] = lambda: False,
+) -> list[Completion | Exception]:
+    """The engine's answers, with an exception in the place of each request that has none.
+
+    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone;
+    one that names its failures itself (`generate_each`, a server) is asked again for those.
+
+    Args:
+        engine: what answers.
+        requests: one batch.
+        retries: further attempts for a request that fails alone.
+        on_failure: told how many requests failed, and what the engine raised (None where it named them itself);
+            returns the engine to ask from then on.
+        given_up: whether nobody waits for the answers any more; then nothing is tried again.
+    """
+
+    def ask(part: Sequence[Request], attempt: int) -> list[Completion | Exception]:
+        nonlocal engine
+        each = getattr(engine, "generate_each", None)
+        try:
+            given = engine.generate(part) if each is None else each(part)
+            answers = checked(engine, part, given)
+        except Exception as error:
+            refused = as_completion(error)
+            if given_up():
+                return [refused] * len(part)
+            engine = on_failure(1, error) if on_failure is not None else engine
+            if len(part) > 1:
+                half = len(part) // 2
+                return ask(part[:half], attempt) + ask(part[half:], attempt)
+            return ask(part, attempt + 1) if attempt < retries else [refused]
+        failed = [i for i, answer in enumerate(given) if isinstance(answer, Exception)]
+        if failed and each is not None and attempt < retries and not given_up():
+            engine = on_failure(len(failed), None) if on_failure is not None else engine
+            for i, answer in zip(failed, ask([part[i] for i in failed], attempt + 1), strict=True):
+                answers[i] = answer
+        return answers
+
+    return ask(requests, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can promise and do."""
+
+    level: Level  # how exactly completions repeat
+    token_ids: bool  # prompts and responses are the model's own tokens
+    logprobs: bool  # completions carry the log-probability of each token
+    gradients: bool = False  # it computes `logits_at` here, so it can be trained itself
+    weights: bool = False  # takes weights by name: `load_weights(weights, version)`
+    adapters: bool = False  # takes a LoRA folder between two calls: `load_adapter(folder, version)`
+    images: bool = False  # shows pictures to the model
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its completions may be learned from: exact tokens with their log-probabilities."""
+        return self.token_ids and self.logprobs
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An engine whose weights can be replaced."""
+
+    weights_version: int
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        """Take over weights by name; `version` marks the completions they produce."""
+        ...
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """An engine that can begin anew after it crashed or hung."""
+
+    def restart(self) -> None:
+        """Leave behind what hangs or broke and go on with the last weights; called from another thread."""
+        ...
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that can swap a LoRA adapter while it runs."""
+
+    weights_version: int
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Take over the adapter in a folder (`adapter_config.json`, `adapter_model.safetensors`)."""
+        ...
+
+
+def capabilities_of(engine: Engine) -> Capabilities:
+    """What an engine states of itself, or what can be seen of one that states nothing."""
+    stated = getattr(engine, "capabilities", None)
+    if isinstance(stated, Capabilities):
+        return stated
+    return Capabilities(
+        level=engine.level,
+        token_ids=True,
+        logprobs=True,
+        gradients=hasattr(engine, "logits_at"),
+        weights=isinstance(engine, TakesWeights),
+        adapters=isinstance(engine, TakesAdapters),
+        images=bool(getattr(engine.tokenizer, "takes_images", False)),
+    )
+
+
+def require_trainable(engine: Engine) -> None:
+    """Raise a `ConfigError` that says why the completions of this engine may not be learned from."""
+    known = capabilities_of(engine)
+    lacking = [name for name in ("token_ids", "logprobs") if not getattr(known, name)]
+    if lacking:
+        raise ConfigError(
+            f"{type(engine).__name__} is for evaluation only: its completions lack {' and '.join(lacking)}. "
+            f"Use a server that returns them (vLLM, SGLang, llama.cpp with a tokenizer here), or a local engine"
+        )
+
+
+def require_weights(engine: Engine) -> None:
+    """Raise a `ConfigError` unless the engine can follow the updates of a training run."""
+    if not capabilities_of(engine).weights:
+        raise ConfigError(
+            f"{type(engine).__name__} cannot take over weights between batches, so it would go on sampling from "
+            f"the first ones while another model is trained: use an engine that can (vllm in process, ray with "
+            f"tiny, huggingface or vllm replicas), or one that is trained itself (tiny, huggingface)"
+        )
+
+
+class EngineAround:
+    """An engine around another one, to which it leaves whatever it does not do itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Any = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The engine's."""
+        return self._engine.tokenizer  # type: ignore[no-any-return]
+
+    @property
+    def level(self) -> Level:
+        """The engine's."""
+        return self._engine.level  # type: ignore[no-any-return]
+
+    @property
+    def weights_version(self) -> int:
+        """The engine's."""
+        return self._engine.weights_version  # type: ignore[no-any-return]
+
+    @weights_version.setter
+    def weights_version(self, version: int) -> None:
+        self._engine.weights_version = version
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """The engine's."""
+        return self._engine.generate(requests)  # type: ignore[no-any-return]
+
+
+def restricted(logprobs: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Log-probabilities of what is sampled from: renormalised over the tokens that are left, -inf for the others.
+
+    `min_p` and `top_k` look at all tokens, `top_p` at what they leave (the order of vLLM). Tokens that are as likely as
+    the last one that stays stay too, so that their order in the vocabulary says nothing.
+
+    Args:
+        logprobs: `[V]` of all tokens, at the temperature.
+        sampling: what restricts them; if nothing does, `logprobs` come back as they are.
+    """
+    if not sampling.restricted:
+        return logprobs
+    values = logprobs.astype(np.float64)
+    least = -np.inf
+    if sampling.min_p > 0:
+        least = values.max() + np.log(sampling.min_p)
+    if 0 < sampling.top_k < len(values):
+        least = max(least, np.partition(values, -sampling.top_k)[-sampling.top_k])
+    kept = values >= least
+    if sampling.top_p < 1:
+        ranked = np.sort(values[kept])[::-1]
+        mass = np.cumsum(np.exp(ranked - ranked[0]))
+        last = int(np.searchsorted(mass, sampling.top_p * mass[-1]))
+        kept &= values >= ranked[min(last, len(ranked) - 1)]
+    left = values[kept]
+    highest = left.max()
+    found = np.full(len(values), -np.inf)
+    found[kept] = left - (highest + np.log(np.exp(left - highest).sum()))
+    return found
+
+
+class Noise:
+    """The Gumbel noise of one response, token after token."""
+
+    __slots__ = ("_rng",)
+
+    def __init__(self, key: Key) -> None:
+        self._rng = stream(key.seed, "sampling", key.iteration, key.group, key.member, key.turn)
+
+    def rows(self, n_tokens: int, vocabulary: int) -> np.ndarray:
+        """`[n_tokens, vocabulary]` float64 for the next tokens of the response."""
+        uniform = self._rng.random((n_tokens, vocabulary))
+        np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
+        return -np.log(-np.log(uniform))

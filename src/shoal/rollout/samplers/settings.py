@@ -1,0 +1,108 @@
+"""Which engine a run uses: the `engine` part of the YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shoal.core.errors import ConfigError, did_you_mean
+
+EngineName = str
+"""One of `shoal.rollout.samplers.registry.SAMPLERS`: tiny, huggingface, vllm, ray, openai, or a registered one."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """An OpenAI-compatible server (`engine.name: openai`)."""
+
+    url: str | None = None
+    """Its address, such as http://127.0.0.1:8000."""
+    model: str | None = None
+    """The server's name for its model; the first that it lists if not given, or `engine.model` where that is no
+    model of this machine."""
+    context: int | None = None
+    """Longest prompt and response together, in tokens; what the server says if not given."""
+    kind: Literal["auto", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
+    """What runs there; "auto" asks it."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; the key itself is never written anywhere."""
+    tokenizer: str | None = None
+    """A model folder (or a name that `shoal model get` knows) for exact tokens; messages travel without it."""
+    logprobs: Literal["raw", "processed"] | None = None
+    """Which log-probabilities it was started to give; the default of its kind if not given."""
+    concurrency: int = 64
+    """Requests under way at once."""
+    timeout: float = 120.0
+    """Seconds of one attempt."""
+    retries: int = 4
+    """Attempts after the first, for connection errors, timeouts and HTTP 408, 425, 429 and 5xx."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or not self.timeout > 0 or self.retries < 0:
+            raise ConfigError(
+                f"engine.server: expected concurrency >= 1, timeout > 0 and retries >= 0, got "
+                f"{self.concurrency}, {self.timeout} and {self.retries}"
+            )
+        if self.context is not None and self.context < 1:
+            raise ConfigError(f"engine.server.context must be at least 1 or null, got {self.context}")
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """Copies of an engine on a Ray cluster (`engine.name: ray`)."""
+
+    engine: Literal["tiny", "huggingface", "vllm"] = "huggingface"
+    """What each of them is; the other `engine` settings are theirs."""
+    count: int = 1
+    resources: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
+    """Of each, for Ray: `num_cpus`, `num_gpus`, `resources`."""
+    timeout: float | None = None
+    """Seconds of one batch, after which a replica is made anew."""
+    retries: int = 2
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.retries < 0:
+            raise ConfigError(
+                f"engine.replicas: expected count >= 1 and retries >= 0, got {self.count}, {self.retries}"
+            )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The language model."""
+
+    name: EngineName = "tiny"
+    """tiny and huggingface run and train here; vllm and ray sample for a model that trains here; openai is a
+    server, for rollouts and evaluation; others are registered by `@sampler(name)`."""
+    model: str | None = None
+    """A folder, or a name that `shoal model get` knows (huggingface, vllm); the server's name for it (openai)."""
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    context: int = 256
+    """Longest prompt and response together, in tokens (tiny engine)."""
+    device: str = "cpu"
+    threads: int = 1
+    """Threads of the network's arithmetic, set by `shoal train`; with 1, log-probs are bit-equal (level L2)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights (huggingface, vllm)."""
+    train_last_layers: int | None = None
+    """Train only that many of the last layers and the final norm (huggingface); None trains all."""
+    max_batch: int = 32
+    """Rows that are decoded at once (huggingface)."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Settings of the chat template, such as `enable_thinking: false` (huggingface, vllm, openai with a tokenizer)."""
+    server: ServerConfig = ServerConfig()
+    replicas: ReplicaConfig = ReplicaConfig()
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `vllm.LLM`: `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …"""
+
+    def __post_init__(self) -> None:
+        from shoal.rollout.samplers.registry import SAMPLERS  # which reads these settings
+
+        if self.name not in SAMPLERS:
+            raise ConfigError(
+                f"engine.name: no engine named {self.name!r}.{did_you_mean(self.name, SAMPLERS)}"
+            )
+        if self.max_batch < 1:
+            raise ConfigError(f"engine.max_batch must be at least 1, got {self.max_batch}")

@@ -1,0 +1,302 @@
+"""Between text and tokens: chat templates of Hugging Face, the tiny engine's words, and messages for servers.
+
+All of them are safe to use from many threads, and text never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import string
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.core.errors import EngineError
+from shoal.rollout.samplers.sampler import Message
+
+_MARK = re.compile("\ue000(\\d+)\ue001")
+_Piece = tuple[int, ...] | int
+"""Of a chat: tokens of the template, or the number of the message whose content stands there."""
+
+
+class _Alone:
+    """A tokenizer of its own, entered by one thread at a time.
+
+    A fast tokenizer of `transformers` keeps in shared state how it was called last, whether control tokens are split
+    among it: two threads that use one tokenizer change each other's tokens without a word.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Any:
+        self._lock.acquire()
+        return self._tokenizer
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+class TemplateTokenizer:
+    """Chats to tokens for a tokenizer of `transformers` that has a chat template; safe to use from many threads.
+
+    The template is rendered once around marks instead of contents. What stands between the marks is tokenized with
+    control tokens, the contents without: an observation that says `<|im_end|>` stays plain text.
+
+    `tokenizer` itself is left alone: what others do with it changes no prompt. Contents and pieces of the template
+    have a copy each.
+
+    Args:
+        tokenizer: as `AutoTokenizer.from_pretrained` gives it.
+        template_settings: passed to the template (such as `enable_thinking=False`).
+    """
+
+    def __init__(self, tokenizer: Any, **template_settings: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
+        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer))
+
+    def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any) -> None:
+        self.tokenizer = tokenizer
+        self._settings = settings
+        self._template, self._contents = _Alone(own), _Alone(copy.deepcopy(own))
+        self._starts: dict[tuple[str, ...], list[_Piece]] = {}
+        self._between: list[_Piece] | None = None
+        self.end_ids = self._end_of_turn()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer, "settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin(
+            state["tokenizer"], state["settings"], state["tokenizer"]
+        )  # what was unpickled is nobody else's
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokenizer)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Plain text as tokens; what looks like a control token is spelled out."""
+        with self._contents as tokenizer:
+            encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return tuple(encoded["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Tokens as text, without control tokens."""
+        with self._template as tokenizer:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt for a chat, up to where the assistant begins to write."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._starts:
+            self._starts[roles] = self._cut(self._render(roles))
+        return self._join(self._starts[roles], [message["content"] for message in messages])
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The end of the response's turn, `message`, and the next assistant header.
+
+        Raises:
+            EngineError: the template is not append-only: a later turn changes what was written before it.
+        """
+        if self._between is None:
+            self._between = self._cut(self._continuation())
+        ids = self._join(self._between, ["", "", message["content"]])
+        return (
+            ids[1:] if response_ids and response_ids[-1] in self.end_ids and ids[0] in self.end_ids else ids
+        )
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The chat as the template writes it, contents and all, up to where the assistant begins."""
+        return self._written(messages, add_generation_prompt=True)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Tokens as text, control tokens included."""
+        with self._template as tokenizer:
+            return str(
+                tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
+
+    def _cut(self, rendered: str) -> list[_Piece]:
+        """Rendered text as tokens, and as the number of a content where a mark stands."""
+        pieces = _MARK.split(rendered)
+        return [int(piece) if place % 2 else self._control(piece) for place, piece in enumerate(pieces)]
+
+    def _control(self, piece: str) -> tuple[int, ...]:
+        """A piece of the template as tokens, control tokens among them."""
+        if not piece:
+            return ()
+        with self._template as tokenizer:
+            return tuple(tokenizer(piece, add_special_tokens=False)["input_ids"])
+
+    def _join(self, pieces: Sequence[_Piece], contents: Sequence[str]) -> tuple[int, ...]:
+        """The tokens of a chat from those of its template and its contents."""
+        ids: list[int] = []
+        for piece in pieces:
+            ids += piece if isinstance(piece, tuple) else self.encode(contents[piece])
+        return tuple(ids)
+
+    def _written(self, messages: Sequence[Any], **settings: bool) -> str:
+        with self._template as tokenizer:
+            return str(
+                tokenizer.apply_chat_template(list(messages), tokenize=False, **settings, **self._settings)
+            )
+
+    def _render(self, roles: Sequence[str]) -> str:
+        chat = [{"role": role, "content": f"\ue000{place}\ue001"} for place, role in enumerate(roles)]
+        text = self._written(chat, add_generation_prompt=True)
+        marks = [int(number) for number in _MARK.findall(text)]
+        if marks != list(range(len(roles))):
+            raise EngineError(
+                f"the chat template drops or repeats messages: of {len(roles)} it shows {marks}; use another "
+                f"prompt.mode or model"
+            )
+        return text
+
+    def _continuation(self) -> str:
+        before, after = self._render(("user",)), self._render(("user", "assistant", "user"))
+        written = "\ue0001\ue001"
+        if not after.startswith(before + written):
+            same = next(
+                (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before)
+            )
+            raise EngineError(
+                "the chat template is not append-only, a later turn rewrites the ones before: after "
+                f"{before[max(0, same - 20) : same]!r} it has {after[same : same + 30]!r} instead of "
+                f"{(before + written)[same : same + 30]!r}; use prompt.mode=window"
+            )
+        return after[len(before + written) :]
+
+    def _end_of_turn(self) -> tuple[int, ...]:
+        """Ids that end an assistant turn: the tokenizer's end token and what the template writes there."""
+        ids = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        written = self._written(
+            [{"role": "user", "content": "u"}, {"role": "assistant", "content": "\ue0001\ue001"}]
+        )
+        tail = self._control(written.split("\ue001")[-1])
+        if tail and tail[0] in self.tokenizer.all_special_ids:
+            ids.append(tail[0])
+        return tuple(dict.fromkeys(ids))
+
+
+CONTROL = ("<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unknown>")
+PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN = range(len(CONTROL))
+TAGS = ("<action>", "</action>", "<answer>", "</answer>", "<think>", "</think>")
+CHARACTERS = tuple(string.digits + string.ascii_letters + string.punctuation + " \n√")
+_ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
+
+
+class TinyTokenizer:
+    """The tiny engine's tokens: greedy longest-match over tags, `words` and characters; text gives no control tokens.
+
+    Args:
+        words: action words that shall be one token each.
+    """
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self.words = tuple(dict.fromkeys(word for word in words if len(word) > 1))
+        self.tokens = CONTROL + TAGS + self.words + CHARACTERS
+        offset = len(CONTROL)
+        self._ids = {token: index + offset for index, token in enumerate(self.tokens[offset:])}
+        whole = sorted(TAGS + self.words, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, whole)) + "|(?s:.)")
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text as token ids; a character outside the vocabulary becomes `<unknown>`."""
+        get = self._ids.get
+        return tuple(get(piece, UNKNOWN) for piece in self._pattern.findall(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, control tokens left out (`<unknown>` shows as U+FFFD)."""
+        text = (self.tokens[i] if i >= len(CONTROL) else "�" if i == UNKNOWN else "" for i in ids)
+        return "".join(text)
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """`<role>content` for each message, then `<assistant>`."""
+        ids: list[int] = []
+        for message in messages:
+            ids += (_ROLES[message["role"]], *self.encode(message["content"]))
+        return (*ids, ASSISTANT)
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The end mark if the response lacks it, the message, and `<assistant>`."""
+        closing = () if response_ids and response_ids[-1] == END else (END,)
+        return closing + self.start([message])
+
+
+_MARKS = 0x110000  # the first number that is no code point
+_CODED = {"system": _MARKS, "user": _MARKS + 1, "assistant": _MARKS + 2}
+_NAMES = {mark: role for role, mark in _CODED.items()}
+_IMAGE = _MARKS + 3
+
+
+class ChatCodec:
+    """Chats as reversible numbers, for servers that take messages and keep their tokens to themselves.
+
+    The "tokens" are Unicode code points and marks for roles: exact to hand over and to store, useless to learn from.
+    That is why an engine that uses them is for evaluation only.
+    """
+
+    takes_images = True
+    size = _MARKS
+    """How many tokens a response may be of: the marks are the prompt's."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text as code points."""
+        return tuple(map(ord, text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Code points as text, marks left out."""
+        return "".join(chr(i) for i in ids if i < _MARKS)
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Each message after the mark of its role, pictures first; then the assistant's mark."""
+        ids: list[int] = []
+        for message in messages:
+            pictures = (_IMAGE,) * message.get("images", 0)
+            ids += (_CODED[message["role"]], *pictures, *self.encode(message["content"]))
+        return (*ids, _CODED["assistant"])
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The message and the assistant's mark; a response needs no end of its own."""
+        return self.start([message])
+
+    def messages(self, ids: Sequence[int], images: Sequence[str]) -> list[dict[str, Any]]:
+        """The chat for `/v1/chat/completions`; what stands after the last assistant mark is a prefill.
+
+        Raises:
+            EngineError: there are more or fewer pictures than marks for them.
+        """
+        chat: list[dict[str, Any]] = []
+        waiting = list(images)
+        if not ids or ids[0] not in _NAMES:
+            raise EngineError("this prompt was not made by the engine's own tokenizer")
+        for i in ids:
+            if i in _NAMES:
+                chat.append({"role": _NAMES[i], "content": [], "text": []})
+            elif i == _IMAGE:
+                if not waiting:
+                    raise EngineError(
+                        f"the prompt shows more pictures than the {len(images)} that came with it"
+                    )
+                chat[-1]["content"].append({"type": "image_url", "image_url": {"url": waiting.pop(0)}})
+            else:
+                chat[-1]["text"].append(chr(i))
+        if waiting:
+            raise EngineError(f"{len(waiting)} of {len(images)} pictures have no place in the prompt")
+        for message in chat:
+            text = "".join(message.pop("text"))
+            pictures = message["content"]
+            message["content"] = [*pictures, {"type": "text", "text": text}] if pictures else text
+        if chat[-1]["role"] == "assistant" and not chat[-1]["content"]:
+            chat.pop()
+        return chat
