@@ -179,7 +179,6 @@ def remains(folder):
         "threads": set(threading.enumerate()),
         "descriptors": descriptors(),
         "temporary files": {path.name for path in folder.iterdir()},
-        "shared memory": set(os.listdir("/dev/shm")),
     }
 
 
