@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -222,6 +223,26 @@ def test_after_a_failure_in_flight_all_others_are_received_and_a_reset_repairs_t
         assert envs.step([2] * 4)[1].tolist() == [21.0] * 4
         envs.send([3, 1], [1, 1])
         assert drain(envs) == ({1: 12.0, 3: 12.0}, [])
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_an_end_is_received_with_its_last_observation_though_a_neighbour_ended_their_worker(
+    mode: str,
+) -> None:
+    fns = [functools.partial(CountEnv, 1), functools.partial(Misbehaving, "kill"), HEALTHY]
+    with closing(make_vec(fns, backend="process", num_workers=1, autoreset=mode)) as envs:
+        envs.reset(seed=5)
+        envs.send([0, 1, 2], [3, FAULT, 4])
+        with pytest.raises(WorkerDiedError, match="env 1"):
+            envs.recv(timeout=5.0)
+        ready = envs.recv(timeout=5.0)
+        assert ready.ids.tolist() == [0]
+        assert (ready.rewards[0], ready.terminated[0]) == (31.0, True)
+        if mode == "same_step":
+            assert ready.infos[0]["final_obs"].tolist() == [5, 1, 1, 3]
+            assert ready.observations[0].tolist() == [5, 2, 0, 0]
+        else:
+            assert ready.observations[0].tolist() == [5, 1, 1, 3]
 
 
 def test_while_others_are_in_flight_a_failed_env_can_be_reset_and_sent_again() -> None:
@@ -478,6 +499,18 @@ def test_an_abandoned_step_runs_with_its_own_actions_and_the_next_with_its_own()
             assert (wrong, list(map(len, played))) == (0, [50] * 4), layout
 
 
+class PaysAndEnds(CountEnv):
+    """Every step ends the episode and pays the same."""
+
+    def __init__(self, pays: float) -> None:
+        super().__init__(1)
+        self.pays = pays
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs, self.pays, *rest
+
+
 def given_up(envs: Any, actions: list[int], how: str) -> None:
     """Begin a step and give up waiting for it: by a timeout, or by an interrupt."""
     if how == "timeout":
@@ -634,6 +667,55 @@ def test_what_is_given_up_before_it_could_begin_runs_nowhere(layout: str) -> Non
         batch[:] = 7  # of no use any more
         assert envs.step_wait()[1].tolist() == [32.0, 42.0, 52.0, 62.0]  # t + 10 * action
         assert envs.get_attr("actions") == ([slow, 3], [1, 4], [1, 5], [1, 6])
+
+
+def test_envs_that_are_lost_with_a_neighbour_in_an_abandoned_step_are_reset_with_seeds() -> None:
+    seeds = []
+    for _ in range(2):
+        fns = [functools.partial(Misbehaving, "kill")] * 4
+        options = {"num_workers": 2, "threads": True, "on_failure": "restart"}
+        with closing(make_vec(fns, backend="process", **options)) as envs:
+            envs.reset(seed=5)
+            envs.step_async([1, 1, 1, FAULT])
+            with pytest.raises(multiprocessing.TimeoutError) as caught:
+                envs.step_wait(timeout=0.0)
+            assert caught.value.begun
+            seeds.append(envs.reset()[0][:, 0].tolist())
+    first, again = seeds
+    assert first == again
+    assert first[:2] == [5, 6]
+    assert -1 not in first  # not seeded
+
+
+def test_a_step_that_waited_for_an_abandoned_one_says_that_it_never_began() -> None:
+    with closing(make_vec([functools.partial(Dawdling, 0.4)] * 2, backend="process", num_workers=2)) as envs:
+        envs.reset(seed=5)
+        envs.step_async([Dawdling.SLOW, 1])
+        with pytest.raises(multiprocessing.TimeoutError) as caught:
+            envs.step_wait(timeout=0.05)
+        assert caught.value.begun
+        envs.step_async([2, 2])
+        with pytest.raises(multiprocessing.TimeoutError) as caught:
+            envs.step_wait(timeout=0.0)
+        assert not caught.value.begun
+        assert envs.get_attr("actions") == ([Dawdling.SLOW], [1])
+        assert envs.step([3, 3])[0].tolist() == [[5, 1, 2, 3], [6, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("pays", [math.nan, math.inf, 1.0])
+def test_an_end_that_pays_no_number_is_no_end_even_when_a_neighbour_hangs_before_anyone_looks(
+    pays: float,
+) -> None:
+    fns = [functools.partial(PaysAndEnds, pays), functools.partial(Misbehaving, "hang")]
+    options = {"backend": "thread", "num_workers": 1, "step_timeout": 0.3, "on_failure": "restart"}
+    with closing(make_vec(fns, **options)) as envs:
+        envs.reset(seed=5)
+        _, rewards, terminated, truncated, infos = envs.step([1, FAULT])
+        assert infos["worker_restarted"].all()
+        assert rewards.tolist() == [1.0 if pays == 1.0 else 0.0, 0.0]
+        assert terminated.tolist() == [pays == 1.0, False]
+        assert truncated.tolist() == [pays != 1.0, True]
+        assert infos["final_obs"][0].tolist() == ([5, 1, 1, 1] if pays == 1.0 else [5, 1, 0, 0])
 
 
 @pytest.mark.parametrize("layout", PARALLEL)

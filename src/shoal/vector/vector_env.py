@@ -72,7 +72,14 @@ class Description(NamedTuple):
 
 
 class PendingTimeoutError(WorkerTimeoutError, multiprocessing.TimeoutError):
-    """A `*_wait(timeout=…)` ran out; what was begun goes on."""
+    """A `*_wait(timeout=…)` ran out.
+
+    Attributes:
+        begun: whether the operation had begun: then it runs to its end, and the next step tells what must not be
+            lost of it. Otherwise it waited for one abandoned before, has touched no env, and never will.
+    """
+
+    begun = True
 
 
 class VectorPool(VectorEnv[Any, Any, Any]):
@@ -271,8 +278,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._seeds[i] = seeds[i]
         lost = [worker for worker in self.workers if worker.lost is not None]
         if lost and len(alive) == int(self.active.sum()):
+            anew = {i for worker in lost for i in self._lost_with(worker.first)}
             raise_first(self._start_anew(lost))  # fresh workers in place of those that a raised failure left
-            for i in (i for worker in lost for i in worker.ids):
+            for i in anew:
                 self._replaced[i] += 1
                 if seeds[i] is None:
                     seeds[i] = restart_seed(self._seeds[i], self._replaced[i])
@@ -330,7 +338,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         Raises:
             PendingTimeoutError: after `timeout` seconds. The step runs to its end; but if an env it concerns was still
-                at an abandoned command, it has not begun anywhere and never will.
+                at an abandoned command (`error.begun` is False), it has not begun anywhere and never will.
         """
         if self.closed or self._state != "step":
             self._expect("step")
@@ -499,6 +507,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                         late, late, deadline, lambda left, pause=pause: pause(min(left, 0.005))
                     ):
                         self._land_late(worker, *worker.take())
+                self._deferred = None
                 begin()
             for worker, _ in reversed(self._pending):  # the caller's own group is the last
                 if not worker.inline:
@@ -507,14 +516,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                         wait_any([worker], [worker for worker, _ in self._pending], deadline, worker.pause)
                 replies[id(worker)] = worker.take()[1]
         except TimeoutError:
+            error = PendingTimeoutError(f"The call to `{word}_wait` has timed out after {timeout} second(s).")
+            error.begun = self._deferred is None
             self._abandon(replies)
-            raise PendingTimeoutError(
-                f"The call to `{word}_wait` has timed out after {timeout} second(s)."
-            ) from None
+            raise error from None
         except BaseException:
             self._abandon(replies)
             raise
-        self._deferred = None
         if self._began:
             end = time.perf_counter()
             self._stepping += end - self._began
@@ -533,8 +541,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             reply = Reply()
         failed = {failure.env for failure in reply.failures}
         over = self.buffers.terminated | self.buffers.truncated
-        stay = worker.ids if worker.lost is not None else failed  # what they showed before stands, but for ends
-        stay = [i for i in stay if not over[i] or (self._same_step and i in failed)]
+        stay = [  # what they showed before stands, but for ends
+            i
+            for i in (failed if worker.lost is None else worker.ids)
+            if not over[i] or (self._same_step and i in failed)
+        ]
         self._observations.carry(stay, worker.before, worker.place)
         self._observations.keep(_ids(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
@@ -589,7 +600,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 stepped = {
                     i
                     for worker, command in pending
-                    if type(command) is Step and worker.lost is None
+                    if type(command) is Step
                     for i in _ids(worker, command)
                 }
                 told += [Told(i, self._final(IN_BUFFER, i), {}, {}) for i in ended if i in stepped]
