@@ -43,7 +43,7 @@ from shoal.rollout.parallel.rollout import ParallelRolloutManager, spread  # noq
 from shoal.rollout.parallel.server import SharedLLMInferenceManager  # noqa: E402
 from shoal.rollout.parallel.transport import Address, SocketLink  # noqa: E402
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer  # noqa: E402
+from shoal.rollout.samplers.tokenizers import TinyTokenizer  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "rollout.json"
 TURNS, WORKERS = 20, 4

@@ -26,8 +26,7 @@ from shoal.core.data import Trajectory, Turn
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.paired import PairedEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
-from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.rollout.samplers.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent_checkpoints import Progress, load_checkpoint, save_checkpoint, take_snapshot
 from shoal.train.agent_config import AgentProxy, Algorithm, KLPenalty, Lora, RolloutCorrection
 from shoal.train.agent_parts import make_networks, make_optimizer

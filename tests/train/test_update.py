@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.data import Trajectory, Turn
-from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.rollout.samplers.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent_config import Algorithm, KLPenalty
 from shoal.train.critic import Critic
 from shoal.train.samples import Sample, make_samples, micro_batches, token_values

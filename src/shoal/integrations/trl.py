@@ -118,6 +118,11 @@ class TRLRollout:
                     f"shoal samples from the whole distribution: GRPOConfig.{name} must be {value}, got {found}"
                 )
         proxy = self.config.agent_proxy
+        if proxy.sampling().restricted:
+            raise ConfigError(
+                "shoal samples from the whole distribution here, as the loss of TRL assumes: leave agent_proxy.top_p, "
+                "top_k and min_p out"
+            )
         return Sampling(proxy.max_tokens, trainer.temperature, proxy.stop)
 
     def _assignments(self, prompts: Sequence[Any], trainer: Any) -> list[Assignment]:

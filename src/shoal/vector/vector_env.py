@@ -598,10 +598,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             ended = [i for i in ended if i not in known]
             if ended:
                 stepped = {
-                    i
-                    for worker, command in pending
-                    if type(command) is Step
-                    for i in _ids(worker, command)
+                    i for worker, command in pending if type(command) is Step for i in _ids(worker, command)
                 }
                 told += [Told(i, self._final(IN_BUFFER, i), {}, {}) for i in ended if i in stepped]
         return told, failures

@@ -14,7 +14,7 @@ from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.transport import Address, Ask, Hello, LinkLostError, SocketLink, frame
 from shoal.rollout.samplers.sampler import Completion, Key, Request
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 BACKENDS = ("serial", "threads", "processes")
 

@@ -12,7 +12,7 @@ from shoal.core.errors import EngineError
 from shoal.rollout.collector import place_of
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 GROUPS, MEMBERS = 12, 2
 OF_ENVS = {

@@ -14,7 +14,6 @@ from test_huggingface import make_engine as make_llama
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
-from shoal.rollout.capabilities import capabilities_of
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.samplers.paired import PairedEngine
 from shoal.rollout.samplers.registry import (
@@ -26,7 +25,7 @@ from shoal.rollout.samplers.registry import (
     make_learner,
     sampler,
 )
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.rollout.samplers.tiny import TinyEngine
 

@@ -30,7 +30,6 @@ from shoal.core.errors import (
 )
 from shoal.core.executors import available_cpus
 from shoal.envs.catalogue import resolve_text
-from shoal.rollout.capabilities import Restartable
 from shoal.rollout.collector import group_numbers, place_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles, validate_environment_config
@@ -46,7 +45,7 @@ from shoal.rollout.parallel.worker import (
     play_share,
 )
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Engine, Sampling
+from shoal.rollout.samplers.sampler import Engine, Restartable, Sampling
 from shoal.rollout.settings import BACKENDS, Backend, rollout_config
 
 logger = logging.getLogger(__name__)

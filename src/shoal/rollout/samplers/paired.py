@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.rollout.capabilities import Capabilities, capabilities_of
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.samplers.sampler import (
+    Capabilities,
+    ChatTokenizer,
+    Completion,
+    Level,
+    Request,
+    capabilities_of,
+)
 
 
 class PairedEngine:

@@ -15,8 +15,7 @@ from typing import Any
 
 from shoal.core.errors import ConfigError
 from shoal.core.registry import Registry
-from shoal.rollout.capabilities import require_trainable, require_weights
-from shoal.rollout.samplers.sampler import ChatTokenizer, Engine
+from shoal.rollout.samplers.sampler import ChatTokenizer, Engine, require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -89,8 +88,7 @@ def close_engine(engine: Any) -> None:
 
 @sampler("tiny")
 def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
-    from shoal.rollout.samplers.tiny import TinyEngine
-    from shoal.rollout.samplers.tiny_network import TinyShape
+    from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 
     shape = TinyShape(config.width, config.layers, config.heads, config.context)
     return TinyEngine(words, shape, seed=seed, device=config.device)

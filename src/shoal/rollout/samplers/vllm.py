@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import DataError, EngineError, missing_extra
-from shoal.rollout.capabilities import Capabilities
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request, room_left
+from shoal.rollout.samplers.huggingface import as_in_files
+from shoal.rollout.samplers.sampler import Capabilities, ChatTokenizer, Completion, Level, Request, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
-from shoal.rollout.samplers.weight_files import as_in_files
 
 try:
     from vllm import LLM, SamplingParams
@@ -126,9 +125,9 @@ class VllmEngine:
         return SamplingParams(
             max_tokens=room,
             temperature=sampling.temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
+            top_p=sampling.top_p,
+            top_k=max(0, sampling.top_k),
+            min_p=sampling.min_p,
             repetition_penalty=1.0,
             stop=list(sampling.stop) or None,
             include_stop_str_in_output=True,
