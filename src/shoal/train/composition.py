@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -17,6 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 from shoal.core.configuration import from_mapping, to_mapping
 from shoal.core.errors import ConfigError, did_you_mean, unknown_name
 from shoal.train.agent_config import AgentConfig
+
+OWN = "over-the-defaults"
+"""What Hydra is asked for in the place of a config that has no defaults list."""
+
+MOST_BYTES, MOST_VALUES = 2**20, 20_000
+"""Of a config file; more is a mistake or an attack (aliases of aliases), and takes minutes to compose."""
 
 
 def config_names() -> list[str]:
@@ -31,7 +38,8 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     Args:
         name: one of `config_names()`, or of a YAML file in `folder`.
         overrides: applied last.
-        folder: a folder of the user's YAML; its files may name shoal's in their defaults list.
+        folder: a folder of the user's YAML; its files may name shoal's in their defaults list. One without such a
+            list changes the defaults of the settings.
 
     Raises:
         UnknownNameError: no such config.
@@ -49,7 +57,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
         else:
             with initialize_config_dir(str(folder.resolve()), version_base=None):
                 composed = compose(
-                    name,
+                    _with_defaults(name, folder),
                     overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"],
                     return_hydra_config=True,
                 )
@@ -60,8 +68,37 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
         raise ConfigError(f"config {name!r} needs one that is not there: {error}") from error
     except (ConfigCompositionException, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(_explain(error)) from error
-    values["custom_envs"] = {tag: kind for tag, kind in values["custom_envs"].items() if kind is not None}
+    kinds = values.get("custom_envs")
+    if isinstance(kinds, dict):
+        values["custom_envs"] = {tag: kind for tag, kind in kinds.items() if kind is not None}
     return from_mapping(AgentConfig, values)
+
+
+def _with_defaults(name: str, folder: Path) -> str:
+    """The name under which Hydra finds a config of the user's, over the defaults if it names none itself."""
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        return name
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path} must be at most {MOST_BYTES} bytes, got {path.stat().st_size}")
+    try:
+        own = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
+    if not isinstance(own, dict | None):
+        raise ConfigError(f"{path} must be a mapping of settings, got {type(own).__name__}")
+    todo: list[Any] = [own]
+    for _ in range(MOST_VALUES):  # as they are with every alias in full
+        if not todo:
+            break
+        value = todo.pop()
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if todo:
+        raise ConfigError(f"{path} must hold at most {MOST_VALUES} values, aliases in full, got more")
+    if own and "defaults" in own:
+        return name
+    ConfigStore.instance().store(name=OWN, node={"defaults": ["defaults", name, "_self_"]})
+    return OWN
 
 
 def _explain(error: Exception) -> str:
