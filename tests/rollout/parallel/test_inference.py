@@ -21,6 +21,7 @@ from shoal.rollout.parallel.transport import (
     Ask,
     Frames,
     Hello,
+    LinkLostError,
     SocketLink,
     decode_request,
     frame,
