@@ -41,12 +41,11 @@ from shoal.core.errors import EngineError  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.rollout.engines.huggingface import HuggingFaceEngine  # noqa: E402
 from shoal.rollout.engines.model_store import resolve_model  # noqa: E402
-from shoal.train.agent_config import Algorithm  # noqa: E402
-from shoal.train.critic import split_optimizer  # noqa: E402
-from shoal.train.group_advantages import group_relative  # noqa: E402
-from shoal.train.policy import TrainableEngine  # noqa: E402
-from shoal.train.samples import Sample, make_samples, token_values  # noqa: E402
-from shoal.train.update import logprobs_of, trained_parameters, update  # noqa: E402
+from shoal.train.agent.advantages import group_relative  # noqa: E402
+from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
+from shoal.train.agent.config import Algorithm  # noqa: E402
+from shoal.train.agent.policy import TrainableEngine, logprobs_of, split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.update import update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
 VOCABULARY, GROUP, RATE = 2048, 8, 1e-4
@@ -177,7 +176,7 @@ class Result:
 
 
 def run_shoal(case: Case, samples: list[Sample], tokenizer: Any, micro_batch_tokens: int) -> Result:
-    """`shoal.train.update` on the whole batch, again and again."""
+    """`shoal.train.agent.update` on the whole batch, again and again."""
     model = make_model(case.model)
     engine = HuggingFaceEngine(model, tokenizer)
     optimizer = split_optimizer(trained_parameters(model), None, case.rate, case.rate, 0.0)

@@ -27,8 +27,8 @@ from shoal.integrations.trl import TRLRollout, episode_reward
 from shoal.rollout.engines.huggingface import HuggingFaceEngine
 from shoal.rollout.factory import make_roles
 from shoal.rollout.prompts import Prompter
-from shoal.train.agent_config import Warmup
-from shoal.train.warmup import warm_up
+from shoal.train.agent.config import Warmup
+from shoal.train.agent.warmup import warm_up
 
 TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 WORDS = ("<action>", "</action>", "Left", "Down", "Right", "Up")

@@ -69,8 +69,7 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=DESCRIPTION)
     if options.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
-    from shoal.train.agent_evaluation import mean_interval, success_rate
-    from shoal.train.agent_metrics import success_by_kind
+    from shoal.train.agent.evaluation import mean_interval, success_by_kind, success_rate
 
     trajectories = _play(options)
     whole = [t for t in trajectories if t.status == "ok"]
@@ -165,9 +164,9 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
 
     from shoal.core.configuration import from_mapping
     from shoal.core.files import verify_folder
-    from shoal.train.agent_config import AgentConfig, AgentProxy, EngineConfig
-    from shoal.train.agent_evaluation import checkpoint_of
-    from shoal.train.policy import load_engine, make_engine
+    from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
+    from shoal.train.agent.evaluation import checkpoint_of
+    from shoal.train.agent.policy import load_engine, make_engine
 
     if options.model.startswith(SERVER):
         return _server(options)
@@ -193,7 +192,7 @@ def _server(options: EvalOptions) -> tuple[Any, Any]:
     """A server by messages. No stop text is sent: servers leave it out of what they return, closing tag and all."""
     from shoal.rollout.engine_config import ServerConfig
     from shoal.rollout.engines.making import make_engine
-    from shoal.train.agent_config import AgentConfig, AgentProxy, EngineConfig
+    from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
 
     server = ServerConfig(
         url=options.base_url,

@@ -113,8 +113,8 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
 
     from shoal.rollout.engines.making import close_engine, make_engine
     from shoal.rollout.factory import make_roles
-    from shoal.train.agent_checkpoints import newest_checkpoint
-    from shoal.train.policy import load_engine
+    from shoal.train.agent.checkpoint import newest_checkpoint
+    from shoal.train.agent.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":

@@ -37,7 +37,7 @@ def verify(run: Path, ending: contextlib.ExitStack) -> int:
     from omegaconf import OmegaConf
 
     from shoal.core.configuration import from_mapping
-    from shoal.train.agent_config import AgentConfig
+    from shoal.train.agent.config import AgentConfig
 
     file = run / "trajectories" / "rollout.jsonl"
     recordings = _recordings(run)
@@ -60,7 +60,7 @@ def _recordings(run: Path) -> list[_Recording]:
 
     The held-out episodes of iteration N were played with checkpoint N, its training episodes with N - 1.
     """
-    from shoal.train.agent_checkpoints import list_checkpoints
+    from shoal.train.agent.checkpoint import list_checkpoints
 
     folders = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run / "checkpoints")}
     found = []
@@ -76,7 +76,7 @@ def _recordings(run: Path) -> list[_Recording]:
 def _replay_training(run: Path, config: Any, recordings: Sequence[_Recording]) -> bool:
     import torch
 
-    from shoal.train.policy import load_engine
+    from shoal.train.agent.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
     held = []

@@ -1,0 +1,438 @@
+"""Training a language-model agent: play groups, compare within them, update, and keep everything on disk.
+
+The loop is a straight line: rollouts, groups with signal, advantages, update, evaluation, checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from shoal import envs
+from shoal.core.configuration import from_mapping
+from shoal.core.data import Trajectory
+from shoal.core.errors import ConfigError
+from shoal.core.run_folder import Event
+from shoal.core.seeding import derive_seed
+from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.engine import Completion, Engine, EngineAround, Request
+from shoal.rollout.engines.making import close_engine
+from shoal.rollout.episode import Role
+from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
+from shoal.rollout.filters import filter_rollouts
+from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.prompts import Prompter
+from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint, take_snapshot
+from shoal.train.agent.config import AgentConfig, Algorithm, refuse_without_signal
+from shoal.train.agent.distributed import (
+    Processes,
+    ShardedEngine,
+    SharedCollector,
+    refuse_all_failed,
+    shard_critic,
+)
+from shoal.train.agent.evaluation import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
+from shoal.train.agent.policy import (
+    BaseReference,
+    Critic,
+    Reference,
+    TrainableEngine,
+    can_checkpoint,
+    make_engine,
+    safe_batching,
+    split_optimizer,
+    trained_parameters,
+)
+from shoal.train.agent.records import Records
+from shoal.train.agent.update import prepare_samples, update
+from shoal.train.agent.warmup import warm_up
+from shoal.train.schedules import decayed
+
+logger = logging.getLogger(__name__)
+
+
+class AgentTrainer:
+    """Trains one engine on the envs of a config.
+
+    Args:
+        config: an `AgentConfig`, or a mapping (or OmegaConf config) with its keys.
+        on_event: called at durable moments (checkpoint, evaluation, summary).
+
+    Use it as a context manager, or call `close`, so that env workers end, and engines that sample elsewhere.
+    """
+
+    def __init__(self, config: AgentConfig | Mapping[str, Any], on_event: Event | None = None) -> None:
+        if not isinstance(config, AgentConfig):
+            plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+            config = from_mapping(AgentConfig, plain)  # type: ignore[arg-type]
+        refuse_without_signal(config)
+        sharded = config.trainer.sharding == "full"
+        self.processes = Processes.join(config.engine.device, sharded=sharded)
+        with ExitStack() as begun:  # what has begun ends if the rest cannot
+            self._begin(config, on_event, begun)
+            self._end = begun.pop_all()
+
+    def _begin(self, config: AgentConfig, on_event: Event | None, begun: ExitStack) -> None:
+        parallel = config.agent_proxy.use_parallel_rollout
+        self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
+        begun.callback(self.train_envs.pool.close)
+        begun.callback(self.val_envs.pool.close)
+        roles = {**self.train_envs.roles, **self.val_envs.roles}
+        self._player = make_learner(config, roles, self.processes)
+        begun.callback(close_engine, self._player)
+        batching = safe_batching(self._player, config.algorithm.batching)
+        algorithm = replace(config.algorithm, batching=batching)
+        self.config = config = replace(config, algorithm=algorithm)
+        self.records = Records(config, on_event, writes=self.processes.first)
+        begun.callback(self.records.close)
+        kept = self.records.folder.path / "reference"
+        self.engine, self.critic, self._reference = make_networks(config, self._player, kept, self.processes)
+        self.optimizer = make_optimizer(config, self.engine, self.critic)
+        self.progress = Progress(0, 0.0, 0, 0)
+        self._clock = EngineClock()
+        self._collector = self._make_collector("train", config.seed)
+        begun.callback(self._collector.close)
+        self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
+        begun.callback(self._val_collector.close)
+        self._success = 0.0  # held out, at this iteration; 0 if not measured
+        self._warned = False
+
+    def __enter__(self) -> AgentTrainer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End env workers, and what the engine started; may be called twice."""
+        self._end.close()
+
+    def describe(self) -> str:
+        """One line: what is trained, on what."""
+        return describe(self.config, self.engine, list(self.train_envs.roles), self.processes)
+
+    # --- the loop
+    def train(self) -> Iterator[dict[str, Any]]:
+        """Run to the end, yielding one row of metrics an iteration (row 0 is the start); resumes if asked to."""
+        if self.config.resume and not self.processes.together(self.records.only_begun)[0]:
+            yield from self._resume()
+        else:
+            yield self._start()
+        settings = self.config.trainer
+        enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
+        while self.progress.iteration < settings.iterations and self._success < enough:
+            row = self.train_iteration()
+            last = self.progress.iteration >= settings.iterations
+            improved = False
+            if last or self.progress.iteration % settings.eval_every == 0:
+                row |= self._validate()
+                improved = row["heldout_success"] > self.progress.best_success
+                if improved:
+                    self.progress = replace(self.progress, best_success=row["heldout_success"])
+                last = last or row["heldout_success"] >= enough
+            self._success = row.get("heldout_success", 0.0)
+            self.records.report(row)
+            if last or improved or self.progress.iteration % settings.save_every == 0:
+                self._save(best=improved)
+            yield row
+        self.records.finish(self.progress)
+
+    def train_iteration(self) -> dict[str, Any]:
+        """One round of rollouts and one update; returns its metrics."""
+        config, iteration = self.config, self.progress.iteration
+        self._clock.lap()
+        clock = time.perf_counter()
+        trajectories, learned, rollouts = play_groups(self._collector, iteration, config)
+        rollout_seconds = time.perf_counter() - clock
+        if "engine_busy" not in rollouts:
+            rollouts["engine_busy"] = round(self._clock.lap() / rollout_seconds, 4)
+        row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
+        row |= self._learn(trajectories, learned, iteration)
+        tokens = sum(t.n_tokens for t in trajectories)
+        self.progress = Progress(
+            iteration + 1,
+            self.progress.best_success,
+            self.progress.episodes + len(trajectories),
+            self.progress.tokens + tokens,
+        )
+        row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
+        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
+        if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
+            self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories)
+        return row
+
+    def evaluate(self, *, greedy: bool = True) -> list[Trajectory]:
+        """Play the held-out episodes; the same ones every time."""
+        return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
+
+    # --- parts of an iteration
+    def _learn(
+        self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
+    ) -> dict[str, float]:
+        """Advantages of the groups to learn from, and one update from them."""
+        config = self.config
+        row = signal_metrics(trajectories, learned, config.agent_proxy.format_penalty)
+        self._warn_of_shaping(row["groups_shaping_only"])
+        if not learned:
+            return row
+        set_rates(self.optimizer, config.algorithm, iteration / config.trainer.iterations)
+        reference = self._reference.engine if self._reference else None
+        samples = prepare_samples(
+            learned,
+            self.engine,
+            self.critic,
+            reference,
+            config.algorithm,
+            config.agent_proxy,
+            self.processes,
+        )
+        return row | update(
+            self.engine,
+            self.critic,
+            self.optimizer,
+            samples,
+            config.algorithm,
+            config.agent_proxy.temperature,
+            config.seed,
+            iteration,
+            self.processes,
+        )
+
+    def _warn_of_shaping(self, share: float) -> None:
+        """Say once when most groups differ by the format penalty alone."""
+        if share > 0.5 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%.0f%% of groups differ by the format penalty alone: they teach the format and nothing of the "
+                "task. Lower agent_proxy.format_penalty or add warm-up steps.",
+                100 * share,
+            )
+
+    # --- beginnings and ends
+    def _start(self) -> dict[str, Any]:
+        self.processes.together(self.records.begin)
+        row: dict[str, Any] = {"iteration": 0}
+        prompter = self._collector.collector.prompter
+        losses = list(warmed_up(self.config, self.engine, self.train_envs.roles, prompter, self.processes))
+        if losses:
+            row["warmup_loss"] = losses[-1]
+        self.processes.share_weights(self.engine.model.state_dict().values())
+        if self.critic is not None:
+            self.critic.model.load_state_dict(self.engine.model.state_dict())
+        if self._reference is not None:
+            self._reference.keep(self.engine)
+        row |= self._validate()
+        self._success = row["heldout_success"]
+        self.progress = replace(self.progress, best_success=self._success)
+        self.records.report(row)
+        self._save(best=True)
+        return row
+
+    def _resume(self) -> Iterator[dict[str, Any]]:
+        folder = self.records.folder.path
+        self.progress = load_checkpoint(
+            newest_checkpoint(folder / "checkpoints"),
+            self.engine,
+            self.critic,
+            self.optimizer,
+            self.config.comparable(),
+        )
+        if self._reference is not None:
+            self._reference.load()
+        rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
+        self._success = float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
+        yield from rows
+
+    def _validate(self) -> dict[str, float]:
+        trajectories = self.evaluate()
+        self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
+        refuse_all_failed(trajectories, "the evaluation")
+        return heldout_metrics(trajectories)
+
+    def _save(self, *, best: bool = False) -> None:
+        snapshot = take_snapshot(self.engine, self.critic, self.optimizer, self.processes.first)
+        save = partial(self.records.save, self.engine, snapshot, self.progress, best=best)
+        self.processes.together(save)
+
+    def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
+        ready = self.engine.whole if isinstance(self.engine, ShardedEngine) else nullcontext
+        if self.config.agent_proxy.use_parallel_rollout:
+            manager = ParallelRolloutManager(self.config, self._player, side=which, seed=seed)
+            return SharedCollector(manager, self.processes, ready)
+        side = self.train_envs if which == "train" else self.val_envs
+        collector = lockstep_collector(self.config, side, self._player, self._clock, seed)
+        return SharedCollector(collector, self.processes, ready)
+
+
+def make_learner(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> TrainableEngine:
+    """The engine of a config on this process's device, with adapters if they are what is trained."""
+    words = sorted({word for role in roles.values() for word in role.projection.words()})
+    if config.engine.name == "ray" and processes.count > 1:
+        from shoal.train.agent.distributed import refuse_without_room
+
+        refuse_without_room(config.engine.replicas, processes)
+    device = processes.device(config.engine.device)
+    engine = make_engine(replace(config.engine, device=device), words, config.seed)
+    try:
+        if config.algorithm.gradient_checkpointing and not can_checkpoint(engine.model):
+            raise ConfigError(
+                "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
+                "twice: leave it out"
+            )
+        if not config.model.lora.rank:
+            return engine
+        from shoal.train.agent.lora import add_lora
+
+        return add_lora(engine, config.model.lora, config.engine.model, config.seed)
+    except BaseException:
+        close_engine(engine)  # it may have begun processes
+        raise
+
+
+def make_networks(
+    config: AgentConfig, engine: TrainableEngine, kept: Path, processes: Processes
+) -> tuple[TrainableEngine, Critic | None, Reference | BaseReference | None]:
+    """The engine as it is trained, and the networks beside it: a critic, and what a KL penalty holds on to.
+
+    Each is cut into shards once it is made, where they are to be, so that no more than two are whole at a time.
+    """
+    critic = Critic(engine) if config.algorithm.needs_critic else None
+    if critic is not None and processes.sharded:
+        shard_critic(critic, engine, processes)
+    penalty, lora = config.algorithm.kl.coef, config.model.lora.rank
+    copied = Reference(kept, engine, processes) if penalty and not lora else None
+    trained: TrainableEngine = ShardedEngine(engine, processes) if processes.sharded else engine
+    if penalty and lora:
+        return trained, critic, BaseReference(trained)  # type: ignore[arg-type]
+    return trained, critic, copied
+
+
+def make_optimizer(
+    config: AgentConfig, engine: TrainableEngine, critic: Critic | None
+) -> torch.optim.Optimizer:
+    """Adam over what is trained."""
+    algorithm = config.algorithm
+    return split_optimizer(
+        trained_parameters(engine.model),
+        critic,
+        algorithm.learning_rate,
+        algorithm.critic.learning_rate,
+        algorithm.weight_decay,
+    )
+
+
+def set_rates(optimizer: torch.optim.Optimizer, algorithm: Algorithm, progress: float) -> None:
+    """Learning rates by the schedule, from the finished share of the run alone."""
+    rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
+
+
+def describe(config: AgentConfig, engine: TrainableEngine, kinds: Sequence[str], processes: Processes) -> str:
+    """One line: what is trained, on what."""
+    size = sum(parameter.numel() for parameter in engine.model.parameters())
+    groups, algorithm = config.es_manager.train, config.algorithm.adv_estimator
+    several = f", {processes.count} processes" if processes.count > 1 else ""
+    several += " (sharded)" if processes.sharded else ""
+    return (
+        f"{config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
+        f"{groups.env_groups} groups of {groups.group_size} on {', '.join(kinds)}{several}"
+    )
+
+
+def lockstep_collector(
+    config: AgentConfig, side: EnvironmentSet, engine: TrainableEngine, clock: EngineClock, seed: int
+) -> TrajectoryCollector:
+    """Plays the envs of one side in this process; `clock` measures the engine."""
+    return TrajectoryCollector(
+        side.pool,
+        side.tags,
+        make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn),
+        side.group_size,
+        clock.around(engine),
+        config.agent_proxy.prompt,
+        seed,
+    )
+
+
+def warmed_up(
+    config: AgentConfig,
+    engine: TrainableEngine,
+    roles: dict[str, Role],
+    prompter: Prompter,
+    processes: Processes,
+) -> Iterator[float]:
+    """The supervised steps of a config, which every process takes; yields the loss of each."""
+    if not config.warmup.steps:
+        return
+    kinds = {tag: config.custom_envs[tag] for tag in roles}
+    makers = {
+        tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config)) for tag, kind in kinds.items()
+    }
+    tokens = config.algorithm.micro_batch_tokens
+    share = 1 / processes.count if processes.sharded else 1.0
+    yield from warm_up(engine, makers, roles, prompter, config.warmup, tokens, config.seed, share)
+
+
+def play_groups(
+    collector: SharedCollector, iteration: int, config: AgentConfig
+) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
+    """Groups of this iteration (with dynamic sampling, until enough have signal), those to learn from, and metrics."""
+    algorithm, settings = config.algorithm, config.algorithm.filter_groups
+    collector.lap()
+    played, kept, report = collect_with_signal(
+        collector,
+        iteration,
+        config.agent_proxy.sampling(),
+        max_batches=settings.max_num_gen_batches if settings.enable else 1,
+    )
+    refuse_all_failed(played, f"iteration {iteration + 1}")
+    if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
+        logger.info("iteration %d: %s", iteration + 1, report)
+    row = report.metrics() | collector.lap()
+    learned = kept if settings.enable else [t for t in played if t.status == "ok"]
+    if algorithm.rollout_filter_ratio < 1:
+        learned, filtered = filter_rollouts(
+            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type
+        )
+        row |= filtered
+    return played, learned, row
+
+
+class EngineClock:
+    """Adds up the seconds that engines spend on completions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def lap(self) -> float:
+        """The seconds since the last lap."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def around(self, engine: Engine) -> Engine:
+        """The same engine, timed."""
+        return _Timed(engine, self)
+
+
+class _Timed(EngineAround):
+    def __init__(self, engine: Engine, clock: EngineClock) -> None:
+        super().__init__(engine)
+        self._clock = clock
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        began = time.perf_counter()
+        try:
+            return super().generate(requests)
+        finally:
+            self._clock.seconds += time.perf_counter() - began
