@@ -84,7 +84,7 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 	.venv-trl/bin/python -m pytest tests/integrations --timeout 600
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2
-	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/test_vllm_server.py tests/rollout/test_vllm_engine.py --timeout 900
+	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/samplers/test_vllm_server.py tests/rollout/samplers/test_vllm.py --timeout 900
 
 bench-learning: setup  ## three seeds of every config that learns, about forty CPU minutes
 	$(BIN)/python benchmarks/learning.py

@@ -39,12 +39,12 @@ from shoal.core.seeding import stream  # noqa: E402
 from shoal.envs.actions import Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
 from shoal.rollout.collector import place_of  # noqa: E402
-from shoal.rollout.dispatch import spread  # noqa: E402
-from shoal.rollout.engine import Completion, Key, Request, Sampling  # noqa: E402
-from shoal.rollout.engines.tiny_vocabulary import TinyTokenizer  # noqa: E402
-from shoal.rollout.inference import SharedLLMInferenceManager  # noqa: E402
-from shoal.rollout.link import Address, SocketLink  # noqa: E402
-from shoal.rollout.parallel import ParallelRolloutManager  # noqa: E402
+from shoal.rollout.parallel.dispatch import spread  # noqa: E402
+from shoal.rollout.parallel.inference import SharedLLMInferenceManager  # noqa: E402
+from shoal.rollout.parallel.link import Address, SocketLink  # noqa: E402
+from shoal.rollout.parallel.rollout import ParallelRolloutManager  # noqa: E402
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
+from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "rollout.json"
 TURNS, WORKERS = 20, 4

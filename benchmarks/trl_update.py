@@ -39,8 +39,8 @@ sys.path.insert(0, str(REPO / "src"))
 from shoal.core.data import Trajectory, Turn  # noqa: E402
 from shoal.core.errors import EngineError  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.rollout.engines.huggingface import HuggingFaceEngine  # noqa: E402
-from shoal.rollout.engines.model_store import resolve_model  # noqa: E402
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.rollout.samplers.models import resolve_model  # noqa: E402
 from shoal.train.agent.advantages import group_relative  # noqa: E402
 from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
 from shoal.train.agent.config import Algorithm  # noqa: E402

@@ -29,9 +29,9 @@ from omegaconf import OmegaConf
 from shoal.core.errors import DataError
 from shoal.core.seeding import derive_seed, stream
 from shoal.integrations.verl import agent_loop_outputs, to_dataproto
-from shoal.rollout.engine import Key, Request, Sampling
-from shoal.rollout.engines.huggingface import HuggingFaceEngine
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.train.agent.advantages import token_gae, turn_advantages
 from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.losses import aggregation_weights, clipped_token_loss

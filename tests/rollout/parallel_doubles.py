@@ -12,8 +12,8 @@ from gymnasium.spaces import Discrete, Text
 from shoal.core.seeding import derive_seed
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
-from shoal.rollout.engine import Completion
-from shoal.rollout.engines.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.sampler import Completion
+from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
 
 WORDS = ("one", "two", "three")
 

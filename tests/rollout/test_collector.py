@@ -4,10 +4,10 @@ from shoal import envs
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.engine import Key, Request, Sampling
-from shoal.rollout.engines.scripted import RandomEngine, ScriptedEngine
 from shoal.rollout.factory import EnvGroups, make_environments, make_set, validate_environment_config
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
 
 WORDS = ["Left", "Down", "Right", "Up"]
 PROMPT = PromptConfig(history=0, first="{observation}", later="{observation}")

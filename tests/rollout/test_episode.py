@@ -7,13 +7,13 @@ from shoal.core.errors import ConfigError, EngineError
 from shoal.envs import make
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.drift import find_drift
-from shoal.rollout.engine import Completion, Request, Sampling
-from shoal.rollout.engines.chat_codec import ChatCodec
-from shoal.rollout.engines.chat_template import TemplateTokenizer
-from shoal.rollout.engines.scripted import RandomEngine, ScriptedEngine
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.factory import make_environments
 from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.samplers.chat_codec import ChatCodec
+from shoal.rollout.samplers.sampler import Completion, Request, Sampling
+from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 WORDS = ["Left", "Down", "Right", "Up"]
 LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.engines.tiny_vocabulary import TinyTokenizer
 from shoal.rollout.prompts import PastTurn, PromptConfig, Prompter, Scene, fill
+from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
 
 TOKENIZER = TinyTokenizer(["Up"])
 

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.rollout.spaces import ActionRows
+from shoal.rollout.arrays.spaces import ActionRows
 from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.compiled_network import NO_MASKS, UpdateBatch, UpdateRates
 from shoal.train.gae import gae

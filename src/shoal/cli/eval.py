@@ -116,9 +116,9 @@ def _play(options: EvalOptions) -> list[Any]:
 
     from shoal.core.seeding import derive_seed
     from shoal.rollout.collector import TrajectoryCollector
-    from shoal.rollout.engine import Sampling
-    from shoal.rollout.engines.making import close_engine
     from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager, make_set
+    from shoal.rollout.samplers.registry import close_engine
+    from shoal.rollout.samplers.sampler import Sampling
 
     if options.env is None and options.model.startswith(SERVER):
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
@@ -190,8 +190,8 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
 
 def _server(options: EvalOptions) -> tuple[Any, Any]:
     """A server by messages. No stop text is sent: servers leave it out of what they return, closing tag and all."""
-    from shoal.rollout.engine_config import ServerConfig
-    from shoal.rollout.engines.making import make_engine
+    from shoal.rollout.samplers.registry import make_engine
+    from shoal.rollout.samplers.settings import ServerConfig
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
 
     server = ServerConfig(

@@ -7,7 +7,7 @@ import argparse
 
 def main(argv: list[str]) -> int:
     """List the known models, or fetch one."""
-    from shoal.rollout.engines.model_store import KNOWN, cache_folder, get_model
+    from shoal.rollout.samplers.models import KNOWN, cache_folder, get_model
 
     parser = argparse.ArgumentParser(
         prog="shoal model",

@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
 def play(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
     from shoal.core.data import write_trajectories
-    from shoal.rollout.parallel import ParallelRolloutManager
+    from shoal.rollout.parallel.rollout import ParallelRolloutManager
 
     folder, engine = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend=options.backend) as manager:
@@ -111,8 +111,8 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
     """The engine of a run, or a fresh one as the config says; `ending` closes it."""
     import torch
 
-    from shoal.rollout.engines.making import close_engine, make_engine
     from shoal.rollout.factory import make_roles
+    from shoal.rollout.samplers.registry import close_engine, make_engine
     from shoal.train.agent.checkpoint import newest_checkpoint
     from shoal.train.agent.policy import load_engine
 

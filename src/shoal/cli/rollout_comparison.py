@@ -16,8 +16,8 @@ from typing import Any
 from shoal.cli.rollout import prepare
 from shoal.cli.rollout_tables import episode_metrics, print_table
 from shoal.core.data import Trajectory, write_trajectories
-from shoal.rollout.engine import Engine, Level
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.verify import Verdict, compare
 
 ATTEMPTS = 5

@@ -15,9 +15,9 @@ from shoal.core.errors import DataError
 from shoal.core.files import read_json, verify_folder
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import place_of
-from shoal.rollout.engine import Engine, Level
-from shoal.rollout.parallel import ParallelRolloutManager
-from shoal.rollout.shares import Assignment
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.shares import Assignment
+from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.verify import Verdict, compare
 
 _SAVED = re.compile(r"(heldout|train)-(\d{6,})\.jsonl")

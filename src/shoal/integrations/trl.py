@@ -16,11 +16,11 @@ from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episodes, token_rows
 from shoal.rollout.collector import place_of
-from shoal.rollout.engine import Engine, Sampling
 from shoal.rollout.episode import Place
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.shares import Assignment
+from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.rollout.settings import Backend
-from shoal.rollout.shares import Assignment
 
 HELD_OUT = " held-out"
 
@@ -194,7 +194,7 @@ def episode_reward(
 
 
 def _engine(model: Any, tokenizer: Any, max_batch: int) -> Engine:
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine(model, tokenizer, max_batch=max_batch)
 

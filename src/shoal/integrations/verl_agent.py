@@ -27,11 +27,11 @@ from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean,
 from shoal.integrations.rows import bridge_config, require_whole_episodes
 from shoal.integrations.verl import agent_loop_outputs
 from shoal.rollout.collector import place_of
-from shoal.rollout.engine import Completion, Request
-from shoal.rollout.engines.chat_template import TemplateTokenizer
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import Completion, Request
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 try:
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.engine import Engine, Level
+from shoal.rollout.samplers.sampler import Engine, Level
 
 
 @dataclass(frozen=True, slots=True)

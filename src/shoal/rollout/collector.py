@@ -13,10 +13,10 @@ from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, EnvError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
-from shoal.rollout.engine import Completion, Engine, Request, Sampling, as_completion
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.samplers.sampler import Completion, Engine, Request, Sampling, as_completion
 
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]

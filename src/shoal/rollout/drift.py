@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shoal.rollout.engine import Message
+from shoal.rollout.samplers.sampler import Message
 
 
 @runtime_checkable

@@ -12,9 +12,9 @@ from typing import Any
 from shoal.core.data import Status, Trajectory, Turn
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
-from shoal.rollout.engine import Completion, Key, Message, Request, Sampling
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene
+from shoal.rollout.samplers.sampler import Completion, Key, Message, Request, Sampling
 
 
 @dataclass(frozen=True, slots=True)

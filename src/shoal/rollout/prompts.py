@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from shoal.core.errors import ConfigError, EngineError, did_you_mean
 from shoal.rollout.drift import find_drift
-from shoal.rollout.engine import ChatTokenizer, Message
+from shoal.rollout.samplers.sampler import ChatTokenizer, Message
 
 logger = logging.getLogger(__name__)
 

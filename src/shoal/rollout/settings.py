@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError
-from shoal.rollout.batching import Schedule
-from shoal.rollout.engine import Sampling
 from shoal.rollout.factory import EnvironmentConfig, EnvTag, EsManager, VectorConfig
+from shoal.rollout.parallel.batching import Schedule
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.sampler import Sampling
 
 Backend = Literal["auto", "serial", "threads", "processes", "loky", "ray"]
 BACKENDS = ("serial", "threads", "processes", "loky", "ray")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.data import Trajectory
-from shoal.rollout.engine import Level
+from shoal.rollout.samplers.sampler import Level
 
 
 @dataclass(frozen=True, slots=True)

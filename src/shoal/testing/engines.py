@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from shoal.rollout.capabilities import Capabilities, capabilities_of
-from shoal.rollout.engine import Completion, Engine, Key, Request, Sampling
+from shoal.rollout.samplers.sampler import Completion, Engine, Key, Request, Sampling
 from shoal.testing.promises import expect
 
 

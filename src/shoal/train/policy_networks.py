@@ -15,7 +15,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from shoal.core.seeding import derive_seed
-from shoal.rollout.spaces import ActionRows, Leaf, ObservationRows
+from shoal.rollout.arrays.spaces import ActionRows, Leaf, ObservationRows
 from shoal.train.compiled_network import NetworkShape
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}

@@ -14,8 +14,8 @@ from torch import nn
 
 from shoal.core.errors import DivergedError, EnvError
 from shoal.core.seeding import stream
-from shoal.rollout.spaces import ActionRows, ObservationRows
-from shoal.rollout.steps import StepRollout
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.compiled_network import UpdateBatch, UpdateRates
 from shoal.train.gae import explained_variance, next_values_of
 from shoal.train.normalizer import ObservationNormalizer, RewardNormalizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.rollout.steps import StepRollout
+from shoal.rollout.arrays.steps import StepRollout
 
 Array = np.ndarray
 

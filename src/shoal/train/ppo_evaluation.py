@@ -10,8 +10,8 @@ import numpy as np
 
 from shoal.core.errors import EnvError, missing_extra
 from shoal.core.seeding import stream
-from shoal.rollout.episodes import SeededEpisodes
-from shoal.rollout.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.episodes import SeededEpisodes
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 
 Array = np.ndarray
 Act = Callable[[Array, Array, Array, Array, Array, bool], None]

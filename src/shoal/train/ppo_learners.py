@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.spaces import ActionRows
+from shoal.rollout.arrays.spaces import ActionRows
 from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.compiled_network import (
     UpdateBatch,

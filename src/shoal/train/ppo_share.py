@@ -14,8 +14,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from shoal.rollout.spaces import ActionRows, ObservationRows
-from shoal.rollout.steps import EnvSlice
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.steps import EnvSlice
 from shoal.train.compiled_network import CompiledNetwork, NetworkShape
 from shoal.train.normalizer import ObservationNormalizer
 from shoal.train.ppo_envs import EnvFactory

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from shoal.core.processes import StartMethod
-from shoal.rollout.spaces import ActionRows, ObservationRows
-from shoal.rollout.steps import StepPolicy, StepRollout
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.steps import StepPolicy, StepRollout
 from shoal.train.compiled_network import CompiledNetwork
 from shoal.train.ppo_envs import EnvFactory, EnvFacts
 from shoal.train.ppo_share import ShareMaker

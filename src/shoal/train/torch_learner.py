@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.spaces import ActionRows
+from shoal.rollout.arrays.spaces import ActionRows
 from shoal.train import distributions
 from shoal.train.compiled_network import (
     UpdateBatch,

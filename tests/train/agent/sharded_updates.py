@@ -19,15 +19,15 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.rollout.test_huggingface_engine import CHATML, make_tokenizer
-from tests.rollout.test_huggingface_engine import make_engine as make_llama
+from tests.rollout.samplers.test_huggingface import CHATML, make_tokenizer
+from tests.rollout.samplers.test_huggingface import make_engine as make_llama
 
 from shoal.core.data import Trajectory, Turn
-from shoal.rollout.engine import Key, Request, Sampling
-from shoal.rollout.engines.huggingface import HuggingFaceEngine
-from shoal.rollout.engines.paired import PairedEngine
-from shoal.rollout.engines.tiny import TinyEngine
-from shoal.rollout.engines.tiny_network import TinyShape
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.paired import PairedEngine
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.rollout.samplers.tiny_network import TinyShape
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, save_checkpoint, take_snapshot
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, Lora, RolloutCorrection
 from shoal.train.agent.distributed import ALONE, Processes

@@ -4,11 +4,11 @@ import types
 import numpy as np
 import pytest
 import torch
-from tests.rollout.test_huggingface_engine import make_engine
+from tests.rollout.samplers.test_huggingface import make_engine
 
 from shoal.core.errors import MissingExtraError
-from shoal.rollout.engines.tiny import TinyEngine
-from shoal.rollout.engines.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.rollout.samplers.tiny_network import TinyShape
 from shoal.train.agent.batch import Sample, micro_batches
 from shoal.train.agent.policy import logprobs_of, training_mode
 from shoal.train.wandb_log import WandB

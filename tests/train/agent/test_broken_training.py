@@ -8,8 +8,8 @@ from tests.train.agent.test_crash_points import train
 
 from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.engine import Completion
-from shoal.rollout.engines.tiny import TinyEngine
+from shoal.rollout.samplers.sampler import Completion
+from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import update
 from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
 

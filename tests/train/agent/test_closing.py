@@ -4,8 +4,8 @@ import pytest
 from tests.train.agent.test_crash_points import SMALL, train
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.engines.paired import PairedEngine
-from shoal.rollout.engines.tiny import TinyEngine
+from shoal.rollout.samplers.paired import PairedEngine
+from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import trainer as agent
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer

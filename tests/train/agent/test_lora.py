@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from tests.rollout.test_huggingface_engine import make_engine, requests
+from tests.rollout.samplers.test_huggingface import make_engine, requests
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.export import main as export
 from shoal.core.errors import ConfigError, DataError
-from shoal.rollout.engine import Sampling
-from shoal.rollout.engines.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.lora import load_lora, weights_sha256

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from shoal.core.data import Trajectory, read_trajectories
-from shoal.rollout.dispatch import RolloutReport
-from shoal.rollout.engine import Sampling
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.dispatch import RolloutReport
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.distributed import Processes, SharedCollector
 from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only

@@ -3,10 +3,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.test_huggingface_engine import make_engine
+from tests.rollout.samplers.test_huggingface import make_engine
 
-from shoal.rollout.engines.tiny import TinyEngine
-from shoal.rollout.engines.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.rollout.samplers.tiny_network import TinyShape
 from shoal.train.agent.batch import (
     Piece,
     Sample,

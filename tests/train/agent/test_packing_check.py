@@ -5,12 +5,12 @@ import logging
 import pytest
 import torch
 import transformers
-from tests.rollout.test_huggingface_engine import make_engine, make_tokenizer
+from tests.rollout.samplers.test_huggingface import make_engine, make_tokenizer
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.engines.huggingface import HuggingFaceEngine
-from shoal.rollout.engines.tiny import TinyEngine
-from shoal.rollout.engines.tiny_network import TinyShape
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.rollout.samplers.tiny_network import TinyShape
 from shoal.train.agent.policy import packing_fault, safe_batching
 
 SHAPE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2}

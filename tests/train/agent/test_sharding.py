@@ -13,7 +13,7 @@ from tests.train.agent.tiny_model import write_tiny_model
 from torch import nn
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.rollout.engines.tiny import TinyEngine
+from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.distributed import Processes, ShardedEngine, _refuse_mixed, blocks_of

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from shoal.core.configuration import from_mapping, to_mapping
 from shoal.core.errors import ConfigError, did_you_mean, unknown_name
-from shoal.rollout.engine_config import EngineConfig as EngineConfig
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
+from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.advantages import Method
 from shoal.train.agent.batch import Batching

@@ -26,10 +26,10 @@ from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, DivergedError, EngineError, EnvError, missing_extra
 from shoal.core.executors import connect_ray
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.dispatch import RolloutReport
-from shoal.rollout.engine import EngineAround, Sampling
-from shoal.rollout.engine_config import ReplicaConfig
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.dispatch import RolloutReport
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import EngineAround, Sampling
+from shoal.rollout.samplers.settings import ReplicaConfig
 from shoal.train.agent.weights import cut_like, whole_weights
 
 if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it

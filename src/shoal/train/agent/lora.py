@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from shoal.core.errors import ConfigError, DataError, missing_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
-from shoal.rollout.engines.huggingface import HuggingFaceEngine
-from shoal.rollout.engines.model_store import resolve_model
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.models import resolve_model
 from shoal.train.agent.config import Lora
 
 KIND = "huggingface-lora"

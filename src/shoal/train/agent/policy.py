@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_json, verify_folder, write_folder
-from shoal.rollout.engine import ChatTokenizer, Completion, Level, Request
-from shoal.rollout.engine_config import EngineConfig
-from shoal.rollout.engines.making import make_learner
+from shoal.rollout.samplers.registry import make_learner
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.samplers.settings import EngineConfig
 from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
 from shoal.train.agent.distributed import ALONE, Processes, ShardedEngine
 
@@ -52,7 +52,7 @@ class TrainableEngine(Protocol):
 
     @property
     def level(self) -> Level:
-        """See `shoal.rollout.engine.Level`."""
+        """See `shoal.rollout.samplers.sampler.Level`."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -84,7 +84,7 @@ def make_engine(config: EngineConfig, words: Sequence[str], seed: int) -> Traina
     """The engine of a config, with fresh or pretrained weights that can be trained.
 
     Raises:
-        ConfigError: it cannot be trained (see `shoal.rollout.engines.making.make_engine` for playing).
+        ConfigError: it cannot be trained (see `shoal.rollout.samplers.registry.make_engine` for playing).
     """
     engine: TrainableEngine = make_learner(config, words, seed)
     return engine
@@ -94,14 +94,14 @@ def load_engine(folder: Path, *, device: str = "cpu") -> TrainableEngine:
     """The engine in the `engine` folder of a checkpoint."""
     described: dict[str, Any] = read_json(folder / "engine.json")
     if described.get("engine") == "tiny":
-        from shoal.rollout.engines.tiny import TinyEngine
+        from shoal.rollout.samplers.tiny import TinyEngine
 
         return TinyEngine.load(folder, device=device)
     if described.get("engine") == "huggingface-lora":
         from shoal.train.agent.lora import load_lora
 
         return load_lora(folder, device)
-    from shoal.rollout.engines.huggingface import HuggingFaceEngine
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine.load(folder, device=device, dtype=described.get("dtype", "float32"))
 

@@ -25,13 +25,13 @@ from shoal.core.errors import ConfigError
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
-from shoal.rollout.engine import Completion, Engine, EngineAround, Request
-from shoal.rollout.engines.making import close_engine
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
 from shoal.rollout.filters import filter_rollouts
-from shoal.rollout.parallel import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.registry import close_engine
+from shoal.rollout.samplers.sampler import Completion, Engine, EngineAround, Request
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent.config import AgentConfig, Algorithm, refuse_without_signal
 from shoal.train.agent.distributed import (

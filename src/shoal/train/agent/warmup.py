@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
-from shoal.rollout.engine import Completion, Sampling
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import Completion, Sampling
 from shoal.train.agent.batch import Sample, make_samples, micro_batches
 from shoal.train.agent.config import Warmup
 from shoal.train.agent.policy import TrainableEngine, trained_parameters

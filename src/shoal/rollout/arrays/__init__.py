@@ -1,0 +1,1 @@
+"""Experience of array policies over vector envs."""

@@ -1,0 +1,208 @@
+"""Collect experience of array policies: `n_steps` of every env, in order, nothing invented at ends.
+
+Two collectors give the same rows: `EnvSlice` steps its own environments in a plain loop (here, or inside
+a worker that holds the policy too), `VectorSteps` steps any Gymnasium vector env in any autoreset mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+
+from shoal.core.errors import EnvError, ShoalError
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+
+Array = np.ndarray
+
+
+class StepPolicy(Protocol):
+    """What a collector asks of a policy."""
+
+    def act(self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array) -> None:
+        """Write `actions[N, A]` and `logprobs[N]` for `obs[N, D]`; all chance comes from `noise[N, A]`."""
+
+
+@dataclass(slots=True)
+class StepRollout:
+    """`T` steps of `N` envs. An episode that ends at `t` has its successor's first observation at `t + 1`."""
+
+    obs: Array  # [T + 1, N, D]; the last row is where the next rollout begins
+    actions: Array  # [T, N, A]
+    logprobs: Array  # [T, N] of the actions, under the policy that chose them
+    rewards: Array  # [T, N] float64
+    terminated: Array  # [T, N] bool  the MDP ended
+    truncated: Array  # [T, N] bool  we stopped watching; False where terminated
+    final_obs: Array  # [K, D] the true last observations of truncated episodes, in the order of t, then env
+    masks: Array  # [T, N, sum(groups)] uint8, or empty [0, 0, 0] when every action is always allowed
+    valid: Array | None = None  # [T, N] bool; False where a vector env spent the step on a reset
+
+    @property
+    def done(self) -> Array:
+        """Whether the step ended its episode, either way."""
+        return np.asarray(self.terminated | self.truncated)
+
+    @staticmethod
+    def empty(
+        n_steps: int, n_envs: int, obs: ObservationRows, actions: ActionRows, masked: bool
+    ) -> StepRollout:
+        """Room for a rollout."""
+        masks = (n_steps, n_envs, actions.n_parameters) if masked else (0, 0, 0)
+        return StepRollout(
+            obs=np.zeros((n_steps + 1, n_envs, obs.size), obs.dtype),
+            actions=np.zeros((n_steps, n_envs, actions.size), actions.dtype),
+            logprobs=np.zeros((n_steps, n_envs), np.float32),
+            rewards=np.zeros((n_steps, n_envs)),
+            terminated=np.zeros((n_steps, n_envs), bool),
+            truncated=np.zeros((n_steps, n_envs), bool),
+            final_obs=np.zeros((0, obs.size), obs.dtype),
+            masks=np.ones(masks, np.uint8),
+        )
+
+
+class EnvSlice:
+    """Some environments of a run, stepped one after the other in this process.
+
+    Args:
+        envs: they must derive their own seeds on `reset()` (see `SeededEpisodes`) to be reproducible.
+        first_index: the global index of `envs[0]`, for messages.
+        masked: whether `info["action_mask"]` says which actions are allowed.
+    """
+
+    def __init__(self, envs: Sequence[gym.Env], *, first_index: int = 0, masked: bool = False) -> None:
+        self.envs = list(envs)
+        self.first_index = first_index
+        self.masked = masked
+        self.obs_rows = ObservationRows(self.envs[0].observation_space)
+        self.action_rows = ActionRows(self.envs[0].action_space)
+        self.now = np.zeros((len(self.envs), self.obs_rows.size), self.obs_rows.dtype)
+        self._mask = np.ones((len(self.envs), self.action_rows.n_parameters if masked else 0), np.uint8)
+
+    def reset(self) -> Array:
+        """Start an episode in every env; returns the rows of first observations."""
+        for i in range(len(self.envs)):
+            self._start(i)
+        return self.now
+
+    def resume(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> Array:
+        """Play the episodes again that were under way (see `SeededEpisodes.resume_episode`)."""
+        for i, env in enumerate(self.envs):
+            observation, info = env.get_wrapper_attr("resume_episode")(episodes, actions)
+            self.obs_rows.encode_one(observation, self.now[i])
+            self._note_mask(i, info)
+        return self.now
+
+    def restart(self, indices: Sequence[int]) -> None:
+        """Break off the episodes of the envs with these global indices and start new ones."""
+        for index in indices:
+            if 0 <= index - self.first_index < len(self.envs):
+                self._start(index - self.first_index)
+
+    def collect(self, policy: StepPolicy, noise: Array, *, until_done: bool = False) -> StepRollout:
+        """`len(noise)` steps of every env; `until_done` stops after the first episode that ends (one env)."""
+        n_steps, n_envs = noise.shape[0], len(self.envs)
+        rollout = StepRollout.empty(n_steps, n_envs, self.obs_rows, self.action_rows, self.masked)
+        obs, actions, logprobs, masks = rollout.obs, rollout.actions, rollout.logprobs, rollout.masks
+        steps = [env.step for env in self.envs]
+        to_env, plain, masked = self.action_rows.to_env, self.obs_rows.is_plain, self.masked
+        encode_one = self.obs_rows.encode_one
+        rewards: list[Any] = []
+        finals: list[Array] = []
+        obs[0] = self.now
+        mask = self._mask
+        t = i = 0
+        for t in range(n_steps):
+            if masked:
+                self._check_mask(t)
+                masks[t] = mask
+            policy.act(obs[t], mask, noise[t], actions[t], logprobs[t])
+            row = obs[t + 1]
+            try:
+                for i, action in enumerate(to_env(actions[t])):
+                    observation, reward, terminated, truncated, info = steps[i](action)
+                    rewards.append(reward)
+                    if terminated or truncated:
+                        if terminated:
+                            rollout.terminated[t, i] = True
+                        else:
+                            rollout.truncated[t, i] = True
+                            final = np.zeros(self.obs_rows.size, self.obs_rows.dtype)
+                            encode_one(observation, final)
+                            finals.append(final)
+                        self._start(i)
+                        row[i] = self.now[i]
+                        continue
+                    if plain:
+                        row[i] = observation
+                    else:
+                        encode_one(observation, row[i])
+                    if masked:
+                        self._note_mask(i, info)
+            except ShoalError:
+                raise
+            except Exception as error:
+                raise EnvError(
+                    f"env {self.first_index + i} failed at step {t} of the rollout, action "
+                    f"{actions[t, i].tolist()}: {error!r}"
+                ) from error
+            if until_done and (terminated or truncated):
+                break
+        self.now[:] = obs[t + 1]
+        if until_done:
+            cut(rollout, t + 1)
+        rollout.rewards[:] = np.asarray(rewards, np.float64).reshape(t + 1, n_envs)
+        if finals:
+            rollout.final_obs = np.stack(finals)
+        return rollout
+
+    def close(self) -> None:
+        """Close every env."""
+        for env in self.envs:
+            env.close()
+
+    def _start(self, i: int) -> None:
+        observation, info = self.envs[i].reset()
+        self.obs_rows.encode_one(observation, self.now[i])
+        self._note_mask(i, info)
+
+    def _note_mask(self, i: int, info: dict[str, Any]) -> None:
+        if self.masked:
+            self._mask[i] = mask_of(info, self._mask.shape[1], self.first_index + i)
+
+    def _check_mask(self, t: int) -> None:
+        check_masks(self.action_rows, self._mask, t, self.first_index)
+
+
+def mask_of(info: dict[str, Any], size: int, index: int) -> Array:
+    """The action mask in an env's info, checked; `index` names the env in errors."""
+    if "action_mask" not in info:
+        raise EnvError(
+            f"env {index} gave info['action_mask'] before, but not this time; give it at every step"
+        )
+    mask = np.asarray(info["action_mask"]).reshape(-1)
+    if mask.size != size:
+        raise EnvError(
+            f"env {index}: info['action_mask'] must have {size} entries, one per action, got {mask.size}"
+        )
+    return mask.astype(bool)
+
+
+def check_masks(actions: ActionRows, masks: Array, t: int, first_index: int) -> None:
+    """Raise where an action is needed and none is allowed."""
+    if masks.all():
+        return
+    for env, group in actions.forbidden(masks):
+        part = f", part {group} of the action" if len(actions.groups) > 1 else ""
+        raise EnvError(
+            f"env {first_index + env}, step {t} of the rollout{part}: the action mask allows no action"
+        )
+
+
+def cut(rollout: StepRollout, n_steps: int) -> None:
+    """Shorten a rollout that ended early."""
+    rollout.obs = rollout.obs[: n_steps + 1]
+    for name in ("actions", "logprobs", "rewards", "terminated", "truncated", "masks"):
+        setattr(rollout, name, getattr(rollout, name)[:n_steps])

@@ -1,0 +1,1 @@
+"""The environment managers of the references, thin over the rest of the room."""

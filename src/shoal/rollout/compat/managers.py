@@ -1,0 +1,251 @@
+"""Managers: vector environments that take what a model wrote and answer with the next prompts.
+
+The rules (projection, history, templates) are those of the rest of the room; a manager only keeps, for each
+env, the turns so far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypedDict
+
+import numpy as np
+
+from shoal.core.errors import ConfigError
+from shoal.rollout.compat.projections import as_actions, takes_two
+from shoal.rollout.compat.templates import template_of
+from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
+
+IMAGE = "<image>"
+"""Stands in the text where an env shows a picture and no text."""
+
+Results = tuple[list[Any], list[float], list[bool], list[dict[str, Any]]]
+
+
+class Observations(TypedDict):
+    """What a batch of agents sees."""
+
+    text: list[str]  # prompts
+    image: list[Any] | None  # `[rows, columns, 3]` uint8 each, for envs that show pictures
+    anchor: list[str]  # equal for equal states
+
+
+class Container(Protocol):
+    """Envs as lists: `MultiProcessEnvironmentContainer`, or anything with the same methods."""
+
+    def __len__(self) -> int: ...
+
+    def reset(self) -> tuple[list[Any], list[dict[str, Any]]]:
+        """New episodes: observations and infos."""
+        ...
+
+    def step(self, actions: Sequence[Any], /) -> Results:
+        """One action an env, None to leave it alone: observations, rewards, dones, infos."""
+        ...
+
+    def close(self) -> None:
+        """End the envs."""
+        ...
+
+
+class EnvironmentManager:
+    """Steps a batch of envs with the responses of a model.
+
+    Args:
+        envs: a container of envs.
+        projection_f: `(texts)` or `(texts, action_spaces)` to `(actions, valids)`.
+        config: the name of the env; or settings of `PromptConfig`, as such or as a mapping that may hold
+            `env_type` and `max_turns` too.
+    """
+
+    env_type: ClassVar[str | None] = None
+    scores: ClassVar[tuple[str, ...]] = ()
+    """Keys of the last info that `success_evaluator` reports beside success."""
+
+    def __init__(
+        self,
+        envs: Container,
+        projection_f: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
+        config: str | PromptConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.envs, self.projection_f = envs, projection_f
+        self.env_name = self.env_type or ""
+        self.max_turns: int | None = None
+        if isinstance(config, PromptConfig):
+            self.prompt = config
+        else:
+            settings: dict[str, Any] = {"env_type": config} if isinstance(config, str) else dict(config or {})
+            self.env_name = str(settings.pop("env_type", self.env_name))
+            self.max_turns = settings.pop("max_turns", None)
+            self.prompt = template_of(self.env_type or self.env_name, settings)
+        if self.prompt.mode != "window":
+            raise ConfigError(
+                f"managers make a fresh prompt each turn: mode must be window, got {self.prompt.mode}"
+            )
+        self._wants_spaces = takes_two(projection_f)
+        self._past: list[list[PastTurn]] = []
+        self._done: list[bool] = []
+
+    # --- the batch interface
+    def reset(self, kwargs: Any = None) -> tuple[Observations, list[dict[str, Any]]]:
+        """New episodes everywhere. `kwargs` is there for callers that pass one, and not read."""
+        observations, infos = self.envs.reset()
+        self._instructions = self._ask("instructions", "")
+        self._lookups = self._ask("action_words", {})
+        self._limits = [self.max_turns or getattr(c, "max_steps", 0) for c in self._ask("config", None)]
+        self._past = [[] for _ in observations]
+        self._done = [False] * len(observations)
+        return self._see(observations, infos), infos
+
+    def step(
+        self, text_actions: Sequence[str | None]
+    ) -> tuple[Observations, np.ndarray, np.ndarray, list[dict[str, Any]]]:
+        """One response for each env; episodes that are over ignore theirs.
+
+        Returns:
+            Observations, rewards `[N]` float64, dones `[N]` bool, and infos with `is_action_valid` (both the
+            response held an action and the env could do it) and `is_active` (the env was stepped).
+        """
+        if len(text_actions) != len(self._done):
+            raise ValueError(f"expected {len(self._done)} responses, got {len(text_actions)}")
+        active = [not over and text is not None for over, text in zip(self._done, text_actions, strict=True)]
+        actions, valids = self._project([text or "" for text in text_actions])
+        queues = [as_actions(action) if on else [] for action, on in zip(actions, active, strict=True)]
+        shown, rewards, infos, understood = self._play(queues)
+        for i, on in enumerate(active):
+            infos[i] = {
+                **infos[i],
+                "is_active": on,
+                "is_action_valid": on and bool(valids[i]) and understood[i],
+            }
+            if on:
+                self._remember(i, text_actions[i] or "", actions[i], bool(valids[i]), rewards[i])
+        return self._see(shown, infos), np.array(rewards), np.array(self._done, dtype=np.bool_), infos
+
+    def success_evaluator(
+        self,
+        total_infos: Sequence[Sequence[Mapping[str, Any]]],
+        total_batch_list: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+        **_: Any,
+    ) -> dict[str, np.ndarray]:
+        """Whether each episode succeeded, by the info of its last active step.
+
+        Args:
+            total_infos: for each episode, the infos of its steps.
+            total_batch_list: for each episode, entries with `active_masks`; `is_active` of the infos otherwise.
+        """
+        last: list[Mapping[str, Any]] = []
+        for number, infos in enumerate(total_infos):
+            if total_batch_list is None:
+                active = [bool(info.get("is_active", True)) for info in infos]
+            else:
+                active = [bool(entry.get("active_masks", True)) for entry in total_batch_list[number]]
+            places = [place for place, on in enumerate(active[: len(infos)]) if on]
+            last.append(infos[places[-1]] if places else {})
+        result = {"success_rate": np.array([_success(info) for info in last])}
+        for key in self.scores:
+            result[f"{self.env_name}_{key}"] = np.array([float(info.get(key, 0.0)) for info in last])
+        return result
+
+    def get_available_actions(self) -> list[list[str]]:
+        """The words that each env accepts now."""
+        return [list(words) for words in self._words]
+
+    def close(self) -> None:
+        """Close the envs."""
+        self.envs.close()
+
+    def __len__(self) -> int:
+        return len(self.envs)
+
+    def __enter__(self) -> EnvironmentManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- inside
+    def _project(self, texts: Sequence[str]) -> tuple[Sequence[Any], Sequence[Any]]:
+        return self.projection_f(texts, self._spaces()) if self._wants_spaces else self.projection_f(texts)
+
+    def _spaces(self) -> list[Any]:
+        """What the projection may choose from; an env that lists nothing accepts anything it knows."""
+        return [words or None for words in self._words]
+
+    def _play(
+        self, queues: Sequence[list[Any]]
+    ) -> tuple[list[Any], list[float], list[dict[str, Any]], list[bool]]:
+        """Step all envs through the actions of their responses, abreast, until the actions or the episodes end."""
+        totals, understood = [0.0] * len(queues), [True] * len(queues)
+        shown, infos = list(self._shown), list(self._infos)
+        queues = [list(queue) for queue in queues]
+        while any(queues):
+            asked = [bool(queue) for queue in queues]
+            observations, rewards, dones, after = self.envs.step([q.pop(0) if q else None for q in queues])
+            for i in [i for i, on in enumerate(asked) if on]:
+                shown[i], infos[i] = observations[i], dict(after[i])
+                totals[i] += float(rewards[i])
+                understood[i] = understood[i] and bool(after[i].get("action_is_valid", True))
+                self._done[i] = bool(dones[i])
+                if dones[i]:
+                    queues[i].clear()
+        return shown, totals, infos, understood
+
+    def _remember(self, i: int, text: str, action: Any, valid: bool, reward: float) -> None:
+        words = ", ".join(str(self._word(i, one)) for one in as_actions(action)) if valid else "(none)"
+        self._past[i].append(PastTurn(self._texts[i], text, words, reward))
+
+    def _word(self, i: int, action: Any) -> Any:
+        """The env's word for an action."""
+        lookup = self._lookups[i]
+        return next((word for word, known in lookup.items() if known == action), action)
+
+    def _see(self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any]]) -> Observations:
+        self._shown, self._infos = list(observations), [dict(info) for info in infos]
+        self._words = [list(info.get("available_actions", ())) for info in infos]
+        pictures = self._pictures(observations)
+        self._texts = [
+            o if isinstance(o, str) else str(info.get("text", IMAGE))
+            for o, info in zip(observations, infos, strict=True)
+        ]
+        anchors = [
+            str(info["anchor"]) if "anchor" in info else o if isinstance(o, str) else _digest(o)
+            for o, info in zip(observations, infos, strict=True)
+        ]
+        return {
+            "text": [self.build_text(i) for i in range(len(observations))],
+            "image": pictures,
+            "anchor": anchors,
+        }
+
+    def build_text(self, i: int) -> str:
+        """The prompt of env `i` in its present state."""
+        scene = Scene(
+            str(self._instructions[i]), self._texts[i], self._words[i], self._past[i], self._limits[i]
+        )
+        return compose(self.prompt, scene)
+
+    def _pictures(self, observations: Sequence[Any]) -> list[Any] | None:
+        if not all(isinstance(observation, str) for observation in observations):
+            return list(observations)
+        pool: Any = getattr(self.envs, "envs", None)
+        return list(pool.render()) if getattr(pool, "render_mode", None) == "rgb_array" else None
+
+    def _ask(self, name: str, default: Any) -> list[Any]:
+        """An attribute of every env; the default for containers and envs that have no such thing."""
+        pool: Any = getattr(self.envs, "envs", None)
+        try:
+            return list(pool.get_attr(name))
+        except AttributeError:
+            return [default] * len(self.envs)
+
+
+def _success(info: Mapping[str, Any]) -> float:
+    return float(info.get("success", info.get("won", 0.0)))
+
+
+def _digest(observation: Any) -> str:
+    array = np.ascontiguousarray(observation)
+    head = f"{array.dtype} {array.shape} ".encode()
+    return hashlib.blake2b(head + array.tobytes(), digest_size=16).hexdigest()

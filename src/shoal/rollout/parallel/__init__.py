@@ -1,0 +1,1 @@
+"""Rollouts on parallel workers that share one sampler."""

@@ -1,0 +1,347 @@
+"""Any causal language model of `transformers` as an engine that can also be trained here.
+
+Prompts that are equal are computed once, the next turn of an episode starts from what is known of the ones
+before, rows that have ended leave the batch, and the picks are keyed Gumbel noise over log-probabilities (level L1).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import ConfigError, DataError, EngineError, missing_extra
+from shoal.rollout.samplers.rows import Row
+from shoal.rollout.samplers.sampler import Completion, Level, Request
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+
+try:
+    import torch
+    from torch import Tensor, nn
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+    from shoal.rollout.samplers.prefix_cache import PrefixStore, can_be_cropped, fill_cache, take_row
+    from shoal.rollout.samplers.weight_files import read_weights
+except ImportError as error:
+    raise missing_extra("the Hugging Face engine", "llm") from error
+
+logger = logging.getLogger(__name__)
+
+
+class HuggingFaceEngine:
+    """Completes prompts with a model of `transformers`.
+
+    Args:
+        model: an `AutoModelForCausalLM`.
+        tokenizer: its tokenizer, with a chat template.
+        max_batch: rows that are decoded at once.
+        prefix_tokens: tokens of episodes under way whose keys and values are kept for their next turn; 0 for none.
+        template_settings: passed to the chat template.
+    """
+
+    level: Level = "L1"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_batch: int = 32,
+        prefix_tokens: int = 16_384,
+        **template_settings: Any,
+    ) -> None:
+        self.model: nn.Module = model.eval()
+        self.tokenizer = TemplateTokenizer(tokenizer, **template_settings)
+        self.max_batch = max_batch
+        self.weights_version = 0
+        self.prefixes = PrefixStore(prefix_tokens)
+        self._reads_stems: bool | None = None
+        self.prompt_tokens = self.computed_tokens = 0
+        """Tokens of all prompts so far, and how many of them had to be computed."""
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self.pad_id = int(pad or 0)
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self._context = int(limit) if limit else None
+        self._plain_head: bool | None = None  # found at the first use in training
+
+    @classmethod
+    def load(cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32") -> HuggingFaceEngine:
+        """The engine of a model folder on disk; nothing is fetched and no code of the folder runs."""
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            raise DataError(f"{folder} is not a model folder: it has no config.json")
+        settings = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), use_safetensors=True, **settings
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, **settings)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{folder} does not load as a model: {error}") from error
+        return cls(model.to(device), tokenizer)
+
+    def freeze_all_but_last(self, layers: int) -> None:
+        """Leave only the last `layers` decoder layers and the final norm trainable."""
+        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+        if not 1 <= layers <= len(decoder.layers):
+            raise ConfigError(f"train_last_layers must be in [1, {len(decoder.layers)}], got {layers}")
+        self.model.requires_grad_(False)
+        for part in [*decoder.layers[-layers:], decoder.norm]:
+            part.requires_grad_(True)
+
+    # --- rollouts
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order."""
+        for request in requests:
+            self._check(request)
+        self.prefixes.valid_for(self._weights_stamp())
+        order = sorted(range(len(requests)), key=lambda i: self._to_compute(requests[i]))
+        done: dict[int, Completion] = {}
+        with torch.inference_mode():
+            for first in range(0, len(order), self.max_batch):
+                chunk = order[first : first + self.max_batch]
+                done.update(zip(chunk, self._complete([requests[i] for i in chunk]), strict=True))
+        return [done[i] for i in range(len(requests))]
+
+    def _check(self, request: Request) -> None:
+        length = len(request.prompt_ids)
+        if not length:
+            raise EngineError("a prompt must have at least one token, got none")
+        if self._context and length + request.sampling.max_tokens > self._context:
+            raise EngineError(
+                f"a prompt of {length} tokens and a response of up to {request.sampling.max_tokens} do not fit "
+                f"the model's context of {self._context}: shorten the prompt (less history)"
+            )
+
+    def _to_compute(self, request: Request) -> int:
+        """How many tokens of a prompt are not known yet."""
+        known = self.prefixes.find(request.key, request.prompt_ids)
+        return len(request.prompt_ids) - (len(known.tokens) if known else 0)
+
+    def _complete(self, requests: list[Request]) -> list[Completion]:
+        rows = [Row(request, self.tokenizer) for request in requests]
+        cache, scores, mask = self._prefill(requests)
+        keeps = self.prefixes.max_tokens > 0 and can_be_cropped(cache)
+        live = list(range(len(rows)))
+        while True:
+            picks = self._pick(scores, [rows[i] for i in live])
+            keep = [place for place, i in enumerate(live) if not rows[i].ended]
+            if keeps:
+                for place, i in enumerate(live):
+                    if rows[i].ended:  # its last token was picked and never fed, so it is not in the cache
+                        tokens = rows[i].request.prompt_ids + rows[i].written[:-1]
+                        self.prefixes.keep(requests[i].key, take_row(cache, place, mask[place], tokens))
+            if not keep:
+                return [row.completion(self.weights_version) for row in rows]
+            if len(keep) < len(live):
+                chosen = torch.tensor(keep, device=mask.device)
+                cache.batch_select_indices(chosen)
+                mask, live, picks = (
+                    mask[chosen],
+                    [live[place] for place in keep],
+                    [picks[place] for place in keep],
+                )
+            mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
+            out = self._forward(torch.tensor(picks, device=mask.device)[:, None], mask, cache)
+            cache, scores = out.past_key_values, out.logits[:, -1]
+
+    def _prefill(self, requests: list[Request]) -> tuple[Any, Tensor, Tensor]:
+        """The cache, the next token's scores and the mask of each request; equal prompts are computed once."""
+        known = {r.prompt_ids: self.prefixes.find(r.key, r.prompt_ids) for r in reversed(requests)}
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
+        prefixes = [known[prompt] for prompt in prompts]
+        rest = [p[len(k.tokens) :] if k else p for p, k in zip(prompts, prefixes, strict=True)]
+        self.prompt_tokens += sum(map(len, prompts))
+        self.computed_tokens += sum(map(len, rest))
+        ids, mask = self._pad_left(rest)
+        cache = None
+        if any(prefixes):
+            cache = DynamicCache()
+            mask = torch.cat([fill_cache(cache, prefixes), mask], 1)
+        out = self._forward(ids, mask, cache)
+        index = {prompt: place for place, prompt in enumerate(prompts)}
+        select = torch.tensor([index[request.prompt_ids] for request in requests], device=ids.device)
+        out.past_key_values.batch_select_indices(select)
+        return out.past_key_values, out.logits[:, -1][select], mask[select]
+
+    def _weights_stamp(self) -> tuple[int, int]:
+        """A value that changes whenever weights do, by `load_weights` or in place by an optimizer."""
+        return self.weights_version, sum(parameter._version for parameter in self.model.parameters())
+
+    def _pick(self, scores: Tensor, rows: Sequence[Row]) -> list[int]:
+        """Sample or choose the next token of each row and note it."""
+        heat = torch.tensor([row.request.sampling.temperature or 1.0 for row in rows], device=scores.device)
+        logprobs = (scores.float() / heat[:, None]).log_softmax(-1).cpu().numpy()
+        return [row.take(logprobs[place]) for place, row in enumerate(rows)]
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        return self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+
+    def _pad_left(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        longest = max(map(len, prompts))
+        ids = np.full((len(prompts), longest), self.pad_id, dtype=np.int64)
+        mask = np.zeros((len(prompts), longest), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
+        device = next(self.model.parameters()).device
+        return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+
+    # --- training
+    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
+
+        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
+        `[3, B, T]` a sample may go on from a stem before it, of which the other two tell the first place and the end.
+        """
+        if self._plain_head is None:
+            self._plain_head = self._head_alone_scores()
+        if self._plain_head:
+            head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+            return head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
+        before = where[:, 1:]
+        columns = before.any(0).nonzero()[:, 0]
+        out = self.model(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
+        return out.logits[before[:, columns]]  # type: ignore[no-any-return]
+
+    @property
+    def reads_stems(self) -> bool:
+        """Whether samples in a row may go on from what they share: full attention that takes a mask of ours."""
+        if self._reads_stems is None:
+            config = self.model.config.get_text_config()  # type: ignore[union-attr, operator]
+            kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+            masked = getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
+            self._reads_stems = masked and kinds == {"full_attention"} and self._stems_change_nothing()
+        return self._reads_stems
+
+    def _stems_change_nothing(self) -> bool:
+        """Try it: two samples with a stem in one row, and each in a row of its own."""
+        device = next(self.model.parameters()).device
+        apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
+        joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
+        begins = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
+        stems = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
+        spans = torch.cat([begins[None], stems])
+        try:
+            decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+            with torch.no_grad():
+                expected = decoder(**_context(apart, None), use_cache=False).last_hidden_state[:, 2:]
+                found = decoder(**_context(joined, spans, self._implementation), use_cache=False)
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+            logger.info(
+                "prompts of a group are not shared in training, the model takes no such rows: %s", error
+            )
+            return False
+        gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
+        return bool(gap <= 0.02 * expected.abs().max())
+
+    def _reading(self, ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
+        context = _context(ids, begins, self._implementation)
+        if begins is None and not self.reads_stems:  # more than attention: it may want to know of padding
+            places = torch.arange(ids.shape[1] - 1, device=ids.device)
+            context["attention_mask"] = (places < lengths[:, None]).long()
+        return context
+
+    @property
+    def _implementation(self) -> str:
+        return str(getattr(self.model.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
+
+    def _head_alone_scores(self) -> bool:
+        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them).
+
+        With it, scores are computed for trained tokens alone, not for every column that some row trains.
+        """
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if head is None:
+            return False
+        ids = torch.tensor([[self.pad_id, self.pad_id]], device=next(self.model.parameters()).device)
+        with torch.no_grad():
+            scores = self.model(input_ids=ids, use_cache=False).logits
+            hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+            return torch.equal(head(hidden), scores)
+
+    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
+        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+        out = decoder(**self._reading(ids, lengths, begins), use_cache=False)
+        return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
+
+    @property
+    def hidden_width(self) -> int:
+        """Size of a hidden state."""
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    # --- files
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a folder that `transformers` and `load` read; `weights` by name in the place of the network's own."""
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        (folder / "engine.json").write_text(json.dumps({"engine": "huggingface", "dtype": dtype}))
+        self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        self.tokenizer.tokenizer.save_pretrained(folder)
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, for `load_weights`."""
+        return read_weights(folder, self.model)
+
+    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take over weights by name; tied weights may be left out."""
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
+        if unexpected or set(missing) - tied:
+            wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
+            raise DataError(f"these weights are of another network: {wrong} do not match")
+        self.prefixes.clear()
+        self.weights_version = version
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Put the LoRA adapter of a folder on the model, in the place of the one before."""
+        folder = Path(folder)
+        if not (folder / "adapter_model.safetensors").is_file():
+            raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
+        model: Any = self.model
+        try:
+            if getattr(model, "_hf_peft_config_loaded", False):
+                model.delete_adapter("shoal")
+            model.load_adapter(str(folder), adapter_name="shoal")
+        except ImportError as error:
+            raise missing_extra("LoRA adapters", "llm") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"{folder} does not load as an adapter of this model: {error}") from error
+        model.eval()
+        self.prefixes.clear()
+        self.weights_version = version
+
+
+def _context(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> dict[str, Tensor]:
+    """What a model reads of rows without their last column.
+
+    Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
+    positions, stems and branches by a mask of our own.
+    """
+    if begins is None:
+        return {"input_ids": ids[:, :-1]}
+    places = torch.arange(ids.shape[1] - 1, device=ids.device)
+    if begins.ndim == 2:
+        return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}
+    first, stem, end = begins[:, :, :-1, None]
+    seen = (places <= places[:, None]) & (places >= first) | (places >= stem) & (places < end)
+    mask = seen[:, None]
+    if implementation != "sdpa":  # the plain attention adds its mask to the scores
+        mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return {
+        "input_ids": ids[:, :-1],
+        "position_ids": places - (first - (end - stem))[..., 0],
+        "attention_mask": mask,
+    }

@@ -1,0 +1,165 @@
+"""Replicas of any engine as Ray actors: requests are spread over them, weights are put once and taken by all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import EngineError, missing_extra
+from shoal.rollout.capabilities import Capabilities, capabilities_of
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Engine, Level, Request
+
+try:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+except ImportError as error:
+    raise missing_extra("engines as Ray actors", "parallel") from error
+
+logger = logging.getLogger(__name__)
+
+
+class _Replica:
+    """One engine in an actor of its own."""
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        self.engine: Any = make()
+
+    def facts(self) -> tuple[Any, Level, Capabilities]:
+        return self.engine.tokenizer, self.engine.level, capabilities_of(self.engine)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return list(self.engine.generate(requests))
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        self.engine.load_weights(weights, version)
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        self.engine.load_adapter(folder, version)
+
+
+class RayEngine:
+    """Completes prompts on replicas of an engine; Ray must be running (`ray.init`).
+
+    A replica that dies is made anew with the last weights, and its requests are asked again.
+
+    Args:
+        make: makes one replica's engine, there; it must be picklable (a function of a module, or a partial).
+        replicas: how many.
+        resources: of one replica, for Ray (`{"num_gpus": 1}`); one core by default.
+        timeout: seconds after which a batch counts as failed.
+        retries: times that a failed batch is asked again.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        replicas: int = 1,
+        *,
+        resources: dict[str, Any] | None = None,
+        timeout: float | None = None,
+        retries: int = 2,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError(f"replicas must be at least 1, got {replicas}")
+        if not ray.is_initialized():
+            raise EngineError("Ray is not running: call ray.init() first, with the address of your cluster")
+        self._actor = ray.remote(**(resources or {"num_cpus": 1}))(_Replica)
+        self._make, self.timeout, self.retries = make, timeout, retries
+        self._last: tuple[str, Any, int] | None = None  # what replicas made anew must be told
+        self.weights_version = 0
+        self._actors = [self._actor.remote(make) for _ in range(replicas)]
+        tokenizer, level, capabilities = self._first_facts()
+        self.tokenizer: ChatTokenizer = tokenizer
+        self.level: Level = level
+        self.capabilities: Capabilities = capabilities
+
+    def _first_facts(self) -> tuple[Any, Level, Capabilities]:
+        """What the first replica says once it has started; while there is no room for it, that is said."""
+        facts = self._actors[0].facts.remote()
+        try:
+            while not ray.wait([facts], timeout=self.timeout or 30.0)[0]:
+                if self.timeout is not None:
+                    raise EngineError(f"no replica has started within {self.timeout} s: {_room()}")
+                logger.warning("still waiting for a first replica to start: %s", _room())
+            found: tuple[Any, Level, Capabilities] = ray.get(facts)
+        except RayActorError as error:
+            raise EngineError(f"a replica could not start: {str(error).strip().splitlines()[-1]}") from error
+        return found
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order; an episode stays with its replica, whose prefixes it can use."""
+        shares: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            shares.setdefault(_home(request, len(self._actors)), []).append(index)
+        done: dict[int, Completion] = {}
+        for attempt in range(self.retries + 1):
+            asked = {
+                home: self._actors[home].generate.remote([requests[i] for i in share])
+                for home, share in shares.items()
+            }
+            for home, answer in asked.items():
+                try:
+                    completions = ray.get(answer, timeout=self.timeout)
+                except (RayActorError, GetTimeoutError) as error:
+                    if attempt == self.retries:
+                        raise EngineError(
+                            f"replica {home} failed {attempt + 1} times; the last: {type(error).__name__}: {error}"
+                        ) from error
+                    logger.warning("replica %d failed (%s); it is made anew", home, type(error).__name__)
+                    self._renew(home)
+                except RayTaskError as error:
+                    cause = error.cause if isinstance(error.cause, EngineError) else error
+                    raise EngineError(f"replica {home}: {cause}") from error
+                else:
+                    done.update(zip(shares.pop(home), completions, strict=True))
+            if not shares:
+                break
+        return [done[index] for index in range(len(requests))]
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        """Weights by name, put into Ray's store once for all replicas."""
+        self._tell("load_weights", ray.put(weights), version)
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """A LoRA folder that every replica can read."""
+        self._tell("load_adapter", Path(folder), version)
+
+    def restart(self) -> None:
+        """Make all replicas anew, with the last weights."""
+        for home in range(len(self._actors)):
+            self._renew(home)
+
+    def close(self) -> None:
+        """End the replicas."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _tell(self, method: str, what: Any, version: int) -> None:
+        told = [getattr(actor, method).remote(what, version) for actor in self._actors]
+        for home, answer in enumerate(told):
+            try:
+                ray.get(answer, timeout=self.timeout)
+            except (RayActorError, GetTimeoutError) as error:
+                logger.warning("replica %d failed (%s); it is made anew", home, type(error).__name__)
+                self._last = (method, what, version)
+                self._renew(home)
+        self._last, self.weights_version = (method, what, version), version
+
+    def _renew(self, home: int) -> None:
+        ray.kill(self._actors[home])
+        self._actors[home] = self._actor.remote(self._make)
+        if self._last is not None:
+            method, what, version = self._last
+            ray.get(getattr(self._actors[home], method).remote(what, version), timeout=self.timeout)
+
+
+def _room() -> str:
+    return f"the cluster has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
+
+
+def _home(request: Request, n: int) -> int:
+    """Which replica an episode belongs to: its members and groups dealt out in turn."""
+    return (request.key.group + request.key.member) % n

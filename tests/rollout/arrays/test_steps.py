@@ -1,0 +1,280 @@
+"""Collectors of array policies: the rows are what a plain loop over the environments would give."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tests.train.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
+
+from shoal.core.errors import ConfigError, EnvError
+from shoal.rollout.arrays.episodes import SeededEpisodes
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.steps import EnvSlice
+from shoal.rollout.arrays.vector_steps import VectorSteps
+
+
+class NoisePolicy:
+    """Acts by the noise alone."""
+
+    def __init__(self, actions: ActionRows) -> None:
+        self.actions = actions
+
+    def act(self, obs, masks, noise, actions, logprobs):
+        if not self.actions.is_discrete:
+            actions[:] = noise
+        elif masks.size:
+            actions[:] = masks.argmax(axis=1)[:, None]
+        else:
+            actions[:] = (noise * np.array(self.actions.groups)).astype(np.int64)
+        logprobs[:] = noise.sum(axis=1)
+
+
+def make(kind: str):
+    return {
+        "counting": lambda: CountingEnv(5),
+        "ending": lambda: CountingEnv(4, terminates=True),
+        "target": TargetEnv,
+        "identity": lambda: IdentityEnv(masked=True),
+        "dict": DictEnv,
+        "binary": lambda: DictEnv(binary=True),
+    }[kind]
+
+
+KINDS = ("counting", "ending", "target", "identity", "dict", "binary")
+
+
+def collect(collector, n_steps, n_rollouts=1, seed=0):
+    rng = np.random.default_rng(seed)
+    policy = NoisePolicy(collector.action_rows)
+    collector.reset()
+    n_envs = len(collector.now)
+    shape = (n_steps, n_envs, collector.action_rows.size)
+    return [collector.collect(policy, rng.random(shape, dtype=np.float32)) for _ in range(n_rollouts)]
+
+
+def slice_of(kind: str, n_envs: int = 3) -> EnvSlice:
+    return EnvSlice([SeededEpisodes(make(kind)(), 0, i) for i in range(n_envs)], masked=kind == "identity")
+
+
+def vector_of(kind: str, mode: AutoresetMode, n_envs: int = 3) -> VectorSteps:
+    fns = [lambda i=i: SeededEpisodes(make(kind)(), 0, i) for i in range(n_envs)]
+    return VectorSteps(SyncVectorEnv(fns, autoreset_mode=mode), masked=kind == "identity")
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        for name in (
+            "obs",
+            "actions",
+            "logprobs",
+            "rewards",
+            "terminated",
+            "truncated",
+            "final_obs",
+            "masks",
+        ):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_a_vector_env_gives_the_rows_of_a_plain_loop(kind, mode):
+    assert_same(collect(vector_of(kind, mode), 11, 3), collect(slice_of(kind), 11, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_next_step_autoreset_the_wasted_rows_are_marked_and_the_rest_is_real(kind):
+    """Every valid row is one accepted action; a done row's successor is the true final observation."""
+    rollouts = collect(vector_of(kind, AutoresetMode.NEXT_STEP), 12, 3)
+    done = np.concatenate([r.done for r in rollouts])
+    valid = np.concatenate([r.valid for r in rollouts])
+    assert (~valid[1:] == done[:-1]).all()  # a reset row follows each end, and nothing else
+    assert not done[~valid].any()
+    for rollout in rollouts:
+        places = np.argwhere(rollout.truncated)
+        assert len(places) == len(rollout.final_obs)
+        for (t, i), final in zip(places, rollout.final_obs, strict=True):
+            np.testing.assert_array_equal(rollout.obs[t + 1, i], final)
+
+
+@pytest.mark.parametrize("terminates", [False, True])
+def test_no_row_of_a_reset_pretends_to_be_experience(terminates):
+    """The counting env shows how many actions it took: row t of an episode must show exactly t."""
+    envs = [SeededEpisodes(CountingEnv(5, terminates), 0, i) for i in range(2)]
+    (rollout,) = collect(EnvSlice(envs), 23)
+    expected = np.arange(23) % 5
+    for i in range(2):
+        assert rollout.obs[:23, i, 0].tolist() == expected.tolist()
+        assert rollout.obs[:23, i, 1].tolist() == (np.arange(23) // 5).tolist()
+    assert (rollout.terminated if terminates else rollout.truncated)[:, 0].tolist() == (
+        expected == 4
+    ).tolist()
+    assert rollout.final_obs[:, 0].tolist() == ([] if terminates else [5.0] * 8)  # not the reset's 0
+
+
+def test_termination_and_truncation_at_once_is_termination():
+    (rollout,) = collect(slice_of("target", 1), 36)
+    t = np.arange(1, 37)
+    # TargetEnv counts on across its flags only within an episode; the first episode ends at 5 by truncation
+    assert rollout.truncated[4, 0]
+    assert not (rollout.truncated & rollout.terminated).any()
+    envs = [SeededEpisodes(_Both(), 0, 0)]
+    (both,) = collect(EnvSlice(envs), 6)
+    assert both.terminated[:, 0].tolist() == [x % 3 == 0 for x in t[:6]]
+    assert not both.truncated.any()
+    assert len(both.final_obs) == 0
+    (vector,) = collect(VectorSteps(SyncVectorEnv(
+        [lambda: SeededEpisodes(_Both(), 0, 0)], autoreset_mode=AutoresetMode.SAME_STEP)), 6)  # fmt: skip
+    assert_same([vector], [both])
+
+
+class _Both(CountingEnv):
+    def step(self, action):
+        observation, reward, _, _, info = super().step(action)
+        over = self.t % 3 == 0
+        return observation, reward, over, over, info
+
+
+def test_an_episode_played_again_comes_to_the_same_state():
+    for kind in ("target", "identity"):
+        envs = slice_of(kind)
+        rollouts = collect(envs, 13, 2)
+        started = [env.episode for env in envs.envs]
+        actions = np.concatenate([r.actions for r in rollouts])
+        done = np.concatenate([r.done for r in rollouts])
+        histories = []
+        for i in range(3):
+            ends = np.flatnonzero(done[:, i])
+            rows = actions[ends[-1] + 1 if len(ends) else 0 :, i]
+            histories.append(envs.action_rows.to_env(rows) if len(rows) else [])
+        again = slice_of(kind)
+        again.reset()
+        np.testing.assert_array_equal(again.resume(started, histories), rollouts[-1].obs[-1])
+
+
+def test_seeds_go_by_global_index_and_episode_and_not_by_how_envs_are_shared_out():
+    whole = collect(slice_of("target", 4), 20)[0]
+    halves = []
+    noise = np.random.default_rng(0).random((20, 4, 1), dtype=np.float32)
+    for first in (0, 2):
+        part = EnvSlice([SeededEpisodes(TargetEnv(), 0, first + i) for i in range(2)], first_index=first)
+        part.reset()
+        halves.append(part.collect(NoisePolicy(part.action_rows), noise[:, first : first + 2].copy()))
+    np.testing.assert_array_equal(whole.obs, np.concatenate([h.obs for h in halves], axis=1))
+
+
+def test_an_all_false_action_mask_is_an_error_that_names_env_and_step():
+    envs = EnvSlice([SeededEpisodes(BrokenEnv("mask"), 0, i) for i in range(2)], first_index=6, masked=True)
+    with pytest.raises(EnvError, match="env 6, step 12 of the rollout: the action mask allows no action"):
+        collect(envs, 20)
+
+
+def test_an_env_that_raises_is_named_with_its_action():
+    envs = EnvSlice([SeededEpisodes(CountingEnv(50), 0, 0), SeededEpisodes(BrokenEnv("error"), 0, 1)])
+    with pytest.raises(
+        EnvError, match=r"env 1 failed at step 11 of the rollout, action \[.\]: .*plug was pulled"
+    ):
+        collect(envs, 20)
+
+
+def test_masks_come_from_a_method_too():
+    class Method(CountingEnv):
+        def action_masks(self):
+            return [self.t % 2 == 0, True]
+
+    env = SeededEpisodes(Method(), 0, 0)
+    _, info = env.reset()
+    assert info["action_mask"].tolist() == [True, True]
+    assert env.step(0)[4]["action_mask"].tolist() == [False, True]
+
+
+def test_a_vector_env_without_final_observations_is_refused():
+    class Bad(SyncVectorEnv):
+        def step(self, actions):
+            observations, rewards, terminated, truncated, infos = super().step(actions)
+            infos.pop("final_obs", None)
+            return observations, rewards, terminated, truncated, infos
+
+    bad = Bad([lambda: CountingEnv(5)], autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.raises(EnvError, match="final_obs"):
+        collect(VectorSteps(bad), 10)
+
+
+def test_observations_become_rows():
+    space = spaces.Dict(
+        {"a": spaces.Discrete(3, start=1),
+         "b": spaces.Dict({"c": spaces.MultiDiscrete([2, 3], start=[0, 5])}),
+         "d": spaces.Box(-1, 1, (2, 2)), "e": spaces.MultiBinary(2)}
+    )  # fmt: skip
+    rows = ObservationRows(space)
+    one = {
+        "a": 2,
+        "b": {"c": np.array([1, 7])},
+        "d": np.array([[0.1, 0.2], [0.3, 0.4]]),
+        "e": np.array([0, 1]),
+    }
+    row = np.zeros(rows.size, np.float32)
+    rows.encode_one(one, row)
+    expected = [0, 1, 0, 0, 1, 0, 0, 1, 0.1, 0.2, 0.3, 0.4, 0, 1]
+    np.testing.assert_allclose(row, expected, atol=1e-7)
+    batch = {
+        "a": np.array([2, 2]),
+        "b": {"c": np.array([[1, 7]] * 2)},
+        "d": np.stack([one["d"]] * 2),
+        "e": np.array([[0, 1]] * 2),
+    }
+    both = np.zeros((2, rows.size), np.float32)
+    rows.encode(batch, both)
+    np.testing.assert_allclose(both, [expected, expected], atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("space", "rows", "expected"),
+    [
+        (spaces.Discrete(3, start=4), [[0], [2]], [4, 6]),
+        (spaces.MultiDiscrete([2, 2], start=[1, 0]), [[0, 1]], [[1, 1]]),
+        (spaces.MultiBinary((2, 2)), [[0, 1, 1, 0]], [[[0, 1], [1, 0]]]),
+        (spaces.Box(-1, np.array([1, 2]), dtype=np.float64), [[-3.0, 3.0]], [[-1.0, 2.0]]),
+    ],
+)
+def test_rows_become_actions_of_the_space(space, rows, expected):
+    actions = ActionRows(space)
+    got = actions.to_env(np.array(rows, actions.dtype))
+    np.testing.assert_array_equal(np.array(got), expected)
+    assert all(space.contains(action) for action in got)
+    np.testing.assert_array_equal(actions.to_batch(np.array(rows, actions.dtype)), expected)
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Text(5), spaces.Sequence(spaces.Discrete(2)), spaces.Dict({"a": spaces.Text(3)})]
+)
+def test_observation_spaces_that_are_not_supported_say_so(space):
+    with pytest.raises(ConfigError, match="PPO reads Box, Discrete"):
+        ObservationRows(space)
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Text(5), spaces.Box(0, 255, (2,), np.uint8), spaces.Tuple((spaces.Discrete(2),))]
+)
+def test_action_spaces_that_are_not_supported_say_so(space):
+    with pytest.raises(ConfigError, match="PPO acts in Discrete"):
+        ActionRows(space)
+
+
+def test_seeded_episodes_leave_other_wrappers_their_time_limit():
+    env = SeededEpisodes(gym.make("CartPole-v1", max_episode_steps=3), 0, 0)
+    env.reset()
+    assert [env.step(0)[3] for _ in range(3)] == [False, False, True]
+
+
+def test_no_two_envs_or_episodes_start_alike_and_each_can_be_started_again():
+    def starts(seed: int) -> list[float]:
+        envs = [SeededEpisodes(TargetEnv(), seed, index) for index in range(4)]
+        return [float(env.reset()[0][0]) for _ in range(3) for env in envs]
+
+    assert len(set(starts(0))) == 12
+    assert starts(0) == starts(0)
+    assert not set(starts(0)) & set(starts(1))

@@ -1,0 +1,229 @@
+import base64
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shoal
+from shoal import envs
+from shoal.core.errors import ConfigError
+from shoal.core.seeding import derive_seed
+from shoal.rollout.compat.manager_kinds import MANAGERS, make_manager
+from shoal.rollout.compat.managers import EnvironmentManager
+from shoal.rollout.compat.multi_turn import multi_turn_loop
+from shoal.rollout.compat.projections import create_projection_function
+from shoal.rollout.compat.templates import TEMPLATES, template_of
+from shoal.rollout.images import PREFIX, as_url, picture_url, png_bytes
+from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.scripted import RandomEngine
+from shoal.vector import MultiProcessEnvironmentContainer
+
+LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}
+WAY = ["Down", "Down", "Right", "Right", "Down", "Right"]
+
+
+def lake(env_num=2, group_n=2, env_kwargs=LAKE, **settings):
+    return make_manager("frozen_lake", env_num, group_n, 3, env_kwargs, backend="serial", **settings)
+
+
+def say(word):
+    return f"<think>hm</think><action>{word}</action>"
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_every_manager_plays_its_env_as_the_env_alone_would(backend):
+    for name in MANAGERS:
+        with make_manager(name, 2, 1, 4, {}, backend=backend, prompt={"history": 0}) as manager:
+            observations, infos = manager.reset()
+            alone = [envs.make(name) for _ in range(2)]
+            for i, env in enumerate(alone):
+                observation, info = env.reset(seed=derive_seed(4, "env", 0, i))
+                assert observation in observations["text"][i]
+                assert env.instructions in observations["text"][i]
+                assert infos[i] == info
+                assert observations["anchor"][i] == env.anchor()
+            texts = [say(env.available_actions()[0]) for env in alone]
+            texts[1] = "nothing usable"
+            observations, rewards, dones, infos = manager.step(texts)
+            for i, env in enumerate(alone):
+                projected = create_projection_function(name)([texts[i]])[0][0]
+                observation, reward, terminated, truncated, info = env.step(projected)
+                assert (rewards[i], dones[i]) == (reward, terminated or truncated)
+                assert observation in observations["text"][i]
+                assert infos[i]["success"] == info["success"]
+            assert not infos[1]["is_action_valid"]
+            assert rewards.dtype == np.float64
+            assert dones.dtype == np.bool_
+
+
+def test_names_of_the_reference_are_importable_from_shoal():
+    for name in ("Sokoban", "WebShop", "Countdown", "MetaMathQA", "FrozenLake", "Bandit", ""):
+        assert issubclass(getattr(shoal, f"{name}EnvironmentManager"), EnvironmentManager)
+
+
+def test_a_manager_is_made_from_container_projection_and_name():
+    container = MultiProcessEnvironmentContainer("frozen_lake", 1, 2, 0, LAKE, backend="serial")
+    manager = shoal.FrozenLakeEnvironmentManager(
+        container, create_projection_function("frozen_lake"), "frozen_lake"
+    )
+    observations, _ = manager.reset()
+    assert "P___" in observations["text"][0]
+    assert manager.get_available_actions() == [["Left", "Down", "Right", "Up"]] * 2
+    assert observations["image"] is None
+
+
+def test_the_known_way_is_walked_and_counted_as_success():
+    manager = lake()
+    manager.reset()
+    total = []
+    for word in WAY:
+        _, rewards, dones, infos = manager.step([say(word)] * 3 + [say("Left")])
+        total.append(infos)
+    assert rewards.tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert dones.tolist() == [True, True, True, False]
+    by_env = list(zip(*total, strict=True))
+    assert manager.success_evaluator(total_infos=by_env)["success_rate"].tolist() == [1, 1, 1, 0]
+    masks = [[{"active_masks": step < 5} for step in range(6)]] * 4
+    counted = manager.success_evaluator(total_infos=by_env, total_batch_list=masks)
+    assert counted["success_rate"].tolist() == [0, 0, 0, 0]  # the step that succeeded is masked out
+
+
+def test_episodes_that_are_over_ignore_what_is_said():
+    manager = lake(1, 2)
+    manager.reset()
+    for word in WAY:
+        manager.step([say(word), None])
+    observations, rewards, dones, infos = manager.step([say("Left"), say("Down")])
+    assert rewards.tolist() == [0.0, 0.0]
+    assert dones.tolist() == [True, False]
+    assert [info["is_active"] for info in infos] == [False, True]
+    assert infos[0]["success"]
+    assert "P" in observations["text"][1].split("The lake now")[1]
+
+
+def test_the_prompt_remembers_the_last_turns_and_the_words_of_the_actions():
+    prompt = {
+        "history": 2,
+        "turn": "{step}:{action}={reward}:{response}",
+        "later": "{history}|{observation}|{step}/{max_turns}",
+    }
+    manager = lake(1, 1, prompt=prompt)
+    manager.reset()
+    for text in ["<action>Down</action>", "no", "<action>right</action>"]:
+        observations, *_ = manager.step([text])
+    history, rest = observations["text"][0].split("|", 1)
+    assert history == "2:(none)=0:no\n3:Right=0:<action>right</action>"
+    assert rest.endswith("|3/9")
+
+
+def test_several_actions_in_a_response_are_played_until_the_episode_ends():
+    manager = lake(1, 2, projection={"separator": "||", "max_actions": 8})
+    manager.reset()
+    way = "||".join(WAY)
+    observations, rewards, dones, infos = manager.step([say(way + "||Left"), say("Down||Down")])
+    assert rewards.tolist() == [1.0, 0.0]
+    assert dones.tolist() == [True, False]
+    assert infos[0]["step"] == 6
+    assert infos[1]["step"] == 2
+    assert "you chose Down, Down" in observations["text"][1]
+
+
+def test_an_arm_can_be_pulled_by_its_name():
+    manager = make_manager("bandit", 3, 1, 0, backend="serial")
+    manager.reset()
+    _, _, dones, infos = manager.step([say("dragon")] * 3)
+    assert all(info["is_action_valid"] and info["success"] for info in infos)
+    assert dones.all()
+
+
+def test_what_the_env_does_not_offer_is_invalid_and_costs_a_step():
+    manager = make_manager("webshop", 1, 1, 0, backend="serial")
+    observations, _ = manager.reset()
+    assert "search[<your query>]" in observations["text"][0]
+    _, _, _, infos = manager.step([say("click[buy now]")])
+    assert not infos[0]["is_action_valid"]
+    assert infos[0]["step"] == 1
+    observations, _, _, infos = manager.step([say("search[red shoes]")])
+    assert infos[0]["is_action_valid"]
+    assert "click[" in observations["text"][0]
+
+
+def test_the_published_score_of_the_shop_is_reported():
+    manager = make_manager("webshop", 1, 1, 0, backend="serial")
+    manager.reset()
+    infos = [{"task_score": 0.25, "success": False, "is_active": True}]
+    result = manager.success_evaluator(total_infos=[infos])
+    assert result["webshop_task_score"].tolist() == [0.25]
+
+
+def test_a_projection_of_one_argument_will_do():
+    container = MultiProcessEnvironmentContainer("frozen_lake", 1, 2, 0, LAKE, backend="serial")
+    manager = EnvironmentManager(container, lambda texts: ([2] * len(texts), [1] * len(texts)))
+    manager.reset()
+    _, _, _, infos = manager.step(["x", "y"])
+    assert [info["is_action_valid"] for info in infos] == [True, True]
+
+
+def test_pictures_are_carried_beside_or_instead_of_text():
+    beside = lake(1, 1, {**LAKE, "render_mode": "rgb_array"})
+    observations, _ = beside.reset()
+    assert observations["image"][0].shape == (96, 96, 3)
+    assert "P___" in observations["text"][0]
+    instead = lake(1, 2, {**LAKE, "observation": "rgb"})
+    observations, _ = instead.reset()
+    assert "<image>" in observations["text"][0]
+    assert observations["image"][0].dtype == np.uint8
+    assert observations["anchor"][0] == observations["anchor"][1] != ""
+    moved, *_ = instead.step([say("Down"), say("Left")])
+    assert moved["anchor"][0] != moved["anchor"][1] == observations["anchor"][0]
+
+
+def test_the_loop_over_a_manager_gives_whole_episodes():
+    words = ["Left", "Down", "Right", "Up"]
+    runs = []
+    for backend in ("serial", "process"):
+        with make_manager("frozen_lake", 2, 3, 5, {"size": 3}, backend=backend) as manager:
+            runs.append(
+                [multi_turn_loop(manager, RandomEngine(words), Sampling(8), max_turns=4) for _ in "ab"]
+            )
+    assert runs[0] == runs[1]
+    first, second = runs[0]
+    assert [(t.iteration, t.group, t.member) for t in first] == [(0, g, m) for g in (0, 1) for m in range(3)]
+    assert {t.iteration for t in second} == {1}
+    assert {t.env_seed for t in first}.isdisjoint(t.env_seed for t in second)
+    assert all(t.terminated or len(t.turns) == 4 for t in first)
+
+
+def test_templates_are_data_that_settings_replace():
+    assert set(TEMPLATES) == set(MANAGERS)
+    changed = template_of("sokoban", {"first": "{observation}!", "history": 1})
+    assert (changed.first, changed.history) == ("{observation}!", 1)
+    assert changed.later == template_of("sokoban").later
+    with pytest.raises(ConfigError, match="unknown key 'prompt.frist'"):
+        template_of("sokoban", {"frist": "x"})
+    with pytest.raises(ConfigError, match="must be window"):
+        lake(prompt={"mode": "append"})
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_a_picture_survives_as_a_png(rows, columns, seed):
+    image = pytest.importorskip("PIL.Image")
+    array = np.random.default_rng(seed).integers(0, 256, (rows, columns, 3), dtype=np.uint8)
+    url = picture_url(array)
+    assert url.startswith(PREFIX)
+    read = image.open(io.BytesIO(base64.b64decode(url.removeprefix(PREFIX))))
+    assert np.array_equal(np.asarray(read), array)
+
+
+def test_a_file_becomes_a_data_url_and_other_arrays_are_refused(tmp_path):
+    array = np.zeros((2, 2, 3), np.uint8)
+    (tmp_path / "a.png").write_bytes(png_bytes(array))
+    assert as_url(str(tmp_path / "a.png")) == picture_url(array)
+    (tmp_path / "b.png").write_bytes(b"GIF89a")
+    with pytest.raises(ValueError, match="neither a PNG nor a JPEG"):
+        as_url(str(tmp_path / "b.png"))
+    with pytest.raises(ValueError, match=r"must be \[rows, columns, 3\] uint8.*float64"):
+        picture_url(np.zeros((2, 2, 3)))

@@ -1,0 +1,134 @@
+"""A manager that is used by several threads, interrupted, closed meanwhile, or used again."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from parallel_doubles import CounterEnv, HashEngine, InterruptingEngine, config
+
+from shoal import envs
+from shoal.core.errors import WorkerError
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+
+BACKENDS = ("serial", "threads", "processes")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counter():
+    envs.register("test_counter", CounterEnv, replace=True)
+
+
+def manager_of(backend, engine=None, **changes):
+    return ParallelRolloutManager(config(**changes), engine or HashEngine(), backend=backend)
+
+
+@pytest.fixture(scope="module")
+def calm(_counter):
+    with manager_of("serial") as manager:
+        return {iteration: manager.collect(iteration) for iteration in (4, 5, 6)}
+
+
+def in_thread(work):
+    result = {}
+
+    def run():
+        try:
+            result["value"] = work()
+        except BaseException as error:
+            result["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, result
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rollouts_that_several_threads_ask_for_are_played_one_after_another(calm, backend):
+    with manager_of(backend, nap=0.005) as manager:
+        started = [in_thread(lambda i=i: manager.collect(i)) for i in calm]
+        for (thread, result), iteration in zip(started, calm, strict=True):
+            thread.join(30)
+            assert result["value"] == calm[iteration]
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "loky"])
+def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(calm, backend):
+    manager = manager_of(backend, nap=0.03 if backend == "serial" else 0.3)
+    thread, result = in_thread(lambda: manager.collect(4))
+    waiting, second = in_thread(lambda: time.sleep(0.3) or manager.collect(4))
+    time.sleep(1.0)
+    pids = manager.worker_pids()
+    clock = time.monotonic()
+    manager.close()
+    assert time.monotonic() - clock < 8
+    for ended, found in ((thread, result), (waiting, second)):
+        ended.join(10)
+        assert isinstance(found["error"], WorkerError)
+    assert not manager.worker_pids()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with manager:  # and it can be used again
+        assert manager.collect(4) == calm[4]
+
+
+def test_closing_in_the_thread_that_plays_ends_its_rollout():
+    manager = manager_of("processes", nap=0.3, parallel={"keep_envs": True})
+    before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
+    main = threading.main_thread().ident
+    timer = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+    try:
+        timer.start()
+        with pytest.raises(WorkerError):
+            manager.collect(4)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert not manager.worker_pids()
+
+
+@pytest.mark.parametrize("settings", [{}, {"episodes_at_once": 2}, {"episode_timeout": 50}])
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_threads_end_soon_after_an_interruption(backend, settings):
+    engine, before = InterruptingEngine(), set(threading.enumerate())
+    with manager_of(backend, engine, nap=0.1, groups=30, max_steps=50, parallel=settings) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.collect(4)
+        end = time.monotonic() + 10
+        playing = ("shoal-episode", "shoal-share")
+        while any(thread.name in playing for thread in set(threading.enumerate()) - before):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        asked = len(engine.batches)
+        time.sleep(0.5)
+        assert len(engine.batches) == asked
+
+
+class Noted(CounterEnv):
+    """Notes in a file that it was made, and that it was closed."""
+
+    def __init__(self, config=None, **settings):
+        super().__init__(config, **settings)
+        self.note("+")
+
+    def note(self, sign):
+        with open(os.environ["SHOAL_TEST_NOTES"], "a") as file:
+            file.write(sign)
+
+    def close(self):
+        self.note("-")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_env_is_closed_in_the_end(backend, keep, tmp_path, monkeypatch):
+    notes = tmp_path / "notes"
+    monkeypatch.setenv("SHOAL_TEST_NOTES", str(notes))
+    with manager_of(backend, parallel={"keep_envs": keep}) as manager:
+        manager._env_fns["Counter"] = Noted
+        manager.collect(4)
+        manager.collect(5)
+        assert bool(notes.read_text().count("-")) != keep
+    assert notes.read_text().count("-") == notes.read_text().count("+") > 0

@@ -1,0 +1,209 @@
+"""Envs that answer nonsense, fork, or do not let go: each costs its own episode and nothing else."""
+
+import asyncio
+import os
+import sys
+import time
+
+import pytest
+from parallel_doubles import CounterEnv, HashEngine, config
+
+from shoal import envs
+from shoal.core.errors import EngineError
+from shoal.core.seeding import stream
+from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.episode import Episode
+from shoal.rollout.factory import make_environments
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.sampler import Sampling
+
+BACKENDS = ("serial", "threads", "processes")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counter():
+    envs.register("test_counter", CounterEnv, replace=True)
+
+
+def play(backend, env=CounterEnv, times=1, **changes):
+    with ParallelRolloutManager(config(**changes), HashEngine(), backend=backend) as manager:
+        manager._env_fns["Counter"] = env
+        played = [manager.collect(4) for _ in range(times)]
+    assert all(trajectories == played[0] for trajectories in played)
+    return played[0]
+
+
+@pytest.fixture(scope="module")
+def calm(_counter):
+    return play("serial")
+
+
+class SameWorld(CounterEnv):
+    """The world of `CounterEnv`, whose random numbers are named by its class."""
+
+    def _start(self, rng):
+        super()._start(stream(self._seed, "env", "CounterEnv"))
+
+
+class Odd(SameWorld):
+    """Does something odd at the second step of some episodes."""
+
+    def step(self, action):
+        answer = super().step(action)
+        return self.odd(*answer) if self._faulty and self._steps == 2 else answer
+
+
+class NoInfo(Odd):
+    def odd(self, observation, reward, terminated, truncated, info):
+        return observation, reward, terminated, truncated, None
+
+
+class HalfCharacter(Odd):
+    def odd(self, observation, *others):
+        return "\ud800", *others
+
+
+class BadPicture(Odd):
+    def odd(self, observation, reward, terminated, truncated, info):
+        return observation, reward, terminated, truncated, {**info, "image": object()}
+
+
+class Cancelled(Odd):
+    def odd(self, *answer):
+        raise asyncio.CancelledError
+
+
+class OddMessage(Odd):
+    def odd(self, *answer):
+        raise ValueError("caf\udce9")
+
+
+class BadExit(Odd):
+    """It raises, and its end does too."""
+
+    def odd(self, *answer):
+        raise ValueError("lost")
+
+    def close(self):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("env", "cause"),
+    [
+        (NoInfo, "TypeError: the info must be a dict, got None"),
+        (HalfCharacter, "UnicodeEncodeError"),
+        (BadPicture, "picture"),
+        (Cancelled, "CancelledError"),
+        (OddMessage, r"ValueError: caf\udce9"),
+        (BadExit, "ValueError: lost"),
+    ],
+)
+def test_whatever_an_env_answers_only_its_own_episode_ends(calm, backend, env, cause):
+    played = play(backend, env)
+    assert played == play("serial", env)
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.turns) == ("env_error", before.turns[:1])
+            assert cause in now.error
+
+
+class Forks(Odd):
+    """Its child leaves by `sys.exit`, through the code that plays the episode."""
+
+    def odd(self, *answer):
+        if not (pid := os.fork()):
+            sys.exit(0)
+        _, status = os.waitpid(pid, 0)
+        assert status == 0
+        return answer
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_child_that_an_env_forked_is_no_second_worker(calm, backend):
+    assert play(backend, Forks) == calm
+
+
+class Clings(SameWorld):
+    """Some do not come back from their end."""
+
+    def close(self):
+        if self._faulty:
+            time.sleep(1000)
+
+
+class FailsAndClings(Clings):
+    def step(self, action):
+        answer = super().step(action)
+        if self._faulty and self._steps == 2:
+            raise ValueError("lost")
+        return answer
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
+    assert play(backend, Clings, times=2, parallel={"step_timeout": 0.5}) == calm
+    played = play(backend, FailsAndClings, parallel={"step_timeout": 0.5})
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.error) == ("timeout", "close did not answer within 0.5 s")
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+def test_without_a_time_limit_too_the_next_rollout_does_not_wait_for_envs_whose_end_hangs(
+    calm, backend, monkeypatch
+):
+    monkeypatch.setattr("shoal.rollout.parallel.dispatch.PATIENCE", 1.0)
+    assert play(backend, Clings, times=2) == calm
+
+
+class NoReset(SameWorld):
+    def reset(self, *, seed=None, options=None):
+        if seed is not None and seed % 4 == 0:
+            raise ValueError("no such world")
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("vector", ["serial", "process"])
+@pytest.mark.parametrize(("env", "turns"), [(NoReset, 0), (HalfCharacter, 1), (BadPicture, 1)])
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_an_env_answers_to_the_lockstep_collector_only_its_own_episode_ends(
+    calm, env, turns, vector
+):
+    settings = config() | {"vector": {"backend": vector, "num_workers": 2}}
+    settings["custom_envs"]["Counter"]["env_type"] = f"{__name__}:{env.__name__}"
+    train, _ = make_environments(settings)
+    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
+    tags, roles, size = train.tags, train.roles, train.group_size
+    playing = TrajectoryCollector(train.pool, tags, roles, size, HashEngine(), prompt, 7)
+    try:
+        for _ in range(2):
+            for before, now in zip(calm, playing.collect(4, Sampling(16, 1.0, ("</action>",))), strict=True):
+                if now.env_seed % 4:
+                    assert now == before
+                else:
+                    assert (now.status, now.turns) == ("env_error", before.turns[:turns])
+    finally:
+        playing.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_a_prompt_that_cannot_be_made_ends_its_episode_alone(calm, backend, monkeypatch):
+    real = Episode.request
+
+    def request(self):
+        if self.place.group == 2 and len(self._turns) == 3:
+            raise EngineError("the prompt does not extend the one before")
+        return real(self)
+
+    monkeypatch.setattr(Episode, "request", request)
+    for before, now in zip(calm, play(backend), strict=True):
+        assert (
+            now == before if now.group != 2 else (now.status, now.turns) == ("engine_error", before.turns[:3])
+        )

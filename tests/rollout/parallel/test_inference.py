@@ -1,0 +1,295 @@
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from parallel_doubles import HashEngine
+
+from shoal.core.errors import EngineError
+from shoal.rollout.parallel.inference import SharedLLMInferenceManager
+from shoal.rollout.parallel.link import Address, SocketLink
+from shoal.rollout.parallel.wire import HEADER, Frames, Hello, ask_of, frame, server_frames
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
+
+
+def request(member=0, turn=0, length=20):
+    return Request(tuple(range(length)), Key(1, 0, 0, member, turn), Sampling(16, 1.0, ("</action>",)))
+
+
+@pytest.fixture
+def shared():
+    with SharedLLMInferenceManager(HashEngine()) as manager:
+        yield manager
+
+
+def test_many_askers_over_one_socket_each_get_their_own_answers(shared):
+    expected = {m: HashEngine().generate([request(m, t) for t in range(30)]) for m in range(8)}
+    link = SocketLink(shared.serve())
+    found = {}
+
+    def ask(member):
+        found[member] = [link.generate([request(member, turn)])[0] for turn in range(30)]
+
+    threads = [threading.Thread(target=ask, args=(m,)) for m in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    link.close()
+    assert found == expected
+    assert shared.statistics.requests == 240
+
+
+def test_several_requests_are_answered_in_order(shared):
+    link = SocketLink(shared.serve())
+    requests = [request(m, length=1 + 500 * m) for m in range(20)]
+    assert link.generate(requests) == HashEngine().generate(requests) == shared.generate(requests)
+    assert link.generate([]) == []
+    link.close()
+
+
+def test_the_socket_is_for_this_user_alone(shared):
+    path = shared.serve().path
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+    shared.close()
+    assert not os.path.exists(os.path.dirname(path))
+
+
+class Evil:
+    def __reduce__(self):
+        return (open, ("/tmp/shoal-evil-marker", "w"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 64,
+        HEADER.pack(2**32 - 1) + b"x",
+        HEADER.pack(5) + b"\x00\x01\x02\x03\x04",
+        HEADER.pack(len(pickle.dumps(Evil()))) + pickle.dumps(Evil()),
+        frame(Hello(b"guess", 0)),
+        frame(ask_of(0, request(), None)),  # without an introduction
+    ],
+    ids=["garbage", "4 GiB", "nonsense", "pickle", "wrong secret", "no secret"],
+)
+def test_a_forged_client_is_cut_off_and_others_go_on(shared, data):
+    address = shared.serve()
+    good = SocketLink(address)
+    with socket.socket(socket.AF_UNIX) as forged:
+        forged.connect(address.path)
+        forged.sendall(data)
+        forged.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert forged.recv(100) == b""
+    assert good.generate([request()]) == HashEngine().generate([request()])
+    good.close()
+    assert not os.path.exists("/tmp/shoal-evil-marker")
+
+
+def test_half_a_frame_holds_up_nobody(shared):
+    address = shared.serve()
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.connect(address.path)
+        slow.sendall(frame(Hello(address.token, 1)) + frame(ask_of(0, request(), None))[:-3])
+        good = SocketLink(address)
+        assert good.generate([request()], timeout=5)
+        good.close()
+
+
+def test_thousands_of_connections_are_refused_beyond_the_limit(shared, monkeypatch):
+    monkeypatch.setattr("shoal.rollout.parallel.connections.MAX_CONNECTIONS", 20)
+    address = shared.serve()
+    good = SocketLink(address)
+    good.generate([request()])
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(100)]
+    for sock in crowd:
+        sock.connect(address.path)
+    assert good.generate([request()], timeout=5)
+    assert shared.statistics.refused_connections >= 80
+    for sock in crowd:
+        sock.close()
+    good.close()
+
+
+SILENT = """
+import sys, time
+from shoal.rollout.parallel.link import Address, SocketLink
+link = SocketLink(Address(sys.argv[1], bytes.fromhex(sys.argv[2]), float(sys.argv[3]) or None))
+print("connected", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_without_signs_of_life_is_killed_and_one_with_them_is_not():
+    with SharedLLMInferenceManager(HashEngine(), silence=0.8) as manager:
+        address = manager.serve()
+        assert address.beat == 0.2
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", SILENT, address.path, address.token.hex(), str(beat)],
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            for beat in (0, 0.2)
+        ]
+        for worker in workers:
+            assert worker.stdout.readline() == b"connected\n"
+        assert workers[0].wait(20) == -signal.SIGKILL
+        time.sleep(1.5)
+        assert workers[1].poll() is None
+        workers[1].kill()
+        for worker in workers:
+            worker.communicate()
+
+
+def test_frames_may_come_in_any_pieces():
+    data = b"".join(frame(ask_of(n, request(n, length=n), 0.5)) for n in range(1, 40))
+    whole = list(server_frames().feed(data))
+    frames = server_frames()
+    piecewise = [m for k in range(0, len(data), 7) for m in frames.feed(data[k : k + 7])]
+    assert piecewise == whole
+    assert len(whole) == 39
+    assert not frames.partial
+    assert isinstance(frames, Frames)
+
+
+def test_a_connection_that_floods_is_read_no_further(shared):
+    class Slow(HashEngine):
+        def generate(self, requests):
+            time.sleep(0.05)
+            return super().generate(requests)
+
+    with SharedLLMInferenceManager(Slow(), max_pending=8, max_batch=4, schedule="greedy") as manager:
+        flood, other = SocketLink(manager.serve(), 1), SocketLink(manager.serve(), 2)
+        done = threading.Event()
+
+        def ask():
+            flood.generate([request(turn=t, length=3000) for t in range(200)])
+            done.set()
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        time.sleep(0.3)
+        clock = time.monotonic()
+        other.generate([request(5)])
+        assert time.monotonic() - clock < 1.0  # its turn came although two hundred were there before it
+        assert not done.is_set()
+        assert done.wait(30)
+        thread.join()
+        flood.close()
+        other.close()
+
+
+def test_a_long_answer_is_sent_as_fast_as_it_is_read():
+    class Wordy(HashEngine):
+        def generate(self, requests):
+            return [Completion(tuple(range(1_000_000)), (), "stop", 0) for _ in requests]
+
+    with SharedLLMInferenceManager(Wordy()) as manager:
+        link = SocketLink(manager.serve())
+        # A second for each buffer's worth would take longer:
+        answers = link.generate([request(member) for member in range(6)], timeout=15)
+        assert [len(answer.token_ids) for answer in answers] == [1_000_000] * 6
+        link.close()
+
+
+def test_a_hung_engine_is_left_behind_and_restarted():
+    release = threading.Event()
+
+    class Hanging(HashEngine):
+        def generate(self, requests):
+            release.wait(20)
+            return super().generate(requests)
+
+    with SharedLLMInferenceManager(Hanging(), engine_timeout=0.3, restart=HashEngine) as manager:
+        assert manager.generate([request()]) == HashEngine().generate([request()])
+        assert manager.statistics.restarts == 1
+        release.set()
+        time.sleep(0.1)  # the late answer of the old one must not be delivered
+        assert manager.generate([request(1)]) == HashEngine().generate([request(1)])
+
+
+def test_a_hung_engine_without_a_spare_refuses_everybody():
+    release = threading.Event()
+
+    class Hanging(HashEngine):
+        def generate(self, requests):
+            release.wait(20)
+            return super().generate(requests)
+
+    with SharedLLMInferenceManager(Hanging(), engine_timeout=0.3, retries=0) as manager:
+        with pytest.raises(TimeoutError, match="did not answer within 0.3 s"):
+            manager.generate([request()])
+        with pytest.raises(EngineError, match="the engine hangs"):
+            manager.generate([request()])
+        release.set()
+
+
+def test_a_crashed_engine_is_replaced():
+    class Crashing(HashEngine):
+        def generate(self, requests):
+            raise MemoryError("out of it")
+
+    with SharedLLMInferenceManager(Crashing(), restart=HashEngine) as manager:
+        assert manager.generate([request()]) == HashEngine().generate([request()])
+    with (
+        SharedLLMInferenceManager(Crashing(), retries=0) as manager,
+        pytest.raises(EngineError, match="the engine failed: MemoryError: out of it"),
+    ):
+        manager.generate([request()])
+
+
+def test_one_request_that_cannot_be_answered_fails_alone():
+    class Picky(HashEngine):
+        def generate(self, requests):
+            if any(r.key.member == 5 for r in requests):
+                raise EngineError("not this one")
+            return super().generate(requests)
+
+    with SharedLLMInferenceManager(Picky()) as manager:
+        results = manager.generate_each([request(m) for m in range(16)])
+    assert [isinstance(r, EngineError) for r in results] == [m == 5 for m in range(16)]
+
+
+def test_a_request_that_waits_too_long_is_refused():
+    class Slow(HashEngine):
+        def generate(self, requests):
+            time.sleep(0.4)
+            return super().generate(requests)
+
+    with SharedLLMInferenceManager(Slow(), max_batch=1, request_timeout=0.5) as manager:
+        results = manager.generate_each([request(m) for m in range(12)])
+    assert not isinstance(results[0], Exception)
+    assert isinstance(results[-1], TimeoutError)
+
+
+def test_an_asker_notices_that_the_engine_is_gone(shared):
+    link = SocketLink(shared.serve())
+    link.generate([request()])
+    shared.close()
+    with pytest.raises(EngineError, match="gone|ended"):
+        link.generate([request()])
+    link.close()
+    with pytest.raises(EngineError, match="closed"):
+        shared.generate([request()])
+    with pytest.raises(OSError, match="No such file"):
+        SocketLink(Address("/nowhere/engine", b""))
+
+
+def test_uid_of_the_peer_is_checked(shared, monkeypatch):
+    real = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(shared.serve().path)
+        stranger.settimeout(5)
+        assert stranger.recv(10) == b""
+    assert struct.calcsize("3i") == 12

@@ -1,0 +1,147 @@
+"""Rollouts on a Ray cluster of three nodes, all on this machine."""
+
+import threading
+import time
+
+import pytest
+from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
+
+from shoal import envs
+from shoal.core.errors import WorkerDiedError
+from shoal.core.executors import RayExecutor, make_executor
+from shoal.rollout.parallel.inference import SharedLLMInferenceManager
+from shoal.rollout.parallel.ray_transport import Mailbox
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_finds_shoal):
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, include_dashboard=False)
+    ray.init(address=cluster.address, include_dashboard=False, log_to_driver=False)
+    envs.register("test_counter", CounterEnv, replace=True)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def play(backend, engine=None, n_jobs=3, **changes):
+    settings = config(n_jobs=n_jobs, **changes)
+    with ParallelRolloutManager(settings, engine or HashEngine(), backend=backend) as manager:
+        return manager.collect(4), manager.report
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
+def test_trajectories_on_a_cluster_are_the_serial_ones(cluster, schedule):
+    assert play("ray", parallel={"schedule": schedule})[0] == play("serial")[0]
+
+
+@pytest.mark.timeout(300)
+def test_lockstep_does_not_wait_for_workers_that_have_no_place_yet(cluster):
+    assert play("ray", n_jobs=8, parallel={"schedule": "barrier"})[0] == play("serial")[0]
+
+
+@pytest.mark.timeout(300)
+def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
+    with ParallelRolloutManager(config(nap=0.02), InterruptingEngine(), backend="ray") as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.collect(3)
+        assert manager.collect(4) == play("serial")[0]
+
+
+@pytest.mark.timeout(300)
+def test_the_tiny_engine_writes_the_same_on_a_cluster(cluster):
+    from shoal.rollout.samplers.tiny import TinyEngine
+
+    engine = TinyEngine(WORDS, seed=1)
+    assert play("ray", engine, groups=3)[0] == play("serial", engine, groups=3)[0]
+
+
+@pytest.mark.timeout(300)
+def test_a_failing_env_on_a_cluster_ends_its_episode_alone(cluster):
+    calm = play("serial")[0]
+    for before, now in zip(calm, play("ray", fault="raise")[0], strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert now.status == "env_error"
+
+
+@pytest.mark.timeout(300)
+def test_a_ray_worker_that_dies_is_replaced_and_nothing_changes(cluster, tmp_path):
+    calm = play("serial")[0]
+    played, report = play("ray", fault="kill", once=str(tmp_path / "once"))
+    assert played == calm
+    assert report.worker_deaths == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
+    calm = play("serial", nap=0.0)[0]
+    extra = cluster.add_node(num_cpus=1, include_dashboard=False)
+    settings = config(n_jobs=4, nap=0.4)
+    with ParallelRolloutManager(settings, HashEngine(), backend="ray") as manager:
+        thread = threading.Timer(3.0, cluster.remove_node, (extra,), {"allow_graceful": False})
+        thread.start()
+        played = manager.collect(4)
+        thread.join()
+    assert played == calm
+
+
+@pytest.mark.timeout(300)
+def test_the_mailbox_is_on_the_node_of_the_engine_whatever_nodes_there_are(cluster):
+    import ray
+
+    extra = cluster.add_node(num_cpus=8, include_dashboard=False)
+    here = ray.get_runtime_context().get_node_id()
+    assert extra.node_id != here
+    with SharedLLMInferenceManager(HashEngine()) as inference:
+        boxes = [Mailbox(inference) for _ in range(6)]
+        where = ray.get(
+            [
+                box.actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+                for box in boxes
+            ]
+        )
+        for box in boxes:
+            box.close()
+    cluster.remove_node(extra)
+    assert where == [here] * 6
+
+
+@pytest.mark.timeout(300)
+def test_a_cancelled_task_of_the_ray_executor_ends_as_a_death(cluster):
+    executor = RayExecutor()
+    future = executor.submit(time.sleep, 200)
+    executor.shutdown(cancel_futures=True)
+    with pytest.raises(WorkerDiedError, match="Ray worker was lost: .+"):
+        future.result(60)
+
+
+@pytest.mark.timeout(300)
+def test_the_ray_executor_tells_errors_from_deaths(cluster):
+    with make_executor("ray") as executor:
+        assert executor.submit(pow, 2, 10).result() == 1024
+        with pytest.raises(ZeroDivisionError):
+            executor.submit(divmod, 1, 0).result()
+        with pytest.raises(WorkerDiedError, match="Ray worker was lost"):
+            executor.submit(exec, "import os; os.kill(os.getpid(), 9)").result()
+
+
+@pytest.mark.timeout(300)
+def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):
+    import ray
+
+    node = cluster.add_node(num_cpus=2, resources={"env": 2}, include_dashboard=False)
+    with RayExecutor({"resources": {"env": 1}}) as executor:
+        where = {executor.submit(lambda: ray.get_runtime_context().get_node_id()).result() for _ in range(3)}
+    assert where == {node.node_id}
+    settings = {"ray_options": {"resources": {"env": 1}}}
+    assert play("ray", n_jobs=2, parallel=settings)[0] == play("serial")[0]

@@ -1,0 +1,332 @@
+import contextlib
+import logging
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
+
+from shoal import envs
+from shoal.core.errors import ConfigError, EngineError
+from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.factory import make_environments
+from shoal.rollout.parallel.dispatch import RolloutReport, spread, worthwhile_workers
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import Sampling
+
+SAMPLING = Sampling(16, 1.0, ("</action>",))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counter():
+    envs.register("test_counter", CounterEnv, replace=True)
+
+
+def play(backend, settings=None, engine=None, **changes):
+    with ParallelRolloutManager(settings or config(**changes), engine or HashEngine(), backend=backend) as m:
+        return m.collect(4), m.report
+
+
+@pytest.fixture(scope="module")
+def calm(_counter):
+    return play("serial")[0]
+
+
+def test_the_serial_rollout_is_that_of_the_lockstep_collector(calm):
+    train, _ = make_environments(config() | {"vector": {"backend": "serial"}})
+    engine = HashEngine()
+    from shoal.rollout.prompts import PromptConfig
+
+    prompt = PromptConfig(**config()["agent_proxy"]["prompt"])
+    playing = TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7)
+    assert playing.collect(4, SAMPLING) == calm
+    assert len({t.turns[0].observation for t in calm}) > 4  # not all alike
+    assert all(t.status == "ok" and len(t.turns) == 6 and t.weights_version == 3 for t in calm)
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "greedy", "barrier"])
+@pytest.mark.parametrize("n_jobs", [1, 2, 3, 8])
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_trajectories_are_equal_on_every_backend_schedule_and_number_of_workers(
+    calm, backend, n_jobs, schedule
+):
+    assert play(backend, n_jobs=n_jobs, parallel={"schedule": schedule})[0] == calm
+
+
+def test_trajectories_are_equal_on_loky(calm):
+    assert play("loky", n_jobs=2)[0] == calm
+
+
+def test_the_barrier_runs_one_batch_a_turn_and_the_lock_one_request():
+    engine = HashEngine()
+    play("threads", parallel={"schedule": "barrier"}, engine=engine)
+    assert engine.batches == [16] * 6
+    engine = HashEngine()
+    play("threads", parallel={"schedule": "greedy", "max_batch": 1}, engine=engine)
+    assert engine.batches == [1] * 96
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_few_envs_that_play_many_episodes_give_the_same(calm, at_once):
+    settings = {"episodes_at_once": at_once, "keep_envs": True}
+    with ParallelRolloutManager(config(parallel=settings), HashEngine(), backend="processes") as manager:
+        assert manager.collect(4) == calm
+        assert manager.collect(5) != calm
+        assert manager.collect(4) == calm
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_the_barrier_waits_for_no_episode_that_cannot_begin_yet(calm, backend, at_once):
+    engine = HashEngine()
+    settings = {"schedule": "barrier", "episodes_at_once": at_once}
+    assert play(backend, parallel=settings, engine=engine)[0] == calm
+    assert set(engine.batches[: 8 // at_once * 6]) == {2 * at_once}  # two workers, in lockstep
+
+
+def test_the_barrier_does_not_wait_for_those_that_a_dead_worker_left_open(calm, tmp_path):
+    settings = {"schedule": "barrier"}
+    played, report = play("processes", n_jobs=1, parallel=settings, fault="kill", once=str(tmp_path / "once"))
+    assert played == calm
+    assert report.worker_deaths == 1
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
+@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(calm, backend, schedule):
+    settings = config(nap=0.02, parallel={"schedule": schedule, "episodes_at_once": 2})
+    with ParallelRolloutManager(settings, InterruptingEngine(), backend=backend) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.collect(3)
+        assert manager.collect(4) == calm
+
+
+def test_the_tiny_engine_writes_the_same_tokens_on_threads_and_processes():
+    from shoal.rollout.samplers.tiny import TinyEngine
+
+    engine = TinyEngine(WORDS, seed=1)
+    settings = config(groups=3, every=99)
+    serial = play("serial", settings, engine)[0]
+    for backend in ("threads", "processes"):
+        played = play(backend, settings, engine)[0]
+        assert played == serial  # log-probs too: one torch thread is level L2
+
+
+# --- faults
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("raise", r"step\(\d\) failed: KeyError: 'lost'"),
+        ("exit", r"step\(\d\) failed: SystemExit: 3"),
+        ("nan", "the reward must be a finite number, got nan"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
+def test_a_failing_env_ends_its_episode_and_no_other(calm, backend, fault, cause):
+    played, _ = play(backend, fault=fault)
+    check_failures(calm, played, "env_error", cause)
+
+
+def check_failures(calm, played, status, cause):
+    import re
+
+    failed = [t for t in played if t.env_seed % 4 == 0]
+    assert 0 < len(failed) < len(played)
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert now.status == status
+            assert re.search(cause, now.error)
+            assert now.turns == before.turns[:2]
+            assert not now.success
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+def test_an_env_that_hangs_is_given_up_in_time(calm, backend):
+    clock = time.monotonic()
+    played, _ = play(backend, fault="hang", parallel={"step_timeout": 0.6})
+    assert time.monotonic() - clock < 20
+    check_failures(calm, played, "timeout", r"step\(\d\) did not answer within 0.6 s")
+
+
+def test_an_env_that_cannot_be_made_is_data(calm):
+    settings = config()
+    with ParallelRolloutManager(settings, HashEngine(), backend="threads") as manager:
+        manager._env_fns["Counter"] = lambda: CounterEnv(fault="make")
+        played = manager.collect(4)
+    assert all(t.status == "env_error" and "make failed: OSError: no such world" in t.error for t in played)
+    assert len(played) == len(calm)
+
+
+def test_a_passing_fault_is_repaired_by_a_fresh_env(calm, tmp_path):
+    played, _ = play("processes", fault="raise", once=str(tmp_path / "once"))
+    assert played == calm
+
+
+@pytest.mark.parametrize("backend", ["processes", "loky"])
+def test_an_env_that_kills_its_worker_costs_only_its_own_episode(calm, backend, caplog):
+    with caplog.at_level(logging.WARNING, "shoal.rollout"):
+        played, report = play(backend, fault="kill", parallel={"max_deaths": 1})
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert now.status == "env_error"
+            assert "workers that played it were lost" in now.error
+    assert report.worker_deaths > 0
+    assert "played again in fresh processes" in caplog.text
+
+
+def test_a_worker_that_dies_once_changes_nothing(calm, tmp_path):
+    played, report = play("processes", fault="kill", once=str(tmp_path / "once"))
+    assert played == calm
+    assert report.worker_deaths == 1
+    assert 0 < report.replayed_episodes <= 8
+
+
+def test_a_loky_pool_whose_envs_hung_is_replaced():
+    settings = config(fault="hang", parallel={"step_timeout": 0.5})
+    with ParallelRolloutManager(settings, HashEngine(), backend="loky") as manager:
+        first = manager.collect(4)
+        assert not manager._placement.started
+        assert manager.collect(4) == first
+
+
+@pytest.mark.slow
+def test_two_hundred_killed_workers_leave_the_calm_result():
+    shape = {"groups": 16, "members": 4, "n_jobs": 4, "max_steps": 12, "every": 10**9}
+    serial = play("serial", config(**shape))[0]
+    kills = 0
+    draw = random.Random(1)
+    settings = config(**shape, nap=0.03, parallel={"max_deaths": 1000})
+    with ParallelRolloutManager(settings, HashEngine()) as manager:
+
+        def kill():
+            nonlocal kills
+            while kills < 200:
+                pids = manager.worker_pids()
+                if pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(draw.choice(pids), signal.SIGKILL)
+                        kills += 1
+                time.sleep(0.02)
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        played = manager.collect(4)
+        assert kills == 200
+        assert played == serial
+        assert manager.report.worker_deaths > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["processes", "loky"])
+def test_an_env_that_freezes_its_whole_process_is_given_up(calm, backend):
+    settings = {"step_timeout": 0.5, "max_deaths": 1}
+    played, report = play(backend, fault="freeze", parallel=settings)
+    assert report.worker_deaths > 0
+    for before, now in zip(calm, played, strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert now.status == "timeout"
+            assert "gave no sign of life" in now.error
+
+
+class FailingEngine(HashEngine):
+    """Refuses what a rule says."""
+
+    def __init__(self, refuse):
+        super().__init__()
+        self.refuse = refuse
+        self.failed = 0
+
+    def generate(self, requests):
+        if any(self.refuse(request, self) for request in requests):
+            self.failed += 1
+            raise EngineError("cannot answer this")
+        return super().generate(requests)
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
+def test_a_request_that_the_engine_cannot_answer_ends_its_episode_alone(calm, backend):
+    engine = FailingEngine(lambda r, _: (r.key.group, r.key.member, r.key.turn) == (1, 1, 3))
+    played, _ = play(backend, engine=engine)
+    for before, now in zip(calm, played, strict=True):
+        if (now.group, now.member) == (1, 1):
+            assert (now.status, now.turns) == ("engine_error", before.turns[:3])
+            assert "cannot answer this" in now.error
+        else:
+            assert now == before
+
+
+def test_an_engine_that_stumbles_is_asked_again(calm):
+    engine = FailingEngine(lambda r, e: e.failed < 1 and r.key.turn == 2)
+    assert play("threads", engine=engine)[0] == calm
+    assert engine.failed == 1
+
+
+# --- small things
+@pytest.mark.parametrize(("n", "parts", "sizes"), [(64, 3, [22, 21, 21]), (2, 5, [1, 1]), (7, 1, [7])])
+def test_a_remainder_is_spread(n, parts, sizes):
+    cut = spread(list(range(n)), parts)
+    assert [len(part) for part in cut] == sizes
+    assert [item for part in cut for item in part] == list(range(n))
+
+
+def test_the_number_of_workers_follows_what_envs_need():
+    assert worthwhile_workers(RolloutReport(seconds=1.0, worker_cpu_seconds=0.01), 8) == 1
+    assert worthwhile_workers(RolloutReport(seconds=1.0, worker_cpu_seconds=100), 8) == 8
+    with ParallelRolloutManager(config(n_jobs=-1), HashEngine(), backend="threads") as manager:
+        manager.collect(0)
+        assert 1 <= manager._workers <= os.cpu_count()
+
+
+def test_refills_are_further_whole_groups_and_only_groups_with_signal_are_kept():
+    with ParallelRolloutManager(config(groups=4, members=3), HashEngine(), backend="serial") as manager:
+        played, kept, report = collect_with_signal(manager, 0, SAMPLING, max_batches=5)
+    assert report.kept <= 4
+    assert sorted({t.group for t in played}) == list(range(report.played))
+    for group in {t.group for t in kept}:
+        rewards = [t.reward for t in played if t.group == group]
+        assert len(rewards) == 3
+        assert len(set(rewards)) > 1
+
+
+def test_settings_that_cannot_run_are_refused():
+    with pytest.raises(ConfigError, match="no rollout backend named 'proceses'. Did you mean 'processes'"):
+        ParallelRolloutManager(config(), HashEngine(), backend="proceses")
+    with pytest.raises(ConfigError, match="n_jobs must be -1"):
+        ParallelRolloutManager(config(), HashEngine(), n_jobs=0)
+    with pytest.raises(ConfigError, match="step_timeout must be positive"):
+        ParallelRolloutManager(config(parallel={"step_timeout": 0}), HashEngine())
+
+
+def test_no_process_is_left_behind():
+    with ParallelRolloutManager(config(), HashEngine()) as manager:
+        manager.collect(0)
+        pids = manager.worker_pids()
+        assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_failing_env_of_the_lockstep_collector_ends_its_episode_alone(calm, backend):
+    from shoal.rollout.prompts import PromptConfig
+
+    settings = config(fault="raise") | {"vector": {"backend": backend, "num_workers": 2}}
+    settings["custom_envs"]["Counter"]["env_type"] = f"{CounterEnv.__module__}:CounterEnv"
+    train, _ = make_environments(settings)
+    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
+    tags, roles, size = train.tags, train.roles, train.group_size
+    playing = TrajectoryCollector(train.pool, tags, roles, size, HashEngine(), prompt, 7)
+    played = playing.collect(4, SAMPLING)
+    playing.close()
+    check_failures(calm, played, "env_error", "KeyError: 'lost'")

@@ -1,0 +1,216 @@
+"""The engine's own thread: what goes on meanwhile, and what becomes of an engine that fails in it."""
+
+import random
+import sys
+import threading
+import time
+from _thread import allocate_lock
+
+import pytest
+from parallel_doubles import HashEngine
+
+from shoal.core.errors import EngineError
+from shoal.rollout.parallel import engine_loop
+from shoal.rollout.parallel.engine_loop import KNOWN
+from shoal.rollout.parallel.inference import SharedLLMInferenceManager
+from shoal.rollout.parallel.link import SocketLink, _Call
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
+
+
+def request(member=0, turn=0):
+    return Request(tuple(range(20)), Key(1, 0, 0, member, turn), Sampling(16))
+
+
+class Gated(HashEngine):
+    """Answers when it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may, self.asked = threading.Semaphore(0), threading.Semaphore(0)
+
+    def generate(self, requests):
+        self.asked.release()
+        assert self.may.acquire(timeout=20)
+        return super().generate(requests)
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def ask_in_thread(asker, member, found):
+    def ask():
+        try:
+            found[member] = asker.generate([request(member)])[0]
+        except Exception as error:
+            found[member] = error
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_requests_are_read_while_the_engine_answers_others():
+    engine = Gated()
+    with SharedLLMInferenceManager(engine, schedule="greedy") as manager:
+        link, found = SocketLink(manager.serve()), {}
+        first = ask_in_thread(link, 0, found)
+        assert engine.asked.acquire(timeout=10)
+        others = [ask_in_thread(link, member, found) for member in range(1, 6)]
+        until(lambda: len(manager._loop.batcher.queue) == 5)
+        assert engine.batches == []
+        engine.may.release(2)
+        for thread in (first, *others):
+            thread.join(10)
+        link.close()
+    assert engine.batches == [1, 5]
+    assert found == {m: HashEngine().generate([request(m)])[0] for m in range(6)}
+
+
+def test_a_request_is_refused_in_time_while_the_engine_is_at_another():
+    engine = Gated()
+    with SharedLLMInferenceManager(engine, schedule="greedy", request_timeout=0.3) as manager:
+        found = {}
+        first = ask_in_thread(manager, 0, found)
+        assert engine.asked.acquire(timeout=10)
+        ask_in_thread(manager, 1, found).join(10)
+        assert isinstance(found[1], TimeoutError)
+        assert 0 not in found
+        engine.may.release()
+        first.join(10)
+    assert found[0] == HashEngine().generate([request(0)])[0]
+
+
+def test_the_next_batch_is_launched_before_the_answers_of_the_last_are_sent():
+    engine, seen = Gated(), []
+    with SharedLLMInferenceManager(engine, schedule="greedy") as manager:
+        manager.submit("first", [request(0)], lambda *_: seen.append(engine.asked.acquire(timeout=5)))
+        assert engine.asked.acquire(timeout=10)
+        second = threading.Event()
+        manager.submit("second", [request(1)], lambda *_: second.set())
+        until(lambda: len(manager._loop.batcher.queue) == 1)
+        engine.may.release()
+        until(lambda: seen)
+        engine.may.release()
+        assert second.wait(10)
+    assert seen == [True]  # while the answer was sent, the engine was already asked for the second
+
+
+def test_an_engine_that_answers_at_once_needs_no_thread_of_its_own(monkeypatch):
+    monkeypatch.setattr(engine_loop, "QUICK", 0.1)  # far from both, however busy the machine is
+
+    class Named(HashEngine):
+        names: list[str]
+
+        def generate(self, requests):
+            self.names.append(threading.current_thread().name)
+            time.sleep(self.nap)
+            return super().generate(requests)
+
+    for nap, at_once in ((0.0, True), (0.15, False)):
+        engine = Named()
+        engine.names, engine.nap = [], nap
+        with SharedLLMInferenceManager(engine) as manager:
+            for turn in range(KNOWN + 2):
+                manager.generate([request(0, turn)])
+        assert engine.names[0] == "shoal-engine"
+        assert ("shoal-inference" in engine.names) == at_once
+
+
+def test_an_engine_that_ends_its_thread_ends_nothing_else():
+    class Leaving(HashEngine):
+        def generate(self, requests):
+            if requests[0].key.member == 0:
+                sys.exit("enough")
+            return super().generate(requests)
+
+    with SharedLLMInferenceManager(Leaving()) as manager:
+        with pytest.raises(EngineError, match="SystemExit: enough"):
+            manager.generate([request(0)])
+        assert manager.generate([request(1)]) == HashEngine().generate([request(1)])
+
+
+def test_making_a_new_engine_may_take_longer_than_an_answer():
+    class Crashing(HashEngine):
+        def generate(self, requests):
+            raise RuntimeError("lost")
+
+    def restart():
+        time.sleep(1.0)
+        return HashEngine()
+
+    with SharedLLMInferenceManager(Crashing(), engine_timeout=0.3, restart=restart) as manager:
+        assert manager.generate([request()]) == HashEngine().generate([request()])
+        assert manager.statistics.restarts == 1
+
+
+def test_closing_refuses_what_an_engine_that_hangs_was_asked(monkeypatch):
+    monkeypatch.setattr("shoal.rollout.parallel.engine_loop.PATIENCE", 0.2)
+    engine, found = Gated(), {}
+    manager = SharedLLMInferenceManager(engine)
+    thread = ask_in_thread(manager, 0, found)
+    assert engine.asked.acquire(timeout=10)
+    manager.close()
+    thread.join(10)
+    assert isinstance(found[0], EngineError)
+    engine.may.release()  # its late answer finds nobody, and no descriptor that was closed
+    until(lambda: not any(t.name == "shoal-engine" for t in threading.enumerate()))
+
+
+def test_closing_waits_for_an_answer_that_is_being_made():
+    engine, found = Gated(), {}
+    manager = SharedLLMInferenceManager(engine)
+    thread = ask_in_thread(manager, 0, found)
+    assert engine.asked.acquire(timeout=10)
+    threading.Timer(0.3, engine.may.release).start()
+    manager.close()
+    thread.join(10)
+    assert found[0] == HashEngine().generate([request(0)])[0]
+
+
+def test_threads_that_give_up_at_any_moment_leave_none_asleep():
+    class Uneven(HashEngine):
+        def generate(self, requests):
+            time.sleep(0.001 * (len(requests) % 3))
+            return super().generate(requests)
+
+    with SharedLLMInferenceManager(Uneven(), schedule="greedy") as manager:
+        link, outcomes = SocketLink(manager.serve()), []
+
+        def ask(member):
+            rng = random.Random(member)
+            for turn in range(60):
+                patience = rng.choice((0.001, 0.002, 0.004, 20.0))
+                try:
+                    answer = link.generate([request(member, turn)], patience)
+                    outcomes.append(answer == HashEngine().generate([request(member, turn)]))
+                except TimeoutError:
+                    outcomes.append(None)
+                    assert patience < 1
+
+        threads = [threading.Thread(target=ask, args=(m,), daemon=True) for m in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+        link.close()
+    assert len(outcomes) == 24 * 60
+    assert {True, None} == set(outcomes)
+
+
+def test_whoever_left_already_is_passed_over_when_the_next_is_woken():
+    with SharedLLMInferenceManager(HashEngine()) as manager:
+        link = SocketLink(manager.serve())
+        gone, asleep = _Call(range(1)), _Call(range(1))
+        for call in (gone, asleep):
+            call.bell = allocate_lock()
+            call.bell.acquire()
+        gone.over = True
+        link._ready.extend((gone, asleep))
+        link._ring_next()
+        assert not asleep.bell.locked()
+        link.close()

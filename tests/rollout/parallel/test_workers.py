@@ -1,0 +1,110 @@
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shoal.core.errors import WorkerDiedError, WorkerError
+from shoal.rollout.parallel import workers
+from shoal.rollout.parallel.workers import WorkerExecutor
+from shoal.testing import check_executor
+
+
+class SlowQueue:
+    """A queue whose items take a while to get out, so that a keeper is seen between waiting and working."""
+
+    def __init__(self):
+        self._queue = queue.SimpleQueue()
+        self.put, self.get_nowait = self._queue.put, self._queue.get_nowait
+
+    def get(self):
+        time.sleep(0.2)
+        return self._queue.get()
+
+
+def meet(folder, me, n):
+    """Come to a place and wait until all are there."""
+    (folder / str(me)).touch()
+    end = time.monotonic() + 20
+    while len(list(folder.iterdir())) < n:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_it_is_an_executor_like_the_others():
+    check_executor(lambda: WorkerExecutor(2))
+
+
+def test_tasks_that_wait_for_one_another_all_run_when_there_are_enough_workers(tmp_path):
+    executor = WorkerExecutor(3)
+    executor._tasks = SlowQueue()
+    futures = [executor.submit(meet, tmp_path, me, 3) for me in range(3)]
+    assert all(future.result(timeout=60) for future in futures)
+    executor.shutdown()
+
+
+def test_a_worker_that_is_idle_gets_the_next_task():
+    with WorkerExecutor(3) as executor:
+        for _ in range(5):
+            executor.submit(int).result(timeout=60)
+        assert len(executor.pids()) == 1
+
+
+def test_a_shutdown_that_does_not_wait_also_ends_a_worker_that_just_starts(monkeypatch):
+    class Slow(workers._Process):
+        def __init__(self):
+            time.sleep(0.5)
+            super().__init__()
+
+    monkeypatch.setattr(workers, "_Process", Slow)
+    executor = WorkerExecutor(1)
+    future = executor.submit(time.sleep, 1000)
+    time.sleep(0.2)
+    executor.shutdown(wait=False)
+    with pytest.raises(WorkerDiedError, match="shut down"):
+        future.result(timeout=0)
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerDiedError("the process that starts workers is gone"), OSError(24, "full")]
+)
+def test_a_process_that_cannot_be_started_just_now_is_started_later(monkeypatch, error):
+    class Stubborn(workers._Process):
+        attempts = 0
+
+        def __init__(self):
+            Stubborn.attempts += 1
+            if Stubborn.attempts < 4:
+                raise error
+            super().__init__()
+
+    monkeypatch.setattr(workers, "_Process", Stubborn)
+    with WorkerExecutor(1) as executor:
+        assert executor.submit(int).result(timeout=60) == 0
+    assert Stubborn.attempts == 4
+    monkeypatch.setattr(workers, "PAUSES", (0.01,))
+    Stubborn.attempts = -9
+    with WorkerExecutor(1) as executor, pytest.raises(WorkerError, match="no worker process can be started"):
+        executor.submit(int).result(timeout=60)
+
+
+def test_where_no_process_can_be_forked_the_forking_one_says_so_and_lives_on():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = "import os\ndef fork(): raise OSError(11, 'no more')\nos.fork = fork\n"
+    program += f"from shoal.core.processes import zygote_main; zygote_main({theirs.fileno()})"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], env=environ)
+    theirs.close()
+    with ours:
+        assert ours.recv(64) == b"ready"
+        for number in range(2):
+            request = {"do": "start", "method": "forkserver", "entry": "os:getpid", "number": number}
+            ours.send(json.dumps(request).encode())
+            assert json.loads(ours.recv(4096)) == {"number": number, "error": "[Errno 11] no more"}
+    assert process.wait(20) == 0

@@ -1,0 +1,327 @@
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from fake_server import FakeServer, logprob_of, written
+
+from shoal.core.errors import ConfigError, EngineError
+from shoal.rollout.capabilities import capabilities_of, require_trainable
+from shoal.rollout.images import picture_url
+from shoal.rollout.prompts import PromptConfig, Prompter, Scene
+from shoal.rollout.samplers.http import HttpClient, Patience
+from shoal.rollout.samplers.openai import OpenAIEngine
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.scripted import RandomEngine
+from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+
+QUICK = Patience(timeout=5.0, retries=3, backoff=0.001, max_backoff=0.01)
+
+
+@pytest.fixture
+def serve():
+    opened = []
+
+    def start(kind="vllm", **settings):
+        server = FakeServer(kind)
+        settings = {"patience": QUICK, "tokenizer": TinyTokenizer(), **settings}
+        engine = OpenAIEngine(server.url, **settings)
+        opened.append((server, engine))
+        return server, engine
+
+    yield start
+    for server, engine in opened:
+        engine.close()
+        server.shutdown()
+        server.server_close()
+
+
+def request(i=0, n=5, temperature=1.0, **settings):
+    return Request((7, 8, 9 + i), Key(0, 0, i, 0, 0), Sampling(n, temperature), **settings)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llama.cpp"])
+def test_tokens_and_log_probs_come_back_for_the_request_they_belong_to(serve, kind):
+    _, engine = serve(kind)
+    asked = [request(i, n=1 + i % 7) for i in range(40)]
+    for one, completion in zip(asked, engine.generate(asked), strict=True):
+        ids = written(one.prompt_ids, one.sampling.max_tokens)
+        assert completion.token_ids == tuple(ids)
+        assert completion.logprobs == tuple(map(logprob_of, ids))
+        assert completion.finish == "length"
+    assert engine.server == kind
+    assert capabilities_of(engine).trainable
+    assert engine.level == "L0"
+    require_trainable(engine)
+
+
+@pytest.mark.parametrize("faults", [[500], [503, 429, 500], ["drop", 500], [502, "drop", "drop"]])
+def test_passing_faults_are_retried_and_leave_no_trace(serve, faults):
+    server, engine = serve()
+    expected = engine.generate([request()])
+    server.faults = list(faults)
+    assert engine.generate([request()]) == expected
+
+
+def test_a_server_that_stays_broken_is_an_engine_error_that_says_what_it_said(serve):
+    server, engine = serve()
+    server.faults = [500] * 4
+    with pytest.raises(EngineError, match=r"no answer in 4 attempts over .*HTTP 500: fault 500"):
+        engine.generate([request()])
+    assert engine.generate([request()])  # and the next request is none the worse
+
+
+def test_a_refused_request_is_not_repeated(serve):
+    server, engine = serve()
+    before = len(server.seen)
+    server.faults = [400]
+    with pytest.raises(EngineError, match="refused the request: HTTP 400: fault 400"):
+        engine.generate([request()])
+    assert len(server.seen) == before + 1
+
+
+def test_a_failed_request_does_not_take_the_others_with_it(serve):
+    server, engine = serve(concurrency=1)
+    calm = engine.generate([request(i) for i in range(4)])
+    server.faults = [200, 400]
+    results = engine.generate_each([request(i) for i in range(4)])
+    assert isinstance(results[1], EngineError)
+    assert [results[0], *results[2:]] == [calm[0], *calm[2:]]
+    server.faults = [200, 400]
+    with pytest.raises(EngineError, match="1 of 4 requests failed"):
+        engine.generate([request(i) for i in range(4)])
+
+
+def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
+    server, engine = serve(patience=Patience(0.2, 1, 0.001, 0.01))
+    server.faults = [1.0]
+    assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
+    server.faults = [1.0, 1.0]
+    with pytest.raises(EngineError, match="timed out"):
+        engine.generate([request()])
+
+
+def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(serve):
+    server, engine = serve(patience=Patience(0.3, 1, 0.001, 0.01))
+    server.faults = ["drip"]
+    assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
+    server.faults = ["drip", "drip"]
+    with pytest.raises(EngineError, match="was not complete in time"):
+        engine.generate([request()])
+
+
+def test_half_a_reply_is_asked_for_again(serve):
+    server, engine = serve()
+    expected = engine.generate([request()])
+    server.faults = ["cut", "cut"]
+    assert engine.generate([request()]) == expected
+    server.faults = ["cut"] * 4
+    with pytest.raises(EngineError, match="IncompleteRead"):
+        engine.generate([request()])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b'{"choices": [',
+        b"<html>Welcome</html>",
+        b"[]",
+        b"null",
+        b'{"choices": []}',
+        b'{"choices": [{"message": null, "finish_reason": "stop"}]}',
+        b"\xff\xfe\x00",
+        b"",
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()])
+def test_nonsense_is_an_engine_error_and_is_asked_once(serve, reply, tokenizer):
+    server, engine = serve(tokenizer=tokenizer)
+    before = len(server.seen)
+    server.faults = [reply]
+    with pytest.raises(EngineError, match=r"1 of 1 requests failed; .*(broken JSON|repl|expected|choice)"):
+        engine.generate([request() if tokenizer else chat_request(engine)])
+    assert len(server.seen) == before + 1
+
+
+@pytest.mark.parametrize("reply", [[], {"data": 3}, {"data": ["m"]}, {"text": "hello"}])
+def test_a_list_of_models_that_is_none_is_an_engine_error(serve, reply):
+    server = FakeServer("openai")
+    server.change = lambda _: reply
+    try:
+        with pytest.raises(EngineError, match="no list of models|lists no model"):
+            OpenAIEngine(server.url, patience=QUICK)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def chat_request(engine):
+    prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
+    return Request(prompt, Key(0, 0, 0, 0, 0), Sampling(5, 1.0))
+
+
+def test_no_more_requests_are_under_way_than_allowed(serve):
+    server, engine = serve(concurrency=3)
+    server.pause = 0.02
+    engine.generate([request(i) for i in range(12)])
+    assert server.most_busy == 3
+
+
+def test_connections_are_kept(serve):
+    server, engine = serve(concurrency=2)
+    for _ in range(5):
+        engine.generate([request(i) for i in range(4)])
+    assert len(server.seen) == 21
+    assert len(server.ports) <= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("token_ids"), "must have as many token ids as log-probabilities, got None and 5"),
+        (lambda c: c["logprobs"]["token_logprobs"].pop(), "got 5 and 4"),
+        (lambda c: c.pop("logprobs"), "got 5 and"),
+        (lambda c: c.update(logprobs=None), "got 5 and"),
+        (lambda c: c["logprobs"].update(token_logprobs=[None] * 5), "reply is none of vllm's"),
+        (lambda c: c.update(finish_reason="abort"), r"broke the response off \(abort\)"),
+        (lambda c: c["prompt_token_ids"].pop(0), "changed the prompt: 3 tokens were sent, it used 2"),
+    ],
+)
+def test_a_reply_that_cannot_be_learned_from_is_an_error(serve, change, message):
+    server, engine = serve()
+
+    def bend(reply):
+        change(reply["choices"][0])
+        return reply
+
+    server.change = bend
+    with pytest.raises(EngineError, match=message):
+        engine.generate([request()])
+
+
+@pytest.mark.parametrize("kind", ["sglang", "llama.cpp"])
+def test_a_server_that_cuts_the_prompt_is_caught(serve, kind):
+    server, engine = serve(kind)
+
+    def bend(reply):
+        for place in (reply, reply.get("meta_info", {})):
+            for key in ("prompt_tokens", "tokens_evaluated"):
+                if key in place:
+                    place[key] = 1
+        return reply
+
+    server.change = bend
+    with pytest.raises(EngineError, match="3 tokens were sent, it used 1"):
+        engine.generate([request()])
+
+
+def test_log_probs_of_another_temperature_are_not_passed_off_as_those_of_the_sampling(serve):
+    _, engine = serve()
+    with pytest.raises(EngineError, match=r"--logprobs-mode processed_logprobs"):
+        engine.generate([request(temperature=0.7)])
+    _, engine = serve(logprobs="processed")
+    assert engine.generate([request(temperature=0.7)])
+
+
+def test_without_a_tokenizer_messages_travel_and_nothing_may_be_learned(serve):
+    server, engine = serve("openai", tokenizer=None)
+    prompter = Prompter(PromptConfig(system="be brief", first="{observation}"), engine.tokenizer)
+    prompt = prompter.prompt(Scene("", "ünd <|im_end|>", [], [], 1))
+    completion = engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), Sampling(9, 0.7))])[0]
+    assert engine.tokenizer.decode(completion.token_ids) == "you said be brief / ünd <|im_end|>"
+    assert completion.logprobs == ()
+    assert server.seen[-1][1]["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ünd <|im_end|>"},
+    ]
+    with pytest.raises(ConfigError, match="evaluation only: its completions lack token_ids and logprobs"):
+        require_trainable(engine)
+
+
+def test_a_growing_chat_and_a_prefill_keep_their_roles(serve):
+    server, engine = serve("openai", tokenizer=None)
+    codec = engine.tokenizer
+    prompt = codec.start([{"role": "user", "content": "a"}])
+    prompt += codec.encode("b") + codec.extend(codec.encode("b"), {"role": "user", "content": "c"})
+    engine.generate([Request(prompt + codec.encode("<act"), Key(0, 0, 0, 0, 0))])
+    body = server.seen[-1][1]
+    roles = [(m["role"], m["content"]) for m in body["messages"]]
+    assert roles == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "<act")]
+    assert body["continue_final_message"]
+
+
+def test_pictures_reach_the_server_beside_their_text(serve):
+    server, engine = serve("openai", tokenizer=None)
+    url = picture_url(np.zeros((2, 2, 3), np.uint8))
+    prompter = Prompter(PromptConfig(first="{observation}"), engine.tokenizer)
+    prompt = prompter.prompt(Scene("", "look", [], [], 1, n_images=1))
+    engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), images=(url,))])
+    (message,) = server.seen[-1][1]["messages"]
+    expected = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "look"}]
+    assert message["content"] == expected
+    with pytest.raises(EngineError, match="more pictures than the 0"):
+        engine.generate([Request(prompt, Key(0, 0, 0, 0, 0))])
+    with pytest.raises(EngineError, match="1 of 2 pictures have no place"):
+        engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), images=(url, url))])
+
+
+def test_an_adapter_is_swapped_and_the_one_before_let_go(serve, tmp_path):
+    server, engine = serve("vllm")
+    for version in (1, 2):
+        engine.load_adapter(tmp_path, version)
+        assert engine.generate([request()])[0].weights_version == version
+        assert server.seen[-2 if version == 1 else -3][1]["lora_path"] == str(tmp_path)
+    paths = Counter(path for path, _, _ in server.seen)
+    assert (paths["/v1/load_lora_adapter"], paths["/v1/unload_lora_adapter"]) == (2, 1)
+    loaded = [body["lora_name"] for path, body, _ in server.seen if path == "/v1/load_lora_adapter"]
+    assert server.seen[-1][1]["model"] == loaded[1]
+    with pytest.raises(EngineError, match="takes no adapters"):
+        serve("llama.cpp")[1].load_adapter(tmp_path, 1)
+
+
+def test_whole_weights_are_reloaded_where_the_server_can(serve, tmp_path):
+    _, engine = serve("sglang")
+    engine.load_folder(tmp_path / "good", 3)
+    assert engine.generate([request()])[0].weights_version == 3
+    with pytest.raises(EngineError, match="did not take the weights: no such folder"):
+        engine.load_folder(tmp_path / "bad", 4)
+    with pytest.raises(EngineError, match="vllm server cannot reload"):
+        serve("vllm")[1].load_folder(tmp_path, 1)
+
+
+def test_what_cannot_work_is_refused_when_the_engine_is_made(serve):
+    with pytest.raises(EngineError, match="no server that takes and gives token ids"):
+        serve("openai")
+    with pytest.raises(EngineError, match="has no model 'n'"):
+        serve(model="n")
+    with pytest.raises(ValueError, match="must begin with http"):
+        OpenAIEngine("localhost:8000")
+    with pytest.raises(ValueError, match="no kind of server named 'vlm'. Did you mean 'vllm'"):
+        serve(server="vlm")
+    with pytest.raises(ValueError, match="concurrency must be at least 1"):
+        serve(concurrency=0)
+    with pytest.raises(ValueError, match="timeout > 0"):
+        Patience(timeout=math.nan)
+
+
+def test_the_key_is_sent_and_never_shown(serve):
+    server, engine = serve(api_key="s3cret")
+    engine.generate([request()])
+    assert server.seen[-1][2]["Authorization"] == "Bearer s3cret"
+    assert "s3cret" not in repr(engine) + repr(engine.client) + repr(vars(engine))
+    server.faults = [401]
+    with pytest.raises(EngineError) as caught:
+        engine.generate([request()])
+    assert "s3cret" not in str(caught.value)
+
+
+def test_pauses_between_attempts_double_up_to_a_limit():
+    client = HttpClient("http://127.0.0.1:1", Patience(1, 9, 0.1, 0.5))
+    pauses = [client._pause(attempt, "x", "down") for attempt in range(1, 6)]
+    for pause, base in zip(pauses, [0.1, 0.2, 0.4, 0.5, 0.5], strict=True):
+        assert base / 2 <= pause <= base
+
+
+def test_engines_that_state_nothing_are_known_by_what_they_have():
+    known = capabilities_of(RandomEngine(["Up"]))
+    assert (known.level, known.trainable, known.gradients, known.adapters) == ("L2", True, False, False)

@@ -1,0 +1,233 @@
+import copy
+import os
+import sys
+import time
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from fake_server import FakeServer
+from parallel_doubles import CounterEnv, HashEngine, config
+
+from shoal import envs
+from shoal.core.errors import ConfigError, EngineError
+from shoal.rollout.capabilities import capabilities_of
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.samplers.paired import PairedEngine
+from shoal.rollout.samplers.registry import _replica, close_engine, make_engine, make_learner
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
+from shoal.rollout.samplers.tiny import TinyEngine
+
+
+@pytest.fixture
+def server():
+    server = FakeServer("openai")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def openai(server, **settings):
+    return EngineConfig(name="openai", server=ServerConfig(url=server.url + "/v1", **settings))
+
+
+def ask(engine, n=6):
+    start = engine.tokenizer.start
+    return [
+        Request(start([{"role": "user", "content": f"say {i}"}]), Key(0, 0, i, 0, 0), Sampling(5))
+        for i in range(n)
+    ]
+
+
+def test_a_config_names_a_server_with_its_key_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sesame")
+    engine = make_engine(openai(server, api_key_env="MY_KEY", concurrency=3))
+    assert engine.model == "m"
+    answer = engine.generate(ask(engine, 1))[0]
+    assert engine.tokenizer.decode(answer.token_ids) == "you said say 0"
+    assert server.seen[-1][2]["Authorization"] == "Bearer sesame"
+    assert not capabilities_of(engine).trainable
+    close_engine(engine)
+
+
+def test_what_a_config_of_an_engine_lacks_is_said(server, monkeypatch):
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(ConfigError, match="MY_KEY, which is not set: export MY_KEY"):
+        make_engine(openai(server, api_key_env="MY_KEY"))
+    with pytest.raises(ConfigError, match=r"engine\.server\.url=http://"):
+        make_engine(EngineConfig(name="openai"))
+    for name in ("huggingface", "vllm", "ray"):
+        with pytest.raises(ConfigError, match="engine.model must be a model folder.*got none"):
+            make_engine(EngineConfig(name=name))
+    with pytest.raises(ConfigError, match="concurrency >= 1"):
+        ServerConfig(concurrency=0)
+    with pytest.raises(ConfigError, match="count >= 1"):
+        ReplicaConfig(count=0)
+
+
+def test_a_server_cannot_be_trained_and_the_error_names_what_can(server):
+    with pytest.raises(ConfigError, match="engine.name=openai is for rollouts and evaluation.*huggingface"):
+        make_learner(openai(server))
+
+
+def test_an_engine_that_cannot_follow_the_weights_is_refused_for_training(monkeypatch):
+    closed = []
+    sampler = HashEngine()
+    sampler.close = lambda: closed.append(True)
+    monkeypatch.setattr("shoal.rollout.samplers.registry._ray", lambda *_: sampler)
+    settings = EngineConfig(name="ray", replicas=ReplicaConfig("tiny"))
+    with pytest.raises(ConfigError, match="HashEngine cannot take over weights between batches"):
+        make_learner(settings)
+    assert closed
+
+
+def test_a_sampler_writes_by_the_weights_of_its_learner_however_they_changed():
+    learner, sampler = TinyEngine(["Up"], seed=1), TinyEngine(["Up"], seed=2)
+    pair = PairedEngine(learner, sampler)
+    asked = ask(learner)
+    assert sampler.generate(asked) != learner.generate(asked)
+    assert pair.generate(asked) == learner.generate(asked)
+    with torch.no_grad():  # as an optimizer does, with the version still to come
+        for parameter in pair.model.parameters():
+            parameter.mul_(-1.3)
+    assert pair.generate(asked) == learner.generate(asked)
+    pair.weights_version += 1
+    assert {c.weights_version for c in pair.generate(asked)} == {1}
+    pair.load_weights(TinyEngine(["Up"], seed=3).model.state_dict(), 7)
+    fresh = TinyEngine(["Up"], seed=3)
+    assert [c.token_ids for c in pair.generate(asked)] == [c.token_ids for c in fresh.generate(asked)]
+    assert (pair.level, capabilities_of(pair).trainable) == (sampler.level, True)
+
+
+def test_weights_that_did_not_change_are_not_handed_over_again():
+    learner, sampler = TinyEngine(["Up"]), TinyEngine(["Up"])
+    taken = []
+    sampler.load_weights = lambda weights, version: taken.append(version)
+    pair = PairedEngine(learner, sampler)
+    pair.generate(ask(learner))
+    pair.generate(ask(learner))
+    assert taken == [0]
+    sampler.restart = lambda: None
+    pair.restart()
+    pair.generate(ask(learner))
+    assert taken == [0, 0]
+
+
+def test_a_copy_of_a_pair_is_a_copy_of_its_learner_alone():
+    pair = PairedEngine(TinyEngine(["Up"]), TinyEngine(["Up"]))
+    frozen = copy.copy(pair)
+    frozen.model = copy.deepcopy(pair.model)
+    assert isinstance(frozen, TinyEngine)
+    with torch.no_grad():
+        for parameter in frozen.model.parameters():
+            parameter.zero_()
+    assert pair.model is pair.learner.model
+    assert any(parameter.any() for parameter in pair.model.parameters())
+
+
+class Restarted(HashEngine):
+    """Crashes or hangs once, until it is restarted."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault, self.restarts = fault, 0
+
+    def generate(self, requests):
+        if not self.restarts and len(self.batches) == 3:
+            if self.fault == "hang":
+                time.sleep(3)
+            raise RuntimeError("the engine's process died")
+        return super().generate(requests)
+
+    def restart(self):
+        self.restarts += 1
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_an_engine_is_restarted_in_the_middle_of_a_rollout_and_nothing_changes(fault):
+    envs.register("test_counter", CounterEnv, replace=True)
+    with ParallelRolloutManager(config(), HashEngine(), backend="serial") as manager:
+        calm = manager.collect(2)
+    engine = Restarted(fault)
+    with ParallelRolloutManager(
+        config(parallel={"engine_timeout": 0.5}), engine, backend="threads"
+    ) as manager:
+        assert manager.collect(2) == calm
+        assert manager.inference.statistics.restarts == engine.restarts == 1
+
+
+def test_an_engine_is_not_restarted_more_often_than_allowed():
+    envs.register("test_counter", CounterEnv, replace=True)
+    engine = Restarted("crash")
+    settings = config(parallel={"engine_restarts": 0, "engine_retries": 0})
+    with ParallelRolloutManager(settings, engine, backend="threads") as manager:
+        played = manager.collect(2)
+    assert engine.restarts == 0
+    assert any(t.status == "engine_error" for t in played)
+    with pytest.raises(ConfigError, match="engine_restarts must be at least 0"):
+        ParallelRolloutManager(config(parallel={"engine_restarts": -1}), engine)
+
+
+def test_a_request_that_a_server_refuses_fails_alone_and_the_others_are_asked_once(server):
+    envs.register("test_counter", CounterEnv, replace=True)
+    server.say = lambda said: "<action>one</action>"
+    engine = make_engine(replace(openai(server), server=ServerConfig(server.url, retries=0)))
+    server.faults = [None] * 5 + [400] + [None] * 1000
+    settings = config(n_jobs=1, parallel={"engine_retries": 1})
+    with ParallelRolloutManager(settings, engine, backend="threads") as manager:
+        played = manager.collect(0)
+        assert manager.inference.statistics.failures == 1
+    assert [t.status for t in played] == ["ok"] * 16
+    turns = sum(len(t.turns) for t in played)
+    assert len([path for path, _, _ in server.seen if path.endswith("completions")]) == turns + 1
+    server.faults = [400]
+    with pytest.raises(EngineError, match="fault 400"):
+        engine.generate(ask(engine, 1))
+    close_engine(engine)
+
+
+def test_replicas_use_the_gpu_that_ray_gives_them_whatever_the_trainer_is_on(monkeypatch):
+    """A trainer on `cuda:1` has replicas in processes that see a GPU of their own, number 0 there."""
+    made = []
+    monkeypatch.setattr("shoal.rollout.samplers.registry.make_engine", lambda config, *_: made.append(config))
+    _replica(EngineConfig(device="cuda:1"), ["Up"], 0)
+    _replica(EngineConfig(device="cpu"), ["Up"], 0)
+    assert [config.device for config in made] == ["cuda", "cpu"]
+
+
+@pytest.mark.parametrize(("visible", "seen"), [(None, "1"), ("4,6", "6")])
+def test_the_vllm_of_a_process_sees_the_gpu_of_that_process_alone(monkeypatch, tmp_path, visible, seen):
+    told = []
+
+    class LLM:
+        def __init__(self, **_):
+            told.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+        def get_tokenizer(self):
+            return None
+
+    parts = {
+        "vllm": {"LLM": LLM, "SamplingParams": object},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": object},
+        "vllm.platforms": {"current_platform": object},
+    }
+    for name, content in parts.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "shoal.rollout.samplers.vllm", raising=False)
+    monkeypatch.setattr("shoal.rollout.samplers.tokenizers.TemplateTokenizer", lambda _: None)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tmp_path / "config.json").write_text("{}")
+    for device in ("cuda:1", "cuda", "cpu"):
+        make_engine(EngineConfig(name="vllm", model=str(tmp_path), device=device)).close()
+    assert told == [seen, visible, visible]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+    monkeypatch.delitem(sys.modules, "shoal.rollout.samplers.vllm")

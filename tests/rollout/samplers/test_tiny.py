@@ -1,0 +1,150 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.errors import DataError, EngineError
+from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
+from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.rollout.samplers.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny_vocabulary import CONTROL, END, TinyTokenizer
+
+WORDS = ["Left", "Down", "Right", "Up"]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return TinyEngine(WORDS, TinyShape(width=32, layers=2, heads=2, context=64), seed=3)
+
+
+def requests(engine, n, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        Request(
+            tuple(rng.integers(6, engine.tokenizer.size, rng.integers(1, 40)).tolist()),
+            Key(seed, 0, i, 0, 0),
+            Sampling(max_tokens=int(rng.integers(1, 7)), temperature=float(rng.choice([0, 0.7, 1.0]))),
+        )
+        for i in range(n)
+    ]
+
+
+@given(st.text(max_size=60))
+def test_plain_text_survives_the_tiny_tokenizer(text):
+    tokenizer = TinyTokenizer(WORDS)
+    ids = tokenizer.encode(text)
+    known = "".join(c if c in tokenizer.tokens else "�" for c in text)
+    assert tokenizer.decode(ids) == known
+    assert all(i >= len(CONTROL) - 1 for i in ids)  # text cannot write control tokens, except <unknown>
+
+
+def test_tags_and_action_words_are_one_token():
+    tokenizer = TinyTokenizer(WORDS)
+    assert len(tokenizer.encode("<action>Left</action>")) == 3
+    assert tokenizer.encode("<user>") == tuple(tokenizer.encode(c)[0] for c in "<user>")
+
+
+def decode_slowly(engine, request):
+    """The definition: the whole context through the network for every token, nothing cached, no padding."""
+    noise = Noise(request.key).rows(request.sampling.max_tokens, engine.tokenizer.size)
+    ids, written, logprobs = list(request.prompt_ids), [], []
+    for step in range(request.sampling.max_tokens):
+        hidden = engine.model.hidden(torch.tensor([ids]), torch.zeros(1, dtype=torch.int64))
+        scores = engine.model.head(hidden[0, -1]) / (request.sampling.temperature or 1.0)
+        scores = scores.log_softmax(-1).detach().numpy()
+        pick = int(np.argmax(scores + (noise[step] if request.sampling.temperature else 0)))
+        ids.append(pick)
+        written.append(pick)
+        logprobs.append(scores[pick])
+        if pick == END:
+            break
+    return tuple(written), logprobs
+
+
+def test_the_cached_batched_engine_writes_what_the_definition_writes(engine):
+    asked = requests(engine, 50)
+    for request, completion in zip(asked, engine.generate(asked), strict=True):
+        written, logprobs = decode_slowly(engine, request)
+        assert completion.token_ids == written
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=2e-6)
+
+
+@given(st.permutations(range(40)), st.integers(1, 40))
+@settings(max_examples=15, deadline=None)
+def test_completions_are_bit_equal_whatever_else_is_in_the_batch(order, size):
+    engine = TinyEngine(WORDS, TinyShape(width=32, layers=2, heads=2, context=64), seed=3)
+    asked = requests(engine, 40)
+    whole = engine.generate(asked)
+    parts = [engine.generate([asked[i] for i in order[first : first + size]]) for first in range(0, 40, size)]
+    assert [completion for part in parts for completion in part] == [whole[i] for i in order]
+    assert engine.level == "L2"
+
+
+def test_members_of_a_group_differ_by_their_key_alone(engine):
+    prompt = engine.tokenizer.start([{"role": "user", "content": "P__G"}])
+    sampling = Sampling(max_tokens=6)
+    same = engine.generate([Request(prompt, Key(0, 1, 2, 3, 4), sampling)] * 2)
+    assert same[0] == same[1]
+    others = engine.generate([Request(prompt, Key(0, 1, 2, member, 4), sampling) for member in range(20)])
+    assert len({completion.token_ids for completion in others}) > 10
+
+
+def test_sampling_follows_the_distribution(engine):
+    prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
+    hidden = engine.model.hidden(torch.tensor([prompt]), torch.zeros(1, dtype=torch.int64))
+    expected = engine.model.head(hidden[0, -1]).softmax(-1).detach().numpy()
+    n = 6000
+    drawn = engine.generate([Request(prompt, Key(5, 0, i, 0, 0), Sampling(1)) for i in range(n)])
+    counts = np.bincount([c.token_ids[0] for c in drawn], minlength=len(expected))
+    chi_square = ((counts - n * expected) ** 2 / (n * expected)).sum()
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_a_response_ends_with_its_stop_text(engine):
+    close = engine.tokenizer.encode("</action>")[0]
+    prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
+    asked = [Request(prompt, Key(0, 0, i, 0, 0), Sampling(40, 2.0, ("</action>",))) for i in range(40)]
+    done = engine.generate(asked)
+    assert any(completion.token_ids[-1] == close for completion in done)
+    for completion in done:
+        assert (completion.finish == "stop") == (completion.token_ids[-1] in (close, END))
+        assert close not in completion.token_ids[:-1]
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_that_says_what_to_do(engine):
+    request = Request((7,) * 60, Key(0, 0, 0, 0, 0), Sampling(5))
+    with pytest.raises(EngineError, match="60 tokens and a response of up to 5 do not fit the context of 64"):
+        engine.generate([request])
+    with pytest.raises(EngineError, match="at least one token"):
+        engine.generate([Request((), Key(0, 0, 0, 0, 0))])
+
+
+def test_weights_survive_the_disk_and_wrong_ones_are_refused(engine, tmp_path):
+    engine.save(tmp_path)
+    again = TinyEngine.load(tmp_path)
+    assert again.generate(requests(engine, 5)) == engine.generate(requests(engine, 5))
+    other = TinyEngine(WORDS, TinyShape(width=16, layers=1, heads=2, context=64))
+    with pytest.raises(DataError, match="another network"):
+        engine.load_weights(dict(other.model.state_dict()), 1)
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    torch.manual_seed(0)
+    one = TinyEngine(WORDS, seed=1).model.state_dict()
+    torch.manual_seed(1)
+    two, other = TinyEngine(WORDS, seed=1).model.state_dict(), TinyEngine(WORDS, seed=2).model.state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+
+
+def test_training_sees_the_log_probs_of_the_rollout(engine):
+    asked = [r for r in requests(engine, 30) if r.sampling.temperature == 1.0]
+    for request, completion in zip(asked, engine.generate(asked), strict=True):
+        ids = torch.tensor([request.prompt_ids + completion.token_ids])
+        where = torch.zeros(ids.shape, dtype=torch.bool)
+        where[0, len(request.prompt_ids) :] = True
+        scores = engine.logits_at(ids, torch.tensor([ids.shape[1]]), where).log_softmax(-1)
+        seen = scores.gather(1, ids[where][:, None])[:, 0].detach().numpy()
+        np.testing.assert_allclose(seen, completion.logprobs, atol=2e-6)
