@@ -43,9 +43,9 @@ from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
 from shoal.rollout.samplers.models import resolve_model  # noqa: E402
 from shoal.train.agent.advantages import group_relative  # noqa: E402
 from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
-from shoal.train.agent.config import Algorithm  # noqa: E402
+from shoal.train.agent.config import AgentProxy, Algorithm  # noqa: E402
 from shoal.train.agent.policy import TrainableEngine, logprobs_of, split_optimizer, trained_parameters  # noqa: E402
-from shoal.train.agent.update import update  # noqa: E402
+from shoal.train.agent.update import Learner, update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
 VOCABULARY, GROUP, RATE = 2048, 8, 1e-4
@@ -192,7 +192,7 @@ def run_shoal(case: Case, samples: list[Sample], tokenizer: Any, micro_batch_tok
     result = Result([], [], {})
     for iteration in range(case.updates):
         clock = time.process_time()
-        metrics = update(engine, None, optimizer, samples, config, 1.0, 0, iteration)
+        metrics = update(Learner(engine, optimizer, config, AgentProxy()), samples, iteration)
         result.seconds.append(time.process_time() - clock)
         result.losses.append(metrics["loss"])
     result.seconds = result.seconds[1:]  # as TRL's: the first warms up

@@ -162,7 +162,6 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
     """The engine to play with, and the settings of its run (defaults for a bare model)."""
     from omegaconf import OmegaConf
 
-    from shoal.core.configuration import from_mapping
     from shoal.core.files import verify_folder
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import checkpoint_of
@@ -173,7 +172,7 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
     folder = Path(options.model)
     if (folder / "checkpoints").is_dir():
         values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        run = from_mapping(AgentConfig, values)
+        run = AgentConfig.read(values)
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()

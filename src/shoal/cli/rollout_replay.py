@@ -36,7 +36,6 @@ def verify(run: Path, ending: contextlib.ExitStack) -> int:
     """Replay a saved rollout, or what a training run saved; exit code 1 if less held than was promised."""
     from omegaconf import OmegaConf
 
-    from shoal.core.configuration import from_mapping
     from shoal.train.agent.config import AgentConfig
 
     file = run / "trajectories" / "rollout.jsonl"
@@ -48,7 +47,7 @@ def verify(run: Path, ending: contextlib.ExitStack) -> int:
             f"checkpoint of iteration N, as `shoal train` does"
         )
     values: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    config = from_mapping(AgentConfig, values)
+    config = AgentConfig.read(values)
     if file.exists():
         engine = engine_for(config, run if (run / "engine").exists() else None, ending)
         return int(not _replay(str(run), config, engine, file, engine.level))
@@ -103,7 +102,7 @@ def _replay(
             Assignment(
                 index,
                 place_of(seed, t.iteration, t.group, t.member),
-                manager.tags[t.group % len(manager.tags)],
+                t.env,
             )
             for index, t in enumerate(saved)
         ]

@@ -33,7 +33,7 @@ from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, Lora, Rol
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.lora import LoraEngine
 from shoal.train.agent.trainer import make_networks, make_optimizer
-from shoal.train.agent.update import prepare_samples, update
+from shoal.train.agent.update import Learner, prepare_samples, update
 from shoal.train.agent.weights import whole_optimizer, whole_weights
 
 PLAIN = Algorithm(
@@ -152,14 +152,11 @@ class Trained:
         return scores
 
     def train(self, iteration):
-        samples = prepare_samples(
-            played(iteration), self.engine, self.critic, self.reference.engine, self.algorithm,
-            AgentProxy(temperature=1.0), self.processes,
+        learner = Learner(
+            self.engine, self.optimizer, self.algorithm, AgentProxy(temperature=1.0), self.critic,
+            self.reference.engine, processes=self.processes,
         )  # fmt: skip
-        return update(
-            self.engine, self.critic, self.optimizer, samples, self.algorithm, 1.0, 0, iteration,
-            self.processes,
-        )  # fmt: skip
+        return update(learner, prepare_samples(played(iteration), learner), iteration)
 
     def state(self):
         critic = {} if self.critic is None else whole_weights(self.critic)

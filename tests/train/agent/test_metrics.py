@@ -126,9 +126,9 @@ def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(how
         turns = (replace(first, reward=total), *(replace(turn, reward=0.0) for turn in rest))
         return replace(trajectory, turns=turns)
 
-    def remember(trajectories, *arguments):
+    def remember(trajectories, learner):
         learned.append(sorted({t.group for t in trajectories}))
-        return prepare(trajectories, *arguments)
+        return prepare(trajectories, learner)
 
     from shoal.rollout.collector import TrajectoryCollector
     from shoal.train.agent import trainer as agent
@@ -167,7 +167,7 @@ def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_proc
 
     class Manager(ParallelRolloutManager):
         def __init__(self):
-            self.tags = ("a", "b")
+            self.tags, self.group_size = ("a", "b"), 0
 
         def collect(self, iteration, sampling, *, first_group, n_groups):
             self.report = RolloutReport(

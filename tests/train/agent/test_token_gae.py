@@ -55,11 +55,11 @@ def test_turn_gae_is_the_sum_of_decayed_errors_over_turns(episode, gamma, gae_la
 
 def test_bi_level_gae_by_hand():
     # Two turns, values 0.1 0.3 | 0.4, rewards 0 and 1, gamma 1/2, lambda 1, token lambda 1/2.
-    # Turns: A1 = 1 - 0.4 = 0.6; A0 = 0 + 0.5*0.4 - 0.1 + 0.5*0.6 = 0.4.
-    # Tokens of turn 0: last 0.4; first 0.3 - 0.1 + 0.5*0.4 = 0.4.
+    # Turns, valued at their last tokens: A1 = 1 - 0.4 = 0.6; A0 = 0 + 0.5*0.4 - 0.3 + 0.5*0.6 = 0.2.
+    # Tokens of turn 0: last 0.2; first 0.3 - 0.1 + 0.5*0.2 = 0.3.
     advantages, returns = bi_level_gae([0.0, 1.0], [np.array([0.1, 0.3]), np.array([0.4])], 0.5, 1.0, 0.5)
-    np.testing.assert_allclose(np.concatenate(advantages), [0.4, 0.4, 0.6])
-    np.testing.assert_allclose(np.concatenate(returns), [0.5, 0.7, 1.0])
+    np.testing.assert_allclose(np.concatenate(advantages), [0.3, 0.2, 0.6])
+    np.testing.assert_allclose(np.concatenate(returns), [0.4, 0.5, 1.0])
 
 
 @given(EPISODES, RATES, RATES)
@@ -68,3 +68,43 @@ def test_all_agree_when_every_turn_is_one_token(episode, gamma, gae_lambda):
     results = [f(rewards, values, gamma, gae_lambda)[0] for f in (token_gae, turn_gae, bi_level_gae)]
     for other in results[1:]:
         np.testing.assert_allclose(np.concatenate(other), np.concatenate(results[0]), atol=1e-9)
+
+
+def bi_level_over_one_row(rewards, values, gamma, gae_lambda, token_lambda):
+    """RAGEN's way: one row of tokens, ends of turns marked in it, two passes from its end, the second over the first.
+
+    (RAGEN takes a token with a reward for the end of a turn; here every last token is one.)
+    """
+    row = [v for turn in values for v in turn]
+    ends = np.cumsum([len(turn) for turn in values]) - 1
+    paid, result = dict(zip(ends, rewards, strict=True)), [0.0] * len(row)
+    carried = 0.0
+    for i in reversed(range(len(ends))):
+        ahead = row[ends[i + 1]] if i + 1 < len(ends) else 0.0
+        carried = paid[ends[i]] + gamma * ahead - row[ends[i]] + gamma * gae_lambda * carried
+        result[ends[i]] = carried
+    scores = {end: result[end] + row[end] for end in ends}
+    for t in reversed(range(len(row))):
+        is_end = t in scores
+        delta = scores[t] - row[t] if is_end else row[t + 1] - row[t]
+        result[t] = delta + (0.0 if is_end else token_lambda * result[t + 1])
+    return result
+
+
+def test_bi_level_gae_is_what_two_passes_over_one_row_give():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        values = [rng.normal(size=rng.integers(1, 5)) for _ in range(rng.integers(1, 6))]
+        rewards, rates = rng.normal(size=len(values)).tolist(), rng.uniform(size=3)
+        found, _ = bi_level_gae(rewards, values, *rates)
+        np.testing.assert_allclose(
+            np.concatenate(found), bi_level_over_one_row(rewards, values, *rates), atol=1e-9
+        )
+
+
+def test_a_critic_that_learns_its_bi_level_targets_settles():
+    # Two turns of two tokens, rewards 0 and 3: every token of an undiscounted episode is worth 3.
+    values = [np.zeros(2), np.zeros(2)]
+    for _ in range(10):
+        _, values = bi_level_gae([0.0, 3.0], values, 1.0, 1.0, 1.0)
+    np.testing.assert_allclose(np.concatenate(values), [3.0] * 4)

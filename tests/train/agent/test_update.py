@@ -10,10 +10,10 @@ from shoal.core.data import Trajectory, Turn
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.rollout.samplers.tiny_network import TinyShape
 from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
-from shoal.train.agent.config import Algorithm, KLPenalty
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.losses import aggregation_weights
 from shoal.train.agent.policy import Critic, logprobs_of
-from shoal.train.agent.update import Totals, critic_loss, gradient_step, token_loss, update
+from shoal.train.agent.update import Learner, Totals, critic_loss, gradient_step, token_loss, update
 
 ENGINE = TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1)
 CRITIC = Critic(ENGINE)
@@ -175,7 +175,8 @@ def test_an_update_moves_towards_what_was_good(loss):
     engine.model = copy.deepcopy(ENGINE.model)
     before, version = preference(engine), engine.weights_version
     optimizer = torch.optim.AdamW(engine.model.parameters(), lr=0.01)
-    metrics = update(engine, None, optimizer, contrast(engine), Algorithm(policy_loss=loss), 1.0, 0, 0)
+    learner = Learner(engine, optimizer, Algorithm(policy_loss=loss), AgentProxy())
+    metrics = update(learner, contrast(engine), 0)
     assert preference(engine) > before + 0.01
     assert metrics["trained_tokens"] == 2
     assert metrics["logprob_gap_max"] < 1e-5  # they were computed in another batch
@@ -189,7 +190,7 @@ def test_frozen_parameters_stay_as_they_are():
     engine.model.embedding.requires_grad_(False)
     before = engine.model.embedding.weight.clone()
     optimizer = torch.optim.AdamW([p for p in engine.model.parameters() if p.requires_grad], lr=0.1)
-    gradient_step(engine, None, optimizer, contrast(engine), Algorithm(), 1.0, Totals())
+    gradient_step(Learner(engine, optimizer, Algorithm(), AgentProxy()), contrast(engine), Totals())
     assert torch.equal(engine.model.embedding.weight, before)
 
 

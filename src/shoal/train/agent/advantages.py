@@ -1,4 +1,4 @@
-"""What each token of a set of trajectories was worth, by the algorithm of the config.
+"""What each token of a set of trajectories was worth, by the estimator of the config; estimators are registered here.
 
 What is normalised is the task's own reward. Shaping (such as a format penalty) is added after, centred but
 never divided by a standard deviation: in a group where all members fail, a division by the tiny spread of the
@@ -7,22 +7,80 @@ shaping would blow it up to a full-sized gradient, which is how GRPO unlearns th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shoal.core.data import Trajectory
+from shoal.core.registry import Registry
 
 if TYPE_CHECKING:
     from shoal.train.agent.config import AgentProxy, Algorithm
 
-
+F = TypeVar("F", bound=Callable[..., Any])
 Array = NDArray[np.float64]
 Method = Literal["mean_std", "mean", "asym_clip", "identity"]
 EPSILON = 1e-6
 """Groups whose rewards have a smaller standard deviation carry no signal."""
+
+
+# --- the registry
+class Played(NamedTuple):
+    """What an estimator is given: the episodes to learn from, and how the config wants them compared."""
+
+    trajectories: Sequence[Trajectory]
+    returns: list[list[float]]  # [B][turns] the discounted return of the task's own reward from each turn on
+    cells: list[int]  # [B] episodes of one cell are compared (`reward_normalization.grouping`)
+    algorithm: Algorithm
+    proxy: AgentProxy
+
+    @property
+    def episode_returns(self) -> list[float]:
+        """`[B]` the discounted return of each episode; 0 for one that ended before its first turn."""
+        return [returns[0] if returns else 0.0 for returns in self.returns]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An estimator of advantages, and what its name brings along."""
+
+    compute: Callable[..., Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `algorithm` that the name sets where the config does not."""
+    conflicts: Callable[[Algorithm], Iterator[str]] | None = None
+    """Gives a sentence for each setting that would have no effect."""
+    grouped: bool = False
+    """Whether it compares rewards within `reward_normalization.grouping`."""
+    normalized: bool = False
+    """Whether it reads `reward_normalization.method`."""
+    needs: Literal["nothing", "critic", "teacher"] = "nothing"
+
+
+ESTIMATORS: Registry[Estimator] = Registry("advantage")
+
+
+def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F], F]:
+    """Register an estimator under the name that `algorithm.adv_estimator` takes.
+
+    Args:
+        name: in the YAML.
+        replace: an estimator of that name.
+        about: fields of `Estimator`: `defaults`, `conflicts`, `grouped`, `normalized`, `needs`.
+
+    The function gets `Played` and gives one number an episode (`[B]`), or per episode one a turn. With
+    `needs="critic"` it gets the rewards `[turns]` and values `[turns][tokens]` of one episode and the settings, and
+    gives advantages and targets of that shape; with `needs="teacher"`, per episode and turn, the log-probabilities
+    `[tokens]` of the policy and of the teacher, and gives advantages of that shape.
+    """
+
+    def register(function: F) -> F:
+        ESTIMATORS.register(name, Estimator(function, **about), replace=replace)
+        return function
+
+    return register
 
 
 def turn_advantages(
@@ -30,22 +88,16 @@ def turn_advantages(
 ) -> list[Array]:
     """Per trajectory one advantage a turn, shared by all tokens of that turn's response; for estimators without critic.
 
-    The episode part is the discounted return of the task's own rewards, normalised within its grouping; GiGPO
-    adds the step part. The format penalty acts on the turn that earned it, see `format_shaping`.
+    Shaping acts on the turn that earned it, see `shaping_of`.
     """
     returns = [discounted_returns([turn.reward for turn in t.turns], algorithm.gamma) for t in trajectories]
-    episode = _episode_advantages([r[0] for r in returns], trajectories, algorithm, proxy)
-    advantages = [np.full(len(r), value) for r, value in zip(returns, episode, strict=True)]
-    if algorithm.adv_estimator == "gigpo":
-        steps = anchored_step_advantages(
-            returns,
-            [[turn.anchor for turn in t.turns] for t in trajectories],
-            [t.group for t in trajectories],
-            scale=proxy.reward_normalization.method != "mean",
-        )
-        advantages = [a + algorithm.step_advantage_weight * s for a, s in zip(advantages, steps, strict=True)]
-    shaping = format_shaping(trajectories, proxy.format_penalty)
-    return [a + s for a, s in zip(advantages, shaping, strict=True)]
+    cells = _cells(trajectories, proxy.reward_normalization.grouping)
+    played = Played(trajectories, returns, cells, algorithm, proxy)
+    found = ESTIMATORS[algorithm.adv_estimator].compute(played)
+    if np.ndim(found[0] if len(found) else 0.0) == 0:
+        found = [np.full(len(r), value) for r, value in zip(returns, found, strict=True)]
+    shaping = shaping_of(trajectories, proxy)
+    return [np.asarray(a, dtype=np.float64) + s for a, s in zip(found, shaping, strict=True)]
 
 
 def critic_advantages(
@@ -58,26 +110,48 @@ def critic_advantages(
 
     Advantages are normalised over all tokens of the batch; targets are in the task's own reward.
     """
-    critic = algorithm.critic
-    advantages, targets = [], []
-    for trajectory, known in zip(trajectories, values, strict=True):
-        rewards = [turn.reward for turn in trajectory.turns]
-        if algorithm.adv_estimator == "gae":
-            found = token_gae(rewards, known, algorithm.gamma, critic.gae_lambda)
-        elif algorithm.adv_estimator == "turn_gae":
-            found = turn_gae(rewards, known, algorithm.gamma, critic.gae_lambda)
-        else:
-            found = bi_level_gae(rewards, known, algorithm.gamma, critic.gae_lambda, critic.token_lambda)
-        advantages.append(found[0])
-        targets.append(found[1])
-    every = np.concatenate([tokens for turns in advantages for tokens in turns])
-    mean, spread = every.mean(), every.std() + 1e-8
-    shaping = format_shaping(trajectories, proxy.format_penalty)
+    compute = ESTIMATORS[algorithm.adv_estimator].compute
+    pairs = [
+        compute([turn.reward for turn in t.turns], known, algorithm)
+        for t, known in zip(trajectories, values, strict=True)
+    ]
+    every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
+    bessel = algorithm.critic.whitening == "sample" and len(every) > 1
+    mean, spread = every.mean(), every.std(ddof=int(bessel)) + 1e-8
+    shaping = shaping_of(trajectories, proxy)
     shaped = [
         [(tokens - mean) / spread + bonus for tokens, bonus in zip(turns, bonuses, strict=True)]
-        for turns, bonuses in zip(advantages, shaping, strict=True)
+        for (turns, _), bonuses in zip(pairs, shaping, strict=True)
     ]
-    return shaped, targets
+    return shaped, [targets for _, targets in pairs]
+
+
+def teacher_advantages(
+    trajectories: Sequence[Trajectory],
+    known: Sequence[Sequence[Array]],
+    told: Sequence[Sequence[Array]],
+    algorithm: Algorithm,
+    proxy: AgentProxy,
+) -> list[list[Array]]:
+    """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
+    compute = ESTIMATORS[algorithm.adv_estimator].compute
+    shaping = shaping_of(trajectories, proxy)
+    return [
+        [compute(ours, theirs) + bonus for ours, theirs, bonus in zip(*turns, strict=True)]
+        for turns in zip(known, told, shaping, strict=True)
+    ]
+
+
+# --- shaping
+def shaping_of(trajectories: Sequence[Trajectory], proxy: AgentProxy) -> list[Array]:
+    """Per trajectory one number a turn: what is added to advantages of the task's own reward."""
+    formats = format_shaping(trajectories, proxy.format_penalty)
+    if not proxy.overlong_buffer:
+        return formats
+    buffer, limit = proxy.overlong_buffer, proxy.max_tokens
+    lengths = [np.array([len(turn.response_ids) for turn in t.turns], dtype=np.float64) for t in trajectories]
+    long = _centred([proxy.overlong_penalty * overlong_shaping(own, limit, buffer) for own in lengths])
+    return [a + b for a, b in zip(formats, long, strict=True)]
 
 
 def format_shaping(trajectories: Sequence[Trajectory], penalty: float) -> list[Array]:
@@ -87,26 +161,83 @@ def format_shaping(trajectories: Sequence[Trajectory], penalty: float) -> list[A
     ]
     if not penalty:
         return [np.zeros(len(turns)) for turns in invalid]
-    mean = float(np.concatenate(invalid).mean())
-    return [-penalty * (turns - mean) for turns in invalid]
+    return [-penalty * turns for turns in _centred(invalid)]
 
 
-def _episode_advantages(
-    rewards: Sequence[float], trajectories: Sequence[Trajectory], algorithm: Algorithm, proxy: AgentProxy
-) -> Array:
-    """`[B]` from the discounted return of each trajectory."""
-    settings = proxy.reward_normalization
-    cells = _cells(trajectories, settings.grouping)
-    estimator = algorithm.adv_estimator
-    if estimator == "dr_grpo":
-        return group_relative(rewards, cells, scale=False)
-    if estimator == "rloo":
-        return leave_one_out(rewards, cells)
-    if estimator == "reinforce":
-        return np.asarray(rewards, dtype=np.float64)
-    if estimator in ("reinforce_pp", "reinforce_pp_baseline"):
-        return batch_normalized(rewards, cells, baseline=estimator == "reinforce_pp_baseline")
-    return normalize_rewards(rewards, cells, settings.method)
+def overlong_shaping(lengths: ArrayLike, limit: int, buffer: int) -> Array:
+    """DAPO's soft punishment of long responses (arXiv:2503.14476, eq. 13), in [-1, 0].
+
+    Nothing up to `limit - buffer` tokens, then falling evenly to -1 at `limit`.
+    """
+    return -np.clip((np.asarray(lengths, dtype=np.float64) - (limit - buffer)) / buffer, 0.0, 1.0)
+
+
+def _centred(turns: Sequence[Array]) -> list[Array]:
+    """Less the mean over all turns of the batch."""
+    every = np.concatenate(turns)
+    mean = float(every.mean()) if len(every) else 0.0
+    return [own - mean for own in turns]
+
+
+# --- estimators that compare episodes
+@advantage("grpo", grouped=True, normalized=True)
+def _grpo(played: Played) -> Array:
+    return normalize_rewards(played.episode_returns, played.cells, played.proxy.reward_normalization.method)
+
+
+@advantage("dr_grpo", grouped=True, defaults={"loss_aggregation": "constant"})
+def _dr_grpo(played: Played) -> Array:
+    return group_relative(played.episode_returns, played.cells, scale=False)
+
+
+@advantage("rloo", grouped=True)
+def _rloo(played: Played) -> Array:
+    return leave_one_out(played.episode_returns, played.cells)
+
+
+@advantage("maxrl", grouped=True)
+def _maxrl(played: Played) -> Array:
+    return mean_relative(played.episode_returns, played.cells)
+
+
+@advantage("reinforce")
+def _reinforce(played: Played) -> Array:
+    return np.asarray(played.episode_returns, dtype=np.float64)
+
+
+@advantage("reinforce_pp")
+def _reinforce_pp(played: Played) -> Array:
+    return batch_normalized(played.episode_returns, played.cells)
+
+
+@advantage("reinforce_pp_baseline", grouped=True)
+def _reinforce_pp_baseline(played: Played) -> Array:
+    return batch_normalized(played.episode_returns, played.cells, baseline=True)
+
+
+@advantage("reinforce_pp_tokens")
+def _reinforce_pp_tokens(played: Played) -> list[Array]:
+    counts = [[len(turn.response_ids) for turn in t.turns] for t in played.trajectories]
+    return token_whitened(played.returns, counts)
+
+
+@advantage("gigpo", grouped=True, normalized=True)
+def _gigpo(played: Played) -> list[Array]:
+    """The episode part is that of `grpo`; `algorithm.gigpo` says of what, and over what it is normalised."""
+    settings, method = played.algorithm.gigpo, played.proxy.reward_normalization.method
+    sums = settings.episode_reward == "sum"
+    rewards = [t.reward for t in played.trajectories] if sums else played.episode_returns
+    n_turns = [len(t.turns) for t in played.trajectories]
+    counts = n_turns if settings.statistics == "steps" else None
+    episodes = normalize_rewards(rewards, played.cells, method, counts)
+    steps = anchored_step_advantages(
+        played.returns,
+        [[turn.anchor for turn in t.turns] for t in played.trajectories],
+        [t.group for t in played.trajectories],
+        scale=method != "mean",
+    )
+    weight = played.algorithm.step_advantage_weight
+    return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
 
 
 def _cells(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
@@ -119,7 +250,10 @@ def _cells(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
     return [0] * len(trajectories)
 
 
-def group_relative(rewards: ArrayLike, groups: ArrayLike, *, scale: bool = True) -> Array:
+# --- their mathematics
+def group_relative(
+    rewards: ArrayLike, groups: ArrayLike, *, scale: bool = True, counts: ArrayLike | None = None
+) -> Array:
     """GRPO advantages (arXiv:2402.03300, sec. 4.1.2): a reward against the mean of its group.
 
     Args:
@@ -127,11 +261,12 @@ def group_relative(rewards: ArrayLike, groups: ArrayLike, *, scale: bool = True)
         groups: `[B]` integer group of each; order and sizes are free.
         scale: divide by the group's standard deviation (with Bessel's correction); False gives Dr. GRPO
             (arXiv:2503.20783).
+        counts: `[B]` how often each counts in mean and standard deviation; once if not given.
 
     Returns:
         `[B]`, zero for every member of a group whose rewards are all equal, and for groups of one.
     """
-    centred, spread = _centre(rewards, groups)
+    centred, spread = _centre(rewards, groups, counts)
     with_signal = spread > EPSILON
     return np.where(with_signal, centred / np.where(with_signal & scale, spread, 1.0), 0.0)
 
@@ -168,7 +303,9 @@ def has_signal(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
     return _centre(rewards, groups)[1] > EPSILON
 
 
-def normalize_rewards(rewards: ArrayLike, groups: ArrayLike, method: Method) -> Array:
+def normalize_rewards(
+    rewards: ArrayLike, groups: ArrayLike, method: Method, counts: ArrayLike | None = None
+) -> Array:
     """The reference's `reward_normalization.method` within `groups` (a start state, an env kind, or the batch).
 
     `mean_std` is GRPO, `mean` only subtracts the mean, `asym_clip` is `mean_std` clipped to [-1, 3] so that a
@@ -176,8 +313,46 @@ def normalize_rewards(rewards: ArrayLike, groups: ArrayLike, method: Method) -> 
     """
     if method == "identity":
         return np.asarray(rewards, dtype=np.float64)
-    advantages = group_relative(rewards, groups, scale=method != "mean")
+    advantages = group_relative(rewards, groups, scale=method != "mean", counts=counts)
     return np.clip(advantages, -1.0, 3.0) if method == "asym_clip" else advantages
+
+
+def mean_relative(rewards: ArrayLike, groups: ArrayLike) -> Array:
+    """MaxRL advantages (arXiv:2602.02710): a reward against the mean of its group, over that mean.
+
+    With rewards of 0 and 1 the gradient is that of the mean log-likelihood of the successes of a group, with the mean
+    score as its baseline. Rewards must not be negative.
+
+    Returns:
+        `[B]`, zero for groups in which nothing was earned, or all the same.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if len(values) and values.min() < 0:
+        raise ValueError(
+            f"maxrl divides by the mean reward of a group, so none may be below 0, got {values.min()}"
+        )
+    centred, spread = _centre(values, groups)
+    with_signal = spread > EPSILON
+    return np.where(with_signal, centred / np.where(with_signal, values - centred, 1.0), 0.0)
+
+
+def token_whitened(returns: Sequence[Sequence[float]], counts: Sequence[Sequence[int]]) -> list[Array]:
+    """REINFORCE++ with every token as a step: returns from each turn on, normalised over the tokens of the batch.
+
+    Args:
+        returns: per trajectory, the discounted return from each turn on; the tokens of a turn share it.
+        counts: per trajectory, the tokens of each turn.
+
+    Returns:
+        Per trajectory one value a turn; Bessel's correction is made, and 1e-8 added to the variance.
+    """
+    flat = np.array([value for turns in returns for value in turns], dtype=np.float64)
+    weights = np.array([count for turns in counts for count in turns], dtype=np.float64)
+    total = max(weights.sum(), 1.0)
+    mean = (weights * flat).sum() / total
+    variance = (weights * (flat - mean) ** 2).sum() / max(total - 1, 1.0)
+    white = (flat - mean) / np.sqrt(variance + 1e-8)
+    return np.split(white, np.cumsum([len(turns) for turns in returns])[:-1])
 
 
 def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:
@@ -218,14 +393,47 @@ def anchored_step_advantages(
     return np.split(flat, np.cumsum([len(turns) for turns in returns])[:-1])
 
 
-def _centre(rewards: ArrayLike, groups: ArrayLike) -> tuple[Array, Array]:
+def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = None) -> tuple[Array, Array]:
     """Rewards less their group's mean, and their group's standard deviation, both `[B]`."""
     values = np.asarray(rewards, dtype=np.float64)
     _, index = np.unique(np.asarray(groups), return_inverse=True)
-    count = np.bincount(index)
-    centred = values - (np.bincount(index, values) / count)[index]
-    spread = np.sqrt(np.bincount(index, centred**2) / np.maximum(count - 1, 1))
+    if counts is None:
+        count = np.bincount(index)
+        centred = values - (np.bincount(index, values) / count)[index]
+        spread = np.sqrt(np.bincount(index, centred**2) / np.maximum(count - 1, 1))
+        return centred, spread[index]
+    weights = np.asarray(counts, dtype=np.float64)
+    total = np.bincount(index, weights)
+    centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
+    spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))
     return centred, spread[index]
+
+
+# --- estimators with a critic or a teacher
+@advantage("gae", needs="critic")
+def _token_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
+    return token_gae(rewards, values, algorithm.gamma, algorithm.critic.gae_lambda)
+
+
+@advantage("turn_gae", needs="critic")
+def _turn_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
+    return turn_gae(rewards, values, algorithm.gamma, algorithm.critic.gae_lambda)
+
+
+@advantage("bi_level_gae", needs="critic")
+def _bi_level_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
+    critic = algorithm.critic
+    return bi_level_gae(rewards, values, algorithm.gamma, critic.gae_lambda, critic.token_lambda)
+
+
+@advantage("distillation", needs="teacher", defaults={"entropy_coef": 0.0})
+def reverse_kl(logprobs: Array, teacher_logprobs: Array) -> Array:
+    """On-policy distillation: the teacher scores each token that the student wrote (MiniLLM, arXiv:2306.08543).
+
+    `[tokens]`: how much likelier the teacher holds each token; its mean under the student is minus the reverse KL, so
+    the policy gradient with it as advantage pulls the student to the teacher.
+    """
+    return teacher_logprobs - logprobs
 
 
 def token_gae(
@@ -277,10 +485,10 @@ def bi_level_gae(
 ) -> tuple[list[Array], list[Array]]:
     """Turns first, then tokens within each turn (bi-level GAE of VAGEN, arXiv:2510.16907).
 
-    The advantage of a turn, from GAE over turns, becomes the advantage of its last token; from there GAE runs back
-    over the tokens of the turn, without reward and discount.
+    A turn is valued at its last token. Its advantage, from GAE over turns, becomes the advantage of that token; from
+    there GAE runs back over the tokens of the turn, without reward and discount.
     """
-    turns = _gae(rewards, [float(known[0]) for known in values], gamma, gae_lambda)
+    turns = _gae(rewards, [float(known[-1]) for known in values], gamma, gae_lambda)
     advantages: list[Array] = []
     for advantage, known in zip(turns, values, strict=True):
         tokens = np.zeros(len(known))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import DataError
 from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder, write_folder
+from shoal.train.agent.config import comparable
 from shoal.train.agent.distributed import ShardedEngine
 from shoal.train.agent.policy import TrainableEngine
 from shoal.train.agent.weights import fill, fill_optimizer, whole_optimizer, whole_weights, without_twins
@@ -147,7 +148,8 @@ def load_checkpoint(
         DataError: the checkpoint is of a run with other settings; the first differing key is named.
     """
     state = read_json(path / "state.json")
-    difference = _first_difference(state["config"], json.loads(json.dumps(config)))
+    before = state["config"] and comparable(state["config"])
+    difference = _first_difference(before, json.loads(json.dumps(config)))
     if difference:
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
     engine.load_weights(engine.read(path / "engine"), state["weights_version"])

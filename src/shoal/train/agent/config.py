@@ -5,36 +5,39 @@ Unknown keys are errors, and so are settings that would have no effect beside ea
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import importlib.util
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shoal.core.configuration import from_mapping, to_mapping
-from shoal.core.errors import ConfigError, did_you_mean, unknown_name
+from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
+from shoal.core.registry import Registry
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
 from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
-from shoal.train.agent.advantages import Method
+from shoal.train.agent.advantages import ESTIMATORS, Method
 from shoal.train.agent.batch import Batching
-from shoal.train.agent.losses import Aggregation, KLEstimator
+from shoal.train.agent.losses import LOSSES, Aggregation, KLEstimator
 
-Estimator = Literal[
-    "grpo",
-    "dr_grpo",
-    "gigpo",
-    "rloo",
-    "reinforce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "gae",
-    "turn_gae",
-    "bi_level_gae",
-]
-CRITIC_ESTIMATORS = ("gae", "turn_gae", "bi_level_gae")
+T = TypeVar("T")
+GROUP = "shoal.extensions"
+"""The group of entry points in which installed packages name modules that register what is theirs."""
+_BY_NAME: Any = None
+"""Left out: what the names of estimator and loss set, else `_PLAIN`."""
+_PLAIN: dict[str, Any] = {
+    "loss_aggregation": "token_mean",
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.28,
+    "entropy_coef": 0.02,
+}
 
 
 def refuse_not_positive(settings: Any, *names: str) -> None:
@@ -51,12 +54,21 @@ def refuse_negative(settings: Any, *names: str) -> None:
             raise ConfigError(f"{name} must be 0 or positive, got {getattr(settings, name)}")
 
 
+def _known(registry: Registry[T], name: str) -> T:
+    """What is registered; a `ConfigError` names the nearest for what is not."""
+    try:
+        return registry[name]
+    except UnknownNameError as error:
+        raise ConfigError(str(error)) from error
+
+
 @dataclass(frozen=True)
 class FilterGroups:
     """Which groups are learned from."""
 
-    enable: bool = True
-    """Leave out groups whose members all got the same task reward: they say nothing."""
+    enable: bool = _BY_NAME
+    """Leave out groups whose members all got the same return: they say nothing to estimators that compare. On by
+    default for those without critic or teacher."""
     max_num_gen_batches: int = 1
     """Batches of groups to play, at most, until `env_groups` with signal are there."""
 
@@ -74,6 +86,8 @@ class Critic:
     """Trace decay within a turn (`bi_level_gae`)."""
     learning_rate: float = 1e-3
     value_clip: float | None = 0.5
+    whitening: Literal["population", "sample"] = "population"
+    """Standard deviation that advantages are divided by; `sample` has Bessel's correction, as in verl."""
 
     def __post_init__(self) -> None:
         for name in ("gae_lambda", "token_lambda"):
@@ -82,6 +96,16 @@ class Critic:
         refuse_not_positive(self, "learning_rate")
         if self.value_clip is not None and not self.value_clip > 0:
             raise ConfigError(f"value_clip must be positive, or null for none, got {self.value_clip}")
+
+
+@dataclass(frozen=True)
+class GiGPO:
+    """Variants of the episode part of `gigpo`."""
+
+    episode_reward: Literal["return", "sum"] = "return"
+    """Compare discounted returns, or plain sums of rewards as the paper does."""
+    statistics: Literal["episodes", "steps"] = "episodes"
+    """What mean and standard deviation are of: each episode counts once, or once a turn as in verl-agent."""
 
 
 @dataclass(frozen=True)
@@ -114,20 +138,29 @@ class RolloutCorrection:
 class Algorithm:
     """How trajectories change the weights."""
 
-    adv_estimator: Estimator = "grpo"
+    adv_estimator: str = "grpo"
+    """A registered estimator, see `shoal.train.agent.advantages`."""
     gamma: float = 1.0
     """Discount per turn; below 1, shorter solutions are worth more."""
     step_advantage_weight: float = 1.0
     """GiGPO: weight of the step-level advantage beside the episode's."""
-    policy_loss: Literal["clip", "gspo", "cispo"] = "clip"
-    loss_aggregation: Aggregation = "token_mean"
+    gigpo: GiGPO = GiGPO()
+    teacher: str | None = None
+    """Distillation: the folder of a model, or of a checkpoint's engine, that scores the tokens (same vocabulary)."""
+    policy_loss: str = "clip"
+    """A registered loss, see `shoal.train.agent.losses`."""
+    loss_aggregation: Aggregation = _BY_NAME
+    """`token_mean` if neither estimator nor loss says otherwise (`dr_grpo`: constant, `gspo`: sequence_mean)."""
     loss_constant: float = 1.0
     """Tokens a sequence is divided by, for `loss_aggregation: constant`."""
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
+    clip_ratio_low: float = _BY_NAME
+    """0.2 if the loss does not say otherwise (`gspo`: 3e-4)."""
+    clip_ratio_high: float = _BY_NAME
+    """0.28 if the loss does not say otherwise (`gspo`: 4e-4)."""
     dual_clip: float | None = None
     """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
-    entropy_coef: float = 0.02
+    entropy_coef: float = _BY_NAME
+    """0.02 if the estimator does not say otherwise (`distillation`: 0)."""
     learning_rate: float = 1e-3
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """From `learning_rate` at the first iteration to 0 after the last."""
@@ -155,6 +188,7 @@ class Algorithm:
     rollout_correction: RolloutCorrection = RolloutCorrection()
 
     def __post_init__(self) -> None:
+        self._set_by_name()
         if not 0 < self.gamma <= 1:
             raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
         refuse_not_positive(
@@ -176,10 +210,40 @@ class Algorithm:
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError(f"dual_clip must be above 1, got {self.dual_clip}")
 
+    def _set_by_name(self) -> None:
+        """Give what is left out the value that the estimator or the loss brings along."""
+        estimator, loss = _known(ESTIMATORS, self.adv_estimator), _known(LOSSES, self.policy_loss)
+        brought = _PLAIN | dict(estimator.defaults) | dict(loss.defaults)
+        left_out = tuple(name for name in brought if getattr(self, name) is None)
+        for name in left_out:
+            object.__setattr__(self, name, brought[name])
+        if self.filter_groups.enable is None:
+            left_out = (*left_out, "filter_groups")
+            filtered = replace(
+                self.filter_groups,
+                enable=estimator.needs == "nothing" or self.filter_groups.max_num_gen_batches > 1,
+            )
+            object.__setattr__(self, "filter_groups", filtered)
+        object.__setattr__(self, "_left_out", left_out)
+
+    def as_begun(self, begun: Mapping[str, Any]) -> Algorithm:
+        """These settings for a run that goes on: what is left out is as in `begun`, the mapping it was begun with."""
+        names = [name for name in self._left_out if name in begun]  # type: ignore[attr-defined]
+        values: dict[str, Any] = {name: begun[name] for name in names if name != "filter_groups"}
+        if "filter_groups" in names:
+            enable = begun["filter_groups"]["enable"]
+            values["filter_groups"] = replace(self.filter_groups, enable=enable)
+        return replace(self, **values)
+
+    @property
+    def needs(self) -> str:
+        """What the estimator asks beside the policy: a "critic", a "teacher", or "nothing"."""
+        return ESTIMATORS[self.adv_estimator].needs
+
     @property
     def needs_critic(self) -> bool:
         """Whether the estimator works with values."""
-        return self.adv_estimator in CRITIC_ESTIMATORS
+        return self.needs == "critic"
 
 
 @dataclass(frozen=True)
@@ -222,13 +286,21 @@ class RewardNormalization:
 class AgentProxy(RolloutSettings):
     """How the agent meets its envs, and what its rewards become."""
 
+    overlong_buffer: int = 0
+    """DAPO's soft punishment of long responses: it grows over that many tokens below `max_tokens`; 0 for none."""
+    overlong_penalty: float = 1.0
+    """Taken off a response of `max_tokens`, added like `format_penalty`."""
     format_penalty: float = 0.0
     """Taken off per turn without a valid action; added after normalisation, never part of the spread."""
     reward_normalization: RewardNormalization = RewardNormalization()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_negative(self, "format_penalty", "temperature")
+        refuse_negative(self, "format_penalty", "temperature", "overlong_penalty")
+        if not 0 <= self.overlong_buffer <= self.max_tokens:
+            raise ConfigError(
+                f"overlong_buffer must be in [0, max_tokens={self.max_tokens}], got {self.overlong_buffer}"
+            )
         for name in ("max_tokens", "max_turn"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -306,28 +378,94 @@ class AgentConfig:
     trainer: TrainerConfig = TrainerConfig()
     next_step: str = ""
     """A line that the command shows when the run is done."""
+    imports: list[str] = field(default_factory=list)
+    """Modules, and files that end in .py, to import first: they register advantages, losses, samplers and envs."""
 
     def __post_init__(self) -> None:
         refuse_ignored(self)
 
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> AgentConfig:
+        """The settings in a mapping; what its `imports` register is known by then.
+
+        Raises:
+            ConfigError: an unknown key, a value that does not fit, or an import that fails.
+        """
+        import_extensions(values.get("imports") or ())
+        return from_mapping(cls, values)
+
+    def as_begun(self, begun: Mapping[str, Any]) -> AgentConfig:
+        """These settings for a run that goes on: what is left out and set by a name is as in `begun`."""
+        return replace(self, algorithm=self.algorithm.as_begun(begun["algorithm"]))
+
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to be continued: all that can change its results."""
-        from shoal.core.configuration import to_mapping
+        return comparable(to_mapping(self))
 
-        values = to_mapping(self)
-        for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer"):
-            del values[key]
-        if self.algorithm.lr_schedule != "constant":  # the rate of an iteration depends on how many there are
-            values["trainer"] = {"iterations": self.trainer.iterations}
-        for key in ("use_parallel_rollout", "parallel_n_jobs", "parallel"):
-            del values["agent_proxy"][key]
+
+def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's settings, as a mapping, that can change its results; what is not there has its default.
+
+    Where and how fast something is computed, and in how much memory, may change when a run goes on.
+    """
+    known: dict[str, Any] = _over(to_mapping(AgentConfig()), values)
+    algorithm, engine = known["algorithm"], known["engine"]
+    trainer = {"iterations": known["trainer"]["iterations"]}
+    for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer", "imports"):
+        del known[key]
+    if algorithm["lr_schedule"] != "constant":  # the rate of an iteration depends on how many there are
+        known["trainer"] = trainer
+    for key in ("use_parallel_rollout", "parallel_n_jobs", "parallel"):
+        del known["agent_proxy"][key]
+    for key in ("micro_batch_tokens", "gradient_checkpointing", "batching"):
+        del algorithm[key]
+    for key in ("device", "threads", "vllm", "server"):
+        del engine[key]
+    engine["replicas"] = {"engine": engine["replicas"]["engine"]}
+    return known
+
+
+def _over(defaults: Any, values: Any) -> Any:
+    """`values`, with defaults where mappings of them lack a key."""
+    if not isinstance(defaults, dict) or not isinstance(values, Mapping):
         return values
+    return {**defaults, **{key: _over(defaults.get(key), value) for key, value in values.items()}}
 
 
-NORMALIZED = ("grpo", "gigpo")
-"""Estimators that read `reward_normalization.method`."""
-GROUPED = (*NORMALIZED, "dr_grpo", "rloo", "reinforce_pp_baseline")
-"""Estimators that compare rewards within `reward_normalization.grouping`."""
+def import_extensions(names: Sequence[str]) -> None:
+    """Import modules and files of the user (`imports:`), and what installed packages name, so that they register.
+
+    Raises:
+        ConfigError: there is no such module or file, or it fails.
+    """
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        entry.load()
+    for name in names:
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name).resolve())
+            else:
+                importlib.import_module(name)
+        except Exception as error:
+            raise ConfigError(
+                f"imports: {name} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _import_file(path: Path) -> None:
+    name = f"shoal_imports.{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def refuse_ignored(config: AgentConfig) -> None:
@@ -350,7 +488,7 @@ def refuse_without_signal(config: AgentConfig) -> None:
     compared = config.agent_proxy.reward_normalization.grouping == "state"
     if algorithm.filter_groups.enable:
         needs = "algorithm.filter_groups.enable=true leaves such groups out"
-    elif algorithm.adv_estimator in GROUPED and algorithm.adv_estimator != "gigpo" and compared:
+    elif ESTIMATORS[algorithm.adv_estimator].grouped and algorithm.adv_estimator != "gigpo" and compared:
         needs = f"algorithm.adv_estimator={algorithm.adv_estimator} learns from what differs within groups"
     else:
         return
@@ -389,16 +527,9 @@ def _of_model(config: AgentConfig) -> Iterator[str]:
 
 def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
     estimator = algorithm.adv_estimator
-    if algorithm.dual_clip is not None and algorithm.policy_loss != "clip":
-        yield (
-            f"algorithm.dual_clip={algorithm.dual_clip} has no effect with policy_loss="
-            f"{algorithm.policy_loss}: set it to null, or policy_loss to clip"
-        )
-    if algorithm.policy_loss == "cispo" and algorithm.clip_ratio_low != 0.2:
-        yield (
-            f"algorithm.clip_ratio_low={algorithm.clip_ratio_low} has no effect with policy_loss=cispo, which bounds "
-            f"weights from above alone: leave it out"
-        )
+    for registered in (ESTIMATORS[estimator], LOSSES[algorithm.policy_loss]):
+        if registered.conflicts is not None:
+            yield from registered.conflicts(algorithm)
     if algorithm.loss_constant != 1 and algorithm.loss_aggregation != "constant":
         yield (
             f"algorithm.loss_constant={algorithm.loss_constant} has no effect with loss_aggregation="
@@ -408,6 +539,13 @@ def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
         yield (
             f"algorithm.step_advantage_weight={algorithm.step_advantage_weight} is gigpo's and has no effect "
             f"with adv_estimator={estimator}: leave it out"
+        )
+    if algorithm.gigpo != GiGPO() and estimator != "gigpo":
+        yield f"algorithm.gigpo has no effect with adv_estimator={estimator}: leave it out"
+    if (algorithm.teacher is None) == (algorithm.needs == "teacher"):
+        yield (
+            f"algorithm.teacher={algorithm.teacher} and adv_estimator={estimator} do not fit: name the folder of a "
+            f"teacher for distillation, and none for others"
         )
     if algorithm.critic.token_lambda != 1 and estimator in ("gae", "turn_gae"):
         yield (
@@ -424,15 +562,17 @@ def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
 
 def _of_rewards(config: AgentConfig) -> Iterator[str]:
     settings, estimator = config.agent_proxy.reward_normalization, config.algorithm.adv_estimator
-    if settings.method != "mean_std" and estimator not in NORMALIZED:
+    if settings.method != "mean_std" and not ESTIMATORS[estimator].normalized:
+        readers = [name for name in ESTIMATORS if ESTIMATORS[name].normalized]
         yield (
             f"agent_proxy.reward_normalization.method={settings.method} has no effect with adv_estimator="
-            f"{estimator}, which normalises in its own way: leave it out, or use {' or '.join(NORMALIZED)}"
+            f"{estimator}, which normalises in its own way: leave it out, or use {' or '.join(readers)}"
         )
-    if settings.grouping != "state" and estimator not in GROUPED:
+    if settings.grouping != "state" and not ESTIMATORS[estimator].grouped:
+        readers = [name for name in ESTIMATORS if ESTIMATORS[name].grouped]
         yield (
             f"agent_proxy.reward_normalization.grouping={settings.grouping} has no effect with adv_estimator="
-            f"{estimator}, which compares no groups: leave it out, or use one of {', '.join(GROUPED)}"
+            f"{estimator}, which compares no groups: leave it out, or use one of {', '.join(readers)}"
         )
 
 
@@ -465,7 +605,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     if name not in config_names() and name not in own:
         raise unknown_name("config", name, [*config_names(), *own])
     GlobalHydra.instance().clear()
-    ConfigStore.instance().store(name="defaults", node=to_mapping(AgentConfig()))
+    ConfigStore.instance().store(name="defaults", node=_defaults())
     try:
         if folder is None:
             with initialize_config_module("shoal.configs", version_base=None):
@@ -485,7 +625,19 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     except (ConfigCompositionException, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(_explain(error)) from error
     values["custom_envs"] = {tag: kind for tag, kind in values["custom_envs"].items() if kind is not None}
-    return from_mapping(AgentConfig, values)
+    algorithm = values["algorithm"]
+    for settings, names in ((algorithm, _PLAIN), (algorithm["filter_groups"], ("enable",))):
+        for name in [name for name in names if settings[name] is None]:
+            del settings[name]
+    return AgentConfig.read(values)
+
+
+def _defaults() -> dict[str, Any]:
+    """All settings with their defaults; those that a name sets are left open."""
+    values = to_mapping(AgentConfig())
+    values["algorithm"] |= dict.fromkeys(_PLAIN)
+    values["algorithm"]["filter_groups"]["enable"] = None
+    return values
 
 
 def _explain(error: Exception) -> str:

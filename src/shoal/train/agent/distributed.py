@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
-from shoal.core.errors import ConfigError, DivergedError, EngineError, EnvError, missing_extra
+from shoal.core.errors import ConfigError, DataError, DivergedError, EngineError, EnvError, missing_extra
 from shoal.core.executors import connect_ray
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.parallel.dispatch import RolloutReport
@@ -442,7 +442,9 @@ class SharedCollector:
         with self._ready():
             everyone = processes.together(play)
         self._reports.append([report for _, report in everyone if report is not None])
-        return [decode_trajectory(line) for lines, _ in everyone for line in lines]
+        played = [decode_trajectory(line) for lines, _ in everyone for line in lines]
+        refuse_miscounted(played, range(first_group, first_group + n_groups), self.collector.group_size)
+        return played
 
     def lap(self) -> dict[str, float]:
         """How parallel rollouts went since the last lap, all calls and processes together; nothing for others."""
@@ -462,6 +464,27 @@ class SharedCollector:
     def close(self) -> None:
         """End this process's envs and workers."""
         self.collector.close()
+
+
+def refuse_miscounted(played: Sequence[Trajectory], groups: range, group_size: int) -> None:
+    """Check that each episode is there once, in order, with the reason why it ended.
+
+    Raises:
+        DataError: one is missing, there twice, or neither ended nor failed: a fault of shoal, or of a collector.
+    """
+    found = [(t.group, t.member) for t in played]
+    wanted = [(group, member) for group in groups for member in range(group_size)]
+    if found != wanted:
+        odd = sorted({*found} ^ {*wanted})[:3] or "those that are there twice or out of order"
+        raise DataError(
+            f"a rollout of groups {groups.start} to {groups.stop - 1} with {group_size} members each gave "
+            f"{len(found)} episodes where {len(wanted)} were played: look at {odd} (group, member)"
+        )
+    for t in played:
+        if t.status == "ok" and not (t.terminated or t.truncated):
+            raise DataError(
+                f"episode (group {t.group}, member {t.member}) is whole, yet neither terminated nor truncated"
+            )
 
 
 def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:

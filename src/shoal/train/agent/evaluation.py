@@ -14,8 +14,10 @@ from typing import Any
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import DataError
+from shoal.rollout.filters import discounted
 from shoal.train.agent.advantages import has_signal
 from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.config import AgentConfig
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -52,16 +54,16 @@ def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def signal_metrics(
-    trajectories: Sequence[Trajectory], learned: Sequence[Trajectory], format_penalty: float
+    trajectories: Sequence[Trajectory], learned: Sequence[Trajectory], config: AgentConfig
 ) -> dict[str, float]:
     """How many groups of those played say something, and how many are learned from."""
-    whole = [t for t in trajectories if t.status == "ok"]
+    whole, gamma = [t for t in trajectories if t.status == "ok"], config.algorithm.gamma
     groups = [t.group for t in whole]
-    signal = has_signal([t.reward for t in whole], groups)
+    signal = has_signal([discounted(t, gamma) for t in whole], groups)
     with_signal = {group for group, kept in zip(groups, signal, strict=True) if kept}
     return {
         "groups_with_signal": len(with_signal) / max(1, len(set(groups))),
-        "groups_shaping_only": shaping_only(whole) if format_penalty else 0.0,
+        "groups_shaping_only": shaping_only(whole, gamma) if config.agent_proxy.format_penalty else 0.0,
         "groups_trained": float(len({t.group for t in learned})),
     }
 
@@ -83,13 +85,13 @@ def iteration_times(
     }
 
 
-def shaping_only(whole: Sequence[Trajectory]) -> float:
-    """Share of groups whose members earned the same task reward and differ by turns without a valid action."""
+def shaping_only(whole: Sequence[Trajectory], gamma: float = 1.0) -> float:
+    """Share of groups whose members earned the same return of the task and differ by turns without a valid action."""
     if not whole:
         return 0.0
     groups = [t.group for t in whole]
     invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
-    by_reward = has_signal([t.reward for t in whole], groups)
+    by_reward = has_signal([discounted(t, gamma) for t in whole], groups)
     by_format = has_signal(invalid, groups)
     rewarded = {g for g, kept in zip(groups, by_reward, strict=True) if kept}
     shaped = {g for g, kept in zip(groups, by_format, strict=True) if kept} - rewarded

@@ -6,18 +6,121 @@ so no loss depends on how a minibatch was cut into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.core.registry import Registry
+
+if TYPE_CHECKING:
+    from shoal.train.agent.config import Algorithm
+
+F = TypeVar("F", bound=Callable[..., Any])
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
+# --- the registry
+class Tokens(NamedTuple):
+    """What a policy loss is given, of `N` trained tokens."""
+
+    logprobs: Tensor  # [N] under the weights being trained, with gradients
+    old_logprobs: Tensor  # [N] under the weights that sampled the tokens
+    advantages: Tensor  # [N]
+    rows: Tensor  # [N] which sample each token is of; no sample is cut between micro-batches
+
+
+class PolicyLoss(NamedTuple):
+    """What a policy loss gives."""
+
+    losses: Tensor  # [N]
+    clipped: Tensor  # [N] bool: where the ratio is beyond its bounds
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A policy loss, and what its name brings along."""
+
+    compute: Callable[[Tokens, Algorithm], PolicyLoss]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `algorithm` that the name sets where the config does not."""
+    conflicts: Callable[[Algorithm], Iterator[str]] | None = None
+    """Gives a sentence for each setting that would have no effect."""
+
+
+LOSSES: Registry[Loss] = Registry("policy loss")
+
+
+def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[F], F]:
+    """Register a function of `Tokens` and the settings that gives a `PolicyLoss`; `about` are fields of `Loss`.
+
+    Args:
+        name: what `algorithm.policy_loss` takes.
+        replace: a loss of that name.
+        about: `defaults`, `conflicts`.
+    """
+
+    def register(function: F) -> F:
+        LOSSES.register(name, Loss(function, **about), replace=replace)
+        return function
+
+    return register
+
+
+@policy_loss("clip")
+def _clip_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    logprobs, old, advantages, _ = tokens
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    losses = clipped_token_loss(logprobs, old, advantages, low, high, config.dual_clip)
+    return PolicyLoss(losses, _outside((logprobs - old).exp(), low, high))
+
+
+def _no_dual_clip(config: Algorithm) -> Iterator[str]:
+    if config.dual_clip is not None:
+        yield (
+            f"algorithm.dual_clip={config.dual_clip} has no effect with policy_loss={config.policy_loss}: set it to "
+            f"null, or policy_loss to clip"
+        )
+
+
+@policy_loss(
+    "gspo",
+    defaults={"loss_aggregation": "sequence_mean", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
+    conflicts=_no_dual_clip,
+)
+def _gspo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    logprobs, old, advantages, rows = tokens
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    losses = sequence_clipped_loss(logprobs, old, advantages, rows, low, high)
+    return PolicyLoss(losses, _outside(sequence_ratios(logprobs - old, rows), low, high))
+
+
+def _no_lower_bound(config: Algorithm) -> Iterator[str]:
+    yield from _no_dual_clip(config)
+    if config.clip_ratio_low != 0.2:
+        yield (
+            f"algorithm.clip_ratio_low={config.clip_ratio_low} has no effect with policy_loss=cispo, which bounds "
+            f"weights from above alone: leave it out"
+        )
+
+
+@policy_loss("cispo", conflicts=_no_lower_bound)
+def _cispo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    logprobs, old, advantages, _ = tokens
+    losses = truncated_weight_loss(logprobs, old, advantages, config.clip_ratio_high)
+    return PolicyLoss(losses, (logprobs - old).exp() > 1 + config.clip_ratio_high)
+
+
+def _outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return (ratio > 1 + high) | (ratio < 1 - low)
+
+
+# --- the mathematics
 def clipped_token_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_json, verify_folder, write_folder
+from shoal.rollout.samplers.models import resolve_model
 from shoal.rollout.samplers.registry import make_learner
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
 from shoal.rollout.samplers.settings import EngineConfig
 from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
 from shoal.train.agent.distributed import ALONE, Processes, ShardedEngine
+from shoal.train.agent.weights import MasterAdamW
 
 if TYPE_CHECKING:
     from shoal.train.agent.lora import LoraEngine
@@ -90,9 +92,31 @@ def make_engine(config: EngineConfig, words: Sequence[str], seed: int) -> Traina
     return engine
 
 
+def load_teacher(folder: str, student: TrainableEngine) -> TrainableEngine:
+    """A frozen network that scores what a student wrote, from a model folder or the `engine` folder of a checkpoint.
+
+    Raises:
+        ConfigError: it does not read the student's tokens.
+    """
+    where = resolve_model(folder)
+    device = str(next(student.model.parameters()).device)
+    teacher: Any = load_engine(where, device=device)
+    sizes = [next(p for p in one.model.parameters() if p.dim() == 2).shape[0] for one in (teacher, student)]
+    text = "The quick brown fox: 3 + 4 = 7? <action>Up</action>"
+    if sizes[0] != sizes[1] or teacher.tokenizer.encode(text) != student.tokenizer.encode(text):
+        raise ConfigError(
+            f"algorithm.teacher={folder} has another vocabulary than the model that is trained ({sizes[0]} and "
+            f"{sizes[1]} tokens): choose a teacher of the same family"
+        )
+    teacher.model.requires_grad_(False)
+    return teacher  # type: ignore[no-any-return]
+
+
 def load_engine(folder: Path, *, device: str = "cpu") -> TrainableEngine:
     """The engine in the `engine` folder of a checkpoint."""
-    described: dict[str, Any] = read_json(folder / "engine.json")
+    described: dict[str, Any] = {}
+    if (folder / "engine.json").exists() or not (folder / "config.json").exists():  # a bare model has none
+        described = read_json(folder / "engine.json")
     if described.get("engine") == "tiny":
         from shoal.rollout.samplers.tiny import TinyEngine
 
@@ -164,6 +188,15 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[
             part.gradient_checkpointing = was
 
 
+def context_of(engine: TrainableEngine) -> int | None:
+    """Tokens of the longest prompt and response together that a model reads; None where it does not say."""
+    shape = getattr(engine.model, "shape", None)
+    if shape is not None:
+        return int(shape.context)
+    limit = getattr(getattr(engine.model, "config", None), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that are not frozen, in a fixed order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -210,13 +243,12 @@ class Critic(nn.Module):
 
 def split_optimizer(
     policy: list[nn.Parameter], critic: Critic | None, rate: float, critic_rate: float, weight_decay: float
-) -> torch.optim.AdamW:
+) -> MasterAdamW:
     """One Adam for both, each with its own rate."""
-    groups: list[dict[str, object]] = [{"params": policy, "lr": rate}]
+    groups: list[dict[str, Any]] = [{"params": policy, "lr": rate}]
     if critic is not None:
-        trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
-        groups.append({"params": trained, "lr": critic_rate})
-    return torch.optim.AdamW(groups, weight_decay=weight_decay, fused=True)
+        groups.append({"params": trained_parameters(critic), "lr": critic_rate})
+    return MasterAdamW(groups, weight_decay=weight_decay)
 
 
 class Reference:

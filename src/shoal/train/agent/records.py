@@ -19,6 +19,9 @@ from shoal.train.agent.policy import TrainableEngine
 from shoal.train.tensorboard import TensorBoard
 from shoal.train.wandb_log import WandB
 
+DEFAULT_FOLDER = "runs/agent"
+"""Of a run whose config names none."""
+
 
 class Records:
     """Writes the run folder.
@@ -32,7 +35,7 @@ class Records:
     def __init__(self, config: AgentConfig, on_event: Event | None, writes: bool = True) -> None:
         self._config = config
         self._writes = writes
-        self.folder = RunFolder(config.run_dir or "runs/agent", "train", config.seed, on_event, lock=writes)
+        self.folder = RunFolder(config.run_dir or DEFAULT_FOLDER, "train", config.seed, on_event, lock=writes)
         self._checkpoints = self.folder.path / "checkpoints"
         settings = config.trainer
         self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)

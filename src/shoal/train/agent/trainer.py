@@ -19,7 +19,6 @@ import torch
 from omegaconf import OmegaConf
 
 from shoal import envs
-from shoal.core.configuration import from_mapping
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import Event
@@ -48,14 +47,16 @@ from shoal.train.agent.policy import (
     Reference,
     TrainableEngine,
     can_checkpoint,
+    load_teacher,
     make_engine,
     safe_batching,
     split_optimizer,
     trained_parameters,
 )
-from shoal.train.agent.records import Records
-from shoal.train.agent.update import prepare_samples, update
+from shoal.train.agent.records import DEFAULT_FOLDER, Records
+from shoal.train.agent.update import Learner, prepare_samples, update
 from shoal.train.agent.warmup import warm_up
+from shoal.train.agent.weights import MasterAdamW
 from shoal.train.schedules import decayed
 
 logger = logging.getLogger(__name__)
@@ -74,13 +75,16 @@ class AgentTrainer:
     def __init__(self, config: AgentConfig | Mapping[str, Any], on_event: Event | None = None) -> None:
         if not isinstance(config, AgentConfig):
             plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-            config = from_mapping(AgentConfig, plain)  # type: ignore[arg-type]
+            config = AgentConfig.read(plain)  # type: ignore[arg-type]
+        begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
+        if config.resume and begun.exists():
+            config = config.as_begun(OmegaConf.to_container(OmegaConf.load(begun)))  # type: ignore[arg-type]
         refuse_without_signal(config)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
-        with ExitStack() as begun:  # what has begun ends if the rest cannot
-            self._begin(config, on_event, begun)
-            self._end = begun.pop_all()
+        with ExitStack() as started:  # what has begun ends if the rest cannot
+            self._begin(config, on_event, started)
+            self._end = started.pop_all()
 
     def _begin(self, config: AgentConfig, on_event: Event | None, begun: ExitStack) -> None:
         parallel = config.agent_proxy.use_parallel_rollout
@@ -98,6 +102,17 @@ class AgentTrainer:
         kept = self.records.folder.path / "reference"
         self.engine, self.critic, self._reference = make_networks(config, self._player, kept, self.processes)
         self.optimizer = make_optimizer(config, self.engine, self.critic)
+        self._learner = Learner(
+            self.engine,
+            self.optimizer,
+            algorithm,
+            config.agent_proxy,
+            self.critic,
+            self._reference.engine if self._reference else None,
+            load_teacher(algorithm.teacher, self._player) if algorithm.teacher else None,
+            config.seed,
+            self.processes,
+        )
         self.progress = Progress(0, 0.0, 0, 0)
         self._clock = EngineClock()
         self._collector = self._make_collector("train", config.seed)
@@ -181,32 +196,13 @@ class AgentTrainer:
     ) -> dict[str, float]:
         """Advantages of the groups to learn from, and one update from them."""
         config = self.config
-        row = signal_metrics(trajectories, learned, config.agent_proxy.format_penalty)
+        row = signal_metrics(trajectories, learned, config)
         self._warn_of_shaping(row["groups_shaping_only"])
         if not learned:
             return row
         set_rates(self.optimizer, config.algorithm, iteration / config.trainer.iterations)
-        reference = self._reference.engine if self._reference else None
-        samples = prepare_samples(
-            learned,
-            self.engine,
-            self.critic,
-            reference,
-            config.algorithm,
-            config.agent_proxy,
-            self.processes,
-        )
-        return row | update(
-            self.engine,
-            self.critic,
-            self.optimizer,
-            samples,
-            config.algorithm,
-            config.agent_proxy.temperature,
-            config.seed,
-            iteration,
-            self.processes,
-        )
+        samples = prepare_samples(learned, self._learner)
+        return row | update(self._learner, samples, iteration) if samples else row
 
     def _warn_of_shaping(self, share: float) -> None:
         """Say once when most groups differ by the format penalty alone."""
@@ -229,6 +225,7 @@ class AgentTrainer:
         self.processes.share_weights(self.engine.model.state_dict().values())
         if self.critic is not None:
             self.critic.model.load_state_dict(self.engine.model.state_dict())
+        self.optimizer.take_weights()
         if self._reference is not None:
             self._reference.keep(self.engine)
         row |= self._validate()
@@ -317,9 +314,7 @@ def make_networks(
     return trained, critic, copied
 
 
-def make_optimizer(
-    config: AgentConfig, engine: TrainableEngine, critic: Critic | None
-) -> torch.optim.Optimizer:
+def make_optimizer(config: AgentConfig, engine: TrainableEngine, critic: Critic | None) -> MasterAdamW:
     """Adam over what is trained."""
     algorithm = config.algorithm
     return split_optimizer(
@@ -395,6 +390,7 @@ def play_groups(
         iteration,
         config.agent_proxy.sampling(),
         max_batches=settings.max_num_gen_batches if settings.enable else 1,
+        gamma=algorithm.gamma,
     )
     refuse_all_failed(played, f"iteration {iteration + 1}")
     if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
@@ -403,7 +399,7 @@ def play_groups(
     learned = kept if settings.enable else [t for t in played if t.status == "ok"]
     if algorithm.rollout_filter_ratio < 1:
         learned, filtered = filter_rollouts(
-            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type
+            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
         )
         row |= filtered
     return played, learned, row

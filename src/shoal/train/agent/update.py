@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from shoal.core.data import Trajectory
 from shoal.core.errors import DivergedError
 from shoal.core.seeding import derive_seed, stream
-from shoal.train.agent.advantages import Array, critic_advantages, turn_advantages
+from shoal.train.agent.advantages import Array, critic_advantages, teacher_advantages, turn_advantages
 from shoal.train.agent.batch import (
+    Column,
     MicroBatch,
     Sample,
     make_samples,
@@ -29,14 +30,12 @@ from shoal.train.agent.batch import (
 from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.losses import (
+    LOSSES,
+    Tokens,
     aggregation_weights,
-    clipped_token_loss,
     entropy_of,
     kl_penalty,
     rollout_correction,
-    sequence_clipped_loss,
-    sequence_ratios,
-    truncated_weight_loss,
     value_loss,
 )
 from shoal.train.agent.policy import (
@@ -49,6 +48,23 @@ from shoal.train.agent.policy import (
     training_mode,
 )
 from shoal.train.agent.weights import whole
+
+
+@dataclass
+class Learner:
+    """What is trained, with what, and the networks that are asked about it."""
+
+    policy: TrainableEngine
+    optimizer: torch.optim.Optimizer
+    algorithm: Algorithm
+    proxy: AgentProxy
+    critic: Critic | None = None
+    reference: TrainableEngine | None = None
+    """What a KL penalty holds on to."""
+    teacher: TrainableEngine | None = None
+    """Scores tokens for distillation."""
+    seed: int = 0
+    processes: Processes = ALONE
 
 
 @dataclass
@@ -99,17 +115,7 @@ class Totals:
         return row
 
 
-def update(
-    engine: TrainableEngine,
-    critic: Critic | None,
-    optimizer: torch.optim.Optimizer,
-    samples: Sequence[Sample],
-    config: Algorithm,
-    temperature: float,
-    seed: int,
-    iteration: int,
-    processes: Processes = ALONE,
-) -> dict[str, float]:
+def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[str, float]:
     """Train on samples; the order of minibatches depends on (seed, iteration, epoch) alone.
 
     Several processes give the same samples and each work on a part of every minibatch.
@@ -117,62 +123,56 @@ def update(
     Returns:
         Metrics of the update, see `docs/metrics.md`.
     """
+    algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
     totals = Totals()
-    noise = derive_seed(seed, "dropout", iteration, *([processes.rank] if processes.rank else []))
+    noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
+    models = [learner.policy.model, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:
-        for model in (engine.model, *(() if critic is None else (critic.model,))):
-            modes.enter_context(training_mode(model, config.gradient_checkpointing, noise))
-        for epoch in range(config.epochs):
+        for model in models:
+            modes.enter_context(training_mode(model, algorithm.gradient_checkpointing, noise))
+        for epoch in range(algorithm.epochs):
             order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
-            for first in range(0, len(order), config.minibatch_size):
-                minibatch = [samples[i] for i in order[first : first + config.minibatch_size]]
-                gradient_step(engine, critic, optimizer, minibatch, config, temperature, totals, processes)
-    engine.weights_version += 1
-    return totals.over(processes).metrics(config)
+            for first in range(0, len(order), algorithm.minibatch_size):
+                gradient_step(
+                    learner, [samples[i] for i in order[first : first + algorithm.minibatch_size]], totals
+                )
+    learner.policy.weights_version += 1
+    return totals.over(learner.processes).metrics(algorithm)
 
 
-def gradient_step(
-    engine: TrainableEngine,
-    critic: Critic | None,
-    optimizer: torch.optim.Optimizer,
-    minibatch: Sequence[Sample],
-    config: Algorithm,
-    temperature: float,
-    totals: Totals,
-    processes: Processes = ALONE,
-) -> None:
+def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals) -> None:
     """One step of the optimizer; the weights of all tokens of the minibatch sum to 1, over all processes.
 
     Raises:
         DivergedError: a gradient is NaN or infinite; the weights are those from before this step.
     """
-    weights = aggregation_weights(
-        [len(s.places) for s in minibatch], config.loss_aggregation, config.loss_constant
-    )
+    policy, critic, config, processes = learner.policy, learner.critic, learner.algorithm, learner.processes
+    lengths = [len(sample.places) for sample in minibatch]
+    weights = aggregation_weights(lengths, config.loss_aggregation, config.loss_constant)
     weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
-    parameters = trained_parameters(engine.model)
-    optimizer.zero_grad(set_to_none=True)
+    parameters = trained_parameters(policy.model)
+    learner.optimizer.zero_grad(set_to_none=True)
     device = str(parameters[0].device)
     own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
-    stems = engine.reads_stems
     size = config.micro_batch_tokens
-    micros = list(micro_batches(own, size, engine.pad_id, device, config.batching, stems))
+    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, policy.reads_stems))
     for micro in processes.in_step(micros):
         if micro is None:
             shortest = min(weighted, key=lambda sample: len(sample.ids))
-            idle = next(micro_batches([shortest], size, engine.pad_id, device))
-            loss = idle_loss(engine, critic, idle, config.precision)
+            idle = next(micro_batches([shortest], size, policy.pad_id, device))
+            loss = idle_loss(policy, critic, idle, config.precision)
         else:
-            loss = token_loss(engine, micro, config, temperature, totals)
+            loss = token_loss(policy, micro, config, learner.proxy.temperature, totals)
             if critic is not None:
                 loss = loss + critic_loss(critic, micro, config, totals)
         loss.backward()  # type: ignore[no-untyped-call]
-    processes.sum_gradients([p for group in optimizer.param_groups for p in group["params"]])
+    of_critic = [] if critic is None else trained_parameters(critic)
+    processes.sum_gradients([*parameters, *of_critic])
     totals.grad_norm += refuse_diverged(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm), "policy")
     if critic is not None:
         refuse_diverged(nn.utils.clip_grad_norm_(critic.parameters(), config.max_grad_norm), "critic")
     totals.steps += 1
-    optimizer.step()
+    learner.optimizer.step()
 
 
 def refuse_diverged(norm: Tensor, of: str) -> float:
@@ -196,7 +196,8 @@ def token_loss(
     """The weighted sum of the policy's loss over a micro-batch; adds to `totals`."""
     scores, logprobs = logprobs_of(engine, micro, temperature, config.precision)
     columns = micro.columns
-    losses = _policy_losses(logprobs, micro, config)
+    tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
+    losses, clipped = LOSSES[config.policy_loss].compute(tokens, config)
     if "correction" in columns:
         losses = losses * columns["correction"]
         totals.correction += float(columns["correction"].sum())
@@ -212,14 +213,10 @@ def token_loss(
     with torch.no_grad():
         gap = logprobs - columns["old_logprobs"]
         ratio = gap.exp()
-        bounded = sequence_ratios(gap, micro.samples) if config.policy_loss == "gspo" else ratio
-        outside = bounded > 1 + config.clip_ratio_high
-        if config.policy_loss != "cispo":  # which has no lower bound
-            outside |= bounded < 1 - config.clip_ratio_low
         totals.tokens += len(micro.targets)
         totals.loss += float(loss)
         totals.entropy += float(entropy.sum())
-        totals.clipped += float(outside.sum())
+        totals.clipped += float(clipped.sum())
         totals.kl += float((ratio - 1 - gap).sum())
         if totals.steps == 0:
             rollout_gap = logprobs - columns["rollout_logprobs"]
@@ -248,81 +245,67 @@ def idle_loss(
     return 0.0 * total
 
 
-def _policy_losses(logprobs: Tensor, micro: MicroBatch, config: Algorithm) -> Tensor:
-    old, advantages = micro.columns["old_logprobs"], micro.columns["advantages"]
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    if config.policy_loss == "gspo":
-        return sequence_clipped_loss(logprobs, old, advantages, micro.samples, low, high)
-    if config.policy_loss == "cispo":
-        return truncated_weight_loss(logprobs, old, advantages, high)
-    return clipped_token_loss(logprobs, old, advantages, low, high, config.dual_clip)
-
-
-def prepare_samples(
-    trajectories: Sequence[Trajectory],
-    engine: TrainableEngine,
-    critic: Critic | None,
-    reference: TrainableEngine | None,
-    algorithm: Algorithm,
-    proxy: AgentProxy,
-    processes: Processes = ALONE,
-) -> list[Sample]:
-    """Samples of whole trajectories with all columns that the configured losses read.
+# --- what an update reads
+def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> list[Sample]:
+    """Samples of whole trajectories with all columns that the configured losses read; none if no token was written.
 
     Networks are asked about each sample by one of the processes; all of them get all samples.
     """
+    algorithm, proxy, policy = learner.algorithm, learner.proxy, learner.policy
     samples = [sample for trajectory in trajectories for sample in make_samples(trajectory)]
-    sizes = [len(sample.ids) for sample in samples]
-    shortest = min(samples, key=lambda sample: len(sample.ids), default=None)
-    device = str(next(engine.model.parameters()).device)
-
-    def ask(network: TrainableEngine | Critic) -> list[np.ndarray]:
-        def compute(micro: MicroBatch) -> torch.Tensor:
-            if isinstance(network, Critic):
-                with autocast(network.model, algorithm.precision):
-                    return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
-            return logprobs_of(network, micro, proxy.temperature, algorithm.precision)[1]
-
-        def of(numbers: list[int]) -> list[np.ndarray]:
-            own, size = [samples[i] for i in numbers], algorithm.micro_batch_tokens
-            return token_values(  # type: ignore[return-value]
-                own,
-                compute,
-                size,
-                engine.pad_id,
-                device,
-                algorithm.batching,
-                engine.reads_stems,
-                processes.in_step,
-                shortest,
-            )
-
-        return processes.spread(sizes, of)
-
-    old = [sample.columns["rollout_logprobs"] for sample in samples]
-    corrections: list[np.ndarray] | None = None
+    if not samples:
+        return []
+    columns: dict[Column, Sequence[np.ndarray]] = {}
+    old: Sequence[np.ndarray] = [sample.columns["rollout_logprobs"] for sample in samples]
     if algorithm.rollout_correction.method != "none":
-        sampled, old = old, ask(engine)
-        corrections = [_correction(o, s, algorithm) for o, s in zip(old, sampled, strict=True)]
-    values = ask(critic) if critic is not None else None
-    held = ask(reference) if reference is not None else None
-    samples = [s.with_column("old_logprobs", column) for s, column in zip(samples, old, strict=True)]
-    if corrections is not None:
-        samples = [
-            s.with_column("correction", column) for s, column in zip(samples, corrections, strict=True)
-        ]
-    if held is not None:
-        samples = [
-            s.with_column("reference_logprobs", column) for s, column in zip(samples, held, strict=True)
-        ]
-    if values is None:
-        turns = turn_advantages(trajectories, algorithm, proxy)
-        return _with_flat(samples, "advantages", _spread(trajectories, turns))
-    samples = [s.with_column("values", column) for s, column in zip(samples, values, strict=True)]
-    by_turn = _by_turn(trajectories, np.concatenate(values))
-    advantages, targets = critic_advantages(trajectories, by_turn, algorithm, proxy)
-    samples = _with_flat(samples, "advantages", _flatten(advantages))
-    return _with_flat(samples, "returns", _flatten(targets))
+        sampled, old = old, _ask(policy, samples, learner)
+        columns["correction"] = [_correction(o, s, algorithm) for o, s in zip(old, sampled, strict=True)]
+    columns["old_logprobs"] = old
+    if learner.reference is not None:
+        columns["reference_logprobs"] = _ask(learner.reference, samples, learner)
+    if learner.critic is not None:
+        columns["values"] = values = _ask(learner.critic, samples, learner)
+        nested, targets = critic_advantages(trajectories, _by_turn(trajectories, values), algorithm, proxy)
+        columns["returns"] = split_tokens(samples, _flatten(targets))
+        advantages = _flatten(nested)
+    elif learner.teacher is not None:
+        known = _by_turn(trajectories, old)
+        told = _by_turn(trajectories, _ask(learner.teacher, samples, learner))
+        advantages = _flatten(teacher_advantages(trajectories, known, told, algorithm, proxy))
+    else:
+        advantages = _spread(trajectories, turn_advantages(trajectories, algorithm, proxy))
+    columns["advantages"] = split_tokens(samples, advantages)
+    for name, of_samples in columns.items():
+        samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
+    return samples
+
+
+def _ask(network: TrainableEngine | Critic, samples: list[Sample], learner: Learner) -> list[np.ndarray]:
+    """One number a trained token of each sample: a critic's values, or log-probabilities."""
+    algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
+    device = str(next(policy.model.parameters()).device)
+    shortest = min(samples, key=lambda sample: len(sample.ids))
+
+    def compute(micro: MicroBatch) -> Tensor:
+        if isinstance(network, Critic):
+            with autocast(network.model, algorithm.precision):
+                return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
+        return logprobs_of(network, micro, learner.proxy.temperature, algorithm.precision)[1]
+
+    def of(numbers: list[int]) -> list[np.ndarray]:
+        return token_values(  # type: ignore[return-value]
+            [samples[i] for i in numbers],
+            compute,
+            algorithm.micro_batch_tokens,
+            policy.pad_id,
+            device,
+            algorithm.batching,
+            policy.reads_stems,
+            processes.in_step,
+            shortest,
+        )
+
+    return processes.spread([len(sample.ids) for sample in samples], of)
 
 
 def _correction(old: np.ndarray, sampled: np.ndarray, algorithm: Algorithm) -> np.ndarray:
@@ -332,21 +315,16 @@ def _correction(old: np.ndarray, sampled: np.ndarray, algorithm: Algorithm) -> n
     return weights.numpy()
 
 
-def _with_flat(samples: Sequence[Sample], name: str, flat: np.ndarray) -> list[Sample]:
-    parts = split_tokens(samples, flat)
-    return [s.with_column(name, part) for s, part in zip(samples, parts, strict=True)]  # type: ignore[arg-type]
-
-
 def _spread(trajectories: Sequence[Trajectory], turns: Sequence[Array]) -> np.ndarray:
     """One advantage a turn, repeated for each token of its response."""
     counts = [len(turn.response_ids) for t in trajectories for turn in t.turns]
     return np.repeat(np.concatenate(turns), counts)
 
 
-def _by_turn(trajectories: Sequence[Trajectory], flat: np.ndarray) -> list[list[Array]]:
-    """`[tokens]` values in the order of the trajectories, cut by trajectory and turn."""
+def _by_turn(trajectories: Sequence[Trajectory], of_samples: Sequence[np.ndarray]) -> list[list[Array]]:
+    """Values of the tokens of samples, in the order of the trajectories, cut by trajectory and turn."""
     cuts = np.cumsum([len(turn.response_ids) for t in trajectories for turn in t.turns])[:-1]
-    parts = iter(np.split(flat.astype(np.float64), cuts))
+    parts = iter(np.split(np.concatenate(of_samples).astype(np.float64), cuts))
     return [[next(parts) for _ in t.turns] for t in trajectories]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 
 from shoal.core.errors import ConfigError, DivergedError
@@ -21,7 +20,8 @@ from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Sampling
 from shoal.train.agent.batch import Sample, make_samples, micro_batches
 from shoal.train.agent.config import Warmup
-from shoal.train.agent.policy import TrainableEngine, trained_parameters
+from shoal.train.agent.policy import TrainableEngine, context_of, trained_parameters
+from shoal.train.agent.weights import MasterAdamW
 
 MAX_EPISODE_TURNS = 32
 """Random play is cut here: later states of an env with few endings add nothing to the format."""
@@ -46,7 +46,7 @@ def warm_up(
         for tag, maker in sorted(makers.items())
     ]
     parameters = trained_parameters(engine.model)
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
+    optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
     device = str(parameters[0].device)
     for step in range(config.steps):
         samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
@@ -68,6 +68,7 @@ def _play(
     engine: TrainableEngine, env: TextEnv[Any], role: Role, prompter: Prompter, expert: float, seed: int
 ) -> Iterator[Sample]:
     """Endless samples from episodes of an agent that asks the expert in a share of the turns."""
+    context = context_of(engine)
     for number in range(2**63):
         rng = stream(seed, "warmup", role.tag, number)
         place = Place(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
@@ -75,18 +76,25 @@ def _play(
         episode.begin(*env.reset(seed=place.env_seed))
         turns = 0
         while not episode.over and turns < MAX_EPISODE_TURNS:
-            episode.request()
+            prompt = episode.request().prompt_ids
             word = env.expert_action() if expert and rng.random() < expert else None
             if word is None:
                 word = _random_word(env, role, rng)
             text = f"<action>{word}</action>"
             answer = engine.tokenizer.encode(text.removeprefix(prompter.config.prefill))
+            if context is not None and len(prompt) + len(answer) > context:
+                break  # later turns do not fit either
             for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
                 episode.observe(*env.step(action))
             episode.end_turn()
             turns += 1
         trajectory = episode.trajectory()
         samples = make_samples(trajectory)
+        if not samples:
+            raise ConfigError(
+                f"the first prompt of {role.tag!r} and an action do not fit the model's context of {context} tokens: "
+                f"shorten the prompt, or raise engine.context"
+            )
         for i in rng.permutation(len(samples)):
             yield samples[i]
 

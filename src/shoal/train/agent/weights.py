@@ -5,7 +5,7 @@ A tensor that lies here whole is what it is: each function is then free, and no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,64 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict
             gathered = whole(value)
             if keep:
                 found[f"{index}.{name}"] = gathered
+    for name, master in optimizer.masters().items() if isinstance(optimizer, MasterAdamW) else ():
+        gathered = whole(master)
+        if keep:
+            found[name] = gathered
     return found
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
+
+    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
+    parameters are their own masters.
+
+    Args:
+        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
+        weight_decay: of all groups.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
+        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
+        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        super().__init__(mastered, weight_decay=weight_decay, fused=True)
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+        self._rounded.append((parameter, master))
+        return master
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Begin anew from the network's weights, which something else has set."""
+        for parameter, master in self._rounded:
+            master.copy_(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        super().zero_grad(set_to_none)
+        for parameter, _ in self._rounded:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the masters by the network's gradients, and round them into the network."""
+        for parameter, master in self._rounded:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        result = super().step(closure)
+        for parameter, master in self._rounded:
+            parameter.copy_(master)
+            master.grad = None
+        return result
+
+    def masters(self) -> dict[str, Tensor]:
+        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
+        own = {id(master) for _, master in self._rounded}
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
 
 
 def without_twins(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -100,12 +157,18 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `whole_optimizer` gave."""
+    """Put back what `whole_optimizer` gave; masters that it did not give are the network's weights."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.take_weights()
     for key, value in tensors.items():
         index, _, name = key.partition(".")
         parameter = parameters[int(index)]
+        if name == "master":
+            with torch.no_grad():
+                parameter.copy_(cut_like(value, parameter))
+            continue
         same = value.shape == parameter.shape
         state.setdefault(int(index), {})[name] = cut_like(value, parameter) if same else value
     described = optimizer.state_dict()
