@@ -130,9 +130,10 @@ class Words:
     eos_token_id, all_special_ids = 1, (0, 1)
 
     def __init__(self, template):
-        from jinja2 import Template
+        self.chat_template = template
 
-        self.chat_template, self._template = template, Template(template)
+    def __len__(self):
+        return 0x110002
 
     def __call__(self, text, add_special_tokens=False, split_special_tokens=False):
         ids = []
@@ -150,7 +151,9 @@ class Words:
         return "".join(chr(i - 2) if i > 1 else "" if skip_special_tokens else self.control[i] for i in ids)
 
     def apply_chat_template(self, chat, tokenize=False, add_generation_prompt=False):
-        return self._template.render(messages=chat, add_generation_prompt=add_generation_prompt)
+        from jinja2 import Template
+
+        return Template(self.chat_template).render(messages=chat, add_generation_prompt=add_generation_prompt)
 
 
 class Templated(ScriptedEngine):

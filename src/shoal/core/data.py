@@ -28,6 +28,7 @@ class Turn:
     reward: float
     anchor: str  # equal for equal env states within a group (GiGPO)
     image: str | None = None  # what the agent saw beside the text: a data URL or the path of a file
+    finish: str | None = None  # how the response ended ("stop" or "length"); None where it was not noted
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import Completion, Engine, Request, Sampling, as_completion
+from shoal.rollout.samplers.sampler import Completion, Engine, Request, Sampling, checked
 
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
@@ -112,10 +112,14 @@ class TrajectoryCollector:
             answers = generate_each(self.engine, [episodes[i].request() for i in live])
             actions = {}
             for i, answer in zip(live, answers, strict=True):
-                if isinstance(answer, Completion):
-                    actions[i] = episodes[i].respond(answer)
-                else:
+                try:
+                    todo = episodes[i].respond(answer) if isinstance(answer, Completion) else []
+                except EngineError as error:
+                    answer = error
+                if isinstance(answer, Exception):
                     failed[i] = ("engine_error", str(answer))
+                elif not episodes[i].over:
+                    actions[i] = todo
             self._act(actions, episodes, failed)
             live = [i for i in live if i not in failed and not episodes[i].over]
         return [episodes[i].trajectory(*failed.get(i, ("ok", None))) for i in where]
@@ -228,12 +232,9 @@ def generate_each(engine: Engine, requests: Sequence[Request]) -> list[Completio
     """
     each = getattr(engine, "generate_each", None)
     if each is not None:
-        return [as_completion(answer) for answer in each(requests)]
+        return checked(engine, requests, each(requests))
     try:
-        answers = engine.generate(requests)
-        if len(answers) != len(requests):
-            raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
-        return [as_completion(answer) for answer in answers]
+        return checked(engine, requests, engine.generate(requests))
     except Exception as error:
         if len(requests) == 1:
             return [error]

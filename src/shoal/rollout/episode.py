@@ -88,14 +88,29 @@ class Episode:
         return Request(self._prompt, key, self._sampling, self._images)
 
     def respond(self, completion: Completion) -> list[int | str]:
-        """The engine answered; returns the env actions of this turn, to be stepped one by one until the end."""
+        """The engine answered; returns the env actions of this turn, to be stepped one by one until the end.
+
+        There are none where the prompt has filled the context: the episode is truncated, without another turn.
+
+        Raises:
+            EngineError: the tokenizer cannot decode the answer.
+        """
+        self._version = completion.weights_version
+        if completion.finish == "context":
+            self._truncated = self.over = True
+            return []
         self._completion = completion
-        config = self._prompter.config
-        self._response = config.prefill + self._prompter.tokenizer.decode(completion.token_ids)
+        try:
+            written = _text(self._prompter.tokenizer.decode(completion.token_ids))
+        except Exception as error:
+            raise EngineError(
+                f"the tokenizer cannot decode the engine's answer ({type(error).__name__}: {error}): "
+                f"{str(completion.token_ids)[:200]}"
+            ) from error
+        self._response = self._prompter.config.prefill + written
         self._projected = self.role.projection(self._response)
         self._reward, self._valid, self._shown = 0.0, self._projected.valid, self._text
         self._anchor_before, self._image_before = self._anchor, self._image
-        self._version = completion.weights_version
         return list(self._projected.actions)
 
     def observe(
@@ -110,6 +125,8 @@ class Episode:
 
     def end_turn(self) -> None:
         """The actions of this turn are done: record it, and see whether the episode is over."""
+        if self.over:  # there was no room for another turn
+            return
         completion, actions = self._completion, self._projected.actions
         words = ", ".join(self.role.word(action) for action in actions) if self._projected.valid else "(none)"
         self._turns.append(
@@ -124,6 +141,7 @@ class Episode:
                 reward=self._reward,
                 anchor=self._anchor_before,
                 image=self._image_before,
+                finish=completion.finish,
             )
         )
         self._chat.append({"role": "assistant", "content": self._response})
@@ -177,5 +195,11 @@ class Episode:
         self._words = list(info.get("available_actions", ()))
         self._anchor = str(info.get("anchor", self._text or self._image))
         for text in (self._text, self._anchor, *map(str, self._words)):
-            if not text.isascii():
-                text.encode()  # half a character (a lone surrogate) can neither be tokenized nor recorded
+            _text(text)
+
+
+def _text(text: str) -> str:
+    """The text, if it is one: half a character (a lone surrogate) can neither be tokenized nor recorded."""
+    if not text.isascii():
+        text.encode()
+    return text

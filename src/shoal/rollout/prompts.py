@@ -107,9 +107,10 @@ class Prompter:
         if not settings:
             return self
         key = repr(sorted(settings.items()))
-        if key not in self._variants:
-            self._variants[key] = Prompter(replace(self.config, **settings), self.tokenizer)
-        return self._variants[key]
+        known = self._variants.get(key)
+        if known is None:  # of several threads that come here at once, all get the one that was first
+            known = self._variants.setdefault(key, Prompter(replace(self.config, **settings), self.tokenizer))
+        return known
 
     def prompt(
         self, scene: Scene, before: tuple[tuple[int, ...], tuple[int, ...]] | None = None

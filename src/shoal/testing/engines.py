@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from shoal.rollout.capabilities import Capabilities, capabilities_of
-from shoal.rollout.samplers.sampler import Completion, Engine, Key, Request, Sampling
+from shoal.rollout.samplers.sampler import FINISHES, Completion, Engine, Key, Request, Sampling
 from shoal.testing.promises import expect
 
 
@@ -71,9 +71,11 @@ def _check_completion(
     ids, limit = completion.token_ids, request.sampling.max_tokens
     expect(all(type(i) is int for i in ids), f"{where}: token_ids must be ints, got {ids!r}")
     expect(len(ids) <= limit or not known.token_ids, f"{where}: max_tokens is {limit}, got {len(ids)} tokens")
-    expect(completion.finish in ("stop", "length"), f"{where}: finish must be stop or length")
+    expect(completion.finish in FINISHES, f"{where}: finish must be one of {', '.join(FINISHES)}")
+    full = getattr(engine, "context", None)
     if completion.finish == "length" and known.token_ids:
-        expect(len(ids) == limit, f"{where}: finish is 'length' after {len(ids)} of {limit} tokens")
+        room = limit if full is None else min(limit, full - len(request.prompt_ids))
+        expect(len(ids) == room, f"{where}: finish is 'length' after {len(ids)} of {room} tokens")
     expect(
         completion.weights_version == engine.weights_version,
         f"{where}: weights_version must be {engine.weights_version}, got {completion.weights_version}",

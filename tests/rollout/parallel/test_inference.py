@@ -191,13 +191,16 @@ def test_a_connection_that_floods_is_read_no_further(shared):
 
 def test_a_long_answer_is_sent_as_fast_as_it_is_read():
     class Wordy(HashEngine):
+        vocabulary = 1_000_000
+
         def generate(self, requests):
-            return [Completion(tuple(range(1_000_000)), (), "stop", 0) for _ in requests]
+            return [Completion(tuple(range(1_000_000)), (0.0,) * 1_000_000, "stop", 0) for _ in requests]
 
     with SharedLLMInferenceManager(Wordy()) as manager:
         link = SocketLink(manager.serve())
         # A second for each buffer's worth would take longer:
-        answers = link.generate([request(member) for member in range(6)], timeout=15)
+        asked = [Request((1, 2, 3), Key(1, 0, 0, member, 0), Sampling(1_000_000)) for member in range(6)]
+        answers = link.generate(asked, timeout=15)
         assert [len(answer.token_ids) for answer in answers] == [1_000_000] * 6
         link.close()
 

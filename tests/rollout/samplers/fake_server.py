@@ -22,7 +22,7 @@ class FakeServer(ThreadingHTTPServer):
     """Speaks like one kind of server; `faults` come before any answer.
 
     A fault is a status, a sleep (float), "drop" (no answer), "cut" (half an answer), "drip" (a byte at a time, without
-    end) or the bytes of an answer.
+    end), the bytes of an answer, or a status with them.
     """
 
     daemon_threads = True
@@ -32,6 +32,7 @@ class FakeServer(ThreadingHTTPServer):
         self.kind, self.faults, self.seen, self.ports = kind, [], [], set()
         self.lock, self.busy, self.most_busy, self.pause = threading.Lock(), 0, 0, 0.0
         self.change = lambda reply: reply
+        self.props = {"default_generation_settings": {"n_ctx": None}}
         self.say = lambda said: f"you said {said}"
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -39,6 +40,8 @@ class FakeServer(ThreadingHTTPServer):
     def reply_to(self, path, body):
         if path == "/v1/models":
             return {"data": [{"id": "m", "owned_by": OWNERS[self.kind]}]}
+        if path == "/props":
+            return self.props
         if path.endswith("_lora_adapter"):
             return {"success": True}
         if path == "/update_weights_from_disk":
@@ -104,7 +107,11 @@ class Handler(BaseHTTPRequestHandler):
                 return
             if isinstance(fault, float):
                 time.sleep(fault)
-            status = fault if isinstance(fault, int) else 200
+            status = 200
+            if isinstance(fault, tuple):
+                status, fault = fault
+            elif isinstance(fault, int):
+                status = fault
             reply = {"error": {"message": f"fault {status}"}}
             if status == 200:
                 reply = server.change(server.reply_to(self.path, body))

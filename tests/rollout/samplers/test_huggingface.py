@@ -1,3 +1,7 @@
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -149,11 +153,6 @@ def test_a_template_that_rewrites_earlier_turns_is_named_with_the_place():
         engine.tokenizer.extend((5,), {"role": "user", "content": "b"})
 
 
-def test_a_prompt_beyond_the_context_is_an_error(engine):
-    with pytest.raises(EngineError, match="do not fit the model's context of 200"):
-        engine.generate([Request((5,) * 199, Key(0, 0, 0, 0, 0), Sampling(2))])
-
-
 def test_only_the_last_layers_train_when_asked():
     engine = make_engine()
     engine.freeze_all_but_last(1)
@@ -301,3 +300,36 @@ def test_smollm2_is_fetched_converted_and_speaks(tmp_path, monkeypatch):
     prompt = real.tokenizer.start([{"role": "user", "content": "What is the capital of France?"}])
     said = real.generate([Request(prompt, Key(0, 0, 0, 0, 0), Sampling(12, 0.0))])[0]
     assert "Paris" in real.tokenizer.decode(said.token_ids)
+
+
+def test_threads_that_ask_at_once_get_what_one_gets():
+    """What is kept of episodes is found, gone on from and replaced by one call at a time."""
+    alone, shared = make_engine(prefix_tokens=2000), make_engine(prefix_tokens=2000)
+    inside, most = [], []
+    find = shared.prefixes.find
+
+    def slowly(key, prompt):
+        inside.append(threading.get_ident())
+        most.append(len(set(inside)))
+        time.sleep(0.002)
+        found = find(key, prompt)
+        inside.remove(threading.get_ident())
+        return found
+
+    shared.prefixes.find = slowly
+    asked = [
+        Request(
+            alone.tokenizer.start([{"role": "user", "content": "look " * (turn + 1)}]),
+            Key(0, 0, n % 4, 0, turn),
+            Sampling(4),
+        )
+        for turn in range(4)
+        for n in range(8)
+    ]
+    right = [alone.generate([request])[0].token_ids for request in asked]
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda request: shared.generate([request])[0].token_ids, asked))
+    assert found == right
+    entries = shared.prefixes._entries.values()
+    assert shared.prefixes.tokens == sum(len(entry.tokens) for entry in entries)
+    assert max(most) == 1

@@ -106,7 +106,7 @@ def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(serve):
     server.faults = ["drip"]
     assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
     server.faults = ["drip", "drip"]
-    with pytest.raises(EngineError, match="was not complete in time"):
+    with pytest.raises(EngineError, match="timed out"):
         engine.generate([request()])
 
 
@@ -116,7 +116,7 @@ def test_half_a_reply_is_asked_for_again(serve):
     server.faults = ["cut", "cut"]
     assert engine.generate([request()]) == expected
     server.faults = ["cut"] * 4
-    with pytest.raises(EngineError, match="IncompleteRead"):
+    with pytest.raises(EngineError, match="ClientPayloadError"):
         engine.generate([request()])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.core.errors import EngineError
-from shoal.rollout.samplers.sampler import Completion, Engine, Request, as_completion
+from shoal.rollout.samplers.sampler import Completion, Engine, Request, checked
 
 logger = logging.getLogger(__name__)
 Result = Completion | Exception
@@ -61,7 +61,8 @@ class Answerer:
         """
         if self._hung is not None:
             return [EngineError(self._hung)] * len(requests)
-        return [as_completion(answer) for answer in self._ask(requests, abandoned)]
+        answers = self._ask(requests, abandoned)
+        return checked(self.engine, requests, answers)
 
     def replace(self, why: str) -> None:
         """The engine hangs and its thread was left behind: take another one, or refuse from now on."""

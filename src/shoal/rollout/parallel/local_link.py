@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.errors import EngineError
-from shoal.rollout.samplers.sampler import Completion, Key, as_completion
+from shoal.rollout.samplers.sampler import Completion, Key, checked
 
 
 @dataclass
@@ -29,7 +29,7 @@ class LocalLink:
         del timeout
         for attempt in range(self.retries + 1):
             try:
-                answers = [as_completion(answer) for answer in self.engine.generate(requests)]
+                answers = checked(self.engine, requests, self.engine.generate(requests))
                 for answer in answers:
                     if isinstance(answer, Exception):
                         raise answer

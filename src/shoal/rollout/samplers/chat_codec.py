@@ -22,6 +22,8 @@ class ChatCodec:
     """Messages to numbers and back."""
 
     takes_images = True
+    size = _MARKS
+    """How many tokens a response may be of: the marks are the prompt's."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Text as code points."""

@@ -8,6 +8,7 @@ it does not make a batching server exact, and with it vllm's CPU build ends on t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any, Literal, NamedTuple, Protocol
 
 from shoal.core.errors import EngineError
@@ -186,5 +187,5 @@ def _answer(ids: Any, logprobs: Any, reason: Any) -> Answer:
             f"{counts[1]}: it is too old for token ids, or of another kind than said"
         )
     if reason not in ("stop", "length"):
-        raise EngineError(f"the server broke the response off ({reason}): nothing of it is used")
-    return Answer(tuple(map(int, ids)), tuple(map(float, logprobs)), reason)
+        raise EngineError(f"the server broke the response off ({str(reason)[:80]}): nothing of it is used")
+    return Answer(tuple(map(index, ids)), tuple(map(float, logprobs)), reason)

@@ -1,25 +1,35 @@
-"""JSON over HTTP with kept connections, retries and one error at the end; the standard library is enough."""
+"""JSON over HTTP to one server, from any thread, with retries, and one error at the end.
+
+Requests run in an event loop of their own, so that every wait has an end: an attempt has one deadline from the first
+byte sent to the last one read, whatever the server does meanwhile, and all attempts together have another.
+"""
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import concurrent.futures
+import contextlib
 import json
 import logging
+import re
 import threading
 import time
 import urllib.parse
-from collections import deque
+import weakref
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from shoal.core.errors import EngineError
+from shoal.core.errors import EngineError, missing_extra
 from shoal.core.seeding import stream
 
 logger = logging.getLogger(__name__)
 
 RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
 """Statuses that say nothing about the request itself."""
-MAX_REPLY = 256 * 2**20
+MAX_REPLY = 64 * 2**20
+"""Bytes of an answer; a longer one is none."""
+_SECONDS = re.compile(r"[0-9]{1,6}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +39,35 @@ class Patience:
     timeout: float = 120.0  # seconds of one attempt
     retries: int = 4  # attempts after the first
     backoff: float = 0.25  # seconds before the first retry; doubled for each further one
-    max_backoff: float = 8.0
+    max_backoff: float = 8.0  # seconds between two attempts at most, also where the server asks for more
 
     def __post_init__(self) -> None:
         if not self.timeout > 0 or self.retries < 0 or self.backoff < 0 or self.max_backoff < self.backoff:
             raise ValueError(
                 f"expected timeout > 0, retries >= 0 and 0 <= backoff <= max_backoff, got {self}"
             )
+
+    @property
+    def total(self) -> float:
+        """Seconds of all attempts and the pauses between them, at most."""
+        return self.timeout * (self.retries + 1) + self.max_backoff * self.retries
+
+
+class RefusedError(EngineError):
+    """The server understood the request and will not answer it: the same request would be refused again."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        """What the server calls it, such as "context_length_exceeded"; empty if it does not say."""
+
+
+class Question(NamedTuple):
+    """One body to post."""
+
+    path: str
+    body: Any
+    name: str = ""  # names the noise of its pauses
 
 
 class HttpClient:
@@ -53,11 +85,14 @@ class HttpClient:
             raise ValueError(f"the server's address must begin with http:// or https://, got {url!r}")
         self.url = url.rstrip("/")
         self.patience = patience
-        self._parts = parts
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._idle: deque[http.client.HTTPConnection] = deque()
+        # A packed answer could unpack to any size, so none is asked for.
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+        }
+        self._headers = headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._loop: _Loop | None = None
         self._lock = threading.Lock()
 
     def post(self, path: str, body: Any, *, name: str = "") -> Any:
@@ -66,38 +101,85 @@ class HttpClient:
         Raises:
             EngineError: the server refused the request, or gave no answer in all attempts.
         """
-        return self._ask("POST", path, json.dumps(body).encode(), name)
+        (reply,) = self.post_each([Question(path, body, name)])
+        if isinstance(reply, EngineError):
+            raise reply
+        return reply
+
+    def post_each(self, questions: Sequence[Question], at_once: int = 1) -> list[Any]:
+        """The reply to each question, or an `EngineError` in its place; up to `at_once` are under way at a time."""
+        texts = [json.dumps(question.body).encode() for question in questions]
+
+        async def all_of_them() -> list[bytes | EngineError]:
+            free = asyncio.Semaphore(at_once)
+
+            async def one(question: Question, text: bytes) -> bytes | EngineError:
+                async with free:
+                    return await self._ask("POST", question.path, text, question.name)
+
+            return await asyncio.gather(*map(one, questions, texts))
+
+        found = self._run(all_of_them())
+        return [self._parsed(question.path, data) for question, data in zip(questions, found, strict=True)]
 
     def get(self, path: str) -> Any:
-        """The reply to a GET."""
-        return self._ask("GET", path, None, "")
+        """The reply to a GET; raises like `post`."""
+        reply = self._parsed(path, self._run(self._ask("GET", path, None, "")))
+        if isinstance(reply, EngineError):
+            raise reply
+        return reply
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """End requests that are under way and close the connections; a later request opens new ones."""
         with self._lock:
-            idle, self._idle = self._idle, deque()
-        for connection in idle:
-            connection.close()
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.end()
 
-    def _ask(self, method: str, path: str, body: bytes | None, name: str) -> Any:
-        patience, begin, trouble = self.patience, time.monotonic(), ""
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What `work` gives, in the event loop, while the calling thread waits."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = _Loop(self)
+            loop = self._loop
+        return loop.run(work, self.url)
+
+    async def _ask(self, method: str, path: str, body: bytes | None, name: str) -> bytes | EngineError:
+        begin = time.monotonic()
+        try:
+            async with asyncio.timeout(self.patience.total):
+                return await self._attempts(method, path, body, name, begin)
+        except TimeoutError:
+            return EngineError(f"{self.url}{path} gave no answer within {self.patience.total:.1f} s in all")
+
+    async def _attempts(
+        self, method: str, path: str, body: bytes | None, name: str, begin: float
+    ) -> bytes | EngineError:
+        import aiohttp
+
+        patience, trouble, asked_for = self.patience, "", 0.0
         for attempt in range(patience.retries + 1):
             if attempt:
-                time.sleep(self._pause(attempt, name or path, trouble))
+                await asyncio.sleep(max(asked_for, self._pause(attempt, name or path, trouble)))
             try:
-                status, headers, data = self._once(method, path, body)
-            except (OSError, http.client.HTTPException) as error:  # TimeoutError is an OSError
-                trouble = f"{type(error).__name__}: {error}"
+                status, retry_after, data = await self._once(method, path, body)
+            except TimeoutError:
+                trouble, asked_for = f"it timed out after {patience.timeout:g} s", 0.0
+                continue
+            except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
+                trouble, asked_for = f"{type(error).__name__}: {error}", 0.0
                 continue
             if status < 300:
-                return self._parsed(path, data)
-            trouble = f"HTTP {status}: {_message(data)}"
+                return data
+            message, code = _message(data)
+            trouble = f"HTTP {status}: {message}"
             if status not in RETRIED:
-                raise EngineError(f"{self.url}{path} refused the request: {trouble}")
-            if headers.get("retry-after", "").isdigit():
-                time.sleep(min(float(headers["retry-after"]), patience.max_backoff))
+                return RefusedError(f"{self.url}{path} refused the request: {trouble}", code)
+            asked_for = (
+                min(float(retry_after), patience.max_backoff) if _SECONDS.fullmatch(retry_after) else 0.0
+            )
         seconds = time.monotonic() - begin
-        raise EngineError(
+        return EngineError(
             f"{self.url}{path} gave no answer in {patience.retries + 1} attempts over {seconds:.1f} s; "
             f"the last: {trouble}"
         )
@@ -109,71 +191,107 @@ class HttpClient:
         logger.warning("%s: %s; attempt %d in %.2f s", self.url, trouble, attempt + 1, pause)
         return pause
 
-    def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, str], bytes]:
-        with self._lock:
-            kept = self._idle.pop() if self._idle else None
-        if kept is not None:
-            try:
-                return self._exchange(kept, method, path, body)
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                pass  # the server had closed an idle connection: that is no failure of the request
-        return self._exchange(self._connect(), method, path, body)
-
-    def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
-    ) -> tuple[int, dict[str, str], bytes]:
-        end = time.monotonic() + self.patience.timeout
+    async def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
+        """Status, Retry-After and body of one attempt."""
+        loop = self._loop
+        if loop is None:
+            raise ConnectionError("the client has just been closed")
+        reply = await loop.session.request(
+            method, self.url + path, data=body, headers=self._headers, allow_redirects=False
+        )
         try:
-            connection.request(method, self._parts.path.rstrip("/") + path, body, self._headers)
-            reply = connection.getresponse()
-            data = _read(reply, end)
+            data = bytearray()
+            async for part in reply.content.iter_chunked(65_536):
+                data += part
+                if len(data) > MAX_REPLY:
+                    raise ValueError(f"the reply is longer than {MAX_REPLY} bytes")
         except BaseException:
-            connection.close()
+            reply.close()  # with the connection: nobody reads the rest
             raise
-        if reply.will_close:
-            connection.close()
-        else:
-            with self._lock:
-                self._idle.append(connection)
-        return reply.status, {key.lower(): value for key, value in reply.getheaders()}, data
+        reply.release()
+        return reply.status, reply.headers.get("Retry-After", ""), bytes(data)
 
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(str(self._parts.hostname), self._parts.port, timeout=self.patience.timeout)
-
-    def _parsed(self, path: str, data: bytes) -> Any:
+    def _parsed(self, path: str, data: bytes | EngineError) -> Any:
+        if isinstance(data, EngineError):
+            return data
         if not data.strip():
             return {}
         try:
             return json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             if not data.lstrip().startswith((b"{", b"[")):
                 return {"text": data.decode("utf-8", "replace")}
-            raise EngineError(f"{self.url}{path} answered broken JSON: {data[:80]!r}") from None
+            return EngineError(f"{self.url}{path} answered broken JSON: {data[:80]!r}")
 
 
-def _read(reply: http.client.HTTPResponse, end: float) -> bytes:
-    """The whole body, if it is there by `end`: the connection's own timeout begins anew with every byte."""
-    data = bytearray()
-    while part := reply.read1(65_536):
-        data += part
-        if len(data) > MAX_REPLY:
-            raise http.client.HTTPException(f"the reply is longer than {MAX_REPLY} bytes")
-        if time.monotonic() > end:
-            raise TimeoutError(f"the reply was not complete in time, only {len(data)} bytes of it")
-    data += reply.read()  # nothing more, but the connection is free only after it
-    if reply.length:
-        raise http.client.IncompleteRead(bytes(data[-80:]), reply.length)
-    return bytes(data)
+class _Loop:
+    """An event loop in a thread, with its connections; it ends with the client that it is for."""
+
+    def __init__(self, client: HttpClient) -> None:
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise missing_extra("engines on a server", "llm") from error
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="shoal-http")
+        thread.start()
+
+        async def connect() -> Any:
+            return aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=client.patience.timeout),
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+
+        self.session = asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
+        self.end = weakref.finalize(client, _end, self._loop, thread, self.session)
+
+    def run(self, work: Coroutine[Any, Any, Any], url: str) -> Any:
+        """What `work` gives."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # it has just been closed
+            work.close()
+            raise EngineError(f"the connection to {url} was closed before the request") from error
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise EngineError(f"the connection to {url} was closed before the answer came") from error
+        except BaseException:
+            future.cancel()
+            raise
 
 
-def _message(data: bytes) -> str:
-    """What a server says of an error, in at most 300 characters."""
-    text = data.decode("utf-8", "replace").strip()
-    try:
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, session: Any) -> None:
+    """Cancel what is under way, close the connections, and let the thread go."""
+
+    async def finish() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await session.close()
+
+    if threading.current_thread() is thread:  # the last reference was let go in there
+        loop.stop()
+        return
+    with contextlib.suppress(concurrent.futures.TimeoutError):
+        asyncio.run_coroutine_threadsafe(finish(), loop).result(5)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    if not thread.is_alive():
+        loop.close()
+
+
+def _message(data: bytes) -> tuple[str, str]:
+    """What a server says of an error, in at most 300 characters, and what it calls it."""
+    text, code = data.decode("utf-8", "replace").strip(), ""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
         reply = json.loads(text)
         error = reply.get("error", reply)
-        text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        pass
-    return text[:300]
+        if isinstance(error, dict):
+            code = str(error.get("code") or "")[:80]
+            error = error.get("message", error)
+        text = str(error)
+    return text[:300], code

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError, EngineError, missing_extra
+from shoal.core.errors import ConfigError, DataError, missing_extra
 from shoal.rollout.samplers.rows import Row
-from shoal.rollout.samplers.sampler import Completion, Level, Request
+from shoal.rollout.samplers.sampler import Completion, Level, Request, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 try:
@@ -59,13 +60,18 @@ class HuggingFaceEngine:
         self.max_batch = max_batch
         self.weights_version = 0
         self.prefixes = PrefixStore(prefix_tokens)
+        self._alone = (
+            threading.Lock()
+        )  # what is known of episodes is found, used and replaced by one call at a time
         self._reads_stems: bool | None = None
         self.prompt_tokens = self.computed_tokens = 0
         """Tokens of all prompts so far, and how many of them had to be computed."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.pad_id = int(pad or 0)
         limit = getattr(model.config, "max_position_embeddings", None)
-        self._context = int(limit) if limit else None
+        self.context = int(limit) if limit else None
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        self.vocabulary = max(len(tokenizer), getattr(embedding, "num_embeddings", 0))
         self._plain_head: bool | None = None  # found at the first use in training
 
     @classmethod
@@ -96,34 +102,29 @@ class HuggingFaceEngine:
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
-        for request in requests:
-            self._check(request)
+        with self._alone:
+            return self._generate(requests)
+
+    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
+        rooms = [room_left(self, request) for request in requests]
         self.prefixes.valid_for(self._weights_stamp())
-        order = sorted(range(len(requests)), key=lambda i: self._to_compute(requests[i]))
-        done: dict[int, Completion] = {}
+        full = Completion((), (), "context", self.weights_version)
+        done = {i: full for i, room in enumerate(rooms) if not room}
+        order = sorted(set(range(len(requests))) - done.keys(), key=lambda i: self._to_compute(requests[i]))
         with torch.inference_mode():
             for first in range(0, len(order), self.max_batch):
                 chunk = order[first : first + self.max_batch]
-                done.update(zip(chunk, self._complete([requests[i] for i in chunk]), strict=True))
+                rows = [Row(requests[i], self.tokenizer, rooms[i]) for i in chunk]
+                done.update(zip(chunk, self._complete(rows), strict=True))
         return [done[i] for i in range(len(requests))]
-
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt_ids)
-        if not length:
-            raise EngineError("a prompt must have at least one token, got none")
-        if self._context and length + request.sampling.max_tokens > self._context:
-            raise EngineError(
-                f"a prompt of {length} tokens and a response of up to {request.sampling.max_tokens} do not fit "
-                f"the model's context of {self._context}: shorten the prompt (less history)"
-            )
 
     def _to_compute(self, request: Request) -> int:
         """How many tokens of a prompt are not known yet."""
         known = self.prefixes.find(request.key, request.prompt_ids)
         return len(request.prompt_ids) - (len(known.tokens) if known else 0)
 
-    def _complete(self, requests: list[Request]) -> list[Completion]:
-        rows = [Row(request, self.tokenizer) for request in requests]
+    def _complete(self, rows: list[Row]) -> list[Completion]:
+        requests = [row.request for row in rows]
         cache, scores, mask = self._prefill(requests)
         keeps = self.prefixes.max_tokens > 0 and can_be_cropped(cache)
         live = list(range(len(rows)))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from shoal.core.errors import EngineError, did_you_mean
 from shoal.core.registry import check_name
@@ -19,13 +21,15 @@ from shoal.rollout.capabilities import Capabilities
 from shoal.rollout.images import as_url
 from shoal.rollout.samplers.chat_codec import ChatCodec
 from shoal.rollout.samplers.dialects import DIALECTS, Dialect, LogprobsMode
-from shoal.rollout.samplers.http import HttpClient, Patience
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.samplers.http import HttpClient, Patience, Question, RefusedError
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request, Sampling, room_left
 
 logger = logging.getLogger(__name__)
 
 Server = Literal["auto", "vllm", "sglang", "llama.cpp", "openai"]
 SERVERS = ("auto", "vllm", "sglang", "llama.cpp", "openai")
+FULL = "context_length_exceeded"
+"""What OpenAI's API calls a prompt that leaves no room in the context."""
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 
 
@@ -38,6 +42,7 @@ class OpenAIEngine:
         tokenizer: the model's tokenizer, with a chat template (`TemplateTokenizer`); None for messages.
         server: which kind it is; "auto" asks it.
         concurrency: requests under way at once; batching is the server's.
+        context: longest prompt and response together, in tokens; what the server says of its model if None.
         patience: timeouts and retries of each request.
         api_key: sent as a bearer token.
         logprobs: which log-probabilities the server was told to give; the default of its kind if None.
@@ -53,6 +58,7 @@ class OpenAIEngine:
         tokenizer: ChatTokenizer | None = None,
         server: Server = "auto",
         concurrency: int = 64,
+        context: int | None = None,
         patience: Patience | None = None,
         api_key: str | None = None,
         logprobs: LogprobsMode | None = None,
@@ -64,19 +70,16 @@ class OpenAIEngine:
         self.client = HttpClient(url, patience or Patience(), api_key)
         self.tokenizer: ChatTokenizer = tokenizer if tokenizer is not None else ChatCodec()
         try:
-            self.server, self.model = self._identify(server, model)
+            self.server, self.model, known = self._identify(server, model)
             self.dialect = self._choose_dialect(tokenizer is not None)
         except BaseException:
             self.client.close()
             raise
+        self.context = context if context is not None else known
         self.logprobs = logprobs or (self.dialect.logprobs if self.dialect else "raw")
         self.weights_version = 0
         self._adapter = ""
         self._concurrency = concurrency
-        self._pool = self._new_pool()
-
-    def _new_pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._concurrency, thread_name_prefix="shoal-openai")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -103,41 +106,47 @@ class OpenAIEngine:
 
     def generate_each(self, requests: Sequence[Request]) -> list[Completion | EngineError]:
         """Like `generate`, with an error in the place of each request that has no answer."""
-        return list(self._pool.map(self._try, requests))
+        version = self.weights_version
+        asked = [self._question(request) for request in requests]
+        questions = [question for question in asked if isinstance(question, Question)]
+        replies = iter(self.client.post_each(questions, self._concurrency))
+        return [
+            self._completion(request, next(replies), version) if isinstance(question, Question) else question
+            for request, question in zip(requests, asked, strict=True)
+        ]
 
-    def _try(self, request: Request) -> Completion | EngineError:
+    def _question(self, request: Request) -> Question | Completion | EngineError:
+        """What to post for a request; what there is to say of it where it cannot or need not be asked."""
+        name = "/".join(map(str, (request.key, "request")))
         try:
-            return self.complete(request)
+            room = room_left(self, request)
+            if not room:
+                return Completion((), (), "context", self.weights_version)
+            sampling = replace(request.sampling, max_tokens=room)
+            if self.dialect is None:
+                return Question("/v1/chat/completions", self._chat(request, sampling), name)
+            return Question(self.dialect.path, self._tokens(request, sampling), name)
         except EngineError as error:
             return error
 
-    def complete(self, request: Request) -> Completion:
-        """The completion of one request, in the calling thread."""
-        if not request.prompt_ids:
-            raise EngineError("a prompt must have at least one token, got none")
-        name, version = "/".join(map(str, (request.key, "request"))), self.weights_version
-        if self.dialect is None:
-            return self._chat(request, name, version)
+    def _tokens(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        """The body for a server that takes tokens."""
+        assert self.dialect is not None
         if request.images:
-            raise EngineError("pictures cannot travel with token ids: leave the tokenizer out")
-        if self.logprobs == "raw" and request.sampling.temperature not in (0.0, 1.0):
+            raise EngineError("a server that is asked in tokens takes no images: leave the tokenizer out")
+        if self.logprobs == "raw" and sampling.temperature not in (0.0, 1.0):
             raise EngineError(
-                f"this server gives log-probabilities at temperature 1, and temperature "
-                f"{request.sampling.temperature} was asked for: use 1 or 0, or start the server so that it gives "
-                f"those of the sampling (vLLM: --logprobs-mode processed_logprobs) and say logprobs='processed'"
+                f"this {self.server} server gives log-probabilities of temperature 1, not of "
+                f"{sampling.temperature}: sample at 1 (or 0), or start it so that it gives those of the sampling "
+                f"(vLLM: --logprobs-mode processed_logprobs) and say logprobs='processed'"
             )
         model = self._adapter if self.dialect.name == "sglang" else self.model
-        body = self.dialect.body(request, model, getattr(self.tokenizer, "end_ids", ()))
-        reply = self.client.post(self.dialect.path, body, name=name)
-        try:
-            answer = self.dialect.read(reply, request)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"the server's reply is none of {self.server}'s: {str(reply)[:200]}") from error
-        return Completion(answer.token_ids, answer.logprobs, answer.finish, version)
+        asked = msgspec.structs.replace(request, sampling=sampling)
+        return self.dialect.body(asked, model, getattr(self.tokenizer, "end_ids", ()))
 
-    def _chat(self, request: Request, name: str, version: int) -> Completion:
+    def _chat(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        """The body for a server that takes messages."""
         assert isinstance(self.tokenizer, ChatCodec)
-        sampling = request.sampling
         messages = self.tokenizer.messages(request.prompt_ids, [as_url(image) for image in request.images])
         body: dict[str, Any] = {
             "model": self.model,
@@ -150,14 +159,30 @@ class OpenAIEngine:
             body["stop"] = list(sampling.stop)
         if messages[-1]["role"] == "assistant":  # a prefill
             body |= {"add_generation_prompt": False, "continue_final_message": True}
-        reply = self.client.post("/v1/chat/completions", body, name=name)
+        return body
+
+    def _completion(self, request: Request, reply: Any, version: int) -> Completion | EngineError:
+        """What a reply says; an error if it says nothing that can be used."""
+        if isinstance(reply, RefusedError) and reply.code == FULL:
+            return Completion((), (), "context", version)
+        if isinstance(reply, EngineError):
+            return reply
         try:
+            if self.dialect is not None:
+                return Completion(*self.dialect.read(reply, request), version)
             choice = reply["choices"][0]
             text, reason = str(choice["message"]["content"] or ""), choice["finish_reason"]
-        except (KeyError, IndexError, TypeError) as error:
-            raise EngineError(f"the server's reply is no chat completion: {str(reply)[:200]}") from error
+        except EngineError as error:
+            return error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            kind = "a chat completion" if self.dialect is None else f"{self.server}'s"
+            refused = EngineError(f"the server's reply is none of {kind}: {_shown(reply)}")
+            refused.__cause__ = error
+            return refused
         if reason not in ("stop", "length"):
-            raise EngineError(f"the server broke the response off ({reason}): nothing of it is used")
+            return EngineError(
+                f"the server broke the response off ({str(reason)[:80]}): nothing of it is used"
+            )
         return Completion(self.tokenizer.encode(text), (), reason, version)
 
     # --- weights
@@ -191,14 +216,11 @@ class OpenAIEngine:
         self.weights_version = version
 
     def restart(self) -> None:
-        """Leave requests that hang to themselves and go on over new connections."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = self._new_pool()
+        """Give up requests that are under way and go on over new connections."""
         self.client.close()
 
     def close(self) -> None:
-        """Wait for requests under way and close the connections."""
-        self._pool.shutdown()
+        """Give up requests that are under way and close the connections."""
         self.client.close()
 
     def __enter__(self) -> OpenAIEngine:
@@ -218,10 +240,10 @@ class OpenAIEngine:
             )
         return DIALECTS[self.server]
 
-    def _identify(self, server: Server, model: str | None) -> tuple[str, str]:
-        """The kind of server and the name of the model, asked for where they were not said."""
+    def _identify(self, server: Server, model: str | None) -> tuple[str, str, int | None]:
+        """The kind of server, the name of the model and its context, asked for where they were not said."""
         if server != "auto" and model is not None:
-            return server, model
+            return server, model, None
         reply = self.client.get("/v1/models")
         try:
             listed = reply.get("data") or []
@@ -236,4 +258,27 @@ class OpenAIEngine:
             raise EngineError(f"{self.client.url} has no model {model!r}.{did_you_mean(model, names)}")
         owner = str(listed[0].get("owned_by")) if listed else ""
         kind = _OWNERS.get(owner, "openai") if server == "auto" else server
-        return kind, model if model is not None else names[0]
+        name = model if model is not None else names[0]
+        return kind, name, self._context_of(kind, listed[names.index(name)] if names else {})
+
+    def _context_of(self, kind: str, entry: Any) -> int | None:
+        """What the server says of the context; messages are not counted in tokens here, so there it says nothing."""
+        if isinstance(self.tokenizer, ChatCodec):
+            return None
+        found = entry.get("max_model_len") if isinstance(entry, dict) else None
+        if kind == "llama.cpp":
+            try:
+                found = self.client.get("/props")["default_generation_settings"]["n_ctx"]
+            except RefusedError:  # an older one
+                return None
+            except (LookupError, TypeError) as error:
+                raise EngineError(f"{self.client.url}/props says nothing of the context") from error
+        return found if type(found) is int and found > 0 else None
+
+
+def _shown(reply: Any) -> str:
+    """The beginning of a reply, for a message."""
+    try:
+        return str(reply)[:200]
+    except RecursionError:
+        return "one that is nested without end"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.core.errors import EngineError, missing_extra
 from shoal.rollout.capabilities import Capabilities, capabilities_of
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Engine, Level, Request
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Engine, Level, Request, vocabulary_of
 
 try:
     import ray
@@ -20,14 +20,26 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 
+class _Facts(NamedTuple):
+    """What is the same of every replica."""
+
+    tokenizer: ChatTokenizer
+    level: Level
+    capabilities: Capabilities
+    context: int | None
+    vocabulary: int | None
+
+
 class _Replica:
     """One engine in an actor of its own."""
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         self.engine: Any = make()
 
-    def facts(self) -> tuple[Any, Level, Capabilities]:
-        return self.engine.tokenizer, self.engine.level, capabilities_of(self.engine)
+    def facts(self) -> _Facts:
+        engine = self.engine
+        context = getattr(engine, "context", None)
+        return _Facts(engine.tokenizer, engine.level, capabilities_of(engine), context, vocabulary_of(engine))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return list(self.engine.generate(requests))
@@ -70,12 +82,10 @@ class RayEngine:
         self._last: tuple[str, Any, int] | None = None  # what replicas made anew must be told
         self.weights_version = 0
         self._actors = [self._actor.remote(make) for _ in range(replicas)]
-        tokenizer, level, capabilities = self._first_facts()
-        self.tokenizer: ChatTokenizer = tokenizer
-        self.level: Level = level
-        self.capabilities: Capabilities = capabilities
+        facts = self._first_facts()
+        self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = facts
 
-    def _first_facts(self) -> tuple[Any, Level, Capabilities]:
+    def _first_facts(self) -> _Facts:
         """What the first replica says once it has started; while there is no room for it, that is said."""
         facts = self._actors[0].facts.remote()
         try:
@@ -83,7 +93,7 @@ class RayEngine:
                 if self.timeout is not None:
                     raise EngineError(f"no replica has started within {self.timeout} s: {_room()}")
                 logger.warning("still waiting for a first replica to start: %s", _room())
-            found: tuple[Any, Level, Capabilities] = ray.get(facts)
+            found: _Facts = ray.get(facts)
         except RayActorError as error:
             raise EngineError(f"a replica could not start: {str(error).strip().splitlines()[-1]}") from error
         return found

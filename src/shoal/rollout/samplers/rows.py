@@ -13,10 +13,10 @@ from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 class Row:
     """One response in the making."""
 
-    def __init__(self, request: Request, tokenizer: TemplateTokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: TemplateTokenizer, room: int) -> None:
         self.request = request
         self.ended = False
-        self._tokenizer = tokenizer
+        self._tokenizer, self._room = tokenizer, room
         self._noise = Noise(request.key) if request.sampling.temperature else None
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -30,7 +30,7 @@ class Row:
         self._logprobs.append(float(logprobs[pick]))
         if pick in self._tokenizer.end_ids or self._stopped():
             self.ended, self._finish = True, "stop"
-        self.ended = self.ended or len(self._ids) >= self.request.sampling.max_tokens
+        self.ended = self.ended or len(self._ids) >= self._room
         return pick
 
     @property

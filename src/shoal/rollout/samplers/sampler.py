@@ -6,8 +6,10 @@ not depend on what else is in the batch, on order, padding, or the number of wor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 import msgspec
@@ -18,6 +20,14 @@ from shoal.core.seeding import stream
 
 Level = Literal["L0", "L1", "L2"]
 """L0 no promise; L1 the same tokens whatever the batching (up to float ties); L2 bit-equal log-probs too."""
+
+
+Finish = Literal["stop", "length", "context"]
+"""How a response ends: at a token or text that ends it, at its limit (or the context's), or before it began, since the
+prompt leaves no room in the context; then it has no tokens."""
+FINISHES = ("stop", "length", "context")
+ROUNDING = 1e-3
+"""By how much a log-probability may be above 0: what servers compute in bfloat16 may be, a little."""
 
 
 class Message(TypedDict):
@@ -67,33 +77,96 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: tuple[int, ...]  # the end-of-turn token included when it was sampled
     logprobs: tuple[float, ...]  # of each token as sampled (for greedy: at temperature 1)
-    finish: Literal["stop", "length"]
+    finish: Finish
     weights_version: int = 0
 
 
+def checked(
+    engine: Engine, requests: Sequence[Request], answers: Sequence[Any]
+) -> list[Completion | Exception]:
+    """What an engine answered, each answer looked at before anything is made of it.
+
+    An answer that is none, or that cannot be one to its request, becomes an `EngineError` in its place: it ends its own
+    episode and no other.
+
+    Args:
+        engine: what answered.
+        requests: what it was asked.
+        answers: one a request, in order.
+
+    Raises:
+        EngineError: there are more or fewer answers than requests.
+    """
+    if len(answers) != len(requests):
+        raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
+    stated = getattr(engine, "capabilities", None)
+    by_tokens = getattr(stated, "token_ids", True), getattr(stated, "logprobs", True)
+    size = vocabulary_of(engine)
+    found: list[Completion | Exception] = []
+    for request, answer in zip(requests, answers, strict=True):
+        completion = as_completion(answer)
+        wrong = _wrong(completion, request, size, *by_tokens) if isinstance(completion, Completion) else None
+        found.append(
+            completion
+            if wrong is None
+            else EngineError(f"the engine's answer {wrong}; nothing of it is used: {str(answer)[:200]}")
+        )
+    return found
+
+
+def vocabulary_of(engine: Any) -> int | None:
+    """How many tokens there are: the engine's own number, or its tokenizer's; None where neither says it."""
+    size = getattr(engine, "vocabulary", None)
+    if size is None:
+        size = getattr(engine.tokenizer, "size", None)
+    return None if size is None else int(size)
+
+
+def _wrong(
+    completion: Completion, request: Request, size: int | None, token_ids: bool, logprobs: bool
+) -> str | None:
+    """Why this cannot be the completion of `request`; None if it can."""
+    ids, values, limit = completion.token_ids, completion.logprobs, request.sampling.max_tokens
+    if completion.finish not in FINISHES:
+        return f"must end by one of {', '.join(FINISHES)}, it ends by {completion.finish!r}"
+    if completion.weights_version < 0:
+        return f"must be of a weights_version of at least 0, it is of {completion.weights_version}"
+    if completion.finish == "context":
+        return f"must be empty, with finish 'context', it has {len(ids)} tokens" if ids or values else None
+    if token_ids and not 1 <= len(ids) <= limit:
+        return f"must have 1 to max_tokens={limit} tokens, it has {len(ids)}"
+    if ids and (min(ids) < 0 or (size is not None and max(ids) >= size)):
+        return f"must have token ids in [0, {size or 'the vocabulary'}), it has {min(ids)} to {max(ids)}"
+    if len(values) != len(ids) and (logprobs or values):
+        return f"must have a log-probability for each of {len(ids)} tokens, it has {len(values)}"
+    if not all(map(math.isfinite, values)) or max(values, default=0.0) > ROUNDING:
+        return "must have finite log-probabilities of at most 0"
+    return None
+
+
 def as_completion(answer: Any) -> Completion | Exception:
-    """What an engine answered to one request, numbers of NumPy and the like as plain ones.
+    """One answer, numbers of NumPy and the like as plain ones; whether it fits its request is for `checked` to say.
 
     Returns:
         The completion, or the exception that stands in its place; an `EngineError` for anything else.
     """
     if isinstance(answer, Completion):
-        ids, logprobs = answer.token_ids, answer.logprobs
-        plain = type(ids) is type(logprobs) is tuple
-        if plain and (not ids or (type(ids[0]) is int and logprobs and type(logprobs[0]) is float)):
-            return answer
         try:
-            numbers = tuple(map(int, ids)), tuple(map(float, logprobs))
-            return Completion(*numbers, answer.finish, int(answer.weights_version))
-        except (TypeError, ValueError) as error:
-            return EngineError(f"the engine gave a completion that is none ({error}): {answer!r}")
+            ids, logprobs = answer.token_ids, answer.logprobs
+            plain = type(ids) is type(logprobs) is tuple and type(answer.weights_version) is int
+            if plain and {*map(type, ids)} <= {int} and {*map(type, logprobs)} <= {float}:
+                return answer
+            numbers = tuple(map(index, ids)), tuple(map(float, logprobs))
+            return Completion(*numbers, answer.finish, index(answer.weights_version))
+        except (TypeError, ValueError, OverflowError) as error:
+            return EngineError(f"the engine gave a completion that is none ({error}): {str(answer)[:200]}")
     if isinstance(answer, EngineError | TimeoutError):
         return answer
     if isinstance(answer, Exception):
         refused = EngineError(f"the engine failed: {type(answer).__name__}: {answer}")
         refused.__cause__ = answer
         return refused
-    return EngineError(f"the engine must answer with a Completion, it gave {answer!r}")
+    return EngineError(f"the engine must answer with a Completion, it gave {str(answer)[:200]}")
 
 
 class ChatTokenizer(Protocol):
@@ -117,8 +190,14 @@ class ChatTokenizer(Protocol):
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """Anything that completes prompts."""
+class Sampler(Protocol):
+    """Anything that completes prompts.
+
+    It may have more: `context`, the longest prompt and response together, in tokens, with which `max_tokens` is capped
+    to the room that is left, and a prompt that leaves none is answered by no tokens and finish "context"; `vocabulary`,
+    how many tokens its network knows; `generate_each(requests)` with an exception in the place of each answer that it
+    has not; `load_weights(weights, version)`; `restart()`; `close()`.
+    """
 
     @property
     def tokenizer(self) -> ChatTokenizer:
@@ -135,6 +214,24 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
         ...
+
+
+Engine = Sampler
+"""The same, where nobody asks whose weights it samples from."""
+
+
+def room_left(sampler: Any, request: Request) -> int:
+    """How many tokens a response may have: `max_tokens`, or what is left of the context; 0 if nothing is.
+
+    Raises:
+        EngineError: the prompt is empty.
+    """
+    if not request.prompt_ids:
+        raise EngineError("a prompt must have at least one token, got none")
+    context = getattr(sampler, "context", None)
+    if context is None:
+        return request.sampling.max_tokens
+    return max(0, min(request.sampling.max_tokens, context - len(request.prompt_ids)))
 
 
 class EngineAround:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.core.seeding import stream
 from shoal.rollout.samplers.sampler import Completion, Key, Level, Request
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.tiny_vocabulary import END, TinyTokenizer
 
 
 class ScriptedEngine:
@@ -28,7 +28,8 @@ class ScriptedEngine:
         """One completion a request, in order; every token has log-probability 0."""
         completions = []
         for request in requests:
-            ids = self.tokenizer.encode(self._answer(self.tokenizer.decode(request.prompt_ids), request.key))
+            said = self._answer(self.tokenizer.decode(request.prompt_ids), request.key)
+            ids = self.tokenizer.encode(said) or (END,)  # who says nothing ends at once
             kept = ids[: request.sampling.max_tokens]
             finish = "stop" if len(kept) == len(ids) else "length"
             completions.append(Completion(kept, (0.0,) * len(kept), finish, self.weights_version))  # type: ignore[arg-type]

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DataError, EngineError, missing_extra
+from shoal.core.errors import DataError, missing_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
-from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request
+from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request, room_left
 from shoal.rollout.samplers.tiny_vocabulary import END, PAD, TinyTokenizer
 
 try:
@@ -67,16 +67,24 @@ class TinyEngine:
         return "L2" if self.device.type == "cpu" and torch.get_num_threads() == 1 else "L1"
 
     # --- rollouts
+    @property
+    def context(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self.model.shape.context
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, request in enumerate(requests):
-            self._check(request)
-            padded = -(-len(request.prompt_ids) // BUCKET) * BUCKET
-            groups.setdefault((padded, request.sampling.max_tokens), []).append(index)
         done: dict[int, Completion] = {}
+        for index, request in enumerate(requests):
+            room = room_left(self, request)
+            padded = -(-len(request.prompt_ids) // BUCKET) * BUCKET
+            if room:
+                groups.setdefault((padded, room), []).append(index)
+            else:
+                done[index] = Completion((), (), "context", self.weights_version)
         with torch.inference_mode():
-            for (padded, max_tokens), members in groups.items():
+            for (padded, room), members in groups.items():
                 unique = {requests[i].prompt_ids: None for i in members}
                 place = {prompt: row for row, prompt in enumerate(unique)}
                 prefix = self._prefill(list(unique), padded)
@@ -84,19 +92,9 @@ class TinyEngine:
                     chunk = members[first : first + ROWS]
                     rows = [place[requests[i].prompt_ids] for i in chunk]
                     rows += rows[-1:] * (ROWS - len(rows))
-                    answers = self._decode([requests[i] for i in chunk], prefix.rows(rows, max_tokens))
+                    answers = self._decode([requests[i] for i in chunk], prefix.rows(rows, room), room)
                     done.update(zip(chunk, answers, strict=True))
         return [done[index] for index in range(len(requests))]
-
-    def _check(self, request: Request) -> None:
-        length, wanted = len(request.prompt_ids), request.sampling.max_tokens
-        if not length:
-            raise EngineError("a prompt must have at least one token, got none")
-        if length + wanted > self.model.shape.context:
-            raise EngineError(
-                f"a prompt of {length} tokens and a response of up to {wanted} do not fit the context of "
-                f"{self.model.shape.context}: shorten the prompt (less history) or raise engine.context"
-            )
 
     def _prefill(self, prompts: list[tuple[int, ...]], padded: int) -> _Prefix:
         shape = self.model.shape
@@ -114,22 +112,21 @@ class TinyEngine:
             parts.append(_Prefix(cache, hidden, begin))
         return parts[0] if len(parts) == 1 else _Prefix.join(parts)
 
-    def _decode(self, requests: list[Request], prefix: _Prefix) -> list[Completion]:
-        """Sample one chunk token by token until every row has ended."""
+    def _decode(self, requests: list[Request], prefix: _Prefix, room: int) -> list[Completion]:
+        """Sample one chunk token by token, up to `room`, until every row has ended."""
         padded = prefix.padded
         hidden, n = prefix.hidden, len(requests)
-        max_tokens = requests[0].sampling.max_tokens
         temperature = np.array([request.sampling.temperature for request in requests])
         scale = torch.ones(ROWS, 1, device=self.device)
         scale[:n, 0] = torch.from_numpy(1 / np.where(temperature == 0, 1, temperature)).float()
-        noise = np.zeros((n, max_tokens, self.tokenizer.size))
+        noise = np.zeros((n, room, self.tokenizer.size))
         for row in np.flatnonzero(temperature).tolist():
-            noise[row] = Noise(requests[row].key).rows(max_tokens, self.tokenizer.size)
+            noise[row] = Noise(requests[row].key).rows(room, self.tokenizer.size)
         stops = [tuple(map(self.tokenizer.encode, request.sampling.stop)) for request in requests]
         written: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         live = dict.fromkeys(range(n))
-        for step in range(max_tokens):
+        for step in range(room):
             scores = (self.model.head(hidden) * scale).log_softmax(-1)[:n].cpu().numpy()
             picks = (scores + noise[:, step]).argmax(-1)
             for row in list(live):
@@ -138,7 +135,7 @@ class TinyEngine:
                 logprobs[row].append(float(scores[row, pick]))
                 if pick == END or any(tuple(written[row][-len(stop) :]) == stop for stop in stops[row]):
                     del live[row]
-            if not live or step + 1 == max_tokens:
+            if not live or step + 1 == room:
                 break
             ids = torch.full((ROWS, 1), PAD, dtype=torch.int64)
             ids[:n, 0] = torch.from_numpy(picks)

@@ -6,7 +6,9 @@ control tokens, the contents without: an observation that says `<|im_end|>` stay
 
 from __future__ import annotations
 
+import copy
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +16,34 @@ from shoal.core.errors import EngineError
 from shoal.rollout.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
+_Piece = tuple[int, ...] | int
+"""Of a chat: tokens of the template, or the number of the message whose content stands there."""
+
+
+class _Alone:
+    """A tokenizer of its own, entered by one thread at a time.
+
+    A fast tokenizer of `transformers` keeps in shared state how it was called last, whether control tokens are split
+    among it: two threads that use one tokenizer change each other's tokens without a word.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Any:
+        self._lock.acquire()
+        return self._tokenizer
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
 
 
 class TemplateTokenizer:
-    """Chats to tokens for a tokenizer of `transformers` that has a chat template.
+    """Chats to tokens for a tokenizer of `transformers` that has a chat template; safe to use from many threads.
+
+    `tokenizer` itself is left alone: what others do with it changes no prompt. Contents and pieces of the template
+    have a copy each.
 
     Args:
         tokenizer: as `AutoTokenizer.from_pretrained` gives it.
@@ -27,27 +53,46 @@ class TemplateTokenizer:
     def __init__(self, tokenizer: Any, **template_settings: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
+        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer))
+
+    def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any) -> None:
         self.tokenizer = tokenizer
-        self._settings = template_settings
-        self._pieces: dict[tuple[str, ...], list[str]] = {}
-        self._between: str | None = None
+        self._settings = settings
+        self._template, self._contents = _Alone(own), _Alone(copy.deepcopy(own))
+        self._starts: dict[tuple[str, ...], list[_Piece]] = {}
+        self._between: list[_Piece] | None = None
         self.end_ids = self._end_of_turn()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer, "settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin(
+            state["tokenizer"], state["settings"], state["tokenizer"]
+        )  # what was unpickled is nobody else's
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Plain text as tokens; what looks like a control token is spelled out."""
-        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        with self._contents as tokenizer:
+            encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return tuple(encoded["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Tokens as text, without control tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        with self._template as tokenizer:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, up to where the assistant begins to write."""
         roles = tuple(message["role"] for message in messages)
-        if roles not in self._pieces:
-            self._pieces[roles] = _MARK.split(self._render(roles))
-        return self._join(self._pieces[roles], [message["content"] for message in messages])
+        if roles not in self._starts:
+            self._starts[roles] = self._cut(self._render(roles))
+        return self._join(self._starts[roles], [message["content"] for message in messages])
 
     def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
         """The end of the response's turn, `message`, and the next assistant header.
@@ -56,48 +101,58 @@ class TemplateTokenizer:
             EngineError: the template is not append-only: a later turn changes what was written before it.
         """
         if self._between is None:
-            self._between = self._continuation()
-        ids = self._join(_MARK.split(self._between), ["", "", message["content"]])
+            self._between = self._cut(self._continuation())
+        ids = self._join(self._between, ["", "", message["content"]])
         return (
             ids[1:] if response_ids and response_ids[-1] in self.end_ids and ids[0] in self.end_ids else ids
         )
 
     def render(self, messages: Sequence[Message]) -> str:
         """The chat as the template writes it, contents and all, up to where the assistant begins."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **self._settings
-            )
-        )
+        return self._written(messages, add_generation_prompt=True)
 
     def spell(self, ids: Sequence[int]) -> str:
         """Tokens as text, control tokens included."""
-        return str(
-            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        with self._template as tokenizer:
+            return str(
+                tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
 
-    def _join(self, pieces: Sequence[str], contents: Sequence[str]) -> tuple[int, ...]:
-        """Tokens of rendered text (even pieces) and of the contents that the marks number (odd pieces)."""
+    def _cut(self, rendered: str) -> list[_Piece]:
+        """Rendered text as tokens, and as the number of a content where a mark stands."""
+        pieces = _MARK.split(rendered)
+        return [int(piece) if place % 2 else self._control(piece) for place, piece in enumerate(pieces)]
+
+    def _control(self, piece: str) -> tuple[int, ...]:
+        """A piece of the template as tokens, control tokens among them."""
+        if not piece:
+            return ()
+        with self._template as tokenizer:
+            return tuple(tokenizer(piece, add_special_tokens=False)["input_ids"])
+
+    def _join(self, pieces: Sequence[_Piece], contents: Sequence[str]) -> tuple[int, ...]:
+        """The tokens of a chat from those of its template and its contents."""
         ids: list[int] = []
-        for place, piece in enumerate(pieces):
-            if place % 2:
-                ids += self.encode(contents[int(piece)])
-            elif piece:
-                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+        for piece in pieces:
+            ids += piece if isinstance(piece, tuple) else self.encode(contents[piece])
         return tuple(ids)
+
+    def _written(self, messages: Sequence[Any], **settings: bool) -> str:
+        with self._template as tokenizer:
+            return str(
+                tokenizer.apply_chat_template(list(messages), tokenize=False, **settings, **self._settings)
+            )
 
     def _render(self, roles: Sequence[str]) -> str:
         chat = [{"role": role, "content": f"\ue000{place}\ue001"} for place, role in enumerate(roles)]
-        text = self.tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True, **self._settings
-        )
+        text = self._written(chat, add_generation_prompt=True)
         marks = [int(number) for number in _MARK.findall(text)]
         if marks != list(range(len(roles))):
             raise EngineError(
                 f"the chat template drops or repeats messages: of {len(roles)} it shows {marks}; use another "
                 f"prompt.mode or model"
             )
-        return str(text)
+        return text
 
     def _continuation(self) -> str:
         before, after = self._render(("user",)), self._render(("user", "assistant", "user"))
@@ -116,12 +171,10 @@ class TemplateTokenizer:
     def _end_of_turn(self) -> tuple[int, ...]:
         """Ids that end an assistant turn: the tokenizer's end token and what the template writes there."""
         ids = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        rendered = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "u"}, {"role": "assistant", "content": "\ue0001\ue001"}],
-            tokenize=False,
-            **self._settings,
+        written = self._written(
+            [{"role": "user", "content": "u"}, {"role": "assistant", "content": "\ue0001\ue001"}]
         )
-        tail = self.tokenizer(rendered.split("\ue001")[-1], add_special_tokens=False)["input_ids"]
+        tail = self._control(written.split("\ue001")[-1])
         if tail and tail[0] in self.tokenizer.all_special_ids:
             ids.append(tail[0])
         return tuple(dict.fromkeys(ids))

@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.core.errors import DataError, EngineError, missing_extra
 from shoal.rollout.capabilities import Capabilities
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 from shoal.rollout.samplers.weight_files import as_in_files
 
@@ -82,31 +82,47 @@ class VllmEngine:
         return current_platform.is_cpu() and getattr(config, "tie_word_embeddings", True)
 
     @property
+    def context(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return int(self.llm.llm_engine.vllm_config.model_config.max_model_len)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens its network knows."""
+        return int(self.llm.llm_engine.vllm_config.model_config.hf_text_config.vocab_size)
+
+    @property
     def capabilities(self) -> Capabilities:
         """Exact tokens and log-probabilities; weights and, where room was made, adapters."""
         return Capabilities("L0", token_ids=True, logprobs=True, weights=True, adapters=self._adapters)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
-        if not requests:
-            return []
         if any(request.images for request in requests):
             raise EngineError("this engine takes no pictures: use a server with messages (OpenAIEngine)")
+        rooms = [room_left(self, request) for request in requests]
+        asked = [(request, room) for request, room in zip(requests, rooms, strict=True) if room]
+        if not asked:
+            return [self._full() for _ in requests]
         try:
             outputs = self.llm.generate(
-                [{"prompt_token_ids": list(request.prompt_ids)} for request in requests],
-                [self._params(request) for request in requests],
+                [{"prompt_token_ids": list(request.prompt_ids)} for request, _ in asked],
+                [self._params(request, room) for request, room in asked],
                 use_tqdm=False,
                 lora_request=self._lora,
             )
         except ValueError as error:  # a prompt that does not fit
             raise EngineError(f"vLLM refused a request: {error}") from error
-        return [self._completion(output.outputs[0]) for output in outputs]
+        answers = iter(outputs)
+        return [self._completion(next(answers).outputs[0]) if room else self._full() for room in rooms]
 
-    def _params(self, request: Request) -> Any:
+    def _full(self) -> Completion:
+        return Completion((), (), "context", self.weights_version)
+
+    def _params(self, request: Request, room: int) -> Any:
         sampling = request.sampling
         return SamplingParams(
-            max_tokens=sampling.max_tokens,
+            max_tokens=room,
             temperature=sampling.temperature,
             top_p=1.0,
             top_k=0,

@@ -1,0 +1,280 @@
+"""Servers that break the rules: every wait has an end, every failure is an `EngineError`, of its own request alone."""
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fake_server import FakeServer, written
+
+from shoal.core.errors import EngineError
+from shoal.rollout.samplers import http
+from shoal.rollout.samplers.http import HttpClient, Patience
+from shoal.rollout.samplers.openai import OpenAIEngine
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
+from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+HOSTILE = {  # what is sent at once, and what is sent again and again after it
+    "nothing": (b"", b""),
+    "a dripped status line": (b"HTTP/1.1 200 ", b"O"),
+    "a dripped header": (OK + b"X: ", b"a"),
+    "headers without end": (OK, b"X-More: a\r\n"),
+    "100 Continue without end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a dripped chunk size": (CHUNKED, b"0"),
+    "a dripped chunk extension": (CHUNKED + b"5;", b"a"),
+    "a dripped chunk": (CHUNKED + b"FFFFFF\r\n", b" "),
+    "small chunks without end": (CHUNKED, b"1\r\n \r\n"),
+    "trailers without end": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X-More: a\r\n"),
+    "a dripped body": (OK + b"Content-Length: 1000000000\r\n\r\n", b" "),
+    "a body without end": (OK + b"Connection: close\r\n\r\n", b" "),
+}
+
+
+class Hostile:
+    """Answers every connection with `first`, then with `again` until it is closed."""
+
+    def __init__(self, first, again, pause):
+        self.first, self.again, self.pause = first, again, pause
+        self.ended = threading.Event()
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while not self.ended.is_set():
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection):
+        with connection:
+            try:
+                connection.recv(65536)
+                connection.sendall(self.first)
+                while not self.ended.is_set():
+                    connection.sendall(self.again)
+                    time.sleep(self.pause)
+            except OSError:
+                pass
+
+    def close(self):
+        self.ended.set()
+        self.socket.close()
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+@pytest.mark.parametrize("pause", [0.02, 0.0], ids=["slowly", "at once"])
+def test_a_server_that_never_ends_its_answer_is_given_up_in_time(how, pause, monkeypatch):
+    monkeypatch.setattr(http, "MAX_REPLY", 2**20)
+    first, again = HOSTILE[how]
+    server = Hostile(first, again or b"", pause or (0 if again else 0.02))
+    client = HttpClient(server.url, Patience(timeout=0.4, retries=1, backoff=0.01, max_backoff=0.02))
+    begin = time.monotonic()
+    try:
+        with pytest.raises(EngineError, match="gave no answer in 2 attempts|no answer within"):
+            client.post("/x", {})
+    finally:
+        client.close()
+        server.close()
+    assert time.monotonic() - begin < 8  # two attempts of 0.4 s, on a loaded machine
+
+
+def test_an_answer_is_capped_in_bytes(monkeypatch):
+    monkeypatch.setattr(http, "MAX_REPLY", 1000)
+    for size in (1000, 1001):
+        body = json.dumps("x" * (size - 2)).encode()
+        server = Hostile(OK + b"Content-Length: %d\r\n\r\n" % size + body, b"", 0.02)
+        client = HttpClient(server.url, Patience(timeout=5, retries=0))
+        try:
+            if size == 1000:
+                assert client.post("/x", {}) == "x" * 998
+            else:
+                with pytest.raises(EngineError, match="longer than 1000 bytes"):
+                    client.post("/x", {})
+        finally:
+            client.close()
+            server.close()
+
+
+@pytest.fixture
+def fake():
+    server = FakeServer("vllm")
+    engine = OpenAIEngine(
+        server.url, tokenizer=TinyTokenizer(), patience=Patience(5.0, 3, 0.001, 0.01), concurrency=4
+    )
+    yield server, engine
+    engine.close()
+    server.shutdown()
+    server.server_close()
+
+
+def request(i=0, n=5):
+    return Request((7, 8, 9 + i), Key(0, 0, i, 0, 0), Sampling(n))
+
+
+def deep(n):
+    return b'{"choices": ' + b"[" * n + b"]" * n + b"}"
+
+
+CHOICE = b'{"choices": [{"token_ids": %s, "logprobs": {"token_logprobs": %s}, "finish_reason": "stop"}]}'
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        deep(100_000),
+        deep(900),
+        CHOICE % (b"[1e999]", b"[-1.0]"),
+        CHOICE % (b"[1]", b"[1" + b"0" * 400 + b"]"),
+        CHOICE % (b"[1.5]", b"[-1.0]"),
+        CHOICE % (b'["1"]', b"[-1.0]"),
+        CHOICE % (b"[null]", b"[-1.0]"),
+        CHOICE % (b"[[1]]", b"[-1.0]"),
+        CHOICE % (b"[1" + b"0" * 5000 + b"]", b"[-1.0]"),
+        b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-1]}, "finish_reason": {"a": [1]}}]}',
+        b'{"choices": [{"token_ids": [1], "logprobs": [1], "finish_reason": "stop"}]}',
+    ],
+)
+def test_an_answer_that_cannot_be_read_fails_alone_as_an_engine_error(fake, reply):
+    server, engine = fake
+    calm = engine.generate([request(i) for i in range(6)])
+    server.faults = [reply]
+    results = engine.generate_each([request(i) for i in range(6)])
+    assert sum(isinstance(result, EngineError) for result in results) == 1
+    for result, expected in zip(results, calm, strict=True):
+        assert isinstance(result, EngineError) or result == expected
+
+
+def answer(head, body=b"{}"):
+    return b"HTTP/1.1 " + head + b"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "message"),
+    [
+        ("429 Busy\r\nRetry-After: ²".encode("latin-1"), b"{}", "HTTP 429"),
+        ("429 Busy\r\nRetry-After: ²".encode(), b"{}", "HTTP 429"),
+        (b"429 Busy\r\nRetry-After: 1e999", b"{}", "HTTP 429"),
+        (b"429 Busy\r\nRetry-After: -1", b"{}", "HTTP 429"),
+        (b"429 Busy\r\nRetry-After: 99999999999999999999", b"{}", "HTTP 429"),
+        (b"429 Busy\r\nRetry-After: Wed, 21 Oct 2026 07:28:00 GMT", b"{}", "HTTP 429"),
+        (b"503 No", b"[" * 100_000, "HTTP 503"),
+        (b"503 No", b'{"error": {"message": {"a": 1e999}}}', "HTTP 503"),
+        (b"503 No", b'{"error": ' + b"[" * 900 + b"]" * 900 + b"}", "HTTP 503"),
+        (b"503 No", b"\xff\xfe\x00", "HTTP 503"),
+        (b"302 Elsewhere\r\nLocation: http://127.0.0.1:1/", b"", "refused the request: HTTP 302"),
+        (b"99999 What", b"", "no answer"),
+        (b"banana", b"", "no answer"),
+        (b"200 OK\r\nContent-Length: x", b"", "no answer"),
+        (b"200 OK\r\nContent-Encoding: gzip", b"not packed at all", ""),
+        (b"200 OK\r\nSet-Cookie: " + b"a" * 100_000, b"", "no answer"),
+    ],
+)
+def test_odd_heads_and_errors_are_engine_errors(head, body, message):
+    server = Hostile(answer(head, body), b"", 0.02)
+    client = HttpClient(server.url, Patience(timeout=2, retries=1, backoff=0.001, max_backoff=0.01))
+    begin = time.monotonic()
+    try:
+        if message:
+            with pytest.raises(EngineError, match=message):
+                client.post("/x", {})
+        else:
+            assert client.post("/x", {}) == {"text": "not packed at all"}
+    finally:
+        client.close()
+        server.close()
+    assert time.monotonic() - begin < 8
+
+
+def test_a_server_may_ask_for_a_pause_and_gets_no_longer_one_than_allowed(monkeypatch):
+    asked = []
+    server = Hostile(answer(b"429 Busy\r\nRetry-After: 100000"), b"", 0.02)
+    client = HttpClient(server.url, Patience(timeout=2, retries=2, backoff=0.001, max_backoff=0.05))
+    sleep = http.asyncio.sleep
+
+    async def note(seconds):
+        asked.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(http.asyncio, "sleep", note)
+    with pytest.raises(EngineError, match="HTTP 429"):
+        client.post("/x", {})
+    client.close()
+    server.close()
+    assert asked == [0.05, 0.05]
+
+
+def test_requests_under_way_end_when_the_engine_is_closed_or_begins_anew(fake):
+    server, engine = fake
+    server.pause = 30.0
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(engine.generate_each, [request()])
+        time.sleep(0.3)
+        server.pause = 0.0
+        engine.restart()
+        with pytest.raises(EngineError, match="was closed before the answer came"):
+            waiting.result(10)
+    assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
+
+
+def test_the_thread_of_a_client_ends_with_it():
+    server = FakeServer("vllm")
+    before = threading.active_count()
+    engine = OpenAIEngine(server.url, tokenizer=TinyTokenizer())
+    assert any(thread.name == "shoal-http" for thread in threading.enumerate())
+    del engine
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(thread.name == "shoal-http" for thread in threading.enumerate())
+    server.shutdown()
+    server.server_close()
+
+
+# --- the context
+@pytest.mark.parametrize(("kind", "says"), [("vllm", 6), ("sglang", 6), ("llama.cpp", 6), ("vllm", None)])
+def test_responses_are_capped_to_what_the_server_says_of_its_context(kind, says):
+    server = FakeServer(kind)
+
+    def bend(reply):
+        if "data" in reply and says:
+            reply["data"][0]["max_model_len"] = says
+        return reply
+
+    server.change = bend
+    server.props = {"default_generation_settings": {"n_ctx": says}}
+    engine = OpenAIEngine(server.url, tokenizer=TinyTokenizer(), patience=Patience(5.0, 0))
+    try:
+        assert engine.context == says
+        full = Request((1,) * 6, Key(0, 0, 0, 0, 0), Sampling(5))
+        capped, none = engine.generate([request(), full])
+        assert len(capped.token_ids) == (3 if says else 5)
+        assert none == Completion((), (), "context", 0) if says else len(none.token_ids) == 5
+    finally:
+        engine.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_chat_that_is_too_long_for_the_server_fills_the_context():
+    server = FakeServer("openai")
+    body = b'{"error": {"message": "too long", "code": "context_length_exceeded"}}'
+    engine = OpenAIEngine(server.url, patience=Patience(5.0, 0))
+    prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
+    asked = Request(prompt, Key(0, 0, 0, 0, 0), Sampling(5))
+    try:
+        server.faults = [(400, body)]
+        assert engine.generate([asked]) == [Completion((), (), "context", 0)]
+        server.faults = [(400, body.replace(b"context_length_exceeded", b"other"))]
+        with pytest.raises(EngineError, match="too long"):
+            engine.generate([asked])
+    finally:
+        engine.close()
+        server.shutdown()
+        server.server_close()
