@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = (
-    "torch transformers ray jax PIL matplotlib hydra joblib peft numba stable_baselines3 safetensors pandas aiohttp"
-)
+HEAVY = "torch transformers ray jax PIL matplotlib hydra joblib peft numba stable_baselines3 safetensors pandas aiohttp"
 ADAPTERS = ("sb3.py",)  # subclasses of another library's classes, imported by name only
 ROOMS = [
     "shoal",

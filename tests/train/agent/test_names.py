@@ -1,11 +1,21 @@
 """A name sets what its paper sets, unless the config says otherwise; what a user registers is a name like any other."""
 
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError
 from shoal.train.agent.advantages import ESTIMATORS
 from shoal.train.agent.config import AgentConfig, Algorithm, comparable, compose_config
 from shoal.train.agent.losses import LOSSES
+from shoal.train.agent.update import prepare_samples
+
+QUICK = [
+    "trainer.iterations=1", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
+    "es_manager.val.env_groups=2", "trainer.tensorboard=false",
+]  # fmt: skip
 
 
 def told(*overrides):
@@ -128,3 +138,55 @@ def test_an_import_that_fails_is_named(tmp_path):
         compose_config("demo", [f"imports=[{tmp_path / 'broken.py'}]"])
     with pytest.raises(ConfigError, match="no_such_module"):
         AgentConfig.read({"imports": ["no_such_module"]})
+
+
+def test_the_examples_of_contributing_train(tmp_path):
+    from shoal.train.agent.trainer import AgentTrainer
+
+    text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "@advantage" in block
+    ]
+    for part in code.split("\n\n\n")[1:]:
+        assert len(part.strip().splitlines()) < 20
+    (tmp_path / "mine.py").write_text(code)
+    names = ["algorithm.adv_estimator=above_median", "algorithm.policy_loss=unclipped"]
+    try:
+        config = compose_config(
+            "demo", [f"imports=[{tmp_path / 'mine.py'}]", *names, *QUICK, f"run_dir={tmp_path / 'run'}"]
+        )
+        with AgentTrainer(config) as trainer:
+            assert len(list(trainer.train())) == 2
+    finally:
+        ESTIMATORS._items.pop("above_median", None)
+        LOSSES._items.pop("unclipped", None)
+
+
+def test_a_teacher_is_distilled_into_a_student(tmp_path):
+    """The student comes nearer to a teacher that has learned, without any reward."""
+    from shoal.train.agent.trainer import AgentTrainer
+
+    with AgentTrainer(
+        compose_config("demo", [*QUICK, "warmup.steps=40", f"run_dir={tmp_path / 'teacher'}"])
+    ) as trainer:
+        list(trainer.train())
+    teacher = tmp_path / "teacher" / "checkpoints" / "step-000001" / "engine"
+    settings = [
+        "algorithm.adv_estimator=distillation", f"algorithm.teacher={teacher}", "trainer.iterations=4", "seed=3",
+        "algorithm.learning_rate=0.01", f"run_dir={tmp_path / 'student'}",
+    ]  # fmt: skip
+    gaps = []
+    with AgentTrainer(compose_config("demo", [*QUICK, "warmup.steps=0", *settings])) as trainer:
+        assert not trainer.config.algorithm.filter_groups.enable
+        for _ in trainer.train():
+            episodes = trainer.evaluate(greedy=False)
+            samples = prepare_samples(episodes, trainer._learner)
+            gaps.append(float(np.mean([sample.columns["advantages"].mean() for sample in samples])))
+    assert gaps[-1] > gaps[0] + 0.5  # minus the reverse KL
+
+
+def test_a_teacher_is_asked_for_where_there_is_none_and_refused_where_it_does_nothing():
+    with pytest.raises(ConfigError, match="do not fit"):
+        compose_config("demo", ["algorithm.adv_estimator=distillation"])
+    with pytest.raises(ConfigError, match="do not fit"):
+        compose_config("demo", ["algorithm.teacher=somewhere"])
