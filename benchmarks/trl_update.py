@@ -44,7 +44,7 @@ from shoal.rollout.samplers.models import resolve_model  # noqa: E402
 from shoal.train.agent.advantages import group_relative  # noqa: E402
 from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm  # noqa: E402
-from shoal.train.agent.policy import TrainableEngine, logprobs_of, split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.policy import Policy, logprobs_of, policy_of, split_optimizer, trained_parameters  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
@@ -153,7 +153,7 @@ def make_episodes(case: Case, seed: int) -> list[Trajectory]:
     return episodes
 
 
-def make_batch(episodes: Sequence[Trajectory], engine: TrainableEngine) -> list[Sample]:
+def make_batch(episodes: Sequence[Trajectory], engine: Policy) -> list[Sample]:
     """One sample an episode, with advantages and the log-probs of the first weights."""
     samples = [sample for episode in episodes for sample in make_samples(episode)]
     old = token_values(samples, lambda micro: logprobs_of(engine, micro, 1.0)[1], 8192, engine.pad_id, "cpu")
@@ -178,7 +178,7 @@ class Result:
 def run_shoal(case: Case, samples: list[Sample], tokenizer: Any, micro_batch_tokens: int) -> Result:
     """`shoal.train.agent.update` on the whole batch, again and again."""
     model = make_model(case.model)
-    engine = HuggingFaceEngine(model, tokenizer)
+    engine = policy_of(HuggingFaceEngine(model, tokenizer))
     optimizer = split_optimizer(trained_parameters(model), None, case.rate, case.rate, 0.0)
     config = Algorithm(
         clip_ratio_low=0.2,
@@ -314,7 +314,9 @@ def add_row(case: str, subject: str, value: float, unit: str, result: Result | N
 def measure(case: Case) -> None:
     """Both on one case; the fastest setting of each counts, and all settings are shown."""
     tokenizer = make_tokenizer()
-    samples = make_batch(make_episodes(case, 0), HuggingFaceEngine(make_model(case.model), tokenizer))
+    samples = make_batch(
+        make_episodes(case, 0), policy_of(HuggingFaceEngine(make_model(case.model), tokenizer))
+    )
     add_row(case.name, "tokens of the batch", sum(len(s.ids) for s in samples), "tokens")
     add_row(case.name, "written by the model", sum(len(s.places) for s in samples), "tokens")
     best: dict[str, float] = {}

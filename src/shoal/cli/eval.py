@@ -163,9 +163,10 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
     from omegaconf import OmegaConf
 
     from shoal.core.files import verify_folder
+    from shoal.rollout.samplers.registry import make_engine
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import checkpoint_of
-    from shoal.train.agent.policy import load_engine, make_engine
+    from shoal.train.agent.policy import load_engine
 
     if options.model.startswith(SERVER):
         return _server(options)

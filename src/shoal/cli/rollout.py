@@ -97,13 +97,14 @@ def prepare(config: Any, options: argparse.Namespace, ending: contextlib.ExitSta
 
     from shoal.core.configuration import to_mapping
     from shoal.core.run_folder import RunFolder
+    from shoal.train.agent.policy import policy_of
 
     engine = engine_for(config, options.source, ending)
     folder = RunFolder(config.run_dir, "rollout", config.seed)
     OmegaConf.save(OmegaConf.create(to_mapping(config)), folder.path / "config.yaml")
     if config.engine.name == "tiny":
         (folder.path / "engine").mkdir(exist_ok=True)
-        engine.save(folder.path / "engine")
+        policy_of(engine).save(folder.path / "engine")
     return folder, engine
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,17 +25,17 @@ from tests.rollout.samplers.test_huggingface import make_engine as make_llama
 
 from shoal.core.data import Trajectory, Turn
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.rollout.samplers.paired import PairedEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.rollout.samplers.tiny_network import TinyShape
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, save_checkpoint, take_snapshot
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, Lora, RolloutCorrection
 from shoal.train.agent.distributed import ALONE, Processes
-from shoal.train.agent.lora import LoraEngine
+from shoal.train.agent.lora import LoraPolicy
+from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import make_networks, make_optimizer
 from shoal.train.agent.update import Learner, prepare_samples, update
-from shoal.train.agent.weights import whole_optimizer, whole_weights
+from shoal.train.agent.weights import WeightSync, whole_optimizer, whole_weights
 
 PLAIN = Algorithm(
     adv_estimator="grpo", minibatch_size=4, micro_batch_tokens=40, weight_decay=0.01, kl=KLPenalty(0.05),
@@ -45,8 +46,17 @@ STRAIGHT = replace(PLAIN, rollout_correction=RolloutCorrection("none"))
 WITH_CRITIC = replace(PLAIN, adv_estimator="gae")
 
 
+def both(sampler):
+    """A policy, and the sampler that shares its network."""
+    return policy_of(sampler), sampler
+
+
+def llama():
+    return both(make_llama())
+
+
 def tiny():
-    return TinyEngine(["Up"], TinyShape(width=16, layers=2, heads=2, context=64), seed=1)
+    return both(TinyEngine(["Up"], TinyShape(width=16, layers=2, heads=2, context=64), seed=1))
 
 
 def experts(kind, **settings):
@@ -57,36 +67,36 @@ def experts(kind, **settings):
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 200}
         config = getattr(transformers, f"{kind}Config")(**plain, **heads, eos_token_id=None, **settings)
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    return HuggingFaceEngine(model, make_tokenizer(CHATML))
+    return both(HuggingFaceEngine(model, make_tokenizer(CHATML)))
 
 
 def frozen():
-    engine = make_llama()
-    engine.freeze_all_but_last(1)
-    return engine
+    policy, sampler = llama()
+    policy.freeze_all_but_last(1)
+    return policy, sampler
 
 
 def bfloat16():
-    engine = make_llama()
-    engine.model.to(torch.bfloat16)
-    return engine
+    policy, sampler = llama()
+    policy.module.to(torch.bfloat16)
+    return policy, sampler
 
 
 def lora(kind=torch.float32):
-    engine = make_llama()
-    engine.model.to(kind)
-    return LoraEngine(engine, Lora(rank=4), "base", 0)
+    policy, sampler = llama()
+    policy.module.to(kind)
+    return LoraPolicy(policy, Lora(rank=4), "base", 0), sampler
 
 
 CASES = {
     "tiny": (tiny, replace(WITH_CRITIC, batching="auto")),
-    "llama": (make_llama, STRAIGHT),
-    "llama-critic": (make_llama, replace(WITH_CRITIC, batching="auto", epochs=2)),
-    "llama-checkpointing": (make_llama, replace(PLAIN, gradient_checkpointing=True)),
-    "llama-autocast": (make_llama, replace(PLAIN, precision="bfloat16")),
+    "llama": (llama, STRAIGHT),
+    "llama-critic": (llama, replace(WITH_CRITIC, batching="auto", epochs=2)),
+    "llama-checkpointing": (llama, replace(PLAIN, gradient_checkpointing=True)),
+    "llama-autocast": (llama, replace(PLAIN, precision="bfloat16")),
     "llama-bfloat16": (bfloat16, WITH_CRITIC),
     "llama-last-layer": (frozen, PLAIN),
-    "paired": (lambda: PairedEngine(make_llama(), make_llama()), STRAIGHT),
+    "paired": (lambda: (policy_of(make_llama()), make_llama()), STRAIGHT),
     "mixtral": (partial(experts, "Mixtral", num_local_experts=6, num_experts_per_tok=1), STRAIGHT),
     "olmoe": (partial(experts, "Olmoe", num_experts=6, num_experts_per_tok=2), WITH_CRITIC),
     "qwen3-moe": (
@@ -130,14 +140,16 @@ class Trained:
             algorithm=self.algorithm, model=SimpleNamespace(lora=Lora(rank=4 if "lora" in case else 0))
         )
         self.processes = processes
-        self.engine, self.critic, self.reference = make_networks(settings, make(), folder, processes)
+        policy, self.sampler = make()
+        self.engine, self.critic, self.reference = make_networks(settings, policy, folder, processes)
+        self.sync = WeightSync(self.engine, self.sampler)
         self.optimizer = make_optimizer(settings, self.engine, self.critic)
         self.held = self.between = 0
         self.optimizer.register_step_pre_hook(self._weigh)
-        self._logits_at, self.engine.logits_at = self.engine.logits_at, self._scores
+        self._logits, self.engine.logits = self.engine.logits, self._scores
 
     def _weigh(self, *_):
-        networks = [self.engine.model, *([self.critic] if self.critic else [])]
+        networks = [self.engine.module, *([self.critic] if self.critic else [])]
         parameters = [p for network in networks for p in network.parameters()]
         gradients = [p.grad for p in parameters if p.grad is not None]
         moments = [
@@ -146,22 +158,22 @@ class Trained:
         self.held = bytes_of([*parameters, *gradients, *moments])
 
     def _scores(self, *arguments):
-        scores = self._logits_at(*arguments)
+        scores = self._logits(*arguments)
         if scores.requires_grad:
-            self.between = max(self.between, bytes_of(self.engine.model.parameters()))
+            self.between = max(self.between, bytes_of(self.engine.module.parameters()))
         return scores
 
     def train(self, iteration):
         learner = Learner(
             self.engine, self.optimizer, self.algorithm, AgentProxy(temperature=1.0), self.critic,
-            self.reference.engine, processes=self.processes,
+            self.reference.policy, processes=self.processes,
         )  # fmt: skip
         return update(learner, prepare_samples(played(iteration), learner), iteration)
 
     def state(self):
         critic = {} if self.critic is None else whole_weights(self.critic)
         return {
-            **{f"engine.{n}": value for n, value in whole_weights(self.engine.model).items()},
+            **{f"engine.{n}": value for n, value in whole_weights(self.engine.module).items()},
             **{f"critic.{n}": value for n, value in critic.items()},
         }
 
@@ -187,8 +199,10 @@ def answers(engine):
 
 def alone(cut, twin):
     """What the first process generates with whole weights, while the others do something else, and its twin."""
-    with cut.engine.whole():
-        return [answers(one.engine) for one in (cut, twin)] if cut.processes.first else None
+    with cut.engine.whole() if cut.sync.shared else nullcontext():
+        for one in (cut, twin):
+            one.sync.carry()
+        return [answers(one.sampler) for one in (cut, twin)] if cut.processes.first else None
 
 
 def watch(case, processes, folder):

@@ -10,22 +10,24 @@ from shoal.core.errors import MissingExtraError
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.rollout.samplers.tiny_network import TinyShape
 from shoal.train.agent.batch import Sample, micro_batches
-from shoal.train.agent.policy import logprobs_of, training_mode
+from shoal.train.agent.policy import logprobs_of, policy_of, training_mode
 from shoal.train.wandb_log import WandB
 
 
 def gradient(engine, samples, checkpointing=False, precision="float32"):
-    engine.model.zero_grad()
-    with training_mode(engine.model, checkpointing, 0):
+    engine.module.zero_grad()
+    with training_mode(engine.module, checkpointing, 0):
         for micro in micro_batches(samples, 1000, 0, "cpu", "packed"):
             logprobs_of(engine, micro, 1.0, precision)[1].mean().backward()
-    return torch.cat([p.grad.flatten() for p in engine.model.parameters()])
+    return torch.cat([p.grad.flatten() for p in engine.module.parameters()])
 
 
 @pytest.mark.parametrize("kind", ["tiny", "huggingface"])
 def test_checkpointed_layers_are_computed_twice_and_give_the_same_gradients(kind):
-    engine = make_engine() if kind == "huggingface" else TinyEngine(["Up"], TinyShape(16, 2, 2, 64))
-    layers = engine.model.model.layers if kind == "huggingface" else engine.model.blocks
+    engine = policy_of(
+        make_engine() if kind == "huggingface" else TinyEngine(["Up"], TinyShape(16, 2, 2, 64))
+    )
+    layers = engine.module.model.layers if kind == "huggingface" else engine.module.blocks
     rng = np.random.default_rng(0)
     samples = [
         Sample(
@@ -44,7 +46,7 @@ def test_checkpointed_layers_are_computed_twice_and_give_the_same_gradients(kind
     checkpointed = gradient(engine, samples, checkpointing=True)
     assert len(calls) == 3 * n_plain  # once before, twice now
     torch.testing.assert_close(checkpointed, plain, atol=1e-7, rtol=1e-6)
-    assert not any(part.training for part in engine.model.modules())
+    assert not any(part.training for part in engine.module.modules())
     low = gradient(engine, samples, precision="bfloat16")
     assert torch.isfinite(low).all()
     assert not torch.equal(low, plain)

@@ -12,6 +12,7 @@ from shoal.rollout.samplers.sampler import Completion
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import update
 from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
+from shoal.train.agent.policy import trained_parameters
 
 
 @pytest.mark.parametrize("parallel", ["false", "true"])
@@ -87,7 +88,7 @@ def test_a_gradient_that_is_no_number_changes_no_weights_and_ends_the_run(tmp_pa
 
 def test_the_weights_from_before_a_diverged_step_are_kept():
     engine = TinyEngine(["Up"])
-    parameters = update.trained_parameters(engine.model)
+    parameters = trained_parameters(engine.model)
     before = [p.detach().clone() for p in parameters]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, math.inf)

@@ -4,10 +4,10 @@ import pytest
 from tests.train.agent.test_crash_points import SMALL, train
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.samplers.paired import PairedEngine
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import trainer as agent
 from shoal.train.agent.config import compose_config
+from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer
 
 
@@ -40,13 +40,13 @@ def pools(monkeypatch):
     return made, closed
 
 
-def paired(config, words, seed):
-    return PairedEngine(TinyEngine(words, seed=seed), Sampler(words, seed=seed))
+def apart(config, words, seed):
+    return policy_of(TinyEngine(words, seed=seed)), Sampler(words, seed=seed)
 
 
 @pytest.mark.parametrize("parallel", ["false", "true"])
 def test_a_closed_trainer_has_ended_its_engine_and_its_envs(tmp_path, monkeypatch, pools, parallel):
-    monkeypatch.setattr(agent, "make_engine", paired)
+    monkeypatch.setattr(agent, "make_policy", apart)
     settings = [f"run_dir={tmp_path}", f"agent_proxy.use_parallel_rollout={parallel}"]
     trainer = AgentTrainer(compose_config("demo", [*SMALL, *settings]))
     assert not ENDED
@@ -59,7 +59,7 @@ def test_a_closed_trainer_has_ended_its_engine_and_its_envs(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("part", ["safe_batching", "make_networks", "Records", "lockstep_collector"])
 def test_a_trainer_that_cannot_begin_leaves_nothing_behind(tmp_path, monkeypatch, pools, part):
-    monkeypatch.setattr(agent, "make_engine", paired)
+    monkeypatch.setattr(agent, "make_policy", apart)
 
     def failing(*_, **__):
         raise ConfigError("not today")
@@ -77,12 +77,12 @@ def test_gradient_checkpointing_that_a_model_cannot_do_is_refused_and_its_engine
     tmp_path, monkeypatch, pools
 ):
     def simple(config, words, seed):
-        engine = paired(config, words, seed)
-        for block in engine.model.blocks:
+        policy, sampler = apart(config, words, seed)
+        for block in policy.module.blocks:
             del block.gradient_checkpointing
-        return engine
+        return policy, sampler
 
-    monkeypatch.setattr(agent, "make_engine", simple)
+    monkeypatch.setattr(agent, "make_policy", simple)
     settings = ["algorithm.gradient_checkpointing=true", f"run_dir={tmp_path}"]
     with pytest.raises(ConfigError, match="gradient_checkpointing=true has no effect on this model"):
         AgentTrainer(compose_config("demo", [*SMALL, *settings]))

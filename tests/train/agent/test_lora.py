@@ -38,9 +38,9 @@ def base(tmp_path_factory):
 def run(base, folder, *overrides):
     config = compose_config("base", [*SETTINGS, f"engine.model={base}", f"run_dir={folder}", *overrides])
     with AgentTrainer(config) as trainer:
-        before = {n: p.clone() for n, p in trainer.engine.model.named_parameters() if not p.requires_grad}
+        before = {n: p.clone() for n, p in trainer.policy.module.named_parameters() if not p.requires_grad}
         rows = list(trainer.train())
-        for name, parameter in trainer.engine.model.named_parameters():
+        for name, parameter in trainer.policy.module.named_parameters():
             if name in before:
                 assert torch.equal(parameter, before[name])  # the base is bit-unchanged
     adapter = list_checkpoints(folder / "checkpoints")[-1] / "engine"
@@ -61,7 +61,7 @@ def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys)
     assert export([str(tmp_path / "whole"), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     assert not (tmp_path / "adapter" / "engine.json").exists()
-    adapted, merged = load_lora(checkpoint), HuggingFaceEngine.load(tmp_path / "merged")
+    (policy, adapted), merged = load_lora(checkpoint), HuggingFaceEngine.load(tmp_path / "merged")
     asked = [r for r in requests(adapted, 6)]
     greedy = [type(r)(r.prompt_ids, r.key, Sampling(8, 0.0)) for r in asked]
     for one, other in zip(adapted.generate(greedy), merged.generate(greedy), strict=True):
@@ -72,7 +72,7 @@ def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys)
     with torch.no_grad():
         said = plain.model(prompt).logits
         assert not torch.allclose(adapted.model(prompt).logits, said, atol=1e-4)
-        with adapted.without_adapters():
+        with policy.without_adapters():
             assert torch.equal(adapted.model(prompt).logits, said)
     with torch.no_grad():
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(prompt).logits.shape == said.shape

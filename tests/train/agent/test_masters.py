@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.rollout.samplers.test_huggingface import make_engine
 
-from shoal.train.agent.policy import Critic, split_optimizer, trained_parameters
+from shoal.train.agent.policy import Critic, policy_of, split_optimizer, trained_parameters
 from shoal.train.agent.weights import MasterAdamW, fill_optimizer, whole_optimizer
 
 RATE, STEPS = 1e-6, 30
@@ -15,10 +15,10 @@ def moved(kind, critic=False):
     """The share of weights whose master differs after updates at a small rate, and the networks after them."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        engine = make_engine()
-        engine.model.to(kind)
-        network = Critic(engine) if critic else engine.model
-        policy = trained_parameters(engine.model)
+        engine = policy_of(make_engine())
+        engine.module.to(kind)
+        network = Critic(engine) if critic else engine.module
+        policy = trained_parameters(engine.module)
         optimizer = split_optimizer(policy, network if critic else None, RATE, RATE, 0.0)
         before = [master.detach().clone() for group in optimizer.param_groups for master in group["params"]]
         parameters = [*policy, *(trained_parameters(network) if critic else [])]

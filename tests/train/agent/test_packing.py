@@ -19,7 +19,7 @@ from shoal.train.agent.batch import (
     share_stems,
     token_values,
 )
-from shoal.train.agent.policy import logprobs_of
+from shoal.train.agent.policy import logprobs_of, policy_of
 
 BATCHINGS = ["auto", "padded", "bucketed", "packed"]
 lengths_of = st.lists(st.integers(2, 60), min_size=1, max_size=40)
@@ -67,15 +67,14 @@ def test_no_samples_are_no_batches():
 @pytest.fixture(scope="module", params=["tiny", "huggingface"])
 def engine(request):
     if request.param == "tiny":
-        return TinyEngine(
-            ["Up"] * 3 + ["b"] * 200, TinyShape(width=16, layers=2, heads=2, context=64), seed=1
-        )
-    return make_engine()
+        shape = TinyShape(width=16, layers=2, heads=2, context=64)
+        return policy_of(TinyEngine(["Up"] * 3 + ["b"] * 200, shape, seed=1))
+    return policy_of(make_engine())
 
 
 def test_packed_samples_do_not_see_each_other(engine):
     samples = make_samples_of([9, 5, 2, 7, 12, 3], seed=4)
-    vocabulary = engine.logits_at(
+    vocabulary = engine.logits(
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
     ).shape[1]
     samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
@@ -94,14 +93,14 @@ def test_packed_samples_do_not_see_each_other(engine):
 
 
 def test_packed_gradients_of_a_transformers_model_are_those_of_single_rows():
-    engine = make_engine()
+    engine = policy_of(make_engine())
     samples = make_samples_of([9, 5, 2, 7, 12, 3], seed=2)
 
     def gradient(batching, max_tokens):
-        engine.model.zero_grad()
+        engine.module.zero_grad()
         for micro in micro_batches(samples, max_tokens, 0, "cpu", batching):
             logprobs_of(engine, micro, 1.0)[1].sum().backward()
-        return torch.cat([p.grad.flatten() for p in engine.model.parameters()])
+        return torch.cat([p.grad.flatten() for p in engine.module.parameters()])
 
     alone = gradient("padded", 1)
     for batching, max_tokens in (("packed", 1000), ("packed", 24), ("bucketed", 1000)):
@@ -155,9 +154,9 @@ def test_members_of_a_group_are_one_piece_of_half_the_tokens():
 
 
 def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):
-    assert engine.reads_stems
+    assert engine.shares_prefixes
     samples = make_families([(20, [3, 5, 1, 4]), (9, [2, 2]), (1, [6])], seed=3)
-    vocabulary = engine.logits_at(
+    vocabulary = engine.logits(
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
     ).shape[1]
     samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
@@ -169,10 +168,10 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
         def compute(micro):
             return logprobs_of(engine, micro, 1.0)[1]
 
-        engine.model.zero_grad()
+        engine.module.zero_grad()
         for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, stems):
             (compute(micro) * micro.columns["advantages"]).sum().backward()
-        gradient = torch.cat([p.grad.flatten() for p in engine.model.parameters()])
+        gradient = torch.cat([p.grad.flatten() for p in engine.module.parameters()])
         return token_values(samples, compute, max_tokens, 0, "cpu", batching, stems), gradient
 
     values, gradient = ask("padded", 1, False)

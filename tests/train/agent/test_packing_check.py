@@ -11,7 +11,7 @@ from shoal.core.errors import ConfigError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.rollout.samplers.tiny_network import TinyShape
-from shoal.train.agent.policy import packing_fault, safe_batching
+from shoal.train.agent.policy import packing_fault, policy_of, safe_batching
 
 SHAPE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -21,7 +21,7 @@ def engine_of(config):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = transformers.AutoModelForCausalLM.from_config(config)
-    return HuggingFaceEngine(model, make_tokenizer())
+    return policy_of(HuggingFaceEngine(model, make_tokenizer()))
 
 
 MIXING = {
@@ -47,17 +47,17 @@ def test_a_model_that_mixes_the_samples_of_a_row_is_caught(kind, caplog):
         assert safe_batching(engine, "auto") == "bucketed"
     assert "samples are not packed" in caplog.text
     assert safe_batching(engine, "padded") == "padded"
-    assert engine.reads_stems == (kind == "a mask of its own")  # it takes ours
+    assert engine.shares_prefixes == (kind == "a mask of its own")  # it takes ours
 
 
 def test_models_with_causal_attention_pass():
     engines = [
-        make_engine(),
+        policy_of(make_engine()),
         engine_of(transformers.GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4)),
         engine_of(transformers.Gemma3TextConfig(**SHAPE, **HEADS, head_dim=8, sliding_window=8)),
-        TinyEngine(["Up"] * 3, TinyShape(width=16, layers=2, heads=2, context=64), seed=1),
+        policy_of(TinyEngine(["Up"] * 3, TinyShape(width=16, layers=2, heads=2, context=64), seed=1)),
     ]
-    assert [engine.reads_stems for engine in engines] == [
+    assert [engine.shares_prefixes for engine in engines] == [
         True,
         True,
         False,
@@ -72,15 +72,15 @@ def test_models_with_causal_attention_pass():
 def test_positions_that_run_on_through_a_row_are_caught():
     class RunsOn:
         def __init__(self, engine):
-            self.model, self.pad_id, self._engine = engine.model, engine.pad_id, engine
+            self.module, self.pad_id, self._engine = engine.module, engine.pad_id, engine
 
-        def logits_at(self, ids, lengths, where, begins=None):
+        def logits(self, ids, lengths, where, begins=None):
             if begins is None:
-                return self._engine.logits_at(ids, lengths, where)
+                return self._engine.logits(ids, lengths, where)
             places = torch.arange(ids.shape[1] - 1)[None]
             apart = begins[:, :-1, None] == begins[:, None, :-1]
             mask = (apart & (places[0][:, None] >= places[0][None, :]))[:, None]
-            out = self.model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=places)
+            out = self.module(input_ids=ids[:, :-1], attention_mask=mask, position_ids=places)
             return out.logits[where[:, 1:]]
 
     engine = RunsOn(engine_of(transformers.GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4)))
@@ -90,11 +90,11 @@ def test_positions_that_run_on_through_a_row_are_caught():
 def test_a_model_that_refuses_packed_rows_is_caught():
     class Refuses:
         def __init__(self, engine):
-            self.model, self.pad_id, self._engine = engine.model, engine.pad_id, engine
+            self.module, self.pad_id, self._engine = engine.module, engine.pad_id, engine
 
-        def logits_at(self, ids, lengths, where, begins=None):
+        def logits(self, ids, lengths, where, begins=None):
             if begins is not None:
                 raise TypeError("forward() got an unexpected keyword argument 'position_ids'")
-            return self._engine.logits_at(ids, lengths, where)
+            return self._engine.logits(ids, lengths, where)
 
-    assert "does not take packed rows" in packing_fault(Refuses(make_engine()))
+    assert "does not take packed rows" in packing_fault(Refuses(policy_of(make_engine())))

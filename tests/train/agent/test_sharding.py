@@ -16,7 +16,8 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.distributed import Processes, ShardedEngine, _refuse_mixed, blocks_of
+from shoal.train.agent.distributed import Processes, ShardedPolicy, _refuse_mixed, blocks_of
+from shoal.train.agent.policy import TinyPolicy, policy_of
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.agent.weights import fill, whole_weights, without_twins
 
@@ -146,7 +147,7 @@ def test_alone_a_run_with_shards_is_a_run_without(tmp_path):
         "demo", ["trainer.sharding=full", f"run_dir={tmp_path}", "use_parallel_envs=false"]
     )
     with AgentTrainer(config) as trainer:
-        assert isinstance(trainer.engine, TinyEngine)
+        assert isinstance(trainer.policy, TinyPolicy)
         assert "sharded" not in trainer.describe()
 
 
@@ -185,7 +186,7 @@ def test_a_pytorch_too_old_for_shards_is_refused_before_anything_is_cut(monkeypa
     engine = TinyEngine(["Up"])
     before = [type(part) for part in engine.model.modules()]
     with pytest.raises(ConfigError, match=r"newer PyTorch than .*: install it, or set trainer.sharding=none"):
-        ShardedEngine(engine, Processes(0, 2, sharded=True))
+        ShardedPolicy(policy_of(engine), Processes(0, 2, sharded=True))
     assert [type(part) for part in engine.model.modules()] == before
 
 

@@ -1,5 +1,3 @@
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +10,10 @@ from shoal.rollout.samplers.tiny_network import TinyShape
 from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.losses import aggregation_weights
-from shoal.train.agent.policy import Critic, logprobs_of
+from shoal.train.agent.policy import Critic, logprobs_of, policy_of
 from shoal.train.agent.update import Learner, Totals, critic_loss, gradient_step, token_loss, update
 
-ENGINE = TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1)
+ENGINE = policy_of(TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1))
 CRITIC = Critic(ENGINE)
 LOSSES = [
     Algorithm(),
@@ -49,7 +47,7 @@ def random_samples(n, seed):
 
 
 def gradient(samples, config, max_tokens, batching="bucketed"):
-    ENGINE.model.zero_grad()
+    ENGINE.module.zero_grad()
     CRITIC.zero_grad()
     totals = Totals()
     weights = aggregation_weights(
@@ -59,7 +57,7 @@ def gradient(samples, config, max_tokens, batching="bucketed"):
     for micro in micro_batches(weighted, max_tokens, ENGINE.pad_id, "cpu", batching):
         loss = token_loss(ENGINE, micro, config, 1.0, totals)
         (loss + critic_loss(CRITIC, micro, config, totals)).backward()
-    parameters = [*ENGINE.model.parameters(), *CRITIC.parameters()]
+    parameters = [*ENGINE.module.parameters(), *CRITIC.parameters()]
     return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]), totals
 
 
@@ -88,8 +86,8 @@ def test_the_loss_is_that_of_a_loop_over_tokens():
     samples = random_samples(5, 3)
     expected, n_tokens = 0.0, sum(len(s.places) for s in samples)
     for sample in samples:
-        hidden = ENGINE.model.hidden(torch.tensor([sample.ids]), torch.zeros(1, dtype=torch.int64))
-        scores = ENGINE.model.head(hidden)[0].log_softmax(-1).detach()
+        hidden = ENGINE.module.hidden(torch.tensor([sample.ids]), torch.zeros(1, dtype=torch.int64))
+        scores = ENGINE.module.head(hidden)[0].log_softmax(-1).detach()
         for k, place in enumerate(sample.places):
             row = scores[place - 1]
             ratio = float(torch.exp(row[sample.ids[place]] - sample.columns["old_logprobs"][k]))
@@ -147,13 +145,11 @@ def test_a_fresh_critic_says_zero_and_learns_a_value():
     torch.testing.assert_close(
         critic(ids, length, where), torch.full((len(sample.places),), 0.7), atol=0.1, rtol=0
     )
-    assert torch.equal(critic.model.head.weight, ENGINE.model.head.weight)  # only the hidden states are used
+    assert torch.equal(critic.model.head.weight, ENGINE.module.head.weight)  # only the hidden states are used
 
 
 def preference(engine):
-    scores = engine.logits_at(
-        torch.tensor([[7, 8, 9]]), torch.tensor([3]), torch.tensor([[False, False, True]])
-    )
+    scores = engine.logits(torch.tensor([[7, 8, 9]]), torch.tensor([3]), torch.tensor([[False, False, True]]))
     return float((scores[0, 9] - scores[0, 10]).detach())
 
 
@@ -171,10 +167,9 @@ def contrast(engine):
 
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
 def test_an_update_moves_towards_what_was_good(loss):
-    engine = copy.copy(ENGINE)
-    engine.model = copy.deepcopy(ENGINE.model)
+    engine = ENGINE.twin()
     before, version = preference(engine), engine.weights_version
-    optimizer = torch.optim.AdamW(engine.model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(engine.module.parameters(), lr=0.01)
     learner = Learner(engine, optimizer, Algorithm(policy_loss=loss), AgentProxy())
     metrics = update(learner, contrast(engine), 0)
     assert preference(engine) > before + 0.01
@@ -185,13 +180,12 @@ def test_an_update_moves_towards_what_was_good(loss):
 
 
 def test_frozen_parameters_stay_as_they_are():
-    engine = copy.copy(ENGINE)
-    engine.model = copy.deepcopy(ENGINE.model)
-    engine.model.embedding.requires_grad_(False)
-    before = engine.model.embedding.weight.clone()
-    optimizer = torch.optim.AdamW([p for p in engine.model.parameters() if p.requires_grad], lr=0.1)
+    engine = ENGINE.twin()
+    engine.module.embedding.requires_grad_(False)
+    before = engine.module.embedding.weight.clone()
+    optimizer = torch.optim.AdamW([p for p in engine.module.parameters() if p.requires_grad], lr=0.1)
     gradient_step(Learner(engine, optimizer, Algorithm(), AgentProxy()), contrast(engine), Totals())
-    assert torch.equal(engine.model.embedding.weight, before)
+    assert torch.equal(engine.module.embedding.weight, before)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The engine that a config names: for rollouts and evaluation, or one whose weights are trained here."""
+"""The sampler that a config names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.capabilities import require_trainable, require_weights
 from shoal.rollout.samplers.sampler import ChatTokenizer, Engine
 from shoal.rollout.samplers.settings import EngineConfig
 
@@ -29,36 +28,6 @@ def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) 
     if config.name == "ray":
         return _ray(config, words, seed)
     return makers[config.name](config)
-
-
-def make_learner(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Any:
-    """The engine of a config for training: its network is here, and what it samples with follows the updates.
-
-    Raises:
-        ConfigError: the weights of this engine cannot follow an update.
-    """
-    if config.name == "tiny":
-        return _tiny(config, words, seed)
-    if config.name == "huggingface":
-        return _huggingface(config)
-    if config.name == "openai":
-        raise ConfigError(
-            "engine.name=openai is for rollouts and evaluation: the weights of a server cannot follow each "
-            "update. Train with engine.name=huggingface, or vllm to sample faster (both with "
-            "engine.model=FOLDER), and play a server with `shoal rollout`"
-        )
-    from shoal.rollout.samplers.paired import PairedEngine
-
-    here = config.replicas.engine if config.name == "ray" else "huggingface"
-    learner: Any = make_learner(replace(config, name="huggingface" if here == "vllm" else here), words, seed)
-    sampler: Any = make_engine(config, words, seed)
-    try:
-        require_trainable(sampler)
-        require_weights(sampler)
-    except ConfigError:
-        sampler.close()
-        raise
-    return PairedEngine(learner, sampler)
 
 
 def close_engine(engine: Any) -> None:
@@ -80,8 +49,6 @@ def _huggingface(config: EngineConfig) -> Engine:
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     engine = HuggingFaceEngine.load(_folder(config), device=config.device, dtype=config.dtype)
-    if config.train_last_layers is not None:
-        engine.freeze_all_but_last(config.train_last_layers)
     return engine
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from shoal.core.errors import DataError
 from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder, write_folder
 from shoal.train.agent.config import comparable
-from shoal.train.agent.distributed import ShardedEngine
-from shoal.train.agent.policy import TrainableEngine
+from shoal.train.agent.distributed import ShardedPolicy
+from shoal.train.agent.policy import Policy
 from shoal.train.agent.weights import fill, fill_optimizer, whole_optimizer, whole_weights, without_twins
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -40,18 +40,18 @@ class Progress:
 class Snapshot:
     """Everything that is trained, whole; without content in a process that does not write."""
 
-    engine: dict[str, Tensor] | None
-    """Weights for `engine.save`; None: its network is whole, and it takes its own."""
+    policy: dict[str, Tensor] | None
+    """Weights for `policy.save`; None: its network is whole, and it takes its own."""
     critic: dict[str, Tensor] | None
     optimizer: dict[str, Tensor]
 
 
 def take_snapshot(
-    engine: TrainableEngine, critic: nn.Module | None, optimizer: torch.optim.Optimizer, keep: bool = True
+    policy: Policy, critic: nn.Module | None, optimizer: torch.optim.Optimizer, keep: bool = True
 ) -> Snapshot:
     """What a checkpoint holds; where networks lie in shards, all processes ask and those that `keep` it get it."""
     return Snapshot(
-        engine.gathered(keep) if isinstance(engine, ShardedEngine) else None,
+        policy.gathered(keep) if isinstance(policy, ShardedPolicy) else None,
         None if critic is None else whole_weights(critic, keep),
         whole_optimizer(optimizer, keep),
     )
@@ -59,7 +59,7 @@ def take_snapshot(
 
 def save_checkpoint(
     folder: Path,
-    engine: TrainableEngine,
+    policy: Policy,
     snapshot: Snapshot,
     progress: Progress,
     config: dict[str, Any],
@@ -74,13 +74,13 @@ def save_checkpoint(
     target = folder / f"step-{progress.iteration:06d}"
     if best:
         with write_folder(folder / "best") as temporary:
-            _fill(temporary, engine, snapshot, progress, config)
+            _fill(temporary, policy, snapshot, progress, config)
     with write_folder(target) as temporary:
         if best:
             ignored = shutil.ignore_patterns(MANIFEST)
             shutil.copytree(folder / "best", temporary, dirs_exist_ok=True, ignore=ignored)
         else:
-            _fill(temporary, engine, snapshot, progress, config)
+            _fill(temporary, policy, snapshot, progress, config)
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
@@ -88,13 +88,13 @@ def save_checkpoint(
 
 def _fill(
     folder: Path,
-    engine: TrainableEngine,
+    policy: Policy,
     snapshot: Snapshot,
     progress: Progress,
     config: dict[str, Any],
 ) -> None:
     (folder / "engine").mkdir()
-    engine.save(folder / "engine", snapshot.engine)
+    policy.save(folder / "engine", snapshot.policy)
     save_file(snapshot.optimizer, folder / "optimizer.safetensors")
     if snapshot.critic is not None:
         single, twins = without_twins(snapshot.critic)
@@ -104,7 +104,7 @@ def _fill(
         "best_success": progress.best_success,
         "episodes": progress.episodes,
         "tokens": progress.tokens,
-        "weights_version": engine.weights_version,
+        "weights_version": policy.weights_version,
         "config": config,
     }
     (folder / "state.json").write_text(json.dumps(state, indent=2))
@@ -137,7 +137,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 def load_checkpoint(
     path: Path,
-    engine: TrainableEngine,
+    policy: Policy,
     critic: nn.Module | None,
     optimizer: torch.optim.Optimizer,
     config: dict[str, Any],
@@ -152,7 +152,7 @@ def load_checkpoint(
     difference = _first_difference(before, json.loads(json.dumps(config)))
     if difference:
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
-    engine.load_weights(engine.read(path / "engine"), state["weights_version"])
+    policy.load_weights(policy.read(path / "engine"), state["weights_version"])
     if critic is not None:
         fill(critic, load_file(path / "critic.safetensors"))
     fill_optimizer(optimizer, load_file(path / "optimizer.safetensors"))

@@ -25,18 +25,21 @@ from torch import Tensor, nn
 from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, DataError, DivergedError, EngineError, EnvError, missing_extra
 from shoal.core.executors import connect_ray
+from shoal.core.files import verify_folder, write_folder
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.parallel.dispatch import RolloutReport
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import EngineAround, Sampling
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import ReplicaConfig
+from shoal.train.agent.policy import Around, Critic, Policy
 from shoal.train.agent.weights import cut_like, whole_weights
 
 if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
-    from shoal.train.agent.policy import Critic, TrainableEngine
+    from shoal.train.agent.lora import LoraPolicy
+    from shoal.train.agent.policy import Critic
 
 
 T = TypeVar("T")
@@ -232,43 +235,33 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-class ShardedEngine(EngineAround):
-    """An engine whose network lies in shards; it computes scores with all processes, and generates with none.
+class ShardedPolicy(Around):
+    """A policy whose network lies in shards; it computes scores with all processes.
 
-    To generate, the engine itself is asked for as long as `whole` lasts.
+    What samples from the network itself can do so for as long as `whole` lasts.
 
     Args:
-        engine: with a whole network, the same in every process; it is cut in place.
+        policy: with a whole network, the same in every process; it is cut in place.
         processes: who holds the shards.
     """
 
-    _engine: TrainableEngine
-
-    def __init__(self, engine: TrainableEngine, processes: Processes) -> None:
-        super().__init__(engine)
-        _try(engine.logits_at, engine)  # it finds out what its network is like while that is whole
-        self.reads_stems, self.pad_id = engine.reads_stems, engine.pad_id
-        self._scores = _Scores(engine)
-        self._parts = _shard(self._scores, engine.model, [], processes)
+    def __init__(self, policy: Policy, processes: Processes) -> None:
+        super().__init__(policy)
+        _try(policy.logits, policy)  # it finds out what its network is like while that is whole
+        self._shares_prefixes = policy.shares_prefixes
+        self._scores = _Scores(policy)
+        self._parts = _shard(self._scores, policy.module, [], processes)
         self._root = self._parts[-1]
-        _try(self.logits_at, engine)  # from the first pass on, the outermost module is known as such
+        _try(self.logits, policy)  # from the first pass on, the outermost module is known as such
 
     @property
-    def model(self) -> nn.Module:
-        """The network, whose parameters are shards."""
-        return self._engine.model
+    def shares_prefixes(self) -> bool:
+        """As found while the network was whole."""
+        return self._shares_prefixes
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Every process has all parameters for as long as this lasts, and may use the engine without the others.
-
-        An engine that samples elsewhere is handed the weights, and nothing is held here.
-        """
-        hand_over = getattr(self._engine, "hand_over", None)
-        if hand_over is not None:
-            hand_over(whole_weights(self.model))
-            yield
-            return
+        """Every process has all parameters for as long as this lasts, and may use them without the others."""
         self._root.set_reshard_after_forward(False)
         for part in self._parts:
             part.unshard()
@@ -278,9 +271,14 @@ class ShardedEngine(EngineAround):
             self._root.set_reshard_after_forward(True)
             self._forget()
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """The base model for as long as this lasts."""
+        inner: Any = self.inner
+        return inner.without_adapters()  # type: ignore[no-any-return]
+
     # --- training
-    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """As the engine's, with all processes at once."""
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """As the inner one's, with all processes at once."""
         scores: Tensor = self._scores(ids, lengths, where, begins)
         if not torch.is_grad_enabled():
             self._forget()
@@ -296,28 +294,28 @@ class ShardedEngine(EngineAround):
     # --- files
     def gathered(self, keep: bool) -> dict[str, Tensor]:
         """Whole weights for `save`, asked for by all processes and given to those that `keep` them."""
-        return whole_weights(self.model, keep, trained_only=hasattr(self._engine, "adapter_parameters"))
+        return whole_weights(self.module, keep, trained_only=hasattr(self.inner, "adapter_parameters"))
 
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write what `load_engine` needs, with weights from `gathered`."""
+        """Write what `load_policy` needs, with weights from `gathered`."""
         if weights is None:
             raise ValueError("the weights lie in shards: gather them in all processes, and pass them")
-        self._engine.save(folder, weights)
+        self.inner.save(folder, weights)
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over weights by name, which every process has whole."""
-        own = dict(self.model.state_dict(keep_vars=True))
-        if hasattr(self._engine, "adapter_parameters"):
-            own |= self._engine.adapter_parameters()
+        own = dict(self.module.state_dict(keep_vars=True))
+        if hasattr(self.inner, "adapter_parameters"):
+            own |= self.inner.adapter_parameters()
         fit = {n for n, value in weights.items() if n in own and own[n].shape == value.shape}
         cut = {n: cut_like(value, own[n]) if n in fit else value for n, value in weights.items()}
-        self._engine.load_weights(cut, version)
+        super().load_weights(cut, version)
 
 
-def shard_critic(critic: Critic, engine: TrainableEngine, processes: Processes) -> None:
+def shard_critic(critic: Critic, policy: Policy, processes: Processes) -> None:
     """Cut a critic in place; its output has numbers of its own kind, so it is a part of its own."""
     _shard(critic, critic.model, [critic.output], processes)
-    _try(critic, engine)
+    _try(critic, policy)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -331,13 +329,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 class _Scores(nn.Module):
     """The pass that gives scores, as the forward pass of a module around the network."""
 
-    def __init__(self, engine: TrainableEngine) -> None:
+    def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self.model = engine.model
-        self._engine = engine
+        self.model = policy.module
+        self._policy = policy
 
     def forward(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        return self._engine.logits_at(ids, lengths, where, begins)
+        return self._policy.logits(ids, lengths, where, begins)
 
 
 def _shard(
@@ -390,12 +388,69 @@ def _refuse_mixed(root: nn.Module, parts: Sequence[nn.Module]) -> None:
             )
 
 
-def _try(network: Any, engine: TrainableEngine) -> None:
+def _try(network: Any, policy: Policy) -> None:
     """One short pass without gradients."""
-    device = next(engine.model.parameters()).device
-    ids = torch.tensor([[engine.pad_id] * 3], device=device)
+    device = next(policy.module.parameters()).device
+    ids = torch.tensor([[policy.pad_id] * 3], device=device)
     with torch.no_grad():
         network(ids, torch.tensor([3], device=device), torch.tensor([[False, True, True]], device=device))
+
+
+class Reference:
+    """The frozen weights that a KL penalty holds on to: those of the start of the run, kept in its folder.
+
+    Args:
+        folder: where its weights are kept for a run that is resumed.
+        policy: what is copied, with a whole network.
+        processes: of the run; the first one writes the folder, and all hold shards of the copy where networks do.
+    """
+
+    def __init__(self, folder: Path, policy: Policy, processes: Processes = ALONE) -> None:
+        self._folder = folder
+        self._writes = processes.first
+        frozen = policy.twin()
+        frozen.module.requires_grad_(False)
+        self.policy: Policy = ShardedPolicy(frozen, processes) if processes.sharded else frozen
+
+    def keep(self, policy: Policy) -> None:
+        """Take over the present weights of `policy`, in memory and on disk."""
+        self.policy.module.load_state_dict(policy.module.state_dict())
+        weights = policy.gathered(self._writes) if isinstance(policy, ShardedPolicy) else None
+        if self._writes:
+            with write_folder(self._folder) as folder:
+                policy.save(folder, weights)
+
+    def load(self) -> None:
+        """Read back what `keep` wrote."""
+        weights = self.policy.read(verify_folder(self._folder))
+        self.policy.load_weights(weights, self.policy.weights_version)
+
+
+class BaseReference:
+    """The base model under LoRA adapters as the reference: the same network with them switched off.
+
+    Args:
+        policy: the adapted one.
+    """
+
+    def __init__(self, policy: LoraPolicy | ShardedPolicy) -> None:
+        self.policy: Policy = _Base(policy)
+
+    def keep(self, policy: Policy) -> None:
+        """Nothing to keep: the base never changes."""
+
+    def load(self) -> None:
+        """Nothing to load: the base is loaded with the policy."""
+
+
+class _Base(Around):
+    """The policy without its adapters."""
+
+    inner: Any
+
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        with self.inner.without_adapters():
+            return super().logits(ids, lengths, where, begins)
 
 
 class SharedCollector:

@@ -6,13 +6,13 @@ reference of a KL penalty, and no second copy is held.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,36 +23,31 @@ from shoal.core.seeding import derive_seed
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.models import resolve_model
 from shoal.train.agent.config import Lora
+from shoal.train.agent.policy import HuggingFacePolicy, Policy, policy_of
 
 KIND = "huggingface-lora"
 ADAPTER = "adapter_model.safetensors"
 _NAME = "default"
 
 
-class LoraEngine(HuggingFaceEngine):
-    """A Hugging Face engine whose adapters alone are trained.
+class LoraPolicy(HuggingFacePolicy):
+    """A Hugging Face policy whose adapters alone are trained.
 
     Args:
-        engine: holds the base model, which is changed in place: it gets the adapters.
+        policy: holds the base model, which is changed in place: it gets the adapters.
         lora: their rank and where they sit.
         base: the folder or name of the base model, written beside saved adapters.
         seed: of the adapters' first weights (half of them are zero, so the model says the same as before).
     """
 
-    def __init__(self, engine: HuggingFaceEngine, lora: Lora, base: str, seed: int) -> None:
+    def __init__(self, policy: HuggingFacePolicy, lora: Lora, base: str, seed: int) -> None:
         try:
             import peft
         except ImportError as error:
             raise missing_extra("LoRA adapters", "llm") from error
-        super().__init__(
-            engine.model,
-            engine.tokenizer.tokenizer,
-            max_batch=engine.max_batch,
-            prefix_tokens=engine.prefixes.max_tokens,
-        )
-        self.tokenizer = engine.tokenizer
+        super().__init__(policy.module, policy.tokenizer, policy.pad_id)
         self.base = base
-        self.base_sha256 = weights_sha256(engine.model)
+        self.base_sha256 = weights_sha256(policy.module)
         modules = lora.target_modules
         settings = peft.LoraConfig(
             r=lora.rank,
@@ -61,37 +56,41 @@ class LoraEngine(HuggingFaceEngine):
             target_modules=modules if isinstance(modules, str) else list(modules),
             task_type="CAUSAL_LM",
         )
-        device = next(self.model.parameters()).device
+        device = next(self.module.parameters()).device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(derive_seed(seed, "init", "lora") % 2**63)
             try:
-                self.model.add_adapter(settings, _NAME)  # type: ignore[operator]
+                self.module.add_adapter(settings, _NAME)  # type: ignore[operator]
             except ValueError as error:
                 raise ConfigError(f"model.lora does not fit this model: {error}") from error
         for parameter in self.adapter_parameters().values():
             parameter.data = parameter.data.float()  # small updates would be lost in bfloat16
-        self.model.eval()
+        self.module.eval()
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters by the names they have in an adapter file."""
         return {
             "base_model.model." + name.replace(f".{_NAME}.", "."): parameter
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self.module.named_parameters()
             if parameter.requires_grad
         }
+
+    def twin(self) -> HuggingFacePolicy:
+        """A policy with a network of its own, of equal weights and adapters, all of them its own."""
+        return HuggingFacePolicy(copy.deepcopy(self.module), self.tokenizer, self.pad_id)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """The base model for as long as this lasts."""
-        self.model.disable_adapters()  # type: ignore[operator]
+        self.module.disable_adapters()  # type: ignore[operator]
         try:
             yield
         finally:
-            self.model.enable_adapters()  # type: ignore[operator]
+            self.module.enable_adapters()  # type: ignore[operator]
 
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write an adapter folder that peft and servers read, with the tokenizer and the name of the base."""
-        dtype = str(next(p for p in self.model.parameters() if not p.requires_grad).dtype)
+        dtype = str(next(p for p in self.module.parameters() if not p.requires_grad).dtype)
         described = {
             "engine": KIND,
             "dtype": dtype.removeprefix("torch."),
@@ -99,7 +98,7 @@ class LoraEngine(HuggingFaceEngine):
             "base_sha256": self.base_sha256,
         }
         (folder / "engine.json").write_text(json.dumps(described, indent=2))
-        self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]  # the adapters alone
+        self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]  # the adapters alone
         self.tokenizer.tokenizer.save_pretrained(folder)
 
     def read(self, folder: Path) -> dict[str, Tensor]:
@@ -117,24 +116,23 @@ class LoraEngine(HuggingFaceEngine):
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
-        self.prefixes.clear()
         self.weights_version = version
 
 
-def add_lora(engine: Any, lora: Lora, base: str | None, seed: int) -> LoraEngine:
-    """Put fresh adapters on the model of an engine.
+def add_lora(policy: Policy, lora: Lora, base: str | None, seed: int) -> LoraPolicy:
+    """Put fresh adapters on the model of a policy.
 
     Raises:
-        ConfigError: the engine has no transformers model.
+        ConfigError: the policy has no transformers model.
     """
-    if not isinstance(engine, HuggingFaceEngine) or base is None:
+    if not isinstance(policy, HuggingFacePolicy) or base is None:
         raise ConfigError("model.lora needs engine.name: huggingface with an engine.model")
     where = Path(base)
-    return LoraEngine(engine, lora, str(where.resolve()) if where.exists() else base, seed)
+    return LoraPolicy(policy, lora, str(where.resolve()) if where.exists() else base, seed)
 
 
-def load_lora(folder: Path, device: str = "cpu") -> LoraEngine:
-    """The engine in a folder that `LoraEngine.save` wrote; its base model must still be where it was.
+def load_lora(folder: Path, device: str = "cpu") -> tuple[LoraPolicy, HuggingFaceEngine]:
+    """The policy in a folder that `LoraPolicy.save` wrote, and a sampler; the base model must still be where it was.
 
     Raises:
         DataError: the base model is not the one that the adapters were trained on.
@@ -143,11 +141,12 @@ def load_lora(folder: Path, device: str = "cpu") -> LoraEngine:
     engine = HuggingFaceEngine.load(resolve_model(described["base"]), device=device, dtype=described["dtype"])
     modules = settings["target_modules"]
     lora = Lora(settings["r"], settings["lora_alpha"], modules, settings["lora_dropout"])
-    adapted = LoraEngine(engine, lora, described["base"], 0)
+    adapted = add_lora(policy_of(engine), lora, described["base"], 0)
     if adapted.base_sha256 != described["base_sha256"]:
         raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
+    adapted.base = described["base"]
     adapted.load_weights(adapted.read(folder), adapted.weights_version)
-    return adapted
+    return adapted, engine
 
 
 def merge_lora(folder: Path, target: Path) -> None:

@@ -173,7 +173,9 @@ def sequence_clipped_loss(
 
 def sequence_ratios(gaps: Tensor, rows: Tensor) -> Tensor:
     """`[N]` the ratio of each token's sequence under GSPO, from `log p - log old` of the tokens."""
-    count = torch.zeros(int(rows.max()) + 1, dtype=gaps.dtype, device=rows.device).index_add(0, rows, torch.ones_like(gaps))
+    count = torch.zeros(int(rows.max()) + 1, dtype=gaps.dtype, device=rows.device).index_add(
+        0, rows, torch.ones_like(gaps)
+    )
     mean = torch.zeros_like(count).index_add(0, rows, gaps) / count.clamp(min=1)
     return mean.exp()[rows]
 

@@ -15,7 +15,7 @@ from shoal.core.files import remove_leftovers
 from shoal.core.run_folder import Event, RunFolder
 from shoal.train.agent.checkpoint import Progress, Snapshot, list_checkpoints, save_checkpoint
 from shoal.train.agent.config import AgentConfig
-from shoal.train.agent.policy import TrainableEngine
+from shoal.train.agent.policy import Policy
 from shoal.train.tensorboard import TensorBoard
 from shoal.train.wandb_log import WandB
 
@@ -92,7 +92,7 @@ class Records:
 
     def save(
         self,
-        engine: TrainableEngine,
+        policy: Policy,
         snapshot: Snapshot,
         progress: Progress,
         *,
@@ -103,7 +103,7 @@ class Records:
             return
         path = save_checkpoint(
             self._checkpoints,
-            engine,
+            policy,
             snapshot,
             progress,
             self._config.comparable(),

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from omegaconf import OmegaConf
 
 from shoal import envs
@@ -30,25 +29,27 @@ from shoal.rollout.filters import filter_rollouts
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.registry import close_engine
-from shoal.rollout.samplers.sampler import Completion, Engine, EngineAround, Request
+from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent.config import AgentConfig, Algorithm, refuse_without_signal
 from shoal.train.agent.distributed import (
+    BaseReference,
     Processes,
-    ShardedEngine,
+    Reference,
+    ShardedPolicy,
     SharedCollector,
     refuse_all_failed,
+    refuse_without_room,
     shard_critic,
 )
 from shoal.train.agent.evaluation import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
 from shoal.train.agent.policy import (
-    BaseReference,
     Critic,
-    Reference,
-    TrainableEngine,
+    Policy,
     can_checkpoint,
     load_teacher,
-    make_engine,
+    make_policy,
+    policy_of,
     safe_batching,
     split_optimizer,
     trained_parameters,
@@ -56,23 +57,36 @@ from shoal.train.agent.policy import (
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
 from shoal.train.agent.update import Learner, prepare_samples, update
 from shoal.train.agent.warmup import warm_up
-from shoal.train.agent.weights import MasterAdamW
+from shoal.train.agent.weights import MasterAdamW, WeightSync
 from shoal.train.schedules import decayed
 
 logger = logging.getLogger(__name__)
 
 
 class AgentTrainer:
-    """Trains one engine on the envs of a config.
+    """Trains one policy on the envs of a config.
 
     Args:
         config: an `AgentConfig`, or a mapping (or OmegaConf config) with its keys.
         on_event: called at durable moments (checkpoint, evaluation, summary).
+        policy: what is trained, in the place of the one that `config.engine` names; the sampler's own if not given.
+        sampler: what writes, in the place of the one that `config.engine` names; the caller closes it.
 
     Use it as a context manager, or call `close`, so that env workers end, and engines that sample elsewhere.
     """
 
-    def __init__(self, config: AgentConfig | Mapping[str, Any], on_event: Event | None = None) -> None:
+    def __init__(
+        self,
+        config: AgentConfig | Mapping[str, Any],
+        on_event: Event | None = None,
+        *,
+        policy: Policy | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        if policy is not None and sampler is None:
+            raise ConfigError(
+                "a policy samples nothing: give AgentTrainer the sampler too that writes for it"
+            )
         if not isinstance(config, AgentConfig):
             plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
             config = AgentConfig.read(plain)  # type: ignore[arg-type]
@@ -83,33 +97,44 @@ class AgentTrainer:
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot
-            self._begin(config, on_event, started)
+            self._begin(config, on_event, started, policy, sampler)
             self._end = started.pop_all()
 
-    def _begin(self, config: AgentConfig, on_event: Event | None, begun: ExitStack) -> None:
+    def _begin(
+        self,
+        config: AgentConfig,
+        on_event: Event | None,
+        begun: ExitStack,
+        policy: Policy | None,
+        sampler: Any,
+    ) -> None:
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
         begun.callback(self.train_envs.pool.close)
         begun.callback(self.val_envs.pool.close)
         roles = {**self.train_envs.roles, **self.val_envs.roles}
-        self._player = make_learner(config, roles, self.processes)
-        begun.callback(close_engine, self._player)
-        batching = safe_batching(self._player, config.algorithm.batching)
+        if sampler is None:
+            policy, sampler = make_networked(config, roles, self.processes)
+            begun.callback(close_engine, sampler)
+        policy = policy_of(sampler) if policy is None else policy
+        self.sampler = sampler
+        batching = safe_batching(policy, config.algorithm.batching)
         algorithm = replace(config.algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
         self.records = Records(config, on_event, writes=self.processes.first)
         begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
-        self.engine, self.critic, self._reference = make_networks(config, self._player, kept, self.processes)
-        self.optimizer = make_optimizer(config, self.engine, self.critic)
+        self.policy, self.critic, self._reference = make_networks(config, policy, kept, self.processes)
+        self.optimizer = make_optimizer(config, self.policy, self.critic)
+        self._sync = WeightSync(self.policy, sampler)
         self._learner = Learner(
-            self.engine,
+            self.policy,
             self.optimizer,
             algorithm,
             config.agent_proxy,
             self.critic,
-            self._reference.engine if self._reference else None,
-            load_teacher(algorithm.teacher, self._player) if algorithm.teacher else None,
+            self._reference.policy if self._reference else None,
+            load_teacher(algorithm.teacher, policy) if algorithm.teacher else None,
             config.seed,
             self.processes,
         )
@@ -134,7 +159,7 @@ class AgentTrainer:
 
     def describe(self) -> str:
         """One line: what is trained, on what."""
-        return describe(self.config, self.engine, list(self.train_envs.roles), self.processes)
+        return describe(self.config, self.policy, list(self.train_envs.roles), self.processes)
 
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
@@ -218,16 +243,16 @@ class AgentTrainer:
     def _start(self) -> dict[str, Any]:
         self.processes.together(self.records.begin)
         row: dict[str, Any] = {"iteration": 0}
-        prompter = self._collector.collector.prompter
-        losses = list(warmed_up(self.config, self.engine, self.train_envs.roles, prompter, self.processes))
+        losses = list(warmed_up(self.config, self.policy, self.train_envs.roles, self.processes))
         if losses:
             row["warmup_loss"] = losses[-1]
-        self.processes.share_weights(self.engine.model.state_dict().values())
+        self.processes.share_weights(self.policy.module.state_dict().values())
         if self.critic is not None:
-            self.critic.model.load_state_dict(self.engine.model.state_dict())
+            self.critic.model.load_state_dict(self.policy.module.state_dict())
         self.optimizer.take_weights()
+        self._sync.changed()
         if self._reference is not None:
-            self._reference.keep(self.engine)
+            self._reference.keep(self.policy)
         row |= self._validate()
         self._success = row["heldout_success"]
         self.progress = replace(self.progress, best_success=self._success)
@@ -239,11 +264,12 @@ class AgentTrainer:
         folder = self.records.folder.path
         self.progress = load_checkpoint(
             newest_checkpoint(folder / "checkpoints"),
-            self.engine,
+            self.policy,
             self.critic,
             self.optimizer,
             self.config.comparable(),
         )
+        self._sync.changed()
         if self._reference is not None:
             self._reference.load()
         rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
@@ -257,68 +283,73 @@ class AgentTrainer:
         return heldout_metrics(trajectories)
 
     def _save(self, *, best: bool = False) -> None:
-        snapshot = take_snapshot(self.engine, self.critic, self.optimizer, self.processes.first)
-        save = partial(self.records.save, self.engine, snapshot, self.progress, best=best)
+        snapshot = take_snapshot(self.policy, self.critic, self.optimizer, self.processes.first)
+        save = partial(self.records.save, self.policy, snapshot, self.progress, best=best)
         self.processes.together(save)
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
-        ready = self.engine.whole if isinstance(self.engine, ShardedEngine) else nullcontext
         if self.config.agent_proxy.use_parallel_rollout:
-            manager = ParallelRolloutManager(self.config, self._player, side=which, seed=seed)
-            return SharedCollector(manager, self.processes, ready)
+            manager = ParallelRolloutManager(self.config, self.sampler, side=which, seed=seed)
+            return SharedCollector(manager, self.processes, self._in_sync)
         side = self.train_envs if which == "train" else self.val_envs
-        collector = lockstep_collector(self.config, side, self._player, self._clock, seed)
-        return SharedCollector(collector, self.processes, ready)
+        collector = lockstep_collector(self.config, side, self.sampler, self._clock, seed)
+        return SharedCollector(collector, self.processes, self._in_sync)
+
+    @contextmanager
+    def _in_sync(self) -> Iterator[None]:
+        """The sampler writes by the present weights for as long as this lasts."""
+        shards = isinstance(self.policy, ShardedPolicy) and self._sync.shared
+        with self.policy.whole() if shards else nullcontext():  # type: ignore[attr-defined]
+            self._sync.carry()
+            yield
 
 
-def make_learner(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> TrainableEngine:
-    """The engine of a config on this process's device, with adapters if they are what is trained."""
+def make_networked(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> tuple[Policy, Any]:
+    """The policy of a config on this process's device, with adapters if they are what is trained, and its sampler."""
     words = sorted({word for role in roles.values() for word in role.projection.words()})
     if config.engine.name == "ray" and processes.count > 1:
-        from shoal.train.agent.distributed import refuse_without_room
-
         refuse_without_room(config.engine.replicas, processes)
     device = processes.device(config.engine.device)
-    engine = make_engine(replace(config.engine, device=device), words, config.seed)
+    policy, sampler = make_policy(replace(config.engine, device=device), words, config.seed)
     try:
-        if config.algorithm.gradient_checkpointing and not can_checkpoint(engine.model):
+        if config.algorithm.gradient_checkpointing and not can_checkpoint(policy.module):
             raise ConfigError(
                 "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
                 "twice: leave it out"
             )
         if not config.model.lora.rank:
-            return engine
+            return policy, sampler
         from shoal.train.agent.lora import add_lora
 
-        return add_lora(engine, config.model.lora, config.engine.model, config.seed)
+        return add_lora(policy, config.model.lora, config.engine.model, config.seed), sampler
     except BaseException:
-        close_engine(engine)  # it may have begun processes
+        close_engine(sampler)  # it may have begun processes
         raise
 
 
 def make_networks(
-    config: AgentConfig, engine: TrainableEngine, kept: Path, processes: Processes
-) -> tuple[TrainableEngine, Critic | None, Reference | BaseReference | None]:
-    """The engine as it is trained, and the networks beside it: a critic, and what a KL penalty holds on to.
+    config: AgentConfig, policy: Policy, kept: Path, processes: Processes
+) -> tuple[Policy, Critic | None, Reference | BaseReference | None]:
+    """The policy as it is trained, and the networks beside it: a critic, and what a KL penalty holds on to.
 
     Each is cut into shards once it is made, where they are to be, so that no more than two are whole at a time.
     """
-    critic = Critic(engine) if config.algorithm.needs_critic else None
+    critic = Critic(policy) if config.algorithm.needs_critic else None
     if critic is not None and processes.sharded:
-        shard_critic(critic, engine, processes)
+        shard_critic(critic, policy, processes)
     penalty, lora = config.algorithm.kl.coef, config.model.lora.rank
-    copied = Reference(kept, engine, processes) if penalty and not lora else None
-    trained: TrainableEngine = ShardedEngine(engine, processes) if processes.sharded else engine
+    copied = Reference(kept, policy, processes) if penalty and not lora else None
+    trained: Policy = ShardedPolicy(policy, processes) if processes.sharded else policy
     if penalty and lora:
         return trained, critic, BaseReference(trained)  # type: ignore[arg-type]
     return trained, critic, copied
 
 
-def make_optimizer(config: AgentConfig, engine: TrainableEngine, critic: Critic | None) -> MasterAdamW:
+def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -> MasterAdamW:
     """Adam over what is trained."""
     algorithm = config.algorithm
     return split_optimizer(
-        trained_parameters(engine.model),
+        trained_parameters(policy.module),
         critic,
         algorithm.learning_rate,
         algorithm.critic.learning_rate,
@@ -326,16 +357,16 @@ def make_optimizer(config: AgentConfig, engine: TrainableEngine, critic: Critic 
     )
 
 
-def set_rates(optimizer: torch.optim.Optimizer, algorithm: Algorithm, progress: float) -> None:
+def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, progress: float) -> None:
     """Learning rates by the schedule, from the finished share of the run alone."""
     rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
 
 
-def describe(config: AgentConfig, engine: TrainableEngine, kinds: Sequence[str], processes: Processes) -> str:
+def describe(config: AgentConfig, policy: Policy, kinds: Sequence[str], processes: Processes) -> str:
     """One line: what is trained, on what."""
-    size = sum(parameter.numel() for parameter in engine.model.parameters())
+    size = sum(parameter.numel() for parameter in policy.module.parameters())
     groups, algorithm = config.es_manager.train, config.algorithm.adv_estimator
     several = f", {processes.count} processes" if processes.count > 1 else ""
     several += " (sharded)" if processes.sharded else ""
@@ -346,7 +377,7 @@ def describe(config: AgentConfig, engine: TrainableEngine, kinds: Sequence[str],
 
 
 def lockstep_collector(
-    config: AgentConfig, side: EnvironmentSet, engine: TrainableEngine, clock: EngineClock, seed: int
+    config: AgentConfig, side: EnvironmentSet, sampler: Sampler, clock: EngineClock, seed: int
 ) -> TrajectoryCollector:
     """Plays the envs of one side in this process; `clock` measures the engine."""
     return TrajectoryCollector(
@@ -354,18 +385,14 @@ def lockstep_collector(
         side.tags,
         make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn),
         side.group_size,
-        clock.around(engine),
+        clock.around(sampler),
         config.agent_proxy.prompt,
         seed,
     )
 
 
 def warmed_up(
-    config: AgentConfig,
-    engine: TrainableEngine,
-    roles: dict[str, Role],
-    prompter: Prompter,
-    processes: Processes,
+    config: AgentConfig, policy: Policy, roles: dict[str, Role], processes: Processes
 ) -> Iterator[float]:
     """The supervised steps of a config, which every process takes; yields the loss of each."""
     if not config.warmup.steps:
@@ -376,7 +403,8 @@ def warmed_up(
     }
     tokens = config.algorithm.micro_batch_tokens
     share = 1 / processes.count if processes.sharded else 1.0
-    yield from warm_up(engine, makers, roles, prompter, config.warmup, tokens, config.seed, share)
+    prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
+    yield from warm_up(policy, makers, roles, prompter, config.warmup, tokens, config.seed, share)
 
 
 def play_groups(
@@ -416,14 +444,14 @@ class EngineClock:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
-    def around(self, engine: Engine) -> Engine:
-        """The same engine, timed."""
-        return _Timed(engine, self)
+    def around(self, sampler: Sampler) -> Sampler:
+        """The same sampler, timed."""
+        return _Timed(sampler, self)
 
 
 class _Timed(EngineAround):
-    def __init__(self, engine: Engine, clock: EngineClock) -> None:
-        super().__init__(engine)
+    def __init__(self, sampler: Sampler, clock: EngineClock) -> None:
+        super().__init__(sampler)
         self._clock = clock
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

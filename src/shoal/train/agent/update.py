@@ -40,8 +40,8 @@ from shoal.train.agent.losses import (
 )
 from shoal.train.agent.policy import (
     Critic,
+    Policy,
     Precision,
-    TrainableEngine,
     autocast,
     logprobs_of,
     trained_parameters,
@@ -54,14 +54,14 @@ from shoal.train.agent.weights import whole
 class Learner:
     """What is trained, with what, and the networks that are asked about it."""
 
-    policy: TrainableEngine
+    policy: Policy
     optimizer: torch.optim.Optimizer
     algorithm: Algorithm
     proxy: AgentProxy
     critic: Critic | None = None
-    reference: TrainableEngine | None = None
+    reference: Policy | None = None
     """What a KL penalty holds on to."""
-    teacher: TrainableEngine | None = None
+    teacher: Policy | None = None
     """Scores tokens for distillation."""
     seed: int = 0
     processes: Processes = ALONE
@@ -126,7 +126,7 @@ def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[
     algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
     totals = Totals()
     noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
-    models = [learner.policy.model, *([] if learner.critic is None else [learner.critic.model])]
+    models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:
         for model in models:
             modes.enter_context(training_mode(model, algorithm.gradient_checkpointing, noise))
@@ -150,12 +150,12 @@ def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals)
     lengths = [len(sample.places) for sample in minibatch]
     weights = aggregation_weights(lengths, config.loss_aggregation, config.loss_constant)
     weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
-    parameters = trained_parameters(policy.model)
+    parameters = trained_parameters(policy.module)
     learner.optimizer.zero_grad(set_to_none=True)
     device = str(parameters[0].device)
     own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
     size = config.micro_batch_tokens
-    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, policy.reads_stems))
+    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, policy.shares_prefixes))
     for micro in processes.in_step(micros):
         if micro is None:
             shortest = min(weighted, key=lambda sample: len(sample.ids))
@@ -191,10 +191,10 @@ def refuse_diverged(norm: Tensor, of: str) -> float:
 
 
 def token_loss(
-    engine: TrainableEngine, micro: MicroBatch, config: Algorithm, temperature: float, totals: Totals
+    policy: Policy, micro: MicroBatch, config: Algorithm, temperature: float, totals: Totals
 ) -> Tensor:
     """The weighted sum of the policy's loss over a micro-batch; adds to `totals`."""
-    scores, logprobs = logprobs_of(engine, micro, temperature, config.precision)
+    scores, logprobs = logprobs_of(policy, micro, temperature, config.precision)
     columns = micro.columns
     tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
     losses, clipped = LOSSES[config.policy_loss].compute(tokens, config)
@@ -234,12 +234,10 @@ def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: To
     return (losses * columns["weights"]).sum()
 
 
-def idle_loss(
-    engine: TrainableEngine, critic: Critic | None, micro: MicroBatch, precision: Precision
-) -> Tensor:
+def idle_loss(policy: Policy, critic: Critic | None, micro: MicroBatch, precision: Precision) -> Tensor:
     """Zero, by way of all that is trained: the pass of a process with nothing left, while others need its shards."""
-    with autocast(engine.model, precision):
-        total = engine.logits_at(micro.ids, micro.lengths, micro.where, micro.begins).float().sum()
+    with autocast(policy.module, precision):
+        total = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float().sum()
         if critic is not None:
             total = total + critic(micro.ids, micro.lengths, micro.where, micro.begins).sum()
     return 0.0 * total
@@ -280,10 +278,10 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     return samples
 
 
-def _ask(network: TrainableEngine | Critic, samples: list[Sample], learner: Learner) -> list[np.ndarray]:
+def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[np.ndarray]:
     """One number a trained token of each sample: a critic's values, or log-probabilities."""
     algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
-    device = str(next(policy.model.parameters()).device)
+    device = str(next(policy.module.parameters()).device)
     shortest = min(samples, key=lambda sample: len(sample.ids))
 
     def compute(micro: MicroBatch) -> Tensor:
@@ -300,7 +298,7 @@ def _ask(network: TrainableEngine | Critic, samples: list[Sample], learner: Lear
             policy.pad_id,
             device,
             algorithm.batching,
-            policy.reads_stems,
+            policy.shares_prefixes,
             processes.in_step,
             shortest,
         )

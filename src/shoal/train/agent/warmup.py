@@ -20,7 +20,7 @@ from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Sampling
 from shoal.train.agent.batch import Sample, make_samples, micro_batches
 from shoal.train.agent.config import Warmup
-from shoal.train.agent.policy import TrainableEngine, context_of, trained_parameters
+from shoal.train.agent.policy import Policy, trained_parameters
 from shoal.train.agent.weights import MasterAdamW
 
 MAX_EPISODE_TURNS = 32
@@ -28,7 +28,7 @@ MAX_EPISODE_TURNS = 32
 
 
 def warm_up(
-    engine: TrainableEngine,
+    policy: Policy,
     makers: Mapping[str, Callable[[], TextEnv[Any]]],
     roles: Mapping[str, Role],
     prompter: Prompter,
@@ -37,15 +37,15 @@ def warm_up(
     seed: int,
     share: float = 1.0,
 ) -> Iterator[float]:
-    """Train `engine` on random or expert play of the envs; yields the loss of each step (nats a token).
+    """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
 
     `share` is this process's part of a gradient that several compute alike and sum.
     """
     plays = [
-        _play(engine, maker(), roles[tag], prompter, config.expert, seed)
+        _play(policy, maker(), roles[tag], prompter, config.expert, seed)
         for tag, maker in sorted(makers.items())
     ]
-    parameters = trained_parameters(engine.model)
+    parameters = trained_parameters(policy.module)
     optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
     device = str(parameters[0].device)
     for step in range(config.steps):
@@ -53,8 +53,8 @@ def warm_up(
         n_tokens = sum(len(sample.places) for sample in samples)
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for micro in micro_batches(samples, micro_batch_tokens, engine.pad_id, device):
-            scores = engine.logits_at(micro.ids, micro.lengths, micro.where, micro.begins).float()
+        for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device):
+            scores = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float()
             loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
             (share * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -65,10 +65,10 @@ def warm_up(
 
 
 def _play(
-    engine: TrainableEngine, env: TextEnv[Any], role: Role, prompter: Prompter, expert: float, seed: int
+    policy: Policy, env: TextEnv[Any], role: Role, prompter: Prompter, expert: float, seed: int
 ) -> Iterator[Sample]:
     """Endless samples from episodes of an agent that asks the expert in a share of the turns."""
-    context = context_of(engine)
+    context = policy.context
     for number in range(2**63):
         rng = stream(seed, "warmup", role.tag, number)
         place = Place(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
@@ -81,7 +81,7 @@ def _play(
             if word is None:
                 word = _random_word(env, role, rng)
             text = f"<action>{word}</action>"
-            answer = engine.tokenizer.encode(text.removeprefix(prompter.config.prefill))
+            answer = policy.tokenizer.encode(text.removeprefix(prompter.config.prefill))
             if context is not None and len(prompt) + len(answer) > context:
                 break  # later turns do not fit either
             for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):

@@ -1,17 +1,21 @@
-"""Tensors that may lie in shards over several processes: gathered whole, and cut again.
+"""Weights on their way: between networks and samplers, files, shards and the optimizer.
 
-A tensor that lies here whole is what it is: each function is then free, and no process waits for another.
+Tensors that may lie in shards over several processes are gathered whole, and cut again. One that lies here whole is
+what it is: each function is then free, and no process waits for another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import DataError
+
+if TYPE_CHECKING:
+    from shoal.train.agent.policy import Policy
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -69,6 +73,41 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict
         if keep:
             found[name] = gathered
     return found
+
+
+class WeightSync:
+    """Carries the weights of a policy to what samples by them, and only when they have changed.
+
+    A sampler that writes with the policy's own network sees every change; it is told the version. Where networks lie in
+    shards, all processes carry at once.
+
+    Args:
+        policy: what is trained.
+        sampler: what writes; `load_weights(weights, version)` takes weights in memory of the CPU.
+    """
+
+    def __init__(self, policy: Policy, sampler: Any) -> None:
+        self._policy, self._sampler = policy, sampler
+        self.shared = getattr(sampler, "model", None) is policy.module
+        self._carried: tuple[int, int] | None = None
+
+    def changed(self) -> None:
+        """Weights were set by something else than an update, which raises their version."""
+        self._carried = None
+
+    def carry(self) -> None:
+        """Let the sampler write by the weights as they are now."""
+        version = self._policy.weights_version
+        if self.shared:
+            self._sampler.weights_version = version
+            return
+        parameters = list(self._policy.module.parameters())
+        in_shards = any(hasattr(parameter, "full_tensor") for parameter in parameters)
+        stamp = (version, 0 if in_shards else sum(parameter._version for parameter in parameters))
+        if stamp != self._carried:
+            weights = whole_weights(self._policy.module)
+            self._sampler.load_weights({name: tensor.cpu() for name, tensor in weights.items()}, version)
+            self._carried = stamp
 
 
 class MasterAdamW(torch.optim.AdamW):
