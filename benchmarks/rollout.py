@@ -44,7 +44,7 @@ from shoal.rollout.parallel.inference import SharedLLMInferenceManager  # noqa: 
 from shoal.rollout.parallel.link import Address, SocketLink  # noqa: E402
 from shoal.rollout.parallel.rollout import ParallelRolloutManager  # noqa: E402
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer  # noqa: E402
+from shoal.rollout.samplers.tokenizers import TinyTokenizer  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "rollout.json"
 TURNS, WORKERS = 20, 4

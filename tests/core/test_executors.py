@@ -1,10 +1,12 @@
+import sys
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.executors import SerialExecutor, make_executor, map_ordered
+from shoal.core import executors
+from shoal.core.executors import SerialExecutor, enter_ray, leave_ray, make_executor, map_ordered
 
 
 def square(x):
@@ -88,3 +90,64 @@ def test_a_senseless_number_of_workers_is_refused(workers):
 def test_an_unknown_backend_is_named_with_the_closest_one():
     with pytest.raises(ValueError, match="Did you mean 'thread'"):
         make_executor("threads")
+
+
+class FakeRay:
+    """Counts what is done to it; each session has a job of its own."""
+
+    def __init__(self):
+        self.job, self.running, self.shutdowns = 0, False, 0
+
+    def is_initialized(self):
+        return self.running
+
+    def connect(self):
+        started = not self.running
+        self.job += started
+        self.running = True
+        return self, started
+
+    def get_runtime_context(self):
+        return self
+
+    def get_job_id(self):
+        return self.job
+
+    def get_node_id(self):
+        return "here"
+
+    def shutdown(self):
+        self.running = False
+        self.shutdowns += 1
+
+
+@pytest.fixture
+def fake_ray(monkeypatch):
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(executors, "connect_ray", fake.connect)
+    yield fake
+    assert not executors._SESSIONS
+
+
+def test_a_ray_that_was_started_here_ends_with_its_last_user(fake_ray):
+    executor = make_executor("ray")
+    _, session = enter_ray()
+    executor.shutdown()
+    executor.shutdown()  # twice is once
+    assert fake_ray.running
+    leave_ray(session)
+    assert (fake_ray.running, fake_ray.shutdowns) == (False, 1)
+
+
+def test_a_ray_of_somebody_else_is_left_alone(fake_ray):
+    fake_ray.connect()
+    with make_executor("ray"):
+        pass
+    assert fake_ray.shutdowns == 0
+    fake_ray.shutdown()
+    _, mine = enter_ray()
+    fake_ray.shutdown()
+    fake_ray.connect()  # another session by now
+    leave_ray(mine)
+    assert fake_ray.shutdowns == 2

@@ -13,7 +13,7 @@ from shoal.core.seeding import derive_seed
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
 from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 WORDS = ("one", "two", "three")
 

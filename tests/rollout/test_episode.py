@@ -10,10 +10,9 @@ from shoal.rollout.drift import find_drift
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.factory import make_environments
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.chat_codec import ChatCodec
 from shoal.rollout.samplers.sampler import Completion, Request, Sampling
 from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
-from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+from shoal.rollout.samplers.tokenizers import ChatCodec, TemplateTokenizer
 
 WORDS = ["Left", "Down", "Right", "Up"]
 LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
 from shoal.rollout.prompts import PastTurn, PromptConfig, Prompter, Scene, fill
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 TOKENIZER = TinyTokenizer(["Up"])
 

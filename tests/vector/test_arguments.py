@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from shoal.core.errors import ConfigError
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv
 
@@ -63,3 +64,85 @@ def test_masks_that_name_no_env_are_refused_in_gymnasiums_words(
     with pytest.raises((error, AssertionError), match=message):
         envs.reset(options={"reset_mask": mask})
     assert envs.step(np.array([0, 0, 0]))[1].tolist() == [2.0, 2.0, 2.0]  # nobody was reset
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"backend": "proces"}, ValueError, "no vector backend named 'proces'. Did you mean 'process'"),
+        (
+            {"on_failure": "restrat"},
+            ValueError,
+            "on_failure must be 'raise', 'restart' or 'mask', got 'restrat'",
+        ),
+        ({"start_method": "frok"}, ValueError, "no start method named 'frok'. Did you mean 'fork'"),
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ({"ring": 1}, ValueError, "ring must be at least 2, got 1"),
+        ({"text_bytes": -1}, ValueError, "text_bytes must be at least 0, got -1"),
+        ({"step_timeout": 0}, ValueError, "step_timeout must be positive, got 0"),
+        ({"make_timeout": -0.5}, ValueError, "make_timeout must be positive, got -0.5"),
+        ({"autoreset": "same"}, ValueError, "no autoreset mode 'same'"),
+        ({"backend": "serial", "step_timeout": 1.0}, ConfigError, "the caller cannot interrupt itself"),
+        ({"backend": "serial", "num_workers": 2}, ConfigError, "only to process and thread and ray"),
+        (
+            {"backend": "thread", "threads": True},
+            ConfigError,
+            "threads=True means nothing to backend='thread'",
+        ),
+        ({"backend": "thread", "text_bytes": 9}, ConfigError, "text_bytes=9 means nothing"),
+        ({"backend": "process", "ray_options": {}}, ConfigError, "ray_options={} means nothing"),
+        ({"backend": "ray", "start_method": "fork"}, ConfigError, "start_method='fork' means nothing"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_exist_or_mean_nothing_are_refused(
+    options: dict[str, Any], error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_vec(CountEnv, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1, "text_bytes": 0},
+        {"ring": 2, "step_timeout": 0.5},
+        {"on_failure": "mask", "make_timeout": 0.9},
+    ],
+    ids=str,
+)
+def test_the_smallest_options_that_mean_something_are_taken(options: dict[str, Any]) -> None:
+    envs = make_vec(CountEnv, 2, backend="process", **options)
+    envs.reset(seed=0)
+    assert envs.step([1, 2])[1].tolist() == [11.0, 21.0]
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("env", "num_envs", "message"),
+    [
+        ([], None, "at least one environment is needed"),
+        (CountEnv, None, "num_envs is needed"),
+        (CountEnv, 0, "num_envs must be at least 1, got 0"),
+        ([CountEnv, CountEnv], 3, "got 2 environments but num_envs=3"),
+    ],
+)
+def test_how_many_environments_there_are_must_be_clear(env: Any, num_envs: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_vec(env, num_envs, backend="serial")
+    one = make_vec([CountEnv], 1, backend="serial")
+    assert (one.num_envs, one.reset(seed=3)[0].tolist()) == (1, [[3, 1, 0, 0]])
+    one.close()
+
+
+def test_actions_of_another_shape_reach_the_envs_as_gymnasium_gives_them() -> None:
+    class Shown(CountEnv):
+        def step(self, action: Any) -> Any:
+            obs, _, *rest = super().step(np.asarray(action).item())
+            return obs, float(np.ndim(action)), *rest
+
+    for made in (SyncVectorEnv([Shown] * 2), make_vec(Shown, 2, backend="process", num_workers=1)):
+        made.reset(seed=0)
+        assert made.step(np.array([[1], [2]]))[1].tolist() == [1.0, 1.0]
+        assert made.step(np.array([1, 2]))[1].tolist() == [0.0, 0.0]
+        made.close()

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -478,6 +479,18 @@ def test_an_abandoned_step_runs_with_its_own_actions_and_the_next_with_its_own()
             assert (wrong, list(map(len, played))) == (0, [50] * 4), layout
 
 
+class PaysAndEnds(CountEnv):
+    """Every step ends the episode and pays the same."""
+
+    def __init__(self, pays: float) -> None:
+        super().__init__(1)
+        self.pays = pays
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs, self.pays, *rest
+
+
 def given_up(envs: Any, actions: list[int], how: str) -> None:
     """Begin a step and give up waiting for it: by a timeout, or by an interrupt."""
     if how == "timeout":
@@ -597,6 +610,92 @@ def test_a_failure_in_an_abandoned_step_comes_with_the_next_operation(
         )
         assert envs.active.tolist() == [True, policy == "restart", True]
         assert envs.step([3, 3, 3])[1].tolist() == [33.0, 31.0 if policy == "restart" else 0.0, 33.0]
+
+
+@pytest.mark.parametrize("between", ["a call", "nothing"])
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("restart", "same_step"), ("restart", "next_step"), ("mask", "next_step")]
+)
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_what_an_env_showed_before_it_failed_in_an_abandoned_step_is_its_last_observation(
+    layout: str, policy: str, mode: str, between: str
+) -> None:
+    fns = [functools.partial(Dawdling, 0.2)] * 4
+    options = {**LAYOUTS[layout], "num_workers": 2, "on_failure": policy, "autoreset": mode}
+    with closing(make_vec(fns, **options)) as envs:
+        envs.reset(seed=5)
+        given_up(envs, [FAULT, Dawdling.SLOW, 1, FAULT], "timeout")
+        if between == "a call":
+            envs.get_attr("actions")
+        obs, _, _, truncated, infos = envs.step([2] * 4)
+        assert truncated.tolist() == [True, False, False, True]
+        last = infos["final_obs"] if mode == "same_step" else obs
+        assert [last[i].tolist() for i in (0, 3)] == [[5, 1, 0, 0], [8, 1, 0, 0]]
+        assert obs[1:3].tolist() == [[6, 1, 2, 2], [7, 1, 2, 2]]
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_what_is_given_up_before_it_could_begin_runs_nowhere(layout: str) -> None:
+    fns = [functools.partial(Dawdling, seconds) for seconds in (0.6, 0.0, 0.0, 0.0)]
+    slow = Dawdling.SLOW
+    with closing(make_vec(fns, **LAYOUTS[layout])) as envs:
+        envs.reset(seed=0)
+        given_up(envs, [slow, 1, 1, 1], "timeout")
+        given_up(envs, [2, 2, 2, 2], "timeout")  # env 0 is at the first one
+        batch = np.array([3, 4, 5, 6])
+        envs.step_async(batch)
+        batch[:] = 7  # of no use any more
+        assert envs.step_wait()[1].tolist() == [32.0, 42.0, 52.0, 62.0]  # t + 10 * action
+        assert envs.get_attr("actions") == ([slow, 3], [1, 4], [1, 5], [1, 6])
+
+
+def test_envs_that_are_lost_with_a_neighbour_in_an_abandoned_step_are_reset_with_seeds() -> None:
+    seeds = []
+    for _ in range(2):
+        fns = [functools.partial(Misbehaving, "kill")] * 4
+        options = {"num_workers": 2, "threads": True, "on_failure": "restart"}
+        with closing(make_vec(fns, backend="process", **options)) as envs:
+            envs.reset(seed=5)
+            envs.step_async([1, 1, 1, FAULT])
+            with pytest.raises(multiprocessing.TimeoutError) as caught:
+                envs.step_wait(timeout=0.0)
+            assert caught.value.begun
+            seeds.append(envs.reset()[0][:, 0].tolist())
+    first, again = seeds
+    assert first == again
+    assert first[:2] == [5, 6]
+    assert -1 not in first  # not seeded
+
+
+def test_a_step_that_waited_for_an_abandoned_one_says_that_it_never_began() -> None:
+    with closing(make_vec([functools.partial(Dawdling, 0.4)] * 2, backend="process", num_workers=2)) as envs:
+        envs.reset(seed=5)
+        envs.step_async([Dawdling.SLOW, 1])
+        with pytest.raises(multiprocessing.TimeoutError) as caught:
+            envs.step_wait(timeout=0.05)
+        assert caught.value.begun
+        envs.step_async([2, 2])
+        with pytest.raises(multiprocessing.TimeoutError) as caught:
+            envs.step_wait(timeout=0.0)
+        assert not caught.value.begun
+        assert envs.get_attr("actions") == ([Dawdling.SLOW], [1])
+        assert envs.step([3, 3])[0].tolist() == [[5, 1, 2, 3], [6, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("pays", [math.nan, math.inf, 1.0])
+def test_an_end_that_pays_no_number_is_no_end_even_when_a_neighbour_hangs_before_anyone_looks(
+    pays: float,
+) -> None:
+    fns = [functools.partial(PaysAndEnds, pays), functools.partial(Misbehaving, "hang")]
+    options = {"backend": "thread", "num_workers": 1, "step_timeout": 0.3, "on_failure": "restart"}
+    with closing(make_vec(fns, **options)) as envs:
+        envs.reset(seed=5)
+        _, rewards, terminated, truncated, infos = envs.step([1, FAULT])
+        assert infos["worker_restarted"].all()
+        assert rewards.tolist() == [1.0 if pays == 1.0 else 0.0, 0.0]
+        assert terminated.tolist() == [pays == 1.0, False]
+        assert truncated.tolist() == [pays != 1.0, True]
+        assert infos["final_obs"][0].tolist() == ([5, 1, 1, 1] if pays == 1.0 else [5, 1, 0, 0])
 
 
 @pytest.mark.parametrize("layout", PARALLEL)

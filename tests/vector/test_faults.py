@@ -208,6 +208,46 @@ def test_an_info_that_cannot_be_sent_names_its_env() -> None:
     envs.close()
 
 
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_an_error_whose_message_raises_is_told_all_the_same(backend: Any) -> None:
+    class SpeechlessError(Exception):
+        def __str__(self) -> str:
+            raise LookupError("no words")
+
+    class Env(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            if action == 9:
+                raise SpeechlessError
+
+    envs = make_vec(Env, 2, backend=backend, num_workers=None if backend == "serial" else 2)
+    envs.reset(seed=0)
+    said = r"env 1 .*failed in step.*: SpeechlessError: its message raises LookupError"
+    with pytest.raises(WorkerError, match=said):
+        envs.step([1, 9])
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+@pytest.mark.parametrize("where", ["step", "end", "reset after it"])
+def test_an_info_that_is_no_dict_is_refused_wherever_it_comes(mode: str, where: str) -> None:
+    class Env(CountEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            obs, info = super().reset(seed=seed)
+            return obs, "none" if where == "reset after it" and self.episode == 2 else info
+
+        def step(self, action: Any) -> Any:
+            *results, over, cut, info = super().step(action)
+            return *results, over, cut, ["none"] if (where, self.t) in (("step", 1), ("end", 2)) else info
+
+    envs = make_vec([CountEnv, functools.partial(Env, 2)], backend="serial", autoreset=mode)
+    envs.reset(seed=0)
+    for _ in range({"step": 0, "end": 1, "reset after it": 1 if mode == "same_step" else 2}[where]):
+        envs.step([1, 1])
+    with pytest.raises(WorkerError, match=r"env 1 .*info must be a dict, got (str|list)"):
+        envs.step([1, 1])
+    envs.close()
+
+
 def test_an_env_that_cannot_be_made_says_which_and_why() -> None:
     def broken() -> Any:
         raise ZeroDivisionError("no such level")

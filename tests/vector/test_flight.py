@@ -34,8 +34,10 @@ def test_recv_names_those_it_did_not_wait_for_and_brings_them_later(backend: Any
     early = envs.recv(min_envs=3, timeout=0.2)
     assert sorted(early.ids.tolist()) == [1, 2]
     assert early.late == [0]
+    assert envs.in_flight == [0]
     envs.send([2], [4])  # the others go on meanwhile
-    again = envs.recv(min_envs=1)
+    again = envs.recv(min_envs=1, timeout=30.0)
+    assert again.late == []  # env 0 is at work, but not for so long
     assert again.ids.tolist() == [2]
     assert again.rewards.tolist() == [42.0]
     with pytest.raises(ValueError, match="still in flight"):

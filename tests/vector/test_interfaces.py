@@ -140,7 +140,9 @@ def test_async_vector_env_takes_gymnasiums_arguments() -> None:
     )
     assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4]
     assert len(envs.stats()["workers"]) == 1
-    envs.close()
+    envs.step_async([1, 1])
+    with pytest.warns(UserWarning, match="pending call to `step`"):
+        envs.close()
     with pytest.raises(ValueError, match="worker"):
         AsyncVectorEnv([CountEnv], worker=print)
     with pytest.raises(ValueError, match="max_concurrency"):
@@ -160,6 +162,75 @@ def test_stable_baselines_trains_on_our_vec_env() -> None:
     envs.close()
 
 
+class Parts(CountEnv):
+    """Observations in parts; episodes are cut after two steps."""
+
+    observation_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
+        {"seed": gymnasium.spaces.Box(-1, 999, (1,)), "t": gymnasium.spaces.Discrete(9)}
+    )
+
+    def observe(self, action: Any) -> Any:
+        return {"seed": np.array([self.seed_], np.float32), "t": self.t}
+
+    def step(self, action: Any) -> Any:
+        obs, reward, _, _, info = super().step(action)
+        return obs, reward, False, self.t >= 2, info
+
+
+class Around(gymnasium.Wrapper[Any, Any, Any, Any]):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sb3_sees_what_its_own_vec_env_shows(monkeypatch: Any) -> None:
+    own = pytest.importorskip("stable_baselines3.common.vec_env")
+    from shoal.vector import SB3VecEnv
+
+    fns = [functools.partial(Parts, 1000, 0, "ansi"), lambda: Around(Parts(1000, 0, "ansi"))]
+    ours, theirs = SB3VecEnv(fns, backend="thread"), own.DummyVecEnv(fns)
+    assert (ours.metadata["autoreset_mode"], ours.render_mode) == (
+        gymnasium.vector.AutoresetMode.SAME_STEP,
+        "ansi",
+    )
+    for envs in (ours, theirs):
+        envs.seed(7)
+    for _ in range(2):
+        expected, seen = theirs.reset(), ours.reset()
+        assert {key: value.tolist() for key, value in seen.items()} == {
+            key: value.tolist() for key, value in expected.items()
+        }
+        assert ours.reset_infos == theirs.reset_infos
+        for _ in range(3):
+            actions = np.array([1, 2])
+            ours.step_async(actions)
+            assert ours.waiting
+            obs, rewards, dones, infos = ours.step_wait()
+            assert not ours.waiting
+            wanted, *same = theirs.step(actions)
+            assert {key: value.tolist() for key, value in obs.items()} == {
+                key: value.tolist() for key, value in wanted.items()
+            }
+            assert (rewards.tolist(), dones.tolist(), infos) == (same[0].tolist(), same[1].tolist(), same[2])
+    assert ours.env_is_wrapped(Around) == theirs.env_is_wrapped(Around) == [False, True]
+    assert ours.env_is_wrapped(Around, [-1]) == [True]
+    assert ours.env_is_wrapped(gymnasium.wrappers.TimeLimit) == [False, False]
+    assert (ours.has_attr("length"), ours.has_attr("width")) == (True, False)
+    ours.set_attr("length", 5, [1])
+    assert ours.get_attr("length") == [1000, 5]
+    assert ours.env_method("observe", 3, indices=[0])[0]["t"] == 1
+    assert ours.get_images() == [None, None]
+    ours.close()
+    ours.close()
+    theirs.close()
+
+    from stable_baselines3.common.vec_env import patch_gym
+
+    from shoal.vector.compat import patched
+
+    monkeypatch.setattr(patch_gym, "_patch_env", lambda env: ("patched", env))
+    assert patched(lambda: "an old env")() == ("patched", "an old env")  # type: ignore[arg-type,return-value]
+
+
 def test_names_are_found_or_explained() -> None:
     envs = make_vec("CartPole-v1", 2, backend="process", env_kwargs={"max_episode_steps": 7})
     assert envs.call("spec")[1].max_episode_steps == 7
@@ -169,23 +240,6 @@ def test_names_are_found_or_explained() -> None:
     envs = make_vec("frozen_lake", 2, backend="process", env_kwargs={"is_slippery": False})
     assert isinstance(envs.reset(seed=1)[0][0], str)
     envs.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": "proces"}, "Did you mean 'process'"),
-        ({"num_workers": 0}, "num_workers"),
-        ({"on_failure": "ignore"}, "on_failure"),
-        ({"step_timeout": -1.0}, "step_timeout"),
-        ({"autoreset": "never"}, "autoreset"),
-        ({"ring": 1}, "ring"),
-        ({"backend": "process", "start_method": "forge"}, "start method"),
-    ],
-)
-def test_wrong_options_are_explained(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_vec(CountEnv, 2, **options)
 
 
 def test_scripts_need_no_main_guard() -> None:

@@ -18,6 +18,7 @@ from gymnasium.vector.utils import batch_space
 
 from shoal.core.errors import ConfigError, EnvError, MissingExtraError
 from shoal.vector import groups, make_vec
+from shoal.vector.native_batches import to_gymnasium
 
 
 class Counters(VectorEnv[Any, Any, Any]):
@@ -568,3 +569,55 @@ def test_jax_environments_reset_by_mask() -> None:
         one, other = envs.step([0, 2, 1]), calm.step([0, 1, 1])
         assert np.array_equal(one[0][[0, 2]], other[0][[0, 2]])  # undisturbed
         assert np.array_equal(one[0][1], before[1])  # again its own first step
+
+
+class Pictured(Counters):
+    """Its actions are a Dict, and it renders."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        self.single_action_space = spaces.Dict({"go": spaces.Discrete(3), "far": spaces.Box(0, 1, (2,))})
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.given: Any = None
+
+    def step(self, actions: Any) -> Any:
+        self.given = actions
+        none = np.zeros(self.num_envs, bool)
+        return self.obs, np.zeros(self.num_envs), none, none, {}
+
+    def render(self) -> Any:
+        return "a picture"
+
+
+def test_actions_of_several_parts_reach_the_batch_as_they_are_or_are_refused() -> None:
+    envs = native(Pictured)
+    envs.reset()
+    actions = {"go": np.array([0, 1, 2]), "far": np.zeros((3, 2), np.float32)}
+    envs.step(actions)
+    assert envs.batch.given is actions
+    with pytest.raises(ValueError, match="expected 3 actions of Dict"):
+        envs.step({"go": np.array([0, 1, 3]), "far": np.zeros((3, 2), np.float32)})
+    assert envs.render() == "a picture"
+
+
+def test_the_environments_that_were_given_another_action_are_named() -> None:
+    envs = native(Counters)
+    envs.reset()
+    with pytest.raises(ValueError, match=r"got others from environments \[0, 2\]"):
+        envs.step([4, 7, 8])  # Discrete(3, start=5): 5, 6, 7
+
+
+def test_spaces_of_gymnax_are_gymnasiums() -> None:
+    discrete, box = (
+        types.SimpleNamespace(n=3),
+        types.SimpleNamespace(low=-1, high=[1, 2], shape=(2,), dtype="f4"),
+    )
+    nested = types.SimpleNamespace(spaces={"a": discrete, "b": types.SimpleNamespace(spaces=[box, discrete])})
+    expected = spaces.Box(np.float32(-1), np.array([1, 2], np.float32), (2,), np.float32)
+    assert to_gymnasium(discrete) == spaces.Discrete(3)
+    assert to_gymnasium(nested) == spaces.Dict(
+        {"a": spaces.Discrete(3), "b": spaces.Tuple((expected, spaces.Discrete(3)))}
+    )
+    assert to_gymnasium(expected) is expected
+    with pytest.raises(TypeError, match="got SimpleNamespace"):
+        to_gymnasium(types.SimpleNamespace())

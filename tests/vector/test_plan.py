@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from shoal.vector import make, make_vec
 from shoal.vector.env_group import Trial
-from shoal.vector.make import LONGEST, StepCost, pays
+from shoal.vector.make import LEAST, LONGEST, StepCost, open_workers, pays
 from shoal.vector.process import Worker
+from tests.vector.faulty import CountEnv
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +23,7 @@ class Machine:
     """A clock that goes on only while somebody works: 10 ns a round."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = 1000.0
 
     def now(self) -> float:
         return self.seconds
@@ -130,3 +132,35 @@ def test_auto_stays_with_the_caller_when_the_second_core_never_comes() -> None:
     program = PROGRAM.format(root=str(ROOT))
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("moment", ["pays", "VectorPool"])
+def test_an_interrupt_while_auto_tries_leaves_no_worker_behind(monkeypatch: Any, moment: str) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    plan = make.Plan("process", workers=1, caller_share=1, cost=StepCost(1e-3, 1e-3))
+    monkeypatch.setattr(make, "probe", lambda fn: plan.cost)
+    monkeypatch.setattr(make, "choose", lambda cost, n_envs: plan)
+    opened = []
+    monkeypatch.setattr(make, "open_workers", lambda *given: opened.append(open_workers(*given)) or opened[0])
+    monkeypatch.setattr(make, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_vec(CountEnv, 2)
+    (process,) = opened[0].backend.processes
+    assert not process.alive()
+
+
+def test_the_first_two_rounds_of_a_trial_wake_up_and_do_not_count() -> None:
+    class Sleepy(Busy):
+        def receive(self) -> None:
+            super().receive()
+            if len(self.rounds) <= 2:
+                self.machine.seconds += 1.0
+
+    machine = Machine()
+    worker = Sleepy(machine, 16)
+    # so long that the trial is over after the fewest rounds: 8, of which 6 count
+    cost = StepCost(100e-6, 100e-6)
+    assert pays([worker, caller(16)], cost, work=machine.work, now=machine.now)
+    assert len(worker.rounds) == LEAST

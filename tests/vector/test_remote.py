@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import shoal.envs
 from shoal.core.errors import ConfigError, MissingExtraError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import make_vec
 from shoal.vector import ray as remote
+from shoal.vector.env_group import Step
+from shoal.vector.process import Limits
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.scripted import Scripted, SlowEnv
 from tests.vector.test_equality import same
@@ -224,6 +227,28 @@ def test_a_failed_actor_is_replaced_and_shows_it(cluster: Any, fault: str) -> No
     assert envs.step([1, 1, 1])[1].tolist() == [12.0, 11.0, 12.0]
     assert envs.stats()["restarts"] == [0, 1, 0]
     envs.close()
+
+
+def test_the_death_of_an_actor_blames_all_envs_that_it_may_have_been_at() -> None:
+    backend: Any = types.SimpleNamespace(ray=None, connected=lambda: False)
+    worker = remote.RayWorker(backend, 4, [CountEnv] * 3, Limits())
+    worker.command = Step(None, 0, {}, [1, 2, 3])
+    worker.sight = remote.Sight(at=1)
+    worker._die("it was killed", "told by Ray")
+    assert worker.lost is not None
+    assert (worker.lost.env, worker.lost.kind, worker.lost.trace) == (5, "died", "told by Ray")
+    said = "the Ray actor of envs 4 to 6 is gone: it was killed (or it was the fault of env 4, 6)"
+    assert worker.lost.summary == said
+    alone = remote.RayWorker(backend, 4, [CountEnv], Limits())
+    alone.command = worker.command
+    alone._die("it was killed")
+    assert alone.lost is not None
+    assert alone.lost.summary == "the Ray actor of env 4 is gone: it was killed"
+
+
+def test_a_scheduling_strategy_that_ray_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got 'SPRAED'. Did you mean 'SPREAD'"):
+        make_vec(CountEnv, 1, backend="ray", ray_options={"scheduling_strategy": "SPRAED"})
 
 
 @with_ray

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import types
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, Text, Tuple
 
 from shoal.core.processes import dumps
-from shoal.vector import make_vec
-from shoal.vector.buffers import Buffers, Observations, available_memory
+from shoal.vector import env_group, make_vec, process
+from shoal.vector.buffers import (
+    BUCKETS,
+    LINE,
+    LOADING,
+    Buffers,
+    Observations,
+    Patience,
+    TextBuffer,
+    available_memory,
+)
+from shoal.vector.env_group import Step, StepTimes, bucket_of
 from shoal.vector.failures import Failure, decide, restart_seed
-from shoal.vector.infos import Told, batch_infos
-from shoal.vector.spaces import Layout
+from shoal.vector.make import probe
+from shoal.vector.process import Limits, Worker
+from shoal.vector.values import Layout, Told, batch_infos
+from shoal.vector.worker import Make
 from tests.rooms.trace import Tracer
 from tests.vector.faulty import CountEnv
 
@@ -147,7 +162,7 @@ def test_what_is_plain_is_told_from_what_brings_code_along() -> None:
 
 def test_infos_made_of_numbers_arrive_as_they_were_told() -> None:
     from shoal.vector.env_group import Reply
-    from shoal.vector.infos import IN_BUFFER
+    from shoal.vector.values import IN_BUFFER
     from shoal.vector.worker import packed, unpacked
 
     numbers = [
@@ -174,3 +189,145 @@ def test_infos_made_of_numbers_arrive_as_they_were_told() -> None:
         mine, theirs = came[item.env].info, item.info
         assert list(mine) == list(theirs)
         assert [(type(a), a) for a in mine.values()] == [(type(a), a) for a in theirs.values()]
+
+
+def test_looking_that_never_pays_is_done_ever_more_rarely_until_it_pays_again() -> None:
+    tries: list[bool] = []
+    there = False
+
+    def acquire(_: bool) -> bool:
+        tries.append(there)
+        return there
+
+    patience = Patience(most=1e-3)
+    looked = []  # in which of the waits was there more than one try
+    for wait in range(140):
+        tries.clear()
+        assert patience.look(acquire) is False
+        if len(tries) > 1:
+            looked.append(wait)
+    assert looked == [0, 2, 6, 14, 30, 62, 126]  # 1, 3, 7, 15, 31, 63 are skipped in between
+    there = True
+    assert patience.look(acquire) is True
+    there, tries[:] = False, []
+    for _ in range(64):
+        patience.look(acquire)
+    assert len(tries) > 64
+
+
+@pytest.mark.parametrize(("seconds", "timed"), [(50e-6, 10), (150e-6, 1 + (170 - 17))], ids=["short", "long"])
+def test_one_short_step_in_seventeen_is_timed_and_every_long_one(
+    monkeypatch: Any, seconds: float, timed: int
+) -> None:
+    now = [1000.0]
+
+    def step(action: int) -> int:
+        now[0] += seconds
+        return action
+
+    monkeypatch.setattr(env_group, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    rows = np.zeros((2, BUCKETS), np.uint32)
+    times = StepTimes(rows)
+    times.wrap([step, step])
+    for k in range(170):
+        assert [one(k) for one in times.turn([step, step])] == [k, k]
+    assert rows[:, bucket_of(seconds)].tolist() == rows.sum(axis=1).tolist() == [timed] * 2
+
+
+@pytest.mark.parametrize(
+    ("space", "values", "nbytes"),
+    [
+        (Box(0, 1, (3,), np.float64), np.zeros(3), 24),
+        (Text(9), "four", 4),
+        (
+            Dict({"a": Discrete(2), "b": Tuple((Box(0, 1, (2,), np.uint8), Text(3)))}),
+            {"a": 1, "b": (np.zeros(2, np.uint8), "xyz")},
+            8 + 2 + 3,
+        ),
+    ],
+)
+def test_a_trial_tells_the_size_of_an_observation(space: Any, values: Any, nbytes: int) -> None:
+    class Told(gymnasium.Env[Any, Any]):
+        observation_space, action_space = space, Discrete(2)
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return values, {}
+
+        def step(self, action: Any) -> Any:
+            return values, 0.0, False, False, {}
+
+    cost = probe(Told)
+    assert cost is not None
+    assert cost.nbytes == nbytes
+    assert 0 < cost.cpu <= cost.wall * 1.5
+
+
+def test_rows_of_memory_are_aligned_and_never_overlap() -> None:
+    layout = Layout.of(Dict({"a": Box(0, 1, (3,), np.float32), "b": Text(5), "c": Discrete(2)}))
+    sizes = Buffers(5, layout, Layout.of(Discrete(2)), places=3, text_bytes=7, memory=False).nbytes
+    memory = bytearray(sizes)
+    buffers = Buffers(5, layout, Layout.of(Discrete(2)), places=3, text_bytes=7, memory=memory)
+    arrays = [buffers.rewards, buffers.terminated, buffers.truncated, buffers.members, buffers.times]
+    arrays += [item for item in (*buffers.act, *buffers.obs, *buffers.final) if item is not None]
+    starts = sorted((item.ctypes.data - arrays[0].ctypes.data, item.nbytes) for item in arrays)
+    assert all(start % LINE == 0 for start, _ in starts)
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(starts))
+    assert sum(starts[-1]) <= sizes < sum(starts[-1]) + LINE
+    assert [item.shape for item in buffers.obs] == [(3, 5, 3), (5, 16 + 7), (3, 5)]
+
+
+def test_text_that_does_not_fit_is_not_packed() -> None:
+    buffer = TextBuffer(memoryview(bytearray(4 * 5 + 6)), 3)
+    assert buffer.capacity == 6
+    assert buffer.pack(["ab", "", "☃c"])  # 2 + 0 + 4 bytes
+    assert buffer.unpack() == ["ab", "", "☃c"]
+    assert not buffer.pack(["ab", "", "☃cd"])
+    assert not buffer.pack(["ab", None, "c"])  # type: ignore[list-item]
+    assert buffer.unpack() == ["ab", "", "☃c"]
+
+
+class Clocked(Worker):
+    """A worker that is where it is said to be."""
+
+    inline = False
+    at = 0
+
+    def start(self, command: Any, *, bell: bool = False) -> None:
+        self.command = command
+
+    def answered(self) -> bool:
+        return False
+
+    def progress(self) -> int:
+        return self.at
+
+
+def test_the_time_limit_of_an_env_begins_when_its_turn_does(monkeypatch: Any) -> None:
+    now = [100.0]
+    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    worker = Clocked(0, [CountEnv] * 3, Limits(step=1.0, make=5.0))
+    worker.begin(Step(None, 0, {}))
+    seen = []
+    for at, later in ((0, 0.4), (0, 0.4), (1, 0.1), (1, 0.9), (2, 0.1), (2, 0.9), (2, 0.2)):
+        now[0] += later
+        worker.at = at
+        seen.append(worker.overdue(now[0]))
+    assert seen == [None] * 6 + [1.0]
+    worker.begin(Make(0, ()))
+    worker.at = LOADING
+    now[0] += 6.0
+    assert worker.overdue(now[0]) is None  # starting and importing have their own time
+    worker.at = 0
+    assert worker.overdue(now[0]) is None
+    assert worker.overdue(now[0] + 5.1) == 5.0
+    worker.excuse(now[0] + 5.1)
+    assert worker.overdue(now[0] + 10.0) is None
+
+
+def test_a_worker_without_limits_is_never_overdue() -> None:
+    worker = Clocked(0, [CountEnv])
+    worker.begin(Step(None, 0, {}))
+    assert worker.overdue(1e12) is None
+    limited = Clocked(0, [CountEnv], Limits(make=1.0))
+    limited.begin(Step(None, 0, {}))
+    assert limited.overdue(1e12) is None

@@ -284,7 +284,7 @@ class VectorMachine(RuleBasedStateMachine):
             if twin.active and self.envs.active[i] and (mask is None or mask[i]):
                 twin.see_reset(obs[i], each[i], given[i])
             elif twin.active and (twin.unsure or twin.failed) and not self.envs.active[i]:
-                twin.active, twin.shown = False, None
+                twin.active, twin.failed, twin.shown = False, False, None
             elif twin.shown is not None:
                 assert np.array_equal(obs[i], twin.shown), (obs[i], twin.shown)
         if mask is None:
@@ -369,7 +369,9 @@ class VectorMachine(RuleBasedStateMachine):
             with watchdog("step_async and step_wait"):
                 self.envs.step_async(np.array([given[i] for i in everyone]))
                 results = self.envs.step_wait(timeout=seconds)
-        except multiprocessing.TimeoutError:
+        except multiprocessing.TimeoutError as error:
+            if not error.begun:  # it waited for a step that was given up before, and runs nowhere
+                return
             for i, twin in enumerate(self.twins):
                 twin.give_up(given[i])
                 if lethal and not twin.failed:

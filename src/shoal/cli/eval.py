@@ -44,6 +44,8 @@ class EvalOptions:
     """Names the episodes: the same seed plays the same ones."""
     temperature: float = 0.0
     """0 takes the likeliest token, 1 samples as in training."""
+    device: str | None = None
+    """Where the model runs, such as cuda:1; where the run was trained, or the CPU, if not given."""
     checkpoint: str = "newest"
     """Of a run: newest, best, or an iteration."""
     max_tokens: int | None = None
@@ -177,13 +179,14 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()
-        return load_engine(checkpoint / "engine", device=run.engine.device), run
+        return load_engine(checkpoint / "engine", device=options.device or run.engine.device), run
     if folder.exists() and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
         )
     hide_loading()
-    settings = EngineConfig(name="huggingface", model=options.model, threads=2)
+    device = options.device or "cpu"
+    settings = EngineConfig(name="huggingface", model=options.model, threads=2, device=device)
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=64))
     return make_engine(settings, (), options.seed), run
 
@@ -194,6 +197,8 @@ def _server(options: EvalOptions) -> tuple[Any, Any]:
     from shoal.rollout.samplers.settings import ServerConfig
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
 
+    if options.device is not None:
+        raise ConfigError(f"--device {options.device} has no effect on a server's model: leave it out")
     server = ServerConfig(
         url=options.base_url,
         api_key_env=options.api_key_env,

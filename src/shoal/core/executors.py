@@ -11,6 +11,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
@@ -135,6 +136,43 @@ def connect_ray() -> tuple[Any, bool]:
     return ray, started
 
 
+_SESSIONS: dict[Any, int] = {}
+"""The sessions of Ray that were started here, and how many use each: the last one ends it."""
+_SESSIONS_LOCK = threading.RLock()
+
+
+def ray_session(ray: Any) -> Any:
+    """What tells the session that is connected now from all others; None if there is none."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_job_id(), context.get_node_id()
+
+
+def enter_ray() -> tuple[Any, Any]:
+    """The `ray` module, connected, and its session, for `leave_ray`."""
+    with _SESSIONS_LOCK:
+        ray, started = connect_ray()
+        session = ray_session(ray)
+        if started or session in _SESSIONS:
+            _SESSIONS[session] = _SESSIONS.get(session, 0) + 1
+        return ray, session
+
+
+def leave_ray(session: Any) -> None:
+    """End a session that `enter_ray` started, if nobody else who entered it is left."""
+    with _SESSIONS_LOCK:
+        if session not in _SESSIONS:
+            return
+        _SESSIONS[session] -= 1
+        if not _SESSIONS[session]:
+            import ray
+
+            del _SESSIONS[session]
+            if ray_session(ray) == session:
+                ray.shutdown()
+
+
 class RayExecutor(Executor):
     """Runs tasks on a Ray cluster: the one that is connected or that `RAY_ADDRESS` names, else a local one.
 
@@ -143,7 +181,7 @@ class RayExecutor(Executor):
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self._ray, self._started = connect_ray()
+        self._ray, self._session = enter_ray()
         # A task that ran half must not run again behind our back: who submitted it decides.
         self._options = {"num_cpus": 1, "max_retries": 0, **(options or {})}
         self._running: dict[Future[Any], Any] = {}
@@ -177,15 +215,14 @@ class RayExecutor(Executor):
         return error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for the tasks, or cancel them; a Ray that was started here is stopped."""
+        """Wait for the tasks, or cancel them; a Ray that was started here is stopped by its last user."""
         if cancel_futures or not wait:
             for reference in list(self._running.values()):
                 self._ray.cancel(reference, force=True)
         else:
             concurrent.futures.wait(list(self._running))
-        if self._started:
-            self._ray.shutdown()
-            self._started = False
+        leave_ray(self._session)
+        self._session = None
 
 
 def map_ordered(

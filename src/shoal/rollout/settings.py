@@ -74,6 +74,12 @@ class RolloutSettings:
     max_tokens: int = 8
     """Tokens of one response."""
     temperature: float = 1.0
+    top_p: float = 1.0
+    """Sample from the fewest tokens that have this much of the probability; 1 is off."""
+    top_k: int = 0
+    """Sample from so many of the likeliest tokens; 0 is off."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the likeliest one's probability; 0 is off."""
     stop: tuple[str, ...] = ("</action>",)
     """Texts after which a response ends."""
     prompt: PromptConfig = PromptConfig()
@@ -88,10 +94,16 @@ class RolloutSettings:
             raise ConfigError(
                 f"parallel_n_jobs must be -1 (as many as pay) or at least 1, got {self.parallel_n_jobs}"
             )
+        try:
+            self.sampling()
+        except ValueError as error:
+            raise ConfigError(f"agent_proxy: {error}") from error
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """How tokens are picked, in training or greedily."""
-        return Sampling(self.max_tokens, 0.0 if greedy else self.temperature, self.stop)
+        if greedy:
+            return Sampling(self.max_tokens, 0.0, self.stop)
+        return Sampling(self.max_tokens, self.temperature, self.stop, self.top_p, self.top_k, self.min_p)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from shoal.splitting.recordings import IMAGE_SUFFIXES
 
 MAX_IMAGE_PIXELS = 16_000_000
 MAX_DATA_URL = 64 * 2**20
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+"""What a screenshot may be; other formats of Pillow start programs, or say one size and hold another."""
 
 
 class ImageLocator:
@@ -52,12 +54,17 @@ def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
         from PIL import Image
     except ImportError as error:
         raise missing_extra("reading images", "vision") from error
-    name = _short(place)
+    name = short_name(place)
+    source = io.BytesIO(_data_url_bytes(place)) if place.startswith("data:") else place
     try:
-        image = Image.open(io.BytesIO(_data_url_bytes(place)) if place.startswith("data:") else place)
+        image = Image.open(source, formats=FORMATS)
+    except Image.UnidentifiedImageError as error:
+        raise DataError(
+            f"image {name} is none of {', '.join(FORMATS)}; record it again or convert it"
+        ) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"image {name} is too large to be a screenshot: {error}") from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # a decoder that reads nonsense may raise anything
         raise DataError(f"image {name} cannot be read ({error}); record it again or remove it") from error
     width, height = image.size
     if width * height > max_pixels:
@@ -70,14 +77,23 @@ def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
 
 
 def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """The decoded image in RGB."""
+    """The decoded image in RGB, as large as its header says."""
     image = open_image(place, max_pixels)
+    said = image.size
     try:
         with image:
             image.load()
-            return image if image.mode == "RGB" else image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise DataError(f"image {_short(place)} is broken ({error}); record it again or remove it") from error
+            rgb = image if image.mode == "RGB" else image.convert("RGB")
+    except Exception as error:
+        raise DataError(
+            f"image {short_name(place)} is broken ({error}); record it again or remove it"
+        ) from error
+    if rgb.size != said:
+        raise DataError(
+            f"image {short_name(place)} says it is {said[0]}x{said[1]} and holds {rgb.size[0]}x{rgb.size[1]}; "
+            "record it again or remove it"
+        )
+    return rgb
 
 
 def image_size(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
@@ -90,14 +106,17 @@ def image_size(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int
 def _data_url_bytes(url: str) -> bytes:
     head, comma, payload = url.partition(",")
     if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
-        raise DataError(f"image {_short(url)} must look like data:image/png;base64,…")
+        raise DataError(f"image {short_name(url)} must look like data:image/png;base64,…")
     if len(payload) > MAX_DATA_URL:
-        raise DataError(f"image {_short(url)} has {len(payload):,} characters, more than {MAX_DATA_URL:,}")
+        raise DataError(
+            f"image {short_name(url)} has {len(payload):,} characters, more than {MAX_DATA_URL:,}"
+        )
     try:
         return base64.b64decode(payload, validate=True)
     except binascii.Error as error:
-        raise DataError(f"image {_short(url)} is not valid base64 ({error})") from error
+        raise DataError(f"image {short_name(url)} is not valid base64 ({error})") from error
 
 
-def _short(place: str) -> str:
+def short_name(place: str) -> str:
+    """How messages call the image at a path or in a data URL."""
     return repr(place[:40] + "…") if place.startswith("data:") else place

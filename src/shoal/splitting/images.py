@@ -17,9 +17,9 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeding import stream
-from shoal.splitting.image_files import MAX_IMAGE_PIXELS, decode_rgb, image_size
+from shoal.splitting.image_files import MAX_IMAGE_PIXELS, decode_rgb, image_size, short_name
 from shoal.splitting.layout import ImageTokens, image_on_grid, text_like
-from shoal.splitting.pixels import PatchTable, ProcessorOutputs, Store, TrajectoryPixels
+from shoal.splitting.pixels import PatchTable, ProcessorOutputs, Store, TrajectoryPixels, cut_patches
 
 Array = np.ndarray
 Pixels = TrajectoryPixels | ProcessorOutputs | None
@@ -78,19 +78,28 @@ class PatchImages:
         """(width, height) after resizing."""
         return self._fit(*image_size(place, self.max_pixels))
 
-    def patches(self, place: str) -> Array:
-        """`[N, 3, p * p]` uint8 of the image at a path or in a data URL."""
-        return self.patches_of(decode_rgb(place, self.max_pixels))
+    def patches(self, place: str, out: Array) -> Array:
+        """Write `[N, 3, p * p]` uint8 of the image at a path or in a data URL to `out`.
+
+        Raises:
+            DataError: the image has another size than `out` was made for: the file changed meanwhile.
+        """
+        image = decode_rgb(place, self.max_pixels)
+        width, height = self._fit(*image.size)
+        if width * height != len(out) * self.patch**2:
+            raise DataError(
+                f"image {short_name(place)} is now {image.size[0]}x{image.size[1]}, another size than when it was "
+                "looked at first: something writes to it. Split when the recording is done"
+            )
+        return self.patches_of(image, out)
 
     def patches_of(self, image: Any, out: Array | None = None) -> Array:
         """`[N, 3, p * p]` uint8 of a decoded image, in `out` where it is given."""
-        from shoal.splitting.kernels import patches_from_image
-
         size = self._fit(*image.size)
         values = np.asarray(image if image.size == size else image.resize(size, self.resample))
         if out is None:
             out = np.empty((size[0] * size[1] // self.patch**2, 3, self.patch**2), np.uint8)
-        patches_from_image(values, self.patch, self.merge, out)
+        cut_patches(values, self.patch, self.merge, out)
         return out
 
     def _fit(self, width: int, height: int) -> tuple[int, int]:
@@ -126,15 +135,13 @@ def _make_table(image_processor: Any, patch: int, merge: int) -> PatchTable:
     import torch
     from PIL import Image
 
-    from shoal.splitting.kernels import patches_from_image
-
     side = (
         patch * merge * math.ceil(16 / (patch * merge))
     )  # 16 x 16 pixels or more, so that every value occurs
     ramp = np.repeat((np.arange(side * side) % 256).astype(np.uint8)[:, None], 3, axis=1)
     ramp = ramp.reshape(side, side, 3)
     patches = np.empty((side * side // patch**2, 3, patch**2), np.uint8)
-    patches_from_image(ramp, patch, merge, patches)
+    cut_patches(ramp, patch, merge, patches)
     made = image_processor(images=[Image.fromarray(ramp)], do_resize=False, return_tensors="np")
     frames = int(image_processor.temporal_patch_size)
     values = np.asarray(made["pixel_values"], np.float32).reshape(len(patches), 3, frames, -1)
@@ -211,12 +218,12 @@ class ImageReader:
         rows = np.empty((int(offsets[-1]), columns), kind)
 
         def fill(index: int) -> None:
-            image = decode_rgb(places[index], self.max_pixels)
             out = rows[offsets[index] : offsets[index + 1]]
             if store == "u8":
-                reader.patches_of(image, out.reshape(len(out), 3, -1))
+                reader.patches(places[index], out.reshape(len(out), 3, -1))
             else:
-                reader.table.expand_into(reader.patches_of(image), out)
+                patches = np.empty((len(out), 3, reader.patch**2), np.uint8)
+                reader.table.expand_into(reader.patches(places[index], patches), out)
 
         if self.threads > 1 and len(places) > 1:
             with ThreadPoolExecutor(self.threads) as pool:

@@ -50,7 +50,26 @@ class PatchTable:
         from shoal.splitting.kernels import values_from_patches
 
         table = self.bfloat16 if out.dtype == np.uint16 else self.float32
-        values_from_patches(patches, table, self.frames, out.reshape(len(patches), 3, self.frames, -1))
+        rows, channels, pixels = patches.shape
+        _agree(patches.dtype == np.uint8 and table.shape == (channels, 256) == (3, 256), patches, table)
+        _agree(out.size == rows * channels * self.frames * pixels, patches, out)
+        values_from_patches(patches, table, self.frames, out.reshape(rows, channels, self.frames, pixels))
+
+
+def cut_patches(image: Array, patch: int, merge: int, out: Array) -> None:
+    """Cut `[H, W, 3]` uint8 into `out` `[H/p * W/p, 3, p * p]`; the loop behind it checks nothing."""
+    from shoal.splitting.kernels import patches_from_image
+
+    _agree(image.ndim == 3 and image.shape[2] == 3 and image.dtype == out.dtype == np.uint8, image, out)
+    height, width = image.shape[:2]
+    _agree(height % (patch * merge) == 0 and width % (patch * merge) == 0, image, out)
+    _agree(out.shape == (height * width // patch**2, 3, patch**2), image, out)
+    patches_from_image(image, patch, merge, out)
+
+
+def _agree(shapes_agree: bool, source: Array, out: Array) -> None:
+    if not shapes_agree:
+        raise ValueError(f"{source.dtype} {source.shape} does not go into {out.dtype} {out.shape}")
 
 
 @dataclass
@@ -108,7 +127,12 @@ class TrajectoryPixels:
     def patches(self, images: Sequence[int]) -> Array:
         """8-bit patches of the images `[N, 3, p * p]`; read again from disk where only places are kept."""
         if self.rows is None:
-            return np.concatenate([self.reload.patches(self.places[image]) for image in images])
+            side = self.reload.patch
+            sizes = [int(self._offsets[image + 1] - self._offsets[image]) for image in images]
+            blank = [np.empty((size, 3, side**2), np.uint8) for size in sizes]
+            return np.concatenate(
+                [self.reload.patches(self.places[i], out) for i, out in zip(images, blank, strict=True)]
+            )
         if self.rows.dtype != np.uint8:
             raise ValueError("these pixels are kept expanded; use store='u8' to have patches")
         return np.concatenate([self.rows[self._offsets[i] : self._offsets[i + 1]] for i in images])

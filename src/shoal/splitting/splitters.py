@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shoal.core.errors import DataError, missing_extra
+from shoal.core.errors import DataError, ShoalError, missing_extra
 from shoal.core.executors import RayExecutor, SerialExecutor, map_ordered
 from shoal.core.sharing import Shared, shared_by_ray
 from shoal.splitting.assembly import split_recording
@@ -380,8 +381,19 @@ def _work(item: tuple[Shared[Plan], Job]) -> SplitTrajectory | DataError:
     plan, job = item
     try:
         return split_recording(plan.get(), job)
-    except DataError as error:
-        return error
+    except (ImportError, MemoryError):
+        raise
+    except ShoalError as error:
+        if isinstance(error, DataError):
+            return error
+        raise
+    except Exception as error:  # of a template, a tokenizer or a processor, about what is in this recording
+        refused = DataError(
+            f"trajectory {job.dataset_id!r} cannot be split: {type(error).__name__}: {error}; "
+            "mend it, or leave it out (on_error='skip')"
+        )
+        refused.add_note(traceback.format_exc())
+        return refused
 
 
 def _positive(**values: int) -> None:

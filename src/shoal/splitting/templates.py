@@ -60,8 +60,9 @@ class ChatTemplate:
         control = {str(token) for token in added.values() if token.special} - set(model_text)
         ordered = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
-        asking = self._render([(_SYSTEM, None), (_USER, None)], True)
-        asked = self._render([(_SYSTEM, None), (_USER, None)], False)
+        self._lead = self._leading()
+        asking = self._render([*self._lead, (_USER, None)], True)
+        asked = self._render([*self._lead, (_USER, None)], False)
         if not asking.startswith(asked) or asking == asked:
             raise DataError("the chat template has no generation prompt to end a prompt with; use another")
         self.header = asking.removeprefix(asked)
@@ -80,9 +81,9 @@ class ChatTemplate:
         if first:
             before: list[tuple[Message, tuple[int, ...] | None]] = []
         elif message.role == "system":
-            before = [(_SYSTEM, None)]
+            before = list(self._lead)
         else:
-            before = [(_SYSTEM, None), (_USER, None)]
+            before = [*self._lead, (_USER, None)]
             before += [] if message.role == "assistant" else [(_ANSWER, None)]
         start = self._render(before, False) if before else ""
         text = self._render([*before, (message, keep)], False)
@@ -146,9 +147,25 @@ class ChatTemplate:
         return str(self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
 
     # --- what is learned about the template
+    def _leading(self) -> Chat:
+        """What chats begin with to learn from: a system message, unless the template refuses that role.
+
+        Templates that put a system message of their own where there is none then never do.
+        """
+        lead: Chat = [(_SYSTEM, None)]
+        try:
+            self._render([*lead, (_USER, None)], False)
+        except Exception as refused:  # whatever a template raises
+            try:
+                self._render([(_USER, None)], False)
+            except Exception:
+                raise refused from None
+            return []
+        return lead
+
     def _closing_ids(self) -> tuple[Array, Array]:
         """Tokens after an answer: those the model writes itself (up to its end token), and the rest."""
-        marked = self._render([(_SYSTEM, None), (_USER, None), (_ANSWER, None)], False, mark_ends=True)
+        marked = self._render([*self._lead, (_USER, None), (_ANSWER, None)], False, mark_ends=True)
         ids = self.encode(marked.rpartition(END)[2])
         ends = [index for index, token in enumerate(ids.tolist()) if token in self._added_ids]
         own = ends[0] + 1 if ends else len(ids)
@@ -160,7 +177,7 @@ class ChatTemplate:
             return frozenset()
         parts: tuple[Part, ...] = ({"type": "text", "text": "A"}, {"type": "image", "image": "x"},
                                    {"type": "text", "text": "B"})  # fmt: skip
-        text = self._render([(_SYSTEM, None), (Message("user", parts, ("x",)), None)], False)
+        text = self._render([*self._lead, (Message("user", parts, ("x",)), None)], False)
         around = text.rpartition("A")[2].partition("B")[0] if text.count("A") == 1 else text
         frame = set(self.encode(around).tolist()) & self._added_ids
         return frozenset(frame - {self.image_token_id})
@@ -170,7 +187,7 @@ class ChatTemplate:
         picture: Part = {"type": "image", "image": "x"}
         parts: tuple[Part, ...] = ({"type": "text", "text": "Look:"}, picture)
         chat: list[Message] = [
-            _SYSTEM,
+            *(message for message, _ in self._lead),
             Message("user", parts, ("x",)) if self.image_token is not None else _USER,
             Message("assistant", "<think>\nHm.\n</think>\n\nI click."),
             Message("user", parts[::-1], ("x",)) if self.image_token is not None else _USER,

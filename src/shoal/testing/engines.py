@@ -6,8 +6,16 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from shoal.rollout.capabilities import Capabilities, capabilities_of
-from shoal.rollout.samplers.sampler import FINISHES, Completion, Engine, Key, Request, Sampling
+from shoal.rollout.samplers.sampler import (
+    FINISHES,
+    Capabilities,
+    Completion,
+    Engine,
+    Key,
+    Request,
+    Sampling,
+    capabilities_of,
+)
 from shoal.testing.promises import expect
 
 

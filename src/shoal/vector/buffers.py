@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, EnvError
-from shoal.vector.spaces import Layout, Leaf
+from shoal.vector.values import Layout, Leaf
 
 Array = np.ndarray[Any, Any]
 LINE = 64
@@ -396,12 +396,6 @@ def _same(column: Array, target: Array) -> bool:
         return True
     integers = column.dtype.kind in "iu" and target.dtype.kind in "iu"
     return integers and bool((column.astype(target.dtype) == column).all())
-
-
-def whole_actions(layout: Layout, columns: Sequence[Any]) -> list[Any]:
-    """Every env's own action from a batch that is split by leaf; safe to keep."""
-    values = [list(column.copy()) if isinstance(column, np.ndarray) else column for column in columns]
-    return list(values[0]) if layout.is_leaf else [layout.rebuild(each) for each in zip(*values, strict=True)]
 
 
 def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> Loose:

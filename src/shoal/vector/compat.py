@@ -24,14 +24,12 @@ from shoal.vector.failures import Failure, OnFailure
 from shoal.vector.make import (
     TEXT_BYTES,
     BackendName,
+    Options,
     Plan,
-    Setup,
-    check_options,
     make_vec,
     open_workers,
     probe,
 )
-from shoal.vector.process import Limits
 from shoal.vector.vector_env import Description, VectorPool, groups
 
 
@@ -238,30 +236,27 @@ class AsyncVectorEnv(VectorPool):
         mode = autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
         self.env_fns, self.shared_memory, self.daemon = env_fns, shared_memory, daemon
         self.context, self.observation_mode, self.max_concurrency = context, observation_mode, max_concurrency
-        options: dict[str, Any] = {
-            "step_timeout": step_timeout,
-            "make_timeout": make_timeout,
-            "text_bytes": text_bytes,
-        }
-        options |= {"num_workers": num_workers, "start_method": context, "threads": threads or None}
-        check_options("process", on_failure, ring, options)
+        options = Options(
+            "process",
+            num_workers=num_workers,
+            start_method=context,  # type: ignore[arg-type]
+            autoreset=mode,
+            step_timeout=step_timeout,
+            make_timeout=make_timeout,
+            on_failure=on_failure,
+            max_restarts=max_restarts,
+            check_nan=check_nan,
+            ring=ring,
+            text_bytes=text_bytes,
+        )
         n_workers = num_workers or max_concurrency
         if n_workers is None and not threads:
             cost = probe(env_fns[0])  # (Gymnasium's makes one env more, too)
             threads = cost is not None and cost.waits
-        setup = Setup(
-            mode,
-            check_nan=check_nan,
-            places=ring or (1 if on_failure == "raise" else 2),
-            limits=Limits(step_timeout, step_timeout if make_timeout is None else make_timeout),
-            method=context or "forkserver",  # type: ignore[arg-type]
-            text_bytes=text_bytes,
-        )
-        plan = Plan("process", min(n_workers or available_cpus(), len(env_fns)), threads)
         opened = open_workers(
             list(env_fns),
-            plan,
-            setup,
+            Plan("process", min(n_workers or available_cpus(), len(env_fns)), threads),
+            options,
             lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode),
         )
         super().__init__(

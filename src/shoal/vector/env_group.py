@@ -25,7 +25,7 @@ from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception
-from shoal.vector.infos import IN_BUFFER, Told
+from shoal.vector.values import IN_BUFFER, Told
 
 
 # --- what a group can be told
@@ -194,8 +194,7 @@ class EnvGroup:
         self._beside = [*self.layout.text, *self.layout.objects]
         self._plain = self.layout.is_leaf and bool(fixed)
         self._final = buffers.final[0][rows] if self._plain else None
-        self._examine_finals = check_nan and bool(self._floats[0])
-        self._new_finals = False
+        self._examines = check_nan and bool(self._floats[0])
         self._times = StepTimes(buffers.times[rows])
         self._read = reader(buffers, self.first, self.count)
         self._all = range(self.count)
@@ -218,22 +217,26 @@ class EnvGroup:
             case Trial(rounds=rounds):
                 be_busy(rounds)
                 return None
-            case Rebuild(members=members):
-                return self._each(members, "make", self._rebuild)
-            case Call(name=name, args=args, kwargs=kwargs, members=members):
+        reply = self._each(command.members, name_of(command), self._work_of(command))
+        self.take_steps()
+        return reply
 
-                def ask(j: int) -> Any:
-                    attribute = self.envs[j].get_wrapper_attr(name)
-                    return attribute(*args, **kwargs) if callable(attribute) else attribute
-
-                return self._each(members, name_of(command), ask)
+    def _work_of(self, command: Call | Apply | SetAttr | Rebuild) -> Callable[[int], Any]:
+        """What a command does to one member."""
+        match command:
+            case Rebuild():
+                return self._rebuild
+            case Apply(function=function, args=args):
+                return lambda j: function(self.envs[j], *args)
             case SetAttr(name=name, values=values, members=members):
                 of = dict(zip(members, values, strict=True))
-                return self._each(
-                    members, name_of(command), lambda j: self.envs[j].set_wrapper_attr(name, of[j]) and None
-                )
-            case Apply(function=function, args=args, members=members):
-                return self._each(members, name_of(command), lambda j: function(self.envs[j], *args))
+                return lambda j: self.envs[j].set_wrapper_attr(name, of[j]) and None
+
+        def ask(j: int) -> Any:
+            attribute = self.envs[j].get_wrapper_attr(command.name)
+            return attribute(*command.args, **command.kwargs) if callable(attribute) else attribute
+
+        return ask
 
     def _each(self, members: Sequence[int], doing: str, work: Callable[[int], Any]) -> Reply:
         """`work` for each of the members; one that fails leaves None."""
@@ -246,7 +249,6 @@ class EnvGroup:
             except BaseException as error:
                 self._note(reply.failures, j, doing, error)
             reply.value.append(result)
-        self.take_steps()
         return reply
 
     def _rebuild(self, j: int) -> None:
@@ -310,9 +312,6 @@ class EnvGroup:
         self._pay(rewards, actions, members, failures)
         if self.check_nan and self._floats[place]:
             self._refuse_nan(self._floats[place], actions, chosen, failures)
-        if self._new_finals:
-            self._new_finals = False
-            self._refuse_nan_finals(actions, chosen, failures)
         if columns or told or failures:
             return Reply(_of_members(columns, chosen, self.count), told, failures)
         return None
@@ -376,9 +375,16 @@ class EnvGroup:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
         if type(info) is not dict:
             _checked(info)
-        # An end is whole in the buffers before anything else can go wrong; what a reward is worth is looked at later.
-        if type(reward) in NUMBERS:
-            self.rewards[j] = reward
+        # An end is whole in the buffers, and looked at, before anything else can go wrong: who ends this worker
+        # meanwhile leaves it to the caller.
+        if type(reward) is not float or reward - reward != 0.0:
+            self._note_reward(j, reward)
+        self.rewards[j] = reward
+        if self._examines:
+            if not (self._plain and type(obs) is np.ndarray):
+                self._check_final(obs)
+            elif _holds_nan(obs):
+                raise EnvError(NAN_OBSERVATION)
         if self.autoreset is not AutoresetMode.SAME_STEP:
             self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
             self._ended[j] = True
@@ -394,7 +400,6 @@ class EnvGroup:
             and obs.shape == target.shape[1:]
         ):
             target[j] = obs
-            self._new_finals = self._examine_finals
         else:
             self._check_final(obs)
             final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
@@ -449,18 +454,24 @@ class EnvGroup:
         except (TypeError, ValueError):
             pass
         for at, j in enumerate(self._all if members is None else members):
-            problem = ""
             try:
-                self.rewards[j] = math.nan if isinstance(rewards[j], str | bytes) else rewards[j]
-                if isinstance(rewards[j], str | bytes):
-                    problem = f"reward must be a number, got {rewards[j]!r:.80}"
-                elif self.check_nan and not math.isfinite(self.rewards[j]):
-                    problem = f"reward is {'NaN' if np.isnan(self.rewards[j]) else 'infinite'}{IF_MEANT}"
-            except (TypeError, ValueError):
-                problem = f"reward must be a number, got {rewards[j]!r:.80}"
-            if problem:
+                self._note_reward(j, rewards[j])
+            except EnvError as error:
                 self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
-                self._refuse(j, problem, actions[at], failures)
+                self._refuse(j, str(error), actions[at], failures)
+
+    def _note_reward(self, j: int, reward: Any) -> None:
+        """Write one reward, unless it is none."""
+        try:
+            if isinstance(reward, str | bytes):
+                raise TypeError
+            self.rewards[j] = reward
+        except (TypeError, ValueError):
+            raise EnvError(f"reward must be a number, got {reward!r:.80}") from None
+        value = self.rewards[j]
+        if self.check_nan and not math.isfinite(value):
+            self.rewards[j] = 0.0
+            raise EnvError(f"reward is {'NaN' if np.isnan(value) else 'infinite'}{IF_MEANT}")
 
     def _refuse_nan(
         self,
@@ -478,18 +489,6 @@ class EnvGroup:
                         self.terminated[j] = self.truncated[j] = False
                     self._refuse(j, NAN_OBSERVATION, actions[at], failures)
 
-    def _refuse_nan_finals(
-        self, actions: Sequence[Any], members: Sequence[int], failures: list[Failure]
-    ) -> None:
-        """The last observations of episodes: rows of earlier ones hold no NaN, so all are looked at together."""
-        assert self._final is not None
-        if _holds_nan(self._final):
-            for at, j in enumerate(members):
-                if np.isnan(self._final[j]).any():
-                    self._final[j] = 0
-                    self.terminated[j] = self.truncated[j] = False
-                    self._refuse(j, NAN_OBSERVATION, actions[at], failures)
-
     def _refuse(self, j: int, problem: str, action: Any, failures: list[Failure]) -> None:
         self._ended[j] = True
         if all(failure.env != self.first + j for failure in failures):
@@ -504,18 +503,11 @@ class EnvGroup:
 
     def close(self) -> list[Failure]:
         """Close every env; one that fails does not keep the others open."""
-        failures: list[Failure] = []
-        for j, env in enumerate(self.envs):
-            self.progress[0] = j
-            try:
-                env.close()
-            except BaseException as error:
-                self._note(failures, j, "close", error)
+        failures = self._each(range(len(self.envs)), "close", lambda j: self.envs[j].close()).failures
         self.envs, self._steps = [], []
         return failures
 
 
-NUMBERS = (float, int, bool, np.float64, np.float32)
 IF_MEANT = " (pass check_nan=False if that is meant)"
 NAN_OBSERVATION = f"observation holds NaN{IF_MEANT}"
 

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 import gymnasium
 
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
-from shoal.core.processes import RemoteTraceback, describe_exit
+from shoal.core.processes import RemoteTraceback
 from shoal.core.seeding import derive_seed
-from shoal.vector.infos import Told
+from shoal.vector.values import Told
 
 MAX_REPR = 300
 
@@ -53,7 +53,10 @@ def from_exception(
 ) -> Failure:
     """A failure from an exception being handled."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    message = short(str(error))[1:-1] if _str_fails(error) else str(error)
+    try:
+        message = str(error)
+    except Exception as problem:
+        message = f"its message raises {type(problem).__name__}"
     return Failure(
         env=env,
         doing=doing,
@@ -73,22 +76,6 @@ def portable(failure: Failure) -> Failure:
     except BaseException:
         failure.exception = None
     return failure
-
-
-def died(
-    env: int, doing: str, action: Any, pid: int | None, exit_code: int | None, trace: str = ""
-) -> Failure:
-    """A failure for a worker process that is gone."""
-    summary = f"its worker process {describe_exit(exit_code)}"
-    return Failure(env, doing, summary, trace, None if action is None else short(action), pid, None, "died")
-
-
-def timed_out(env: int, doing: str, action: Any, pid: int | None, seconds: float, trace: str = "") -> Failure:
-    """A failure for an environment that did not come back in time."""
-    summary = f"no answer within {seconds:g} s"
-    return Failure(
-        env, doing, summary, trace, None if action is None else short(action), pid, None, "timeout"
-    )
 
 
 def error_of(failure: Failure) -> WorkerError:
@@ -122,14 +109,6 @@ def _typed(base: type[WorkerError], original: BaseException | None, message: str
         except Exception:  # the classes do not go together: the plain error tells the same
             return base(message)
     return base(message)
-
-
-def _str_fails(error: BaseException) -> bool:
-    try:
-        str(error)
-    except Exception:
-        return True
-    return False
 
 
 def raise_first(failures: Sequence[Failure]) -> None:

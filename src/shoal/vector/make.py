@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -23,7 +23,7 @@ from shoal.vector.failures import OnFailure, raise_first
 from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
 from shoal.vector.native import make_native
 from shoal.vector.process import Backend, Limits, ProcessBackend, ThreadBackend, Worker, replies_of
-from shoal.vector.spaces import Layout, batched
+from shoal.vector.values import Layout, batched
 from shoal.vector.vector_env import Description, VectorPool, close_all, distinct
 from shoal.vector.worker import Attach, Make
 
@@ -96,86 +96,115 @@ def make_vec(
             an argument that this backend has no use for.
         WorkerError: when an environment cannot be made; it says which.
     """
-    given: dict[str, Any] = {
-        "num_workers": num_workers,
-        "start_method": start_method,
-        "step_timeout": step_timeout,
-        "make_timeout": make_timeout,
-        "threads": threads or None,
-        "text_bytes": None if text_bytes == TEXT_BYTES else text_bytes,
-        "ray_options": ray_options,
-    }
     if is_multi_agent(env):
         raise TypeError(f"make_vec takes environments of one agent; for {env!r} use {MULTI_AGENT}")
-    check_options(backend, on_failure, ring, given)
-    if backend == "native":
-        asked: dict[str, Any] = {
-            **given,
-            "threads": threads,
-            "wrappers": tuple(wrappers) or None,
-            "ring": ring,
-        }
-        asked |= {"on_failure": on_failure, "max_restarts": max_restarts}
-        mode, copies = autoreset_mode(autoreset), copy_observations is not False
-        options: dict[str, Any] = {
-            "env_kwargs": env_kwargs,
-            "check_nan": check_nan,
-            "copy_observations": copies,
-        }
-        native = make_native(env, num_envs, autoreset=mode, **options, **asked)
-        return cast(VectorPool, native)  # the same interface, or a refusal by name
-    env_fns = env_fns_of(env, num_envs, env_kwargs, wrappers)
-    plan = _plan(env_fns, backend, num_workers, threads, step_timeout, on_failure)
-    copies = ring is None if copy_observations is None else copy_observations
-    setup = Setup(
-        autoreset_mode(autoreset),
-        check_nan=check_nan,
-        places=ring or (1 if on_failure == "raise" else 2),
-        limits=Limits(step_timeout, step_timeout if make_timeout is None else make_timeout),
-        method=start_method or "forkserver",
-        text_bytes=text_bytes,
-        handouts=ring is None and copies and on_failure == "raise",
-        ray_options=ray_options or {},
-    )
-    opened = open_workers(env_fns, plan, setup)
-    if plan.cost is not None and not pays(opened.workers, plan.cost):
-        opened.close()
-        opened = open_workers(env_fns, Plan("serial"), setup)
-    return VectorPool(
-        *opened[:5],
+    options = Options(
+        backend,
+        num_workers=num_workers,
+        start_method=start_method,
+        autoreset=autoreset_mode(autoreset),
+        step_timeout=step_timeout,
+        make_timeout=make_timeout,
         on_failure=on_failure,
         max_restarts=max_restarts,
-        copy_observations=copies,
-        handouts=opened.handouts,
+        check_nan=check_nan,
+        threads=threads,
+        ring=ring,
+        copy_observations=copy_observations,
+        text_bytes=text_bytes,
+        ray_options=ray_options,
     )
+    if backend == "native":
+        return cast(
+            VectorPool, make_native(env, num_envs, env_kwargs, wrappers, options)
+        )  # the same interface
+    env_fns = env_fns_of(env, num_envs, env_kwargs, wrappers)
+    plan = _plan(env_fns, options)
+    opened = open_workers(env_fns, plan, options)
+    try:
+        if plan.cost is not None and not pays(opened.workers, plan.cost):
+            opened.close()
+            opened = open_workers(env_fns, Plan("serial"), options)
+        return VectorPool(
+            *opened[:5],
+            on_failure=on_failure,
+            max_restarts=max_restarts,
+            copy_observations=options.copies,
+            handouts=opened.handouts,
+        )
+    except BaseException:
+        opened.close()
+        raise
 
 
-def check_options(backend: str, on_failure: str, ring: int | None, given: dict[str, Any]) -> None:
-    """Refuse values that do not exist, and arguments that a backend has no use for."""
-    if backend not in BACKENDS:
-        raise ValueError(f"no vector backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
-    if on_failure not in ("raise", "restart", "mask"):
-        raise ValueError(f"on_failure must be 'raise', 'restart' or 'mask', got {on_failure!r}")
-    if given["num_workers"] is not None and given["num_workers"] < 1:
-        raise ValueError(f"num_workers must be at least 1, got {given['num_workers']}")
-    if given["text_bytes"] is not None and given["text_bytes"] < 0:
-        raise ValueError(f"text_bytes must not be negative, got {given['text_bytes']}")
-    if given["start_method"] not in (None, *START_METHODS):
-        method = given["start_method"]
-        raise ValueError(f"no start method named {method!r}.{did_you_mean(str(method), START_METHODS)}")
-    if ring is not None and ring < 2:
-        raise ValueError(f"ring must be at least 2, got {ring}")
-    for name in ("step_timeout", "make_timeout"):
-        if given[name] is not None and given[name] <= 0:
-            raise ValueError(f"{name} must be positive, got {given[name]}")
-    if backend == "serial" and given["step_timeout"] is not None:
-        raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
-    for name, backends in USED_BY.items():
-        if given.get(name) is not None and backend not in ("auto", "native", *backends):
-            raise ConfigError(
-                f"{name}={given[name]!r} means nothing to backend={backend!r}, only to {' and '.join(backends)}: "
-                f"leave it out, or choose another backend"
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a vector env is to be like, checked; `make_vec` explains each."""
+
+    backend: str = field(default="auto", kw_only=False)
+    num_workers: int | None = None
+    start_method: StartMethod | None = None
+    autoreset: AutoresetMode = AutoresetMode.SAME_STEP
+    step_timeout: float | None = None
+    make_timeout: float | None = None
+    on_failure: OnFailure = "raise"
+    max_restarts: int = 3
+    check_nan: bool = True
+    threads: bool = False
+    ring: int | None = None
+    copy_observations: bool | None = None
+    text_bytes: int = TEXT_BYTES
+    ray_options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(
+                f"no vector backend named {self.backend!r}.{did_you_mean(self.backend, BACKENDS)}"
             )
+        if self.on_failure not in ("raise", "restart", "mask"):
+            raise ValueError(f"on_failure must be 'raise', 'restart' or 'mask', got {self.on_failure!r}")
+        if self.start_method not in (None, *START_METHODS):
+            method = self.start_method
+            raise ValueError(f"no start method named {method!r}.{did_you_mean(str(method), START_METHODS)}")
+        for name, least in (("num_workers", 1), ("text_bytes", 0), ("ring", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name in ("step_timeout", "make_timeout"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.backend == "serial" and self.step_timeout is not None:
+            raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
+        for name, value in self.given().items():
+            backends = USED_BY.get(name, BACKENDS)
+            if self.backend not in ("auto", "native", *backends):
+                raise ConfigError(
+                    f"{name}={value!r} means nothing to backend={self.backend!r}, only to "
+                    f"{' and '.join(backends)}: leave it out, or choose another backend"
+                )
+
+    def given(self) -> dict[str, Any]:
+        """What is not the default."""
+        values = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
+        return {name: value for name, value, default in values if value != default}
+
+    @property
+    def limits(self) -> Limits:
+        """Of time."""
+        return Limits(
+            self.step_timeout, self.step_timeout if self.make_timeout is None else self.make_timeout
+        )
+
+    @property
+    def places(self) -> int:
+        """Batches of observations that are kept: with the last one, where an env may be replaced."""
+        return self.ring or (1 if self.on_failure == "raise" else 2)
+
+    @property
+    def copies(self) -> bool:
+        """Whether observations are given as copies."""
+        return self.ring is None if self.copy_observations is None else self.copy_observations
 
 
 USED_BY = {
@@ -186,7 +215,7 @@ USED_BY = {
     "text_bytes": ("process",),
     "ray_options": ("ray",),
 }
-"""The backends that have a use for an argument; "auto" may come to have."""
+"""The backends that have a use for an option, if not all; "auto" may come to have."""
 
 
 def autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
@@ -220,20 +249,6 @@ def env_fns_of(
 
 
 # --- opening what a vector env stands on
-@dataclass(frozen=True)
-class Setup:
-    """How environments are made and kept, wherever they run; `make_vec` explains each."""
-
-    autoreset: AutoresetMode
-    check_nan: bool = True
-    places: int = 1
-    limits: Limits = field(default_factory=Limits)
-    method: StartMethod = "forkserver"
-    text_bytes: int = TEXT_BYTES
-    handouts: bool = False
-    ray_options: dict[str, Any] = field(default_factory=dict)
-
-
 class Opened(NamedTuple):
     """Environments that are made and know where their results go; the first five are a `VectorPool`'s arguments."""
 
@@ -252,7 +267,7 @@ class Opened(NamedTuple):
 def open_workers(
     env_fns: Sequence[EnvFn],
     plan: Plan,
-    setup: Setup,
+    options: Options,
     describe: Callable[[Description], Description] = lambda found: found,
 ) -> Opened:
     """Make the environments where the plan says.
@@ -260,12 +275,12 @@ def open_workers(
     Args:
         env_fns: make them.
         plan: where.
-        setup: how.
+        options: how.
         describe: may refuse or change what the environments say of their spaces.
     """
     own = len(env_fns) if plan.backend == "serial" else plan.caller_share
     rest = len(env_fns) - own
-    backend = _backend(env_fns[:rest], plan, setup) if rest else None
+    backend = _backend(env_fns[:rest], plan, options) if rest else None
     workers: list[Worker] = [*backend.workers] if backend is not None else []
     try:
         if backend is not None:
@@ -278,15 +293,17 @@ def open_workers(
         description = describe(description_of([about for reply in replies for about in reply.value]))
         observations = Layout.shared(description.observation_spaces)
         large = observations.is_leaf and observations.leaves[0].nbytes * len(env_fns) >= RECYCLE_FROM
-        handouts = setup.handouts and backend is None and bool(observations.fixed) and large
+        handouts = backend is None and bool(observations.fixed) and large
+        handouts = handouts and options.copies and options.places == 1
+        handouts = handouts and options.autoreset is not AutoresetMode.DISABLED
         attach = Attach(
             len(env_fns),
             observations,
             Layout.shared(description.action_spaces),
-            setup.autoreset,
-            setup.check_nan,
-            HANDOUTS if handouts and setup.autoreset is not AutoresetMode.DISABLED else setup.places,
-            setup.text_bytes,
+            options.autoreset,
+            options.check_nan,
+            HANDOUTS if handouts else options.places,
+            options.text_bytes,
         )
         buffers = backend.share(attach) if backend is not None else attach.buffers()
         if backend is not None:
@@ -294,23 +311,23 @@ def open_workers(
             raise_first([failure for reply in replies_of(backend.workers) for failure in reply.failures])
         for worker in workers:
             if worker.group is not None:
-                worker.buffers = buffers
                 worker.group.attach(buffers, attach.autoreset, attach.check_nan)
     except BaseException:
         close_all(workers, backend, os.getpid(), 0.0)
         raise
-    return Opened(workers, backend, buffers, attach, description, attach.places == HANDOUTS and handouts)
+    return Opened(workers, backend, buffers, attach, description, handouts)
 
 
-def _backend(env_fns: Sequence[EnvFn], plan: Plan, setup: Setup) -> Backend:
+def _backend(env_fns: Sequence[EnvFn], plan: Plan, options: Options) -> Backend:
     n_workers = min(plan.workers or len(env_fns), len(env_fns))
     if plan.backend == "thread":
-        return ThreadBackend(env_fns, n_workers, setup.limits)
+        return ThreadBackend(env_fns, n_workers, options.limits)
     if plan.backend == "ray":
         from shoal.vector.ray import RayBackend
 
-        return cast(Backend, RayBackend(env_fns, plan.workers or None, setup.limits, setup.ray_options))
-    return ProcessBackend(env_fns, n_workers, plan.threads, setup.method, setup.limits)
+        return RayBackend(env_fns, plan.workers or None, options.limits, options.ray_options or {})
+    method = options.start_method or "forkserver"
+    return ProcessBackend(env_fns, n_workers, plan.threads, method, options.limits)
 
 
 def description_of(abouts: Sequence[About]) -> Description:
@@ -367,23 +384,16 @@ class Plan:
     """What the plan was made for, where it was measured."""
 
 
-def _plan(
-    env_fns: Sequence[EnvFn],
-    backend: str,
-    num_workers: int | None,
-    threads: bool,
-    step_timeout: float | None,
-    on_failure: str,
-) -> Plan:
-    n_envs = len(env_fns)
-    if backend in ("serial", "thread", "ray"):
-        return Plan(backend, workers=num_workers or 0)
-    guarded = step_timeout is not None or on_failure != "raise"
-    if backend == "auto" and num_workers is None and not threads and not guarded:
+def _plan(env_fns: Sequence[EnvFn], options: Options) -> Plan:
+    n_envs, workers, limited = len(env_fns), options.num_workers, options.step_timeout is not None
+    if options.backend in ("serial", "thread", "ray"):
+        return Plan(options.backend, workers=workers or 0)
+    guarded = limited or options.on_failure != "raise"
+    if options.backend == "auto" and workers is None and not options.threads and not guarded:
         cost = probe(env_fns[0])
         return Plan("serial") if cost is None else choose(cost, n_envs)
-    default = n_envs if step_timeout is not None and not threads else available_cpus()
-    return Plan("process", workers=min(num_workers or default, n_envs), threads=threads)
+    default = n_envs if limited and not options.threads else available_cpus()
+    return Plan("process", workers=min(workers or default, n_envs), threads=options.threads)
 
 
 def probe(fn: EnvFn) -> StepCost | None:

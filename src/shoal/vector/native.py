@@ -11,7 +11,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -31,18 +31,21 @@ from shoal.vector.native_batches import (
     tree,
 )
 
-INSTEAD = {  # what only shoal's own workers do: its default, and what to do here
-    "num_workers": (None, "env_kwargs={'num_threads': …} where the batch has threads"),
-    "start_method": (None, "leave it out: a batch has no processes"),
-    "step_timeout": (None, "backend='process', which can kill what hangs"),
-    "make_timeout": (None, "backend='process', which can kill what hangs"),
-    "ray_options": (None, "leave it out: a batch runs in this process"),
-    "on_failure": ("raise", "backend='process', which can replace one environment"),
-    "max_restarts": (3, "backend='process', which can replace one environment"),
-    "threads": (False, "env_kwargs={'num_threads': …} where the batch has threads"),
-    "ring": (None, "a ring of your own, or another backend"),
-    "text_bytes": (None, "leave it out: nothing is shared with workers"),
-    "wrappers": (None, "a wrapper of gymnasium.wrappers.vector around the result, or another backend"),
+if TYPE_CHECKING:
+    from shoal.vector.make import Options
+
+INSTEAD = {  # what only shoal's own workers do, and what to do here
+    "num_workers": "env_kwargs={'num_threads': …} where the batch has threads",
+    "start_method": "leave it out: a batch has no processes",
+    "step_timeout": "backend='process', which can kill what hangs",
+    "make_timeout": "backend='process', which can kill what hangs",
+    "ray_options": "leave it out: a batch runs in this process",
+    "on_failure": "backend='process', which can replace one environment",
+    "max_restarts": "backend='process', which can replace one environment",
+    "threads": "env_kwargs={'num_threads': …} where the batch has threads",
+    "ring": "a ring of your own, or another backend",
+    "text_bytes": "leave it out: nothing is shared with workers",
+    "wrappers": "a wrapper of gymnasium.wrappers.vector around the result, or another backend",
 }
 NOT_HERE = ("step_some", "reset_some", "apply", "call", "call_async", "call_wait", "get_attr", "set_attr",
             "observation_ring", "ring_position", "observations")  # fmt: skip
@@ -80,12 +83,9 @@ def _is_atari(batch: Any) -> bool:
 def make_native(
     env: Any,
     num_envs: int | None,
-    *,
-    env_kwargs: dict[str, Any] | None = None,
-    autoreset: AutoresetMode = AutoresetMode.SAME_STEP,
-    check_nan: bool = True,
-    copy_observations: bool | None = None,
-    **asked: Any,
+    env_kwargs: dict[str, Any] | None,
+    wrappers: Sequence[Any],
+    options: Options,
 ) -> NativeVectorEnv:
     """The batch that an environment brings itself.
 
@@ -94,33 +94,30 @@ def make_native(
             or class in gymnax's interface, or what returns a `VectorEnv` when called with `num_envs`.
         num_envs: how many.
         env_kwargs: passed to what makes the batch.
-        autoreset: what the batch does by itself; "same_step" too where a masked reset gives exactly that.
-        check_nan: a NaN reward or observation raises.
-        copy_observations: False hands out the batch's own arrays.
-        **asked: the other options of `make_vec`; all are refused unless they have their default.
+        wrappers: of `make_vec`; refused.
+        options: those of shoal's workers are refused. Autoreset is what the batch does by itself; "same_step"
+            too where a masked reset gives exactly that.
 
     Raises:
         ConfigError: for all that this batch cannot honour, and for environments without a batch.
     """
     if num_envs is None or num_envs < 1:
         raise ValueError(f"num_envs must be at least 1 for backend='native', got {num_envs}")
-    refused = [
-        f"{name}={value!r} (do this: {INSTEAD[name][1] if name in INSTEAD else 'leave it out'})"
-        for name, value in asked.items()
-        if value is not None and value != INSTEAD.get(name, (None, ""))[0]
-    ]
+    given = options.given() | ({"wrappers": tuple(wrappers)} if wrappers else {})
+    refused = [f"{name}={given[name]!r} (do this: {INSTEAD[name]})" for name in given if name in INSTEAD]
     name = env if isinstance(env, str) else getattr(env, "id", getattr(env, "__name__", type(env).__name__))
     if refused:
         raise ConfigError(
             f"backend='native' steps all of {name!r} in its own batch; expected none of "
             f"shoal's workers' options, got {'; '.join(refused)}"
         )
-    batch = _open(env, name, num_envs, dict(env_kwargs or {}), autoreset)
-    problem = _mismatch(batch, num_envs, autoreset)
+    batch = _open(env, name, num_envs, dict(env_kwargs or {}), options.autoreset)
+    problem = _mismatch(batch, num_envs, options.autoreset)
     if problem is not None:
         batch.close()
         raise ConfigError(f"the native batch of {name!r} ({type(batch).__name__}) {problem}")
-    return NativeVectorEnv(batch, str(name), autoreset, check_nan, copy_observations is not False)
+    copies = options.copy_observations is not False
+    return NativeVectorEnv(batch, str(name), options.autoreset, options.check_nan, copies)
 
 
 def _open(env: Any, name: Any, num_envs: int, kwargs: dict[str, Any], mode: AutoresetMode) -> Any:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from shoal.core.processes import (
     ChannelClosedError,
     StartMethod,
     WorkerProcess,
+    describe_exit,
     dumps,
     end_all,
     require_linux,
@@ -33,30 +34,27 @@ from shoal.vector import buffers as words
 from shoal.vector import worker as operations
 from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer, read, shared_file
 from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
-from shoal.vector.failures import Failure, died, from_exception, timed_out
+from shoal.vector.failures import Failure, from_exception, short
 from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve
 
 LOADING_SECONDS = 60.0
 """Time for a worker with a time limit to start and import what it needs, before its first constructor begins."""
 
 
-class Limits:
-    """Seconds that one env may take.
+class Limits(NamedTuple):
+    """Seconds that one env may take for a step, a reset or a call, and for its constructor; None for ever."""
 
-    Args:
-        step: for a step, a reset or a call; None for ever.
-        make: for its constructor.
-    """
-
-    def __init__(self, step: float | None = None, make: float | None = None) -> None:
-        self.step, self.make = step, make
-        self.any = not (step is None and make is None)
+    step: float | None = None
+    make: float | None = None
 
     def of(self, command: Any) -> float | None:
         """The limit for one env in this command."""
         if isinstance(command, Attach):  # nothing of the env's runs
             return None if self.step is None else LOADING_SECONDS
         return self.make if isinstance(command, Make | Rebuild) else self.step
+
+
+NO_LIMITS = Limits()
 
 
 class Worker:
@@ -72,16 +70,14 @@ class Worker:
     home: Any = None
     """What it lives in; workers with the same home are lost together."""
 
-    def __init__(self, first: int, env_fns: Sequence[EnvFn], limits: Limits | None = None) -> None:
+    def __init__(self, first: int, env_fns: Sequence[EnvFn], limits: Limits = NO_LIMITS) -> None:
         self.first, self.env_fns, self.count = first, list(env_fns), len(env_fns)
         self.ids = range(first, first + self.count)
-        self.limits = limits or Limits()
+        self.limits, self._limited = limits, limits != NO_LIMITS
         self.place = self.before = 0
         """Where its latest observations are, and where those before them were."""
         self.command: Any = None
         """What it is at, or what it answered as long as nobody took the reply."""
-        self.queued: Any = None
-        """The next command: it waits for an abandoned one to end."""
         self.lost: Failure | None = None
         """Why it can no longer work, if so."""
         self.group: EnvGroup | None = None
@@ -146,20 +142,12 @@ class Worker:
         """Of its process."""
         return None
 
-    @property
-    def exit_code(self) -> int | None:
-        """Of its process."""
-        return None
-
     # --- what is the same for all
     def begin(self, command: Any, *, bell: bool = False) -> None:
-        """Begin a command, or have it wait until an abandoned one is over."""
-        if self.command is not None:
-            self.queued = command
-        else:
-            if self.limits.any:
-                self._seen = (-1, time.monotonic())
-            self.start(command, bell=bell)
+        """Begin a command."""
+        if self._limited:
+            self._seen = (-1, time.monotonic())
+        self.start(command, bell=bell)
 
     def take(self) -> tuple[Any, Reply | None]:
         """The command that is over and its reply; a lost worker gives its failure."""
@@ -198,6 +186,16 @@ class Worker:
         env = self.first + (at if at < self.count else 0)
         return env, name_of(self.command) if self.command is not None else "wait", self.action_of(env)
 
+    def failure(self, kind: str, summary: str) -> Failure:
+        """A failure of the env that it is at, with what its process said."""
+        env, doing, action = self.current()
+        acted = None if action is None else short(action)
+        return Failure(env, doing, summary, self.stack(), acted, self.pid, None, kind)
+
+    def death(self) -> Failure:
+        """That it is gone."""
+        return self.failure("died", "its thread ended")
+
     def action_of(self, env: int) -> Any:
         """The action that an env was given in the present command, as far as it is known."""
         if not isinstance(self.command, Step) or self.buffers is None:
@@ -221,8 +219,7 @@ def look_at(workers: Iterable[Worker]) -> None:
         if worker.is_gone():
             homes.setdefault(id(worker.home if worker.home is not None else worker), []).append(worker)
     for suspects in homes.values():
-        env, doing, action = suspects[0].current()
-        failure = died(env, doing, action, suspects[0].pid, suspects[0].exit_code, suspects[0].stack())
+        failure = suspects[0].death()
         if len(suspects) > 1:
             others = ", ".join(str(worker.current()[0]) for worker in suspects[1:9])
             failure.summary += f" (or it was the fault of env {others}, which it stepped at the same time)"
@@ -243,7 +240,7 @@ def look_at(workers: Iterable[Worker]) -> None:
     end = now + 0.3
     while time.monotonic() < end and not all(worker.stack() for worker, _ in overdue):
         time.sleep(0.005)
-    failures = [timed_out(*worker.current(), worker.pid, limit, worker.stack()) for worker, limit in overdue]
+    failures = [worker.failure("timeout", f"no answer within {limit:g} s") for worker, limit in overdue]
     for (worker, _), failure in zip(overdue, failures, strict=True):
         worker.lose(failure)
     for worker in at_work:  # neighbours of those: killed with them, and not to blame
@@ -302,7 +299,7 @@ class Backend:
     def start(self, workers: Sequence[Worker]) -> None:
         """Start what these live in and have them make their environments; `replies_of` tells how that went."""
         for worker in workers:
-            worker.lost = worker.command = worker.queued = None
+            worker.lost = worker.command = None
             worker.begin(Make(worker.first, worker.env_fns))
 
     def attach(self, workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> None:
@@ -603,8 +600,7 @@ class ProcessWorker(Worker):
             except (ChannelClosedError, WorkerDiedError):
                 self.home.make_sure_it_is_gone()
                 if self.lost is None:
-                    env, doing, action = self.current()
-                    self.lose(died(env, doing, action, self.pid, self.exit_code, self.stack()))
+                    self.lose(self.death())
                 return Reply()
             except KeyboardInterrupt:
                 raise
@@ -639,12 +635,11 @@ class ProcessWorker(Worker):
         """Of its process."""
         return self.home.pid
 
-    @property
-    def exit_code(self) -> int | None:
-        """Of its process."""
+    def death(self) -> Failure:
+        """That its process is gone."""
         if not self.home.alive():
             self.home.reap()
-        return self.home.exit_code
+        return self.failure("died", f"its worker process {describe_exit(self.home.exit_code)}")
 
 
 class ProcessBackend(Backend):
@@ -685,7 +680,7 @@ class ProcessBackend(Backend):
             process.start()
             self._settle([worker for worker in self.workers if worker.home is process])
         for worker in workers:
-            worker.lost = worker.command = worker.queued = None
+            worker.lost = worker.command = None
         made: dict[Any, bytes] = {}
         for worker in workers:
             key = tuple(map(id, worker.env_fns))

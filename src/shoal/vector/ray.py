@@ -21,18 +21,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shoal.core.errors import ConfigError, did_you_mean
-from shoal.core.executors import connect_ray
+from shoal.core.executors import enter_ray, leave_ray, ray_session
 from shoal.core.processes import dumps
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import LOADING
 from shoal.vector.env_group import Reply, Reset, Step, even_cuts
-from shoal.vector.failures import Failure, from_exception, short
+from shoal.vector.failures import Failure, from_exception
 from shoal.vector.process import Backend, Limits, Worker, dumps_env_fns, land, rows_of, with_own_rows
 from shoal.vector.worker import Close, Make, QueueBox, packed, serve_or_end, unpacked
 
 logger = logging.getLogger(__name__)
 PLACING_OPTIONS = ("accelerator_type", "fallback_strategy", "label_selector", "scheduling_strategy")
 """With one of these Ray chooses the node of an actor."""
+STRATEGIES = ("DEFAULT", "SPREAD")
 OPTIONS = (*PLACING_OPTIONS, "memory", "num_cpus", "num_gpus", "resources", "runtime_env")
 RETRY_SECONDS = 60.0
 """How long an actor that is lost before it serves is tried again: Ray may take 15 s to notice that a node is dead."""
@@ -170,10 +171,14 @@ class RayWorker(Worker):
         return False
 
     def _die(self, reason: str, trace: str = "") -> None:
-        env, doing, action = self.current()
-        summary = f"the Ray actor of {self.name} is gone: {reason}"
-        acted = None if action is None else short(action)
-        self.lose(Failure(env, doing, summary, trace, acted, self.pid, None, "died"))
+        failure = self.failure("died", f"the Ray actor of {self.name} is gone: {reason}")
+        others = [str(i) for i in self.ids if i != failure.env]
+        if others and isinstance(
+            self.command, Step | Reset
+        ):  # where it was is known from when it was last looked at
+            failure.summary += f" (or it was the fault of env {', '.join(others[:8])})"
+        failure.trace = trace
+        self.lose(failure)
 
     def pause(self, seconds: float) -> None:
         """Sleep until it answers."""
@@ -236,8 +241,10 @@ class RayWorker(Worker):
 
     def stack(self) -> str:
         """Where that thread was when it was asked."""
+        if self._stack is None or not self.backend.connected():
+            return ""
         with contextlib.suppress(self.ray.exceptions.RayError):
-            if self._stack is not None and self.backend.is_there(self._stack):
+            if self.backend.is_there(self._stack):
                 return str(self.ray.get(self._stack).stack)
         return ""
 
@@ -277,11 +284,17 @@ class RayBackend(Backend):
         for name in options:
             if name not in OPTIONS:
                 raise ConfigError(f"ray_options has no {name!r}.{did_you_mean(name, OPTIONS)}")
+        strategy = options.get("scheduling_strategy", STRATEGIES[0])
+        if isinstance(strategy, str) and strategy not in STRATEGIES:
+            raise ConfigError(
+                f"scheduling_strategy must be one of {STRATEGIES} or an object of Ray's, got {strategy!r}."
+                f"{did_you_mean(strategy, STRATEGIES)}"
+            )
         self.workers: list[RayWorker] = []
         self.suspects: set[str] = set()
         """Nodes on which an actor died: perhaps they did, too."""
         self._reported, self._we_place = 0.0, options.keys().isdisjoint(PLACING_OPTIONS)
-        self.ray, self.session = _enter_session()
+        self.ray, self.session = enter_ray()
         try:
             fixed = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"look": 1}}
             self._kind = self.ray.remote(**fixed, **options)(Host)
@@ -297,14 +310,14 @@ class RayBackend(Backend):
             for lo, hi in even_cuts(len(env_fns), max(1, min(int(room), len(env_fns)))):
                 self.workers.append(RayWorker(self, lo, env_fns[lo:hi], limits))
         except BaseException as error:
-            _leave_session(self.ray, self.session)
+            leave_ray(self.session)
             if isinstance(error, ValueError | TypeError):
                 raise ConfigError(f"Ray refuses ray_options={dict(options)}: {error}") from error
             raise
 
     def connected(self) -> bool:
         """The session in which the actors live goes on."""
-        return bool(_session_of(self.ray) == self.session)
+        return bool(ray_session(self.ray) == self.session)
 
     def is_there(self, reference: Any) -> bool:
         """Its value, or an error in place of it, can be had at once."""
@@ -325,7 +338,7 @@ class RayBackend(Backend):
         self._reported = time.monotonic()
         for worker in workers:
             assert isinstance(worker, RayWorker)
-            worker.lost, worker.command, worker.queued, worker.node = None, None, None, ""
+            worker.lost, worker.command, worker.node = None, None, ""
         for worker in workers:
             worker.begin(Make(worker.first, dumps_env_fns(worker.env_fns)))
 
@@ -412,7 +425,7 @@ class RayBackend(Backend):
                 self.ray.wait(replies, num_returns=len(replies), timeout=seconds)
             for worker in self.workers:
                 worker.give_up()
-        _leave_session(self.ray, self.session)
+        leave_ray(self.session)
         self.session = None
 
 
@@ -424,35 +437,3 @@ def _amounts(amounts: Mapping[str, float]) -> str:
     """
     words = [f"{n:g} {name}{'s' * (name in ('CPU', 'GPU') and n != 1)}" for name, n in amounts.items()]
     return ", ".join(words) or "nothing"
-
-
-# --- the session
-_SESSIONS: dict[Any, int] = {}
-"""Those that vector envs of this process started, and how many use each: the last one ends it."""
-_LOCK = threading.RLock()
-
-
-def _session_of(ray: Any) -> Any:
-    if not ray.is_initialized():
-        return None
-    context = ray.get_runtime_context()
-    return context.get_job_id(), context.get_node_id()
-
-
-def _enter_session() -> tuple[Any, Any]:
-    with _LOCK:
-        ray, started = connect_ray()
-        session = _session_of(ray)
-        if started or session in _SESSIONS:
-            _SESSIONS[session] = _SESSIONS.get(session, 0) + 1
-        return ray, session
-
-
-def _leave_session(ray: Any, session: Any) -> None:
-    with _LOCK:
-        if session in _SESSIONS:
-            _SESSIONS[session] -= 1
-            if not _SESSIONS[session]:
-                del _SESSIONS[session]
-                if _session_of(ray) == session:
-                    ray.shutdown()

@@ -165,8 +165,5 @@ class SB3VecEnv(_VecEnv):
 
     def _stack(self, batch: Any) -> Any:
         # values of custom spaces come as a tuple of n; Stable-Baselines3 wants one array
-        return np.stack(batch) if isinstance(batch, tuple) and not self._is_tuple else batch
-
-    @property
-    def _is_tuple(self) -> bool:
-        return isinstance(self.observation_space, gymnasium.spaces.Tuple)
+        is_tuple = isinstance(self.observation_space, gymnasium.spaces.Tuple)
+        return np.stack(batch) if isinstance(batch, tuple) and not is_tuple else batch

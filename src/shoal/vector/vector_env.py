@@ -1,8 +1,8 @@
 """Many environments behind one `gymnasium.vector.VectorEnv`, whatever steps them.
 
 Every operation goes the same way: commands for the workers, one wait for their replies, failures dealt with, one
-batch. A command that nobody waits for any more (a time limit, Ctrl-C) runs to its end before the next one begins;
-an episode that ended in it is reported by the next step of its env.
+batch. A command that nobody waits for any more (a time limit, Ctrl-C) is abandoned: it runs to its end before its
+envs take part in anything else, and an episode that ended in it is reported by the next step of its env.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shoal.core.seeding import derive_seed
 from shoal.vector.buffers import (
     NOTHING_LOOSE,
     WHOLE,
+    Array,
     Buffers,
     Loose,
     Observations,
     of_group,
     plain_target,
     split,
-    whole_actions,
     write_batch,
     write_some,
 )
@@ -49,8 +49,8 @@ from shoal.vector.failures import (
     restart_seed,
     told_of,
 )
-from shoal.vector.infos import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
+from shoal.vector.values import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,14 @@ class Description(NamedTuple):
 
 
 class PendingTimeoutError(WorkerTimeoutError, multiprocessing.TimeoutError):
-    """A `*_wait(timeout=…)` ran out; what was begun goes on."""
+    """A `*_wait(timeout=…)` ran out.
+
+    Attributes:
+        begun: whether the operation had begun: then it runs to its end, and the next step tells what must not be
+            lost of it. Otherwise it waited for one abandoned before, has touched no env, and never will.
+    """
+
+    begun = True
 
 
 class VectorPool(VectorEnv[Any, Any, Any]):
@@ -132,6 +139,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._turn = threading.Lock()  # held from `*_async` to `*_wait`
         self._state: str | None = None
         self._pending: Pending = []
+        self._deferred: tuple[list[Worker], Callable[[], None]] | None = (
+            None  # whom it waits for, then it begins
+        )
         self._paying: dict[int, Owed] = {}  # what the step under way reports instead of being taken
         self._skipped: set[int] = set()  # envs that it leaves out because of what came late
         self._late: list[Worker] = []  # at an abandoned command
@@ -177,19 +187,25 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
             )
 
-    def _begun(self, operation: str, begin: Callable[[], None]) -> None:
-        """Run what begins an operation; if that fails, what it began is abandoned."""
+    def _begun(self, operation: str, state: str, ids: Iterable[int], begin: Callable[[], None]) -> None:
+        """Begin what concerns the envs `ids`; `*_wait` does, if one of them is at an abandoned command."""
+        self._enter(operation)
         try:
-            begin()
-        except BaseException:
+            concerned = {id(self._by_env[i]) for i in ids} if self._late else ()
+            late = [worker for worker in self._late if id(worker) in concerned]
+            if late:
+                self._deferred = late, begin
+            else:
+                begin()
+        except BaseException:  # what it began is abandoned
             self._abandon({})
             self._leave()
             raise
-        self._state = operation
+        self._state = state
 
     def _abandon(self, replies: dict[int, Reply | None]) -> None:
         """Nobody waits for what is pending any more; what was answered already keeps its ends."""
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._deferred = self._pending, [], None
         self._owed.update(self._paying)
         self._paying, self._skipped = {}, set()
         for worker, command in pending:
@@ -198,8 +214,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             elif worker.inline:
                 worker.command = None
                 self._land_late(worker, command, None)
-            elif worker.queued is command:
-                worker.queued = None  # it never began
             elif worker.command is command:
                 self._late.append(worker)
 
@@ -218,17 +232,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Begin a reset; `reset_wait` returns its result."""
-        self._enter("reset_async")
-
-        def begin() -> None:
-            chosen: Sequence[int] = range(self.num_envs)
-            rest = options
-            if options is not None and "reset_mask" in options:
-                rest = dict(options)
-                chosen = np.flatnonzero(_checked_mask(rest.pop("reset_mask"), self.num_envs)).tolist()
-            self._begin_reset(chosen, spread(seed, self.num_envs), rest)
-
-        self._begun("reset", begin)
+        chosen: Sequence[int] = range(self.num_envs)
+        rest = options
+        if options is not None and "reset_mask" in options:
+            rest = dict(options)
+            chosen = np.flatnonzero(_checked_mask(rest.pop("reset_mask"), self.num_envs)).tolist()
+        seeds = spread(seed, self.num_envs)
+        self._begun("reset_async", "reset", chosen, lambda: self._begin_reset(chosen, seeds, rest))
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """The first observations and infos of the episodes begun by `reset_async`."""
@@ -248,33 +258,29 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
     ) -> list[tuple[Any, dict[str, Any]]]:
         """Reset the environments `indices`, each with its seed; one `(observation, info)` for each."""
-        self._enter("reset_some")
-        chosen: list[int] = []
-
-        def begin() -> None:
-            chosen.extend(self._indices(indices, seeds, "seeds"))
-            everyone: list[int | None] = [None] * self.num_envs
-            for i, seed in zip(chosen, seeds, strict=True):
-                everyone[i] = seed
-            self._begin_reset(sorted(chosen), everyone, options)
-
-        self._begun("reset", begin)
+        chosen = self._indices(indices, seeds, "seeds")
+        everyone: list[int | None] = [None] * self.num_envs
+        for i, seed in zip(chosen, seeds, strict=True):
+            everyone[i] = seed
+        self._begun(
+            "reset_some", "reset", chosen, lambda: self._begin_reset(sorted(chosen), everyone, options)
+        )
         infos = by_env(self._collect(None, "reset"))
         return [(self._observation(i), infos.get(i, {})) for i in chosen]
 
     def _begin_reset(
-        self, chosen: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None
+        self, chosen: Sequence[int], seeds: list[int | None], options: dict[str, Any] | None
     ) -> None:
         alive = [i for i in chosen if self.active[i]]
-        seeds = list(seeds)
         for i in alive:
             self._owed.pop(i, None)
             if seeds[i] is not None:
                 self._seeds[i] = seeds[i]
         lost = [worker for worker in self.workers if worker.lost is not None]
         if lost and len(alive) == int(self.active.sum()):
+            anew = {i for worker in lost for i in self._lost_with(worker.first)}
             raise_first(self._start_anew(lost))  # fresh workers in place of those that a raised failure left
-            for i in (i for worker in lost for i in worker.ids):
+            for i in anew:
                 self._replaced[i] += 1
                 if seeds[i] is None:
                     seeds[i] = restart_seed(self._seeds[i], self._replaced[i])
@@ -291,43 +297,49 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
-        self._enter("step_async")
-        try:
-            target = self._plain_actions
-            if (
-                target is not None
-                and type(actions) is np.ndarray
-                and actions.dtype is target.dtype
-                and actions.shape == target.shape
-                and not self._late
-            ):
-                target[...] = actions
-                self._begin_step(NOTHING_LOOSE)
-            else:
-                columns = split(self.buffers.actions, actions, self.num_envs)
-                if self._late:  # somebody may still read the buffers
-                    self._begin_step({WHOLE: dict(enumerate(whole_actions(self.buffers.actions, columns)))})
-                else:
-                    self._begin_step(write_batch(self.buffers, columns))
-        except BaseException:
-            self._abandon({})
-            self._leave()
-            raise
-        self._state = "step"
+        target = self._plain_actions
+        if (
+            target is not None
+            and type(actions) is np.ndarray
+            and actions.dtype is target.dtype
+            and actions.shape == target.shape
+            and not self._late
+        ):
+            self._begun("step_async", "step", (), lambda: self._begin_plain_step(actions))
+            return
+        columns = split(self.buffers.actions, actions, self.num_envs)
+        if self._late:  # they are written later
+            columns = [column.copy() if isinstance(column, np.ndarray) else column for column in columns]
+        self._begun(
+            "step_async",
+            "step",
+            range(self.num_envs),
+            lambda: self._begin_step(write_batch(self.buffers, columns)),
+        )
+
+    def _begin_plain_step(self, actions: Array) -> None:
+        self.buffers.act[0][...] = actions
+        self._begin_step(NOTHING_LOOSE)
 
     def step_async_each(self, actions: Sequence[Any]) -> None:
         """`step_async` with one action per environment, not batched."""
-        self._enter("step_async")
-
-        def begin() -> None:
-            if len(actions) != self.num_envs:
-                raise ValueError(f"expected {self.num_envs} actions, got {len(actions)}")
-            self._begin_step(self._written(range(self.num_envs), actions))
-
-        self._begun("step", begin)
+        if len(actions) != self.num_envs:
+            raise ValueError(f"expected {self.num_envs} actions, got {len(actions)}")
+        everyone, given = range(self.num_envs), list(actions)
+        self._begun(
+            "step_async",
+            "step",
+            everyone,
+            lambda: self._begin_step(write_some(self.buffers, everyone, given)),
+        )
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
+        """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`.
+
+        Raises:
+            PendingTimeoutError: after `timeout` seconds. The step runs to its end; but if an env it concerns was still
+                at an abandoned command (`error.begun` is False), it has not begun anywhere and never will.
+        """
         if self.closed or self._state != "step":
             self._expect("step")
         told = self._collect(timeout, "step")
@@ -353,14 +365,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         An action may be anything: what is not in the action space reaches the env as it is.
         """
-        self._enter("step_some")
-        chosen: list[int] = []
-
-        def begin() -> None:
-            chosen.extend(self._indices(indices, actions, "actions"))
-            self._begin_step(self._written(chosen, actions), sorted(chosen))
-
-        self._begun("step", begin)
+        chosen = self._indices(indices, actions, "actions")
+        self._begun(
+            "step_some",
+            "step",
+            chosen,
+            lambda: self._begin_step(write_some(self.buffers, chosen, actions), sorted(chosen)),
+        )
         infos = by_env(self._collect(None, "step"))
         buffers = self.buffers
         return [
@@ -374,17 +385,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             for i in chosen
         ]
 
-    def _written(self, ids: Sequence[int], actions: Sequence[Any]) -> Loose:
-        if self._late:
-            return {WHOLE: dict(zip(ids, actions, strict=True))}
-        return write_some(self.buffers, ids, actions)
-
     def _begin_step(self, loose: Loose, chosen: Sequence[int] | None = None) -> None:
         """Begin to step all envs, or only those `chosen`."""
         whole = chosen is None
         if whole:
             self._began = time.perf_counter()
-            if self._all_active and not (self._owed or self._late or self._late_failures):
+            if self._all_active and not (self._owed or self._late_failures):
                 self.buffers.flags.fill(False)
                 place = self._next_place() if self.buffers.places > 1 else 0
                 pending = self._pending
@@ -398,20 +404,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 return
             for i in np.flatnonzero(~self.active).tolist():
                 self._paying[i] = Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
-            chosen = np.flatnonzero(self.active).tolist()
+            chosen = self._active()
         assert chosen is not None
         failed = {failure.env for failure in self._late_failures}
-        self._skipped |= failed & set(chosen)
-        going = [i for i in chosen if i not in self._owed and i not in failed]
-        self._pay(i for i in chosen if i in self._owed)
+        self._skipped = failed.intersection(chosen)
+        self._paying.update({i: self._owed.pop(i) for i in chosen if i in self._owed})
+        going = [i for i in chosen if i not in self._paying and i not in failed]
         place = self._next_place()
         for worker, members in self._by_worker(going, rest=True):
             self._begin(worker, Step(members, place, of_group(loose, worker.first, worker.count)))
-
-    def _pay(self, due: Iterable[int]) -> None:
-        """Report what is owed to envs that would be stepped now: they must not step."""
-        for i in list(due):
-            self._paying[i] = self._owed.pop(i)
 
     def _flag(self, i: int, reward: float, terminated: bool, truncated: bool) -> None:
         buffers = self.buffers
@@ -448,12 +449,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         worker.before, worker.place = worker.place, place
 
     def _begin(self, worker: Worker, command: Any) -> None:
-        """Begin a command, or put it behind an abandoned one."""
         self._pending.append((worker, command))
-        if worker.command is None:
-            self._launch(worker, command)
-        else:
-            worker.begin(command)
+        self._launch(worker, command)
 
     def _launch(self, worker: Worker, command: Any, *, bell: bool = False) -> None:
         if isinstance(command, Step | Reset):
@@ -473,8 +470,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _collect(self, timeout: float | None, word: str) -> list[Told]:
         """Finish a reset or step: keep what came beside the buffers, deal with failures, return the infos."""
         try:
+            replies = self._replies(timeout, word)
             pending = self._pending
-            replies = self._replies(pending, timeout, word)
             told, failures = self._land(pending, replies)
             if failures:
                 paying = set(self._paying) | self._skipped
@@ -496,107 +493,60 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._paying, self._skipped = {}, set()
             self._leave()
 
-    def _replies(self, pending: Pending, timeout: float | None, word: str) -> list[Reply | None]:
-        """The replies of workers at work: the caller's own group first, then the others as they come."""
+    def _replies(self, timeout: float | None, word: str) -> list[Reply | None]:
+        """The replies to what is pending, in its order; notes how long the caller waited for others."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         replies: dict[int, Reply | None] = {}
+        waiting = 0.0
         try:
-            if self._late or timeout is not None:
-                self._gather(pending, replies, None if timeout is None else time.monotonic() + timeout)
-            else:
-                return self._finish(pending, replies)
+            if self._deferred is not None:
+                late, begin = self._deferred
+                while late := [worker for worker in late if worker in self._late]:
+                    pause = late[0].pause
+                    for worker in wait_any(
+                        late, late, deadline, lambda left, pause=pause: pause(min(left, 0.005))
+                    ):
+                        self._land_late(worker, *worker.take())
+                self._deferred = None
+                begin()
+            for worker, _ in reversed(self._pending):  # the caller's own group is the last
+                if not worker.inline:
+                    waiting = waiting or time.perf_counter()
+                    if not worker.quick():
+                        wait_any([worker], [worker for worker, _ in self._pending], deadline, worker.pause)
+                replies[id(worker)] = worker.take()[1]
         except TimeoutError:
+            error = PendingTimeoutError(f"The call to `{word}_wait` has timed out after {timeout} second(s).")
+            error.begun = self._deferred is None
             self._abandon(replies)
-            raise PendingTimeoutError(
-                f"The call to `{word}_wait` has timed out after {timeout} second(s)."
-            ) from None
+            raise error from None
         except BaseException:
             self._abandon(replies)
             raise
-        return [replies[id(worker)] for worker, _ in pending]
-
-    def _finish(self, pending: Pending, replies: dict[int, Reply | None]) -> list[Reply | None]:
-        """The usual case: nobody is late, and there is no deadline. Notes how long the caller waited for others."""
-        waiting = 0.0
-        found: list[Reply | None] = []
-        for worker, _ in reversed(pending):  # the caller's own group is the last
-            if not worker.inline:
-                waiting = waiting or time.perf_counter()
-                if not worker.quick():
-                    wait_any([worker], [worker for worker, _ in pending], None, worker.pause)
-            reply = replies[id(worker)] = worker.take()[1]
-            found.append(reply)
         if self._began:
             end = time.perf_counter()
             self._stepping += end - self._began
             self._waited += end - waiting if waiting else 0.0
             self._began = 0.0
-        found.reverse()
-        return found
-
-    def _gather(self, pending: Pending, replies: dict[int, Reply | None], deadline: float | None) -> None:
-        """Replies when some workers are still at an abandoned command, whose turn comes first."""
-        waiting = {id(worker): worker for worker, _ in pending}
-        while waiting:
-            workers = list(waiting.values())
-            pause = workers[0].pause
-            for worker in wait_any(
-                workers, workers, deadline, lambda left, pause=pause: pause(min(left, 0.005))
-            ):
-                command, reply = worker.take()
-                if worker.queued is None:
-                    replies[id(worker)] = reply
-                    del waiting[id(worker)]
-                elif worker.lost is not None:
-                    if isinstance(worker.queued, Step | Reset):
-                        self._as_before(worker, command)
-                        self._move(worker, [], worker.queued.place)
-                    worker.queued = None
-                    self._late = [other for other in self._late if other is not worker]
-                    replies[id(worker)] = reply
-                    del waiting[id(worker)]
-                elif not self._after_late(worker, command, reply):
-                    replies[id(worker)] = None
-                    del waiting[id(worker)]
-
-    def _as_before(self, worker: Worker, command: Any) -> None:
-        """A worker was lost amid an abandoned command: what its envs showed before stands, but for ends."""
-        if isinstance(command, Step | Reset):
-            over = self.buffers.terminated | self.buffers.truncated
-            ids = [i for i in worker.ids if not over[i]]
-            self._observations.carry(ids, worker.before, worker.place)
-
-    def _after_late(self, worker: Worker, command: Any, reply: Reply | None) -> bool:
-        """Take over an abandoned command's reply and begin the next one; False if there is nothing left to do."""
-        self._late = [other for other in self._late if other is not worker]
-        self._land_late(worker, command, reply)
-        following, worker.queued = worker.queued, None
-        if following is None:
-            return False
-        if isinstance(following, Reset):
-            for j in following.members:
-                self._owed.pop(worker.first + j, None)
-        if isinstance(following, Step):
-            assert following.members is not None
-            failed = {failure.env for failure in self._late_failures}
-            ids = [worker.first + j for j in following.members]
-            self._skipped |= failed & set(ids)
-            self._pay(i for i in ids if i in self._owed)
-            following.members = [i - worker.first for i in ids if i not in self._paying and i not in failed]
-            if not following.members:
-                self._move(worker, [], following.place)
-                return False
-        if isinstance(following, Step | Reset):
-            self._launch(worker, following)
-        else:
-            worker.begin(following)
-        return True
+        return [replies[id(worker)] for worker, _ in self._pending]
 
     def _land_late(self, worker: Worker, command: Any, reply: Reply | None) -> None:
         """Keep of an abandoned step what must not be lost: ends of episodes, and failures."""
-        if worker.lost is not None or not isinstance(command, Step | Reset):
+        if worker in self._late:
+            self._late.remove(worker)
+        if not isinstance(command, Step | Reset):
             return
         reply = reply or Reply()
+        if worker.lost is not None:
+            reply = Reply()
         failed = {failure.env for failure in reply.failures}
+        over = self.buffers.terminated | self.buffers.truncated
+        stay = [  # what they showed before stands, but for ends
+            i
+            for i in (failed if worker.lost is None else worker.ids)
+            if not over[i] or (self._same_step and i in failed)
+        ]
+        self._observations.carry(stay, worker.before, worker.place)
         self._observations.keep(_ids(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
         if isinstance(command, Step):
@@ -615,11 +565,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._owed[i] = Owed(float(buffers.rewards[i]), *flags, item)
 
     def _final(self, final: Any, i: int) -> Any:
-        """The last observation of an episode that was replaced."""
+        """The last observation of an episode that was replaced; one that came nowhere is what was shown before."""
         if final is not IN_BUFFER:
             return final
         rows = self.buffers.final[0]
-        return rows[i].copy() if rows is not None and self.buffers.observations.is_leaf else None
+        if rows is not None and self.buffers.observations.is_leaf:
+            return rows[i].copy()
+        return self._observations.one(i, self._by_env[i].before)
 
     def _land(self, pending: Pending, replies: Sequence[Reply | None]) -> tuple[list[Told], list[Failure]]:
         """Take over the replies of workers: infos, completed by the ends without any, and failures."""
@@ -723,8 +675,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             final, info = failure.ending
         if self._same_step:
             final = self._final(final, i)
-            if final is None:
-                final = buffers.observations.rebuild(last)
         else:
             last = self._observations.leaves(i, worker.place)
         flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
@@ -832,15 +782,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin a call; `call_wait` returns its results."""
-        self._enter("call_async")
-
-        def begin() -> None:
-            if name in ("reset", "step", "close"):
-                raise ValueError(f"{name!r} has a method of its own on the vector environment; use that")
-            for worker, members in self._by_worker(np.flatnonzero(self.active).tolist()):
-                self._begin(worker, Call(name, args, kwargs, members))
-
-        self._begun("call", begin)
+        if name in ("reset", "step", "close"):
+            raise ValueError(f"{name!r} has a method of its own on the vector environment; use that")
+        self._begin_call(
+            "call_async", self._active(), lambda first, members: Call(name, args, kwargs, members)
+        )
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`, in the order of the environments; None for those that were masked out."""
@@ -854,44 +800,43 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of every environment: one value for all, or a list or tuple of one for each."""
-        self._enter("set_attr")
-
-        def begin() -> None:
-            each = values if isinstance(values, list | tuple) else [values] * self.num_envs
-            if len(each) != self.num_envs:
-                raise ValueError(
-                    f"values must be a list or tuple of one value per environment ({self.num_envs}), "
-                    f"got {len(each)}"
-                )
-            for worker, members in self._by_worker(np.flatnonzero(self.active).tolist()):
-                self._begin(worker, SetAttr(name, [each[worker.first + j] for j in members], members))
-
-        self._begun("call", begin)
+        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
+        if len(each) != self.num_envs:
+            raise ValueError(
+                f"values must be a list or tuple of one value per environment ({self.num_envs}), got {len(each)}"
+            )
+        self._begin_call(
+            "set_attr",
+            self._active(),
+            lambda first, members: SetAttr(name, [each[first + j] for j in members], members),
+        )
         self._answers(None)
 
     def apply(
         self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None
     ) -> list[Any]:
         """`function(env, *args)` for each environment, or some of them, where they live."""
-        self._enter("apply")
-        chosen: list[int] = []
-
-        def begin() -> None:
-            chosen.extend(
-                range(self.num_envs) if indices is None else self._indices(indices, indices, "indices")
-            )
-            for worker, members in self._by_worker(sorted(chosen)):
-                self._begin(worker, Apply(function, args, members))
-
-        self._begun("call", begin)
+        chosen = list(range(self.num_envs)) if indices is None else self._indices(indices, indices, "indices")
+        self._begin_call("apply", sorted(chosen), lambda first, members: Apply(function, args, members))
         results = self._answers(None)
         return [results[i] for i in chosen]
+
+    def _begin_call(
+        self, operation: str, ids: Sequence[int], command: Callable[[int, list[int]], Any]
+    ) -> None:
+        """Begin something of the envs `ids`: `command` gives it for the first env of a group and the members."""
+
+        def begin() -> None:
+            for worker, members in self._by_worker(ids):
+                self._begin(worker, command(worker.first, members))
+
+        self._begun(operation, "call", ids, begin)
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
         """What each env answered to a call."""
         try:
+            replies = self._replies(timeout, "call")
             pending = self._pending
-            replies = self._replies(pending, timeout, "call")
             raise_first(distinct([failure for reply in replies if reply for failure in reply.failures]))
             answers: dict[int, Any] = {}
             for (worker, command), reply in zip(pending, replies, strict=True):
@@ -1025,7 +970,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Take over what workers in flight have answered, and give them their next jobs."""
         while True:
             for worker in [worker for worker in self._late if worker.answered()]:
-                self._after_late(worker, *worker.take())
+                self._land_late(worker, *worker.take())
                 self._set_to_work(worker)
             ready = [(worker, command) for worker, command in self._at_work.values() if worker.answered()]
             if not ready:
@@ -1085,6 +1030,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return sorted(self._flying)
 
     # --- what is known
+    def _active(self) -> list[int]:
+        return np.flatnonzero(self.active).tolist()
+
     def _indices(self, indices: Sequence[int], partners: Sequence[Any], word: str) -> list[int]:
         """Different environments that take part, one for each of `partners` (the `word` that goes with them)."""
         chosen = [int(i) for i in indices]

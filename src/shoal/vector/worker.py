@@ -33,8 +33,7 @@ from shoal.vector import buffers as words
 from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer
 from shoal.vector.env_group import EnvGroup, Reply, Step, Trial
 from shoal.vector.failures import Failure, from_exception, portable
-from shoal.vector.infos import IN_BUFFER, Told
-from shoal.vector.spaces import Layout
+from shoal.vector.values import IN_BUFFER, Layout, Told
 
 STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
 """Operations on a command line; a `MESSAGE` carries any other command."""

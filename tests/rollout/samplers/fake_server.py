@@ -48,7 +48,8 @@ class FakeServer(ThreadingHTTPServer):
             return {"success": body["model_path"].endswith("good"), "message": "no such folder"}
         assert "seed" not in json.dumps(body)
         if self.kind == "vllm" and path == "/v1/completions":
-            assert (body["top_p"], body["top_k"], body["repetition_penalty"]) == (1.0, -1, 1.0)
+            assert {"top_p", "top_k", "min_p"} <= body.keys()
+            assert body["repetition_penalty"] == 1.0
             ids = written(body["prompt"], body["max_tokens"])
             choice = {
                 "token_ids": ids if body["return_token_ids"] else None,

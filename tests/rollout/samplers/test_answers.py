@@ -15,8 +15,8 @@ from shoal.rollout.collector import TrajectoryCollector, generate_each
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.samplers.chat_codec import ChatCodec
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling, checked
+from shoal.rollout.samplers.tokenizers import ChatCodec
 
 WRONG = {
     "a log-probability that is no number": lambda ids, lps: ((math.nan, *lps[1:]), ids),

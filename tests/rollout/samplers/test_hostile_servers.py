@@ -14,7 +14,7 @@ from shoal.rollout.samplers import http
 from shoal.rollout.samplers.http import HttpClient, Patience
 from shoal.rollout.samplers.openai import OpenAIEngine
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"

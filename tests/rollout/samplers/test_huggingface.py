@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.rollout.samplers.prefix_cache import Prefix, PrefixStore, shared_length
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine, Prefix, PrefixStore, shared_length
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
 from shoal.train.agent.policy import policy_of
 

@@ -6,14 +6,13 @@ import pytest
 from fake_server import FakeServer, logprob_of, written
 
 from shoal.core.errors import ConfigError, EngineError
-from shoal.rollout.capabilities import capabilities_of, require_trainable
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PromptConfig, Prompter, Scene
 from shoal.rollout.samplers.http import HttpClient, Patience
 from shoal.rollout.samplers.openai import OpenAIEngine
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of, require_trainable
 from shoal.rollout.samplers.scripted import RandomEngine
-from shoal.rollout.samplers.tiny_vocabulary import TinyTokenizer
+from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 QUICK = Patience(timeout=5.0, retries=3, backoff=0.001, max_backoff=0.01)
 

@@ -7,15 +7,24 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from fake_server import FakeServer
 from parallel_doubles import CounterEnv, HashEngine, config
+from test_huggingface import CHATML
+from test_huggingface import make_engine as make_llama
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
-from shoal.rollout.capabilities import capabilities_of
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.samplers.registry import _replica, close_engine, make_engine
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.registry import (
+    SAMPLERS,
+    _replica,
+    close_engine,
+    load_tokenizer,
+    make_engine,
+    sampler,
+)
+from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
-from shoal.train.agent.policy import make_policy
+from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.train.agent.policy import TinyPolicy, make_policy, policy_of
 
 
 @pytest.fixture
@@ -64,6 +73,81 @@ def test_what_a_config_of_an_engine_lacks_is_said(server, monkeypatch):
         ReplicaConfig(count=0)
 
 
+def test_an_unknown_engine_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="no engine named 'hugingface'. Did you mean 'huggingface'"):
+        EngineConfig(name="hugingface")
+    with pytest.raises(ConfigError, match="max_batch must be at least 1, got 0"):
+        EngineConfig(max_batch=0)
+    with pytest.raises(ConfigError, match="context must be at least 1 or null, got 0"):
+        ServerConfig(context=0)
+
+
+def test_a_sampler_is_registered_by_name_and_made_from_the_settings_of_a_run():
+    @sampler("test_hash")
+    def make(settings, words, seed):
+        engine = HashEngine()
+        engine.made_of = settings.context, tuple(words), seed
+        return engine
+
+    try:
+        assert make_engine(EngineConfig(name="test_hash", context=9), ["Up"], 4).made_of == (9, ("Up",), 4)
+        with pytest.raises(ValueError, match="registered already"):
+            sampler("test_hash")(make)
+        assert sampler("test_hash", replace=True)(make) is make
+    finally:
+        del SAMPLERS._items["test_hash"]
+
+
+def test_a_sampler_from_outside_writes_for_a_model_that_trains_here(monkeypatch):
+    class Follows(HashEngine):
+        def load_weights(self, weights, version):
+            self.weights_version = version
+
+    @sampler("test_follows")
+    def make(settings, words, seed):
+        return Follows()
+
+    monkeypatch.setitem(SAMPLERS._items, "huggingface", lambda *_: TinyEngine(["Up"]))
+    try:
+        policy, follower = make_policy(EngineConfig(name="test_follows", model="somewhere"), (), 0)
+        assert isinstance(policy, TinyPolicy)
+        assert isinstance(follower, Follows)
+    finally:
+        del SAMPLERS._items["test_follows"]
+
+
+@pytest.mark.parametrize("local", ["smollm2", "a folder"])
+def test_a_model_of_this_machine_is_no_name_for_the_model_of_a_server(server, local, tmp_path, caplog):
+    """As when `engine.name=openai` is said beside a config that trains `smollm2`."""
+    model = str(tmp_path) if local == "a folder" else local
+    engine = make_engine(replace(openai(server), model=model))
+    assert engine.model == "m"
+    assert f"engine.model={model} is a model of this machine" in caplog.text
+    close_engine(engine)
+    with pytest.raises(EngineError, match="has no model 'other'"):
+        make_engine(replace(openai(server), model="other"))
+    with pytest.raises(EngineError, match="has no model 'n'. Did you mean 'm'|has no model 'n'. Known: m"):
+        make_engine(replace(openai(server, model="n"), model=model))
+    caplog.clear()
+    engine = make_engine(replace(openai(server, model="m"), model=model))
+    assert (engine.model, caplog.text) == ("m", "")
+    close_engine(engine)
+
+
+def test_rows_at_once_and_the_settings_of_the_template_come_from_the_config(tmp_path):
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n{{ thinking }}{% endif %}")
+    policy_of(make_llama(template)).save(tmp_path)
+    settings = EngineConfig(
+        name="huggingface", model=str(tmp_path), max_batch=3, template={"thinking": "<no>"}
+    )
+    engine = make_engine(settings)
+    assert engine.max_batch == 3
+    prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
+    assert engine.tokenizer.spell(prompt).endswith("<no>")
+    there = load_tokenizer(str(tmp_path), **settings.template)
+    assert there.start([{"role": "user", "content": "x"}]) == prompt
+
+
 def test_a_server_cannot_be_trained_and_the_error_names_what_can(server):
     with pytest.raises(ConfigError, match="engine.name=openai is for rollouts and evaluation.*huggingface"):
         make_policy(openai(server), (), 0)
@@ -73,7 +157,7 @@ def test_an_engine_that_cannot_follow_the_weights_is_refused_for_training(monkey
     closed = []
     sampler = HashEngine()
     sampler.close = lambda: closed.append(True)
-    monkeypatch.setattr("shoal.rollout.samplers.registry._ray", lambda *_: sampler)
+    monkeypatch.setitem(SAMPLERS._items, "ray", lambda *_: sampler)
     settings = EngineConfig(name="ray", replicas=ReplicaConfig("tiny"))
     with pytest.raises(ConfigError, match="HashEngine cannot take over weights between batches"):
         make_policy(settings, (), 0)

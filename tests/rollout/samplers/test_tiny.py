@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import DataError, EngineError
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
-from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.rollout.samplers.tiny_network import TinyShape
-from shoal.rollout.samplers.tiny_vocabulary import CONTROL, END, TinyTokenizer
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.rollout.samplers.tokenizers import CONTROL, END, TinyTokenizer
 from shoal.train.agent.policy import policy_of
 
 WORDS = ["Left", "Down", "Right", "Up"]

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import EngineError
-from shoal.rollout.capabilities import capabilities_of
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.testing import check_engine
 
 PYTHON = os.environ.get("SHOAL_TEST_VLLM")

@@ -5,7 +5,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from shoal.rollout.samplers.weight_files import as_in_files, read_weights
+from shoal.rollout.samplers.huggingface import as_in_files, read_weights
 
 PLAIN = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

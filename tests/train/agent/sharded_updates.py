@@ -26,8 +26,7 @@ from tests.rollout.samplers.test_huggingface import make_engine as make_llama
 from shoal.core.data import Trajectory, Turn
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
-from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.rollout.samplers.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, save_checkpoint, take_snapshot
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, Lora, RolloutCorrection
 from shoal.train.agent.distributed import ALONE, Processes

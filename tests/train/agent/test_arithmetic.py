@@ -7,8 +7,7 @@ import torch
 from tests.rollout.samplers.test_huggingface import make_engine
 
 from shoal.core.errors import MissingExtraError
-from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.rollout.samplers.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, micro_batches
 from shoal.train.agent.policy import logprobs_of, policy_of, training_mode
 from shoal.train.wandb_log import WandB

@@ -116,3 +116,15 @@ def test_settings_of_transformers_models_are_refused_for_tiny_replicas_too():
         ConfigError, match=r"engine\.dtype=bfloat16 has no effect on engine\.replicas\.engine=tiny"
     ):
         compose_config("demo", ["engine.name=ray", "engine.replicas.engine=tiny", "engine.dtype=bfloat16"])
+
+
+@pytest.mark.parametrize("limit", ["top_p=0.9", "top_k=5", "min_p=0.1"])
+def test_training_on_part_of_the_tokens_is_refused_without_a_correction(limit):
+    config = compose_config("demo", [f"agent_proxy.{limit}"])
+    with pytest.raises(ConfigError, match=f"agent_proxy.{limit}.*set algorithm.rollout_correction.method"):
+        refuse_without_signal(config)
+    refuse_without_signal(
+        compose_config("demo", [f"agent_proxy.{limit}", "algorithm.rollout_correction.method=truncate"])
+    )
+    with pytest.raises(ConfigError, match=r"agent_proxy: top_p must be in \(0, 1\], got 0"):
+        compose_config("demo", ["agent_proxy.top_p=0"])

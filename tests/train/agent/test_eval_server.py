@@ -111,6 +111,15 @@ def test_a_mistake_is_said_before_anything_is_played(server, capsys, arguments, 
     assert not [path for path, _, _ in server.seen if path == "/v1/chat/completions"]
 
 
+def test_a_device_is_for_models_that_run_here(server, capsys, tmp_path):
+    assert evaluate(server, "--device", "cuda:0") == 2
+    assert "--device cuda:0 has no effect on a server's model" in capsys.readouterr().err
+    folder = tmp_path / "model"
+    write_tiny_model(folder)
+    assert main(["eval", str(folder), *OPTIONS, "--device", "meta"]) == 1  # where weights have no values
+    assert "meta" in capsys.readouterr().err
+
+
 def test_a_hugging_face_folder_is_evaluated(tmp_path, capsys):
     folder = tmp_path / "model"
     write_tiny_model(folder)

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollout.samplers.test_huggingface import make_engine
 
-from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.rollout.samplers.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import (
     Piece,
     Sample,

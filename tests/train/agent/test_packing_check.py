@@ -9,8 +9,7 @@ from tests.rollout.samplers.test_huggingface import make_engine, make_tokenizer
 
 from shoal.core.errors import ConfigError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.rollout.samplers.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.policy import packing_fault, policy_of, safe_batching
 
 SHAPE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2}

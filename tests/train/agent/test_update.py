@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.data import Trajectory, Turn
-from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.rollout.samplers.tiny_network import TinyShape
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.losses import aggregation_weights

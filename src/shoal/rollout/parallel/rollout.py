@@ -16,7 +16,6 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, WorkerError, did_you_mean
 from shoal.core.executors import available_cpus
 from shoal.envs.catalogue import resolve_text
-from shoal.rollout.capabilities import Restartable
 from shoal.rollout.collector import group_numbers, place_of, slot_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles, validate_environment_config
@@ -27,7 +26,7 @@ from shoal.rollout.parallel.placement import Placement, silence
 from shoal.rollout.parallel.playing import play_share
 from shoal.rollout.parallel.shares import Assignment, Limits, Share, decode_report
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Engine, Sampling
+from shoal.rollout.samplers.sampler import Engine, Restartable, Sampling
 from shoal.rollout.settings import BACKENDS, Backend, rollout_config
 
 PATIENCE = 10.0

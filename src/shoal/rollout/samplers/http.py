@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -165,6 +166,11 @@ class HttpClient:
                 status, retry_after, data = await self._once(method, path, body)
             except TimeoutError:
                 trouble, asked_for = f"it timed out after {patience.timeout:g} s", 0.0
+                continue
+            except aiohttp.ClientConnectorError as error:
+                number = error.os_error.errno or 0
+                trouble = f"no connection: {os.strerror(number) if number > 0 else error.os_error}"
+                asked_for = 0.0
                 continue
             except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
                 trouble, asked_for = f"{type(error).__name__}: {error}", 0.0

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoal.core.errors import DataError, missing_extra
-from shoal.rollout.samplers.rows import Row
-from shoal.rollout.samplers.sampler import Completion, Level, Request, room_left
+from shoal.rollout.samplers.sampler import Completion, Key, Level, Noise, Request, restricted, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 try:
     import torch
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-
-    from shoal.rollout.samplers.prefix_cache import PrefixStore, can_be_cropped, fill_cache, take_row
 except ImportError as error:
     raise missing_extra("the Hugging Face engine", "llm") from error
 
 logger = logging.getLogger(__name__)
+
+Episode = tuple[int, int, int, int]
+MIN_SHARED = 8
+"""Tokens below which starting from an entry saves nothing."""
 
 
 class HuggingFaceEngine:
@@ -71,8 +74,10 @@ class HuggingFaceEngine:
         self.vocabulary = max(len(tokenizer), getattr(embedding, "num_embeddings", 0))
 
     @classmethod
-    def load(cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32") -> HuggingFaceEngine:
-        """The engine of a model folder on disk; nothing is fetched and no code of the folder runs."""
+    def load(
+        cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32", **options: Any
+    ) -> HuggingFaceEngine:
+        """The engine of a model folder on disk, with `options` of the engine; nothing is fetched or run."""
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} is not a model folder: it has no config.json")
@@ -84,7 +89,7 @@ class HuggingFaceEngine:
             tokenizer = AutoTokenizer.from_pretrained(folder, **settings)
         except (OSError, ValueError) as error:
             raise DataError(f"{folder} does not load as a model: {error}") from error
-        return cls(model.to(device), tokenizer)
+        return cls(model.to(device), tokenizer, **options)
 
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -215,3 +220,195 @@ class HuggingFaceEngine:
         model.eval()
         self.prefixes.clear()
         self.weights_version = version
+
+
+def read_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The weights that `save_pretrained` wrote into `folder`, by the names that they have in `model`."""
+    from safetensors.torch import load_file
+
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):  # large models are in several
+        weights |= load_file(file)
+    if weights.keys() <= model.state_dict().keys():
+        return weights
+    del weights
+    kind = next(model.parameters()).dtype
+    settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    read: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **settings)
+    return dict(read.state_dict())
+
+
+def as_in_files(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by the names that they have in a network of the model in `folder`, by those that files have.
+
+    Transformers keeps the experts of a layer in one tensor, and one tensor an expert in files, as others do.
+    """
+    from transformers import AutoConfig
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):  # a network without memory: it knows the names
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    renamed: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    return renamed
+
+
+class Row:
+    """One response in the making."""
+
+    def __init__(self, request: Request, tokenizer: TemplateTokenizer, room: int) -> None:
+        self.request = request
+        self.ended = False
+        self._tokenizer, self._room = tokenizer, room
+        self._noise = Noise(request.key) if request.sampling.temperature else None
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._finish: Any = "length"
+
+    def take(self, logprobs: np.ndarray) -> int:
+        """Choose a token from `[V]` log-probabilities, and see whether the response ends with it."""
+        logprobs = restricted(logprobs, self.request.sampling)
+        noisy = logprobs if self._noise is None else logprobs + self._noise.rows(1, len(logprobs))[0]
+        pick = int(noisy.argmax())
+        self._ids.append(pick)
+        self._logprobs.append(float(logprobs[pick]))
+        if pick in self._tokenizer.end_ids or self._stopped():
+            self.ended, self._finish = True, "stop"
+        self.ended = self.ended or len(self._ids) >= self._room
+        return pick
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The tokens so far."""
+        return tuple(self._ids)
+
+    def _stopped(self) -> bool:
+        stops = self.request.sampling.stop
+        if not stops:
+            return False
+        tail = self._tokenizer.decode(self._ids[-4 * max(map(len, stops)) :])
+        return any(stop in tail for stop in stops)
+
+    def completion(self, version: int) -> Completion:
+        """The response, once it has ended."""
+        return Completion(tuple(self._ids), tuple(self._logprobs), self._finish, version)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Keys and values of a layer `[heads, tokens, width]` each, for the tokens of one context."""
+
+    tokens: tuple[int, ...]
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    def cropped(self, length: int) -> Prefix:
+        """Its first tokens (views of the same memory)."""
+        layers = tuple((key[:, :length], value[:, :length]) for key, value in self.layers)
+        return Prefix(self.tokens[:length], layers)
+
+
+class PrefixStore:
+    """What a model has computed of each episode, kept between turns: the most recently used, up to a number of tokens.
+
+    An entry is found by the episode and cropped to the tokens that the new prompt shares with it, so it is right for
+    append and window prompts alike. Changed weights empty the store.
+
+    Args:
+        max_tokens: over all entries; 0 keeps nothing.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        if max_tokens < 0:
+            raise ValueError(f"prefix_tokens must be at least 0, got {max_tokens}")
+        self.max_tokens = max_tokens
+        self.tokens = 0
+        self._entries: OrderedDict[Episode, Prefix] = OrderedDict()
+        self._weights: Any = None
+
+    def valid_for(self, weights: Any) -> None:
+        """Forget everything unless it was computed with these weights (any value that changes with them)."""
+        if weights != self._weights:
+            self.clear()
+            self._weights = weights
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self.tokens = 0
+
+    def find(self, key: Key, prompt: tuple[int, ...]) -> Prefix | None:
+        """What is known of the beginning of `prompt`, at most all of it but the last token."""
+        entry = self._entries.get(_episode(key))
+        if entry is None:
+            return None
+        self._entries.move_to_end(_episode(key))
+        shared = min(shared_length(entry.tokens, prompt), len(prompt) - 1)
+        return entry.cropped(shared) if shared >= MIN_SHARED else None
+
+    def keep(self, key: Key, prefix: Prefix) -> None:
+        """Keep the context of an episode in the place of the one before."""
+        episode = _episode(key)
+        before = self._entries.pop(episode, None)
+        self.tokens -= len(before.tokens) if before else 0
+        if len(prefix.tokens) > self.max_tokens:
+            return
+        self._entries[episode] = prefix
+        self.tokens += len(prefix.tokens)
+        while self.tokens > self.max_tokens:
+            _, dropped = self._entries.popitem(last=False)
+            self.tokens -= len(dropped.tokens)
+
+
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # tuple comparison is fast, so halve the interval instead of walking
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def fill_cache(cache: Any, prefixes: Sequence[Prefix | None]) -> Tensor:
+    """Put the prefixes of a batch into an empty cache, padded on the left; the mask `[B, P]` of what is real."""
+    known = [prefix for prefix in prefixes if prefix is not None]
+    longest = max(len(prefix.tokens) for prefix in known)
+    sample = known[0].layers[0][0]
+    mask = torch.zeros(len(prefixes), longest, dtype=torch.int64, device=sample.device)
+    for row, prefix in enumerate(prefixes):
+        if prefix is not None:
+            mask[row, longest - len(prefix.tokens) :] = 1
+    for layer in range(len(known[0].layers)):
+        pair = []
+        for side in (0, 1):
+            heads, _, width = known[0].layers[layer][side].shape
+            whole = sample.new_zeros(len(prefixes), heads, longest, width)
+            for row, prefix in enumerate(prefixes):
+                if prefix is not None:
+                    whole[row, :, longest - len(prefix.tokens) :] = prefix.layers[layer][side]
+            pair.append(whole)
+        cache.update(*pair, layer)
+    return mask
+
+
+def take_row(cache: Any, row: int, mask: Tensor, tokens: tuple[int, ...]) -> Prefix:
+    """Copy one row out of a cache whose real columns `mask [P]` names, for the `tokens` they hold."""
+    columns = mask.nonzero()[:, 0]
+    assert len(columns) == len(tokens), (len(columns), len(tokens))
+    layers = tuple(
+        (layer.keys[row].index_select(1, columns), layer.values[row].index_select(1, columns))
+        for layer in cache.layers
+    )
+    return Prefix(tokens, layers)
+
+
+def can_be_cropped(cache: Any) -> bool:
+    """Whether every layer keeps all tokens: sliding windows and recurrent states cannot be taken apart."""
+    layers = getattr(cache, "layers", ())
+    return bool(layers) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+
+
+def _episode(key: Key) -> Episode:
+    return key.seed, key.iteration, key.group, key.member

@@ -2,27 +2,38 @@
 
 With a tokenizer here, prompts and responses travel as token ids with their log-probabilities, and may be learned
 from. Without one, messages do, for evaluation only. A server's batches decide its rounding: level L0.
+
+Nothing is left to a server's defaults: several of them take top-p, top-k or penalties from the model's folder,
+and then the log-probabilities would be of another distribution than the one sampled from. No seed is ever sent:
+it does not make a batching server exact, and with it vllm's CPU build ends on the second piece of a long prompt.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from shoal.core.errors import EngineError, did_you_mean
 from shoal.core.registry import check_name
-from shoal.rollout.capabilities import Capabilities
 from shoal.rollout.images import as_url
-from shoal.rollout.samplers.chat_codec import ChatCodec
-from shoal.rollout.samplers.dialects import DIALECTS, Dialect, LogprobsMode
 from shoal.rollout.samplers.http import HttpClient, Patience, Question, RefusedError
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request, Sampling, room_left
+from shoal.rollout.samplers.sampler import (
+    Capabilities,
+    ChatTokenizer,
+    Completion,
+    Level,
+    Request,
+    Sampling,
+    room_left,
+)
+from shoal.rollout.samplers.tokenizers import ChatCodec
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +42,7 @@ SERVERS = ("auto", "vllm", "sglang", "llama.cpp", "openai")
 FULL = "context_length_exceeded"
 """What OpenAI's API calls a prompt that leaves no room in the context."""
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+LogprobsMode = Literal["raw", "processed"]
 
 
 class OpenAIEngine:
@@ -140,6 +152,12 @@ class OpenAIEngine:
                 f"{sampling.temperature}: sample at 1 (or 0), or start it so that it gives those of the sampling "
                 f"(vLLM: --logprobs-mode processed_logprobs) and say logprobs='processed'"
             )
+        if sampling.restricted and not (self.logprobs == "processed" and self.dialect.knows_limits):
+            raise EngineError(
+                f"this {self.server} server gives log-probabilities of all tokens, not of those that top_p, top_k and "
+                f"min_p leave: leave them out, or use vLLM with --logprobs-mode processed_logprobs and say "
+                f"logprobs='processed'"
+            )
         model = self._adapter if self.dialect.name == "sglang" else self.model
         asked = msgspec.structs.replace(request, sampling=sampling)
         return self.dialect.body(asked, model, getattr(self.tokenizer, "end_ids", ()))
@@ -153,8 +171,12 @@ class OpenAIEngine:
             "messages": messages,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            "top_p": 1.0,
+            "top_p": sampling.top_p,
         }
+        if sampling.top_k > 0:  # these two are no part of OpenAI's own API: a server without them says so
+            body["top_k"] = sampling.top_k
+        if sampling.min_p > 0:
+            body["min_p"] = sampling.min_p
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         if messages[-1]["role"] == "assistant":  # a prefill
@@ -282,3 +304,184 @@ def _shown(reply: Any) -> str:
         return str(reply)[:200]
     except RecursionError:
         return "one that is nested without end"
+
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""None, said in full: servers take other defaults from a model's folder."""
+
+
+def _limits(sampling: Sampling) -> dict[str, float]:
+    """Which tokens may be sampled, said in full."""
+    return {
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+        "min_p": sampling.min_p,
+    }
+
+
+class Answer(NamedTuple):
+    """What a server wrote."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "length"]
+
+
+class Dialect(Protocol):
+    """Requests and replies of one kind of server, in tokens."""
+
+    name: str
+    path: str
+    logprobs: LogprobsMode
+    """Whether log-probabilities are of the model (raw) or of what was sampled from (processed), by default."""
+    knows_limits: bool
+    """Whether processed ones are of the tokens that top_p, top_k and min_p leave."""
+
+    def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
+        """What to post."""
+        ...
+
+    def read(self, reply: Mapping[str, Any], request: Request) -> Answer:
+        """What came back; an `EngineError` says what is missing."""
+        ...
+
+
+class VllmDialect:
+    """`/v1/completions` of vLLM with token ids in and out."""
+
+    name = "vllm"
+    path = "/v1/completions"
+    logprobs: LogprobsMode = "raw"
+    knows_limits = True
+
+    def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
+        """Token ids in, ids and log-probabilities asked for."""
+        sampling = request.sampling
+        return {
+            "model": model,
+            "prompt": list(request.prompt_ids),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            **_limits(sampling),
+            **PENALTIES,
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+            "stop_token_ids": list(end_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    def read(self, reply: Mapping[str, Any], request: Request) -> Answer:
+        """`token_ids` and `logprobs.token_logprobs` of the only choice."""
+        choice = _only(reply.get("choices"), "choices")
+        seen = choice.get("prompt_token_ids")
+        if seen is not None and tuple(seen) != request.prompt_ids:
+            raise EngineError(
+                f"the server changed the prompt: {len(request.prompt_ids)} tokens were sent, it used {len(seen)}"
+            )
+        ids = choice.get("token_ids")
+        values = (choice.get("logprobs") or {}).get("token_logprobs")
+        return _answer(ids, values, choice.get("finish_reason"))
+
+
+class SglangDialect:
+    """`/generate` of SGLang: its OpenAI routes do not give token ids."""
+
+    name = "sglang"
+    path = "/generate"
+    logprobs: LogprobsMode = "processed"
+    knows_limits = False
+
+    def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
+        """Token ids in; the adapter is named where one is loaded."""
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "input_ids": list(request.prompt_ids),
+            "sampling_params": {
+                "max_new_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                **_limits(sampling),
+                **PENALTIES,
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(end_ids),
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+        return {**body, "lora_path": model} if model else body
+
+    def read(self, reply: Mapping[str, Any], request: Request) -> Answer:
+        """`[log-probability, id, …]` for each token of the output."""
+        meta = reply.get("meta_info") or {}
+        _same_length(meta.get("prompt_tokens"), request)
+        pairs = meta.get("output_token_logprobs")
+        if pairs is None:
+            return _answer(reply.get("output_ids"), None, None)
+        reason = meta.get("finish_reason")
+        kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        return _answer([pair[1] for pair in pairs], [pair[0] for pair in pairs], kind)
+
+
+class LlamaCppDialect:
+    """`/completion` of the llama.cpp server."""
+
+    name = "llama.cpp"
+    path = "/completion"
+    logprobs: LogprobsMode = "raw"
+    knows_limits = False
+
+    def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
+        """Token ids in; the samplers in our order, and no other."""
+        sampling = request.sampling
+        return {
+            "prompt": list(request.prompt_ids),
+            "n_predict": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "samplers": ["temperature", "min_p", "top_k", "top_p"],
+            **_limits(sampling),
+            "top_k": max(0, sampling.top_k),
+            "repeat_penalty": 1.0,
+            "stop": list(sampling.stop),
+            "n_probs": 1,
+            "return_tokens": True,
+            "cache_prompt": True,
+        }
+
+    def read(self, reply: Mapping[str, Any], request: Request) -> Answer:
+        """The chosen token of each entry of `completion_probabilities`."""
+        _same_length(reply.get("tokens_evaluated"), request)
+        chosen = reply.get("completion_probabilities")
+        if not isinstance(chosen, list) or any("id" not in c or "logprob" not in c for c in chosen):
+            return _answer(reply.get("tokens"), None, None)
+        kind = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reply.get("stop_type")))
+        return _answer([c["id"] for c in chosen], [c["logprob"] for c in chosen], kind)
+
+
+DIALECTS: dict[str, Dialect] = {d.name: d for d in (VllmDialect(), SglangDialect(), LlamaCppDialect())}
+
+
+def _only(values: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(values, list) or len(values) != 1 or not isinstance(values[0], Mapping):
+        raise EngineError(f"expected one entry in the reply's {name}, got {str(values)[:100]}")
+    return values[0]
+
+
+def _same_length(used: Any, request: Request) -> None:
+    if isinstance(used, int) and used != len(request.prompt_ids):
+        raise EngineError(
+            f"the server changed the prompt: {len(request.prompt_ids)} tokens were sent, it used {used}"
+        )
+
+
+def _answer(ids: Any, logprobs: Any, reason: Any) -> Answer:
+    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
+        counts = [len(x) if isinstance(x, list) else None for x in (ids, logprobs)]
+        raise EngineError(
+            f"the server's reply must have as many token ids as log-probabilities, got {counts[0]} and "
+            f"{counts[1]}: it is too old for token ids, or of another kind than said"
+        )
+    if reason not in ("stop", "length"):
+        raise EngineError(f"the server broke the response off ({str(reason)[:80]}): nothing of it is used")
+    return Answer(tuple(map(index, ids)), tuple(map(float, logprobs)), reason)

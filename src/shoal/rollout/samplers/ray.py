@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import EngineError, missing_extra
-from shoal.rollout.capabilities import Capabilities, capabilities_of
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Engine, Level, Request, vocabulary_of
+from shoal.rollout.samplers.sampler import (
+    Capabilities,
+    ChatTokenizer,
+    Completion,
+    Engine,
+    Level,
+    Request,
+    capabilities_of,
+    vocabulary_of,
+)
 
 try:
     import ray

@@ -1,17 +1,43 @@
-"""The sampler that a config names."""
+"""The sampler that a config names.
+
+A sampler is registered by name, next to what makes it from the settings.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError
+from shoal.core.registry import Registry
 from shoal.rollout.samplers.sampler import ChatTokenizer, Engine
 from shoal.rollout.samplers.settings import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+Make = Callable[[EngineConfig, Sequence[str], int], Engine]
+"""From the `engine` part of a run's settings, the action words and the seed of the run to a sampler."""
+SAMPLERS: Registry[Make] = Registry("engine")
+"""What `engine.name` may say."""
+
+
+def sampler(name: str, *, replace: bool = False) -> Callable[[Make], Make]:
+    """Register the function below it as what makes the sampler of `engine.name: NAME`.
+
+    Args:
+        name: under which the YAML and the command line know it.
+        replace: whether the name may be taken already.
+    """
+
+    def register(make: Make) -> Make:
+        return SAMPLERS.register(name, make, replace=replace)
+
+    return register
 
 
 def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Engine:
@@ -22,12 +48,7 @@ def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) 
         words: action words that are one token each (tiny engine).
         seed: of fresh weights (tiny engine).
     """
-    makers = {"huggingface": _huggingface, "vllm": _vllm, "openai": _openai}
-    if config.name == "tiny":
-        return _tiny(config, words, seed)
-    if config.name == "ray":
-        return _ray(config, words, seed)
-    return makers[config.name](config)
+    return SAMPLERS[config.name](config, words, seed)
 
 
 def close_engine(engine: Any) -> None:
@@ -37,29 +58,38 @@ def close_engine(engine: Any) -> None:
         close()
 
 
+@sampler("tiny")
 def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
-    from shoal.rollout.samplers.tiny import TinyEngine
-    from shoal.rollout.samplers.tiny_network import TinyShape
+    from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 
     shape = TinyShape(config.width, config.layers, config.heads, config.context)
     return TinyEngine(words, shape, seed=seed, device=config.device)
 
 
-def _huggingface(config: EngineConfig) -> Engine:
+@sampler("huggingface")
+def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
-    engine = HuggingFaceEngine.load(_folder(config), device=config.device, dtype=config.dtype)
-    return engine
+    return HuggingFaceEngine.load(
+        _folder(config),
+        device=config.device,
+        dtype=config.dtype,
+        max_batch=config.max_batch,
+        **config.template,
+    )
 
 
-def _vllm(config: EngineConfig) -> Engine:
+@sampler("vllm")
+def _vllm(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     folder = _folder(config)
     from shoal.rollout.samplers.vllm import VllmEngine
 
     gpu = config.device.partition(":")[2]
-    return VllmEngine(folder, gpu=int(gpu) if gpu else None, **{"dtype": config.dtype, **config.vllm})
+    options = {"dtype": config.dtype, **config.vllm}
+    return VllmEngine(folder, gpu=int(gpu) if gpu else None, template=config.template, **options)
 
 
+@sampler("ray")
 def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     replicas = config.replicas
     if replicas.engine != "tiny":
@@ -85,7 +115,8 @@ def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     return make_engine(replace(config, device=config.device.partition(":")[0]), words, seed)
 
 
-def _openai(config: EngineConfig) -> Engine:
+@sampler("openai")
+def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     from shoal.rollout.samplers.http import Patience
     from shoal.rollout.samplers.openai import OpenAIEngine
 
@@ -96,17 +127,35 @@ def _openai(config: EngineConfig) -> Engine:
         )
     return OpenAIEngine(
         server.url.rstrip("/").removesuffix("/v1"),
-        config.model,
-        tokenizer=None if server.tokenizer is None else load_tokenizer(server.tokenizer),
+        _name_there(config),
+        tokenizer=None if server.tokenizer is None else load_tokenizer(server.tokenizer, **config.template),
         server=server.kind,
         concurrency=server.concurrency,
+        context=server.context,
         patience=Patience(server.timeout, server.retries),
         api_key=_api_key(server.api_key_env),
         logprobs=server.logprobs,
     )
 
 
-def load_tokenizer(model: str) -> ChatTokenizer:
+def _name_there(config: EngineConfig) -> str | None:
+    """The server's name for its model; None for the first that it lists."""
+    from shoal.rollout.samplers.models import KNOWN
+
+    model = config.model
+    if config.server.model is not None or model is None:
+        return config.server.model
+    if model in KNOWN or Path(model).is_dir():  # what the config trains, say: no server's name for anything
+        logger.warning(
+            "engine.model=%s is a model of this machine: the first model of the server is played instead, or the one "
+            "that engine.server.model names",
+            model,
+        )
+        return None
+    return model
+
+
+def load_tokenizer(model: str, **template_settings: Any) -> ChatTokenizer:
     """The tokenizer of a model folder (or of a name that `shoal model get` knows), without its weights."""
     from shoal.core.errors import missing_extra
     from shoal.rollout.samplers.models import resolve_model
@@ -118,7 +167,8 @@ def load_tokenizer(model: str) -> ChatTokenizer:
         raise missing_extra("exact tokens with a server", "llm") from error
     folder = resolve_model(model)
     return TemplateTokenizer(
-        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False),
+        **template_settings,
     )
 
 

@@ -10,12 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
+from pathlib import Path
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 import msgspec
 import numpy as np
 
-from shoal.core.errors import EngineError
+from shoal.core.errors import ConfigError, EngineError
 from shoal.core.seeding import stream
 
 Level = Literal["L0", "L1", "L2"]
@@ -45,12 +46,28 @@ class Sampling:
     max_tokens: int = 64
     temperature: float = 1.0  # scores are divided by it before the softmax; 0 is greedy
     stop: tuple[str, ...] = ()  # texts after which a response ends; the stop text is part of it
+    top_p: float = 1.0  # sample from the fewest tokens that have this much of the probability; 1 is off
+    top_k: int = 0  # sample from so many of the likeliest tokens; 0 (or -1) is off
+    min_p: float = (
+        0.0  # sample from tokens with at least this share of the likeliest one's probability; 0 is off
+    )
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some tokens cannot be sampled; log-probabilities are then of what is left."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be at least 1, or 0 for all tokens, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True):
@@ -231,7 +248,93 @@ def room_left(sampler: Any, request: Request) -> int:
     context = getattr(sampler, "context", None)
     if context is None:
         return request.sampling.max_tokens
-    return max(0, min(request.sampling.max_tokens, context - len(request.prompt_ids)))
+    return max(0, min(request.sampling.max_tokens, int(context) - len(request.prompt_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can promise and do."""
+
+    level: Level  # how exactly completions repeat
+    token_ids: bool  # prompts and responses are the model's own tokens
+    logprobs: bool  # completions carry the log-probability of each token
+    gradients: bool = False  # its network is here (`model`), so it can be trained itself
+    weights: bool = False  # takes weights by name: `load_weights(weights, version)`
+    adapters: bool = False  # takes a LoRA folder between two calls: `load_adapter(folder, version)`
+    images: bool = False  # shows pictures to the model
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its completions may be learned from: exact tokens with their log-probabilities."""
+        return self.token_ids and self.logprobs
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An engine whose weights can be replaced."""
+
+    weights_version: int
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        """Take over weights by name; `version` marks the completions they produce."""
+        ...
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """An engine that can begin anew after it crashed or hung."""
+
+    def restart(self) -> None:
+        """Leave behind what hangs or broke and go on with the last weights; called from another thread."""
+        ...
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that can swap a LoRA adapter while it runs."""
+
+    weights_version: int
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Take over the adapter in a folder (`adapter_config.json`, `adapter_model.safetensors`)."""
+        ...
+
+
+def capabilities_of(engine: Engine) -> Capabilities:
+    """What an engine states of itself, or what can be seen of one that states nothing."""
+    stated = getattr(engine, "capabilities", None)
+    if isinstance(stated, Capabilities):
+        return stated
+    return Capabilities(
+        level=engine.level,
+        token_ids=True,
+        logprobs=True,
+        gradients=hasattr(getattr(engine, "model", None), "parameters"),
+        weights=isinstance(engine, TakesWeights),
+        adapters=isinstance(engine, TakesAdapters),
+        images=bool(getattr(engine.tokenizer, "takes_images", False)),
+    )
+
+
+def require_trainable(engine: Engine) -> None:
+    """Raise a `ConfigError` that says why the completions of this engine may not be learned from."""
+    known = capabilities_of(engine)
+    lacking = [name for name in ("token_ids", "logprobs") if not getattr(known, name)]
+    if lacking:
+        raise ConfigError(
+            f"{type(engine).__name__} is for evaluation only: its completions lack {' and '.join(lacking)}. "
+            f"Use a server that returns them (vLLM, SGLang, llama.cpp with a tokenizer here), or a local engine"
+        )
+
+
+def require_weights(engine: Engine) -> None:
+    """Raise a `ConfigError` unless the engine can follow the updates of a training run."""
+    if not capabilities_of(engine).weights:
+        raise ConfigError(
+            f"{type(engine).__name__} cannot take over weights between batches, so it would go on sampling from "
+            f"the first ones while another model is trained: use an engine that can (vllm in process, ray with "
+            f"tiny, huggingface or vllm replicas), or one that is trained itself (tiny, huggingface)"
+        )
 
 
 class EngineAround:
@@ -265,6 +368,37 @@ class EngineAround:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """The engine's."""
         return self._engine.generate(requests)  # type: ignore[no-any-return]
+
+
+def restricted(logprobs: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Log-probabilities of what is sampled from: renormalised over the tokens that are left, -inf for the others.
+
+    `min_p` and `top_k` look at all tokens, `top_p` at what they leave (the order of vLLM). Tokens that are as likely as
+    the last one that stays stay too, so that their order in the vocabulary says nothing.
+
+    Args:
+        logprobs: `[V]` of all tokens, at the temperature.
+        sampling: what restricts them; if nothing does, `logprobs` come back as they are.
+    """
+    if not sampling.restricted:
+        return logprobs
+    values = logprobs.astype(np.float64)
+    least = -np.inf
+    if sampling.min_p > 0:
+        least = values.max() + np.log(sampling.min_p)
+    if 0 < sampling.top_k < len(values):
+        least = max(least, np.partition(values, -sampling.top_k)[-sampling.top_k])
+    kept = values >= least
+    if sampling.top_p < 1:
+        ranked = np.sort(values[kept])[::-1]
+        mass = np.cumsum(np.exp(ranked - ranked[0]))
+        last = int(np.searchsorted(mass, sampling.top_p * mass[-1]))
+        kept &= values >= ranked[min(last, len(ranked) - 1)]
+    left = values[kept]
+    highest = left.max()
+    found = np.full(len(values), -np.inf)
+    found[kept] = left - (highest + np.log(np.exp(left - highest).sum()))
+    return found
 
 
 class Noise:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.core.seeding import stream
 from shoal.rollout.samplers.sampler import Completion, Key, Level, Request
-from shoal.rollout.samplers.tiny_vocabulary import END, TinyTokenizer
+from shoal.rollout.samplers.tokenizers import END, TinyTokenizer
 
 
 class ScriptedEngine:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, did_you_mean
 
-EngineName = Literal["tiny", "huggingface", "vllm", "ray", "openai"]
+EngineName = str
+"""One of `shoal.rollout.samplers.registry.SAMPLERS`: tiny, huggingface, vllm, ray, openai, or a registered one."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,11 @@ class ServerConfig:
 
     url: str | None = None
     """Its address, such as http://127.0.0.1:8000."""
+    model: str | None = None
+    """The server's name for its model; the first that it lists if not given, or `engine.model` where that is no
+    model of this machine."""
+    context: int | None = None
+    """Longest prompt and response together, in tokens; what the server says if not given."""
     kind: Literal["auto", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
     """What runs there; "auto" asks it."""
     api_key_env: str | None = None
@@ -37,6 +43,8 @@ class ServerConfig:
                 f"engine.server: expected concurrency >= 1, timeout > 0 and retries >= 0, got "
                 f"{self.concurrency}, {self.timeout} and {self.retries}"
             )
+        if self.context is not None and self.context < 1:
+            raise ConfigError(f"engine.server.context must be at least 1 or null, got {self.context}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class EngineConfig:
 
     name: EngineName = "tiny"
     """tiny and huggingface run and train here; vllm and ray sample for a model that trains here; openai is a
-    server, for rollouts and evaluation."""
+    server, for rollouts and evaluation; others are registered by `@sampler(name)`."""
     model: str | None = None
     """A folder, or a name that `shoal model get` knows (huggingface, vllm); the server's name for it (openai)."""
     width: int = 64
@@ -80,7 +88,21 @@ class EngineConfig:
     """Of the weights (huggingface, vllm)."""
     train_last_layers: int | None = None
     """Train only that many of the last layers and the final norm (huggingface); None trains all."""
+    max_batch: int = 32
+    """Rows that are decoded at once (huggingface)."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Settings of the chat template, such as `enable_thinking: false` (huggingface, vllm, openai with a tokenizer)."""
     server: ServerConfig = ServerConfig()
     replicas: ReplicaConfig = ReplicaConfig()
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of `vllm.LLM`: `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …"""
+
+    def __post_init__(self) -> None:
+        from shoal.rollout.samplers.registry import SAMPLERS  # which reads these settings
+
+        if self.name not in SAMPLERS:
+            raise ConfigError(
+                f"engine.name: no engine named {self.name!r}.{did_you_mean(self.name, SAMPLERS)}"
+            )
+        if self.max_batch < 1:
+            raise ConfigError(f"engine.max_batch must be at least 1, got {self.max_batch}")

@@ -1,13 +1,13 @@
-"""A Hugging Face chat template cut into pieces, so that text is never tokenized twice and forges no roles.
+"""Between text and tokens: chat templates of Hugging Face, the tiny engine's words, and messages for servers.
 
-The template is rendered once around marks instead of contents. What stands between the marks is tokenized with
-control tokens, the contents without: an observation that says `<|im_end|>` stays plain text.
+All of them are safe to use from many threads, and text never becomes a control token.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+import string
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +41,9 @@ class _Alone:
 
 class TemplateTokenizer:
     """Chats to tokens for a tokenizer of `transformers` that has a chat template; safe to use from many threads.
+
+    The template is rendered once around marks instead of contents. What stands between the marks is tokenized with
+    control tokens, the contents without: an observation that says `<|im_end|>` stays plain text.
 
     `tokenizer` itself is left alone: what others do with it changes no prompt. Contents and pieces of the template
     have a copy each.
@@ -178,3 +181,122 @@ class TemplateTokenizer:
         if tail and tail[0] in self.tokenizer.all_special_ids:
             ids.append(tail[0])
         return tuple(dict.fromkeys(ids))
+
+
+CONTROL = ("<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unknown>")
+PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN = range(len(CONTROL))
+TAGS = ("<action>", "</action>", "<answer>", "</answer>", "<think>", "</think>")
+CHARACTERS = tuple(string.digits + string.ascii_letters + string.punctuation + " \n√")
+_ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
+
+
+class TinyTokenizer:
+    """The tiny engine's tokens: greedy longest-match over tags, `words` and characters; text gives no control tokens.
+
+    Args:
+        words: action words that shall be one token each.
+    """
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self.words = tuple(dict.fromkeys(word for word in words if len(word) > 1))
+        self.tokens = CONTROL + TAGS + self.words + CHARACTERS
+        offset = len(CONTROL)
+        self._ids = {token: index + offset for index, token in enumerate(self.tokens[offset:])}
+        whole = sorted(TAGS + self.words, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, whole)) + "|(?s:.)")
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text as token ids; a character outside the vocabulary becomes `<unknown>`."""
+        get = self._ids.get
+        return tuple(get(piece, UNKNOWN) for piece in self._pattern.findall(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, control tokens left out (`<unknown>` shows as U+FFFD)."""
+        text = (self.tokens[i] if i >= len(CONTROL) else "�" if i == UNKNOWN else "" for i in ids)
+        return "".join(text)
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """`<role>content` for each message, then `<assistant>`."""
+        ids: list[int] = []
+        for message in messages:
+            ids += (_ROLES[message["role"]], *self.encode(message["content"]))
+        return (*ids, ASSISTANT)
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The end mark if the response lacks it, the message, and `<assistant>`."""
+        closing = () if response_ids and response_ids[-1] == END else (END,)
+        return closing + self.start([message])
+
+
+_MARKS = 0x110000  # the first number that is no code point
+_CODED = {"system": _MARKS, "user": _MARKS + 1, "assistant": _MARKS + 2}
+_NAMES = {mark: role for role, mark in _CODED.items()}
+_IMAGE = _MARKS + 3
+
+
+class ChatCodec:
+    """Chats as reversible numbers, for servers that take messages and keep their tokens to themselves.
+
+    The "tokens" are Unicode code points and marks for roles: exact to hand over and to store, useless to learn from.
+    That is why an engine that uses them is for evaluation only.
+    """
+
+    takes_images = True
+    size = _MARKS
+    """How many tokens a response may be of: the marks are the prompt's."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text as code points."""
+        return tuple(map(ord, text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Code points as text, marks left out."""
+        return "".join(chr(i) for i in ids if i < _MARKS)
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Each message after the mark of its role, pictures first; then the assistant's mark."""
+        ids: list[int] = []
+        for message in messages:
+            pictures = (_IMAGE,) * message.get("images", 0)
+            ids += (_CODED[message["role"]], *pictures, *self.encode(message["content"]))
+        return (*ids, _CODED["assistant"])
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The message and the assistant's mark; a response needs no end of its own."""
+        return self.start([message])
+
+    def messages(self, ids: Sequence[int], images: Sequence[str]) -> list[dict[str, Any]]:
+        """The chat for `/v1/chat/completions`; what stands after the last assistant mark is a prefill.
+
+        Raises:
+            EngineError: there are more or fewer pictures than marks for them.
+        """
+        chat: list[dict[str, Any]] = []
+        waiting = list(images)
+        if not ids or ids[0] not in _NAMES:
+            raise EngineError("this prompt was not made by the engine's own tokenizer")
+        for i in ids:
+            if i in _NAMES:
+                chat.append({"role": _NAMES[i], "content": [], "text": []})
+            elif i == _IMAGE:
+                if not waiting:
+                    raise EngineError(
+                        f"the prompt shows more pictures than the {len(images)} that came with it"
+                    )
+                chat[-1]["content"].append({"type": "image_url", "image_url": {"url": waiting.pop(0)}})
+            else:
+                chat[-1]["text"].append(chr(i))
+        if waiting:
+            raise EngineError(f"{len(waiting)} of {len(images)} pictures have no place in the prompt")
+        for message in chat:
+            text = "".join(message.pop("text"))
+            pictures = message["content"]
+            message["content"] = [*pictures, {"type": "text", "text": text}] if pictures else text
+        if chat[-1]["role"] == "assistant" and not chat[-1]["content"]:
+            chat.pop()
+        return chat

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import DataError, EngineError, missing_extra
-from shoal.rollout.capabilities import Capabilities
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request, room_left
+from shoal.rollout.samplers.huggingface import as_in_files
+from shoal.rollout.samplers.sampler import Capabilities, ChatTokenizer, Completion, Level, Request, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
-from shoal.rollout.samplers.weight_files import as_in_files
 
 try:
     from vllm import LLM, SamplingParams
@@ -39,6 +38,7 @@ class VllmEngine:
         tokenizer: its tokenizer; the one in the folder if None.
         adapters: make room for LoRA adapters.
         gpu: the only GPU of this process that vLLM's own processes shall see; all if None.
+        template: settings of the chat template.
         **options: of `vllm.LLM` (`dtype`, `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …).
     """
 
@@ -51,6 +51,7 @@ class VllmEngine:
         tokenizer: ChatTokenizer | None = None,
         adapters: bool = False,
         gpu: int | None = None,
+        template: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if not (Path(model) / "config.json").is_file():
@@ -61,7 +62,7 @@ class VllmEngine:
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
         self.weights_version = 0
         self.llm = self._start()
-        self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer())
+        self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer(), **(template or {}))
 
     def _start(self) -> Any:
         """A vLLM with the last weights."""
@@ -124,9 +125,9 @@ class VllmEngine:
         return SamplingParams(
             max_tokens=room,
             temperature=sampling.temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
+            top_p=sampling.top_p,
+            top_k=max(0, sampling.top_k),
+            min_p=sampling.min_p,
             repetition_penalty=1.0,
             stop=list(sampling.stop) or None,
             include_stop_str_in_output=True,

@@ -484,6 +484,7 @@ def refuse_without_signal(config: AgentConfig) -> None:
     Raises:
         ConfigError: nothing would ever be learned, or nothing but the format.
     """
+    _refuse_other_distribution(config)
     groups, algorithm = config.es_manager.train, config.algorithm
     compared = config.agent_proxy.reward_normalization.grouping == "state"
     if algorithm.filter_groups.enable:
@@ -499,6 +500,18 @@ def refuse_without_signal(config: AgentConfig) -> None:
     if config.agent_proxy.temperature == 0:
         raise ConfigError(
             f"agent_proxy.temperature=0 plays all members of a group alike, and {needs}: set it to 1, say"
+        )
+
+
+def _refuse_other_distribution(config: AgentConfig) -> None:
+    """Ratios compare the policy with what was sampled from, which is not the policy where tokens are left out."""
+    sampling = config.agent_proxy.sampling()
+    if sampling.restricted and config.algorithm.rollout_correction.method == "none":
+        limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
+        told = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
+        raise ConfigError(
+            f"{told} samples from other probabilities than the policy that is trained has: set "
+            f"algorithm.rollout_correction.method=truncate (or mask), which weighs that, or leave them out"
         )
 
 

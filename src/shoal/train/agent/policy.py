@@ -21,12 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
-from shoal.rollout.capabilities import require_trainable, require_weights
 from shoal.rollout.samplers.models import resolve_model
 from shoal.rollout.samplers.registry import make_engine
+from shoal.rollout.samplers.sampler import require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
-from shoal.rollout.samplers.tiny_network import TinyNetwork
-from shoal.rollout.samplers.weight_files import read_weights
+from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
 from shoal.train.agent.weights import MasterAdamW
 
@@ -316,6 +315,8 @@ class HuggingFacePolicy(Policy):
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, for `load_weights`."""
+        from shoal.rollout.samplers.huggingface import read_weights
+
         return read_weights(folder, self.module)
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
@@ -377,13 +378,13 @@ def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[
             "update. Train with engine.name=huggingface, or vllm to sample faster (both with "
             "engine.model=FOLDER), and play a server with `shoal rollout`"
         )
-    here = config.replicas.engine if config.name == "ray" else config.name
-    there = config.name in ("vllm", "ray")
-    local: Any = make_engine(replace(config, name="huggingface" if here == "vllm" else here), words, seed)
+    named = config.replicas.engine if config.name == "ray" else config.name
+    here = "tiny" if named == "tiny" else "huggingface"
+    local: Any = make_engine(replace(config, name=here), words, seed)
     policy = policy_of(local)
     if isinstance(policy, HuggingFacePolicy) and config.train_last_layers is not None:
         policy.freeze_all_but_last(config.train_last_layers)
-    if not there:
+    if config.name == here:
         return policy, local
     sampler: Any = make_engine(config, words, seed)
     try:

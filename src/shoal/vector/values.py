@@ -1,0 +1,284 @@
+"""How what environments give travels and is batched: observations and actions by their spaces, infos by their keys.
+
+A `Layout` flattens a value into leaf values and rebuilds it; batching is the same rebuilding over columns. Batches of
+observations and of infos look exactly like those of `gymnasium.vector.SyncVectorEnv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
+
+OBJECT = np.dtype(object)
+Kind = Literal["fixed", "text", "object"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One component of a space; `shape` and `dtype` matter for fixed leaves only."""
+
+    kind: Kind
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype[Any] = OBJECT
+
+    def __post_init__(self) -> None:
+        # NumPy's own object for this type: unpickled ones are copies, and `is` is how the hot loops compare
+        own = np.dtype(self.dtype.type) if self.dtype.kind in "biufc" else self.dtype
+        if own == self.dtype:
+            object.__setattr__(self, "dtype", own)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value of a fixed leaf."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+Node = int | tuple[str, tuple[tuple[Any, Any], ...]]
+"""A leaf's number, or ("dict" | "tuple", ((key, node), …))."""
+
+
+class Layout:
+    """The leaves of a space and the way back from them."""
+
+    def __init__(self, leaves: tuple[Leaf, ...], node: Node) -> None:
+        self.leaves = leaves
+        self.node = node
+        self.is_leaf = isinstance(node, int)
+        self.fixed = [i for i, leaf in enumerate(leaves) if leaf.kind == "fixed"]
+        self.text = [i for i, leaf in enumerate(leaves) if leaf.kind == "text"]
+        self.objects = [i for i, leaf in enumerate(leaves) if leaf.kind == "object"]
+
+    @classmethod
+    def of(cls, space: Space[Any]) -> Layout:
+        """The layout of one environment's space."""
+        leaves: list[Leaf] = []
+        node = _walk(space, leaves)
+        return cls(tuple(leaves), node)
+
+    @classmethod
+    def shared(cls, all_spaces: Sequence[Space[Any]]) -> Layout:
+        """The layout of several environments: that of each if they agree, else whole values by message."""
+        layouts = [cls.of(space) for space in _distinct(all_spaces)]
+        first = layouts[0]
+        if all(other.leaves == first.leaves and other.node == first.node for other in layouts[1:]):
+            return first
+        return cls((Leaf("object"),), 0)
+
+    def flatten(self, value: Any) -> list[Any]:
+        """The leaf values of one value, in the order of `leaves`."""
+        if self.is_leaf:
+            return [value]
+        out: list[Any] = [None] * len(self.leaves)
+        _scatter(self.node, value, out)
+        return out
+
+    def rebuild(self, columns: Sequence[Any]) -> Any:
+        """A value, or a batch, from one entry per leaf."""
+        return columns[0] if self.is_leaf else _gather(self.node, columns)
+
+
+def _distinct(all_spaces: Sequence[Space[Any]]) -> list[Space[Any]]:
+    kept: list[Space[Any]] = []
+    for space in all_spaces:
+        if not any(space is other for other in kept):
+            kept.append(space)
+    return kept
+
+
+def _walk(space: Space[Any], leaves: list[Leaf]) -> Node:
+    if isinstance(space, spaces.Dict):
+        return ("dict", tuple((key, _walk(sub, leaves)) for key, sub in space.spaces.items()))
+    if isinstance(space, spaces.Tuple):
+        return ("tuple", tuple((i, _walk(sub, leaves)) for i, sub in enumerate(space.spaces)))
+    leaves.append(_leaf(space))
+    return len(leaves) - 1
+
+
+def _leaf(space: Space[Any]) -> Leaf:
+    # Exact types only: a user's subclass of Box may mean something else by its values. Of Text it is still str.
+    if type(space) in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary):
+        assert space.shape is not None
+        assert space.dtype is not None
+        return Leaf("fixed", tuple(space.shape), np.dtype(space.dtype))
+    if isinstance(space, spaces.Text):
+        return Leaf("text")
+    return Leaf("object")
+
+
+def _scatter(node: Node, value: Any, out: list[Any]) -> None:
+    if isinstance(node, int):
+        out[node] = value
+        return
+    for key, child in node[1]:
+        _scatter(child, value[key], out)
+
+
+def _gather(node: Node, columns: Sequence[Any]) -> Any:
+    if isinstance(node, int):
+        return columns[node]
+    kind, children = node
+    if kind == "dict":
+        return {key: _gather(child, columns) for key, child in children}
+    return tuple(_gather(child, columns) for _, child in children)
+
+
+def batched(all_spaces: Sequence[Space[Any]]) -> Space[Any]:
+    """The space of a batch of values, one of each of these spaces, equal or not."""
+    first = all_spaces[0]
+    if all(space is first or space == first for space in all_spaces):
+        return batch_space(first, len(all_spaces))
+    if len(Layout.shared(all_spaces).leaves) == len(Layout.of(first).leaves):
+        try:
+            return batch_differing_spaces(list(all_spaces))
+        except (TypeError, ValueError):
+            pass
+    return spaces.Tuple(tuple(all_spaces))
+
+
+# --- infos, and the ends of episodes
+PLAIN = (int, float, bool)
+
+
+class Where(Enum):
+    """Where a final observation is, when it is not in the message."""
+
+    BUFFER = "buffer"
+
+
+IN_BUFFER = Where.BUFFER
+
+
+class Told(NamedTuple):
+    """What one environment told in one step or reset."""
+
+    env: int
+    final: Any  # the last observation of an episode that was replaced in this step, or IN_BUFFER
+    final_info: dict[str, Any] | None  # of that last step; None where no episode was replaced
+    info: dict[str, Any]
+
+
+class StepResult(NamedTuple):
+    """What one environment answered to one action."""
+
+    observation: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+class Ready(NamedTuple):
+    """The environments that answered, whichever were first.
+
+    `observations` is batched like those of `step`, with one row per entry of `ids`; `late` names the
+    environments that have been at work for longer than the `timeout` of `recv`.
+    """
+
+    ids: np.ndarray[Any, Any]
+    observations: Any
+    rewards: np.ndarray[Any, Any]
+    terminated: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+    infos: list[dict[str, Any]]
+    late: list[int]
+
+
+def by_env(told: Iterable[Told]) -> dict[int, dict[str, Any]]:
+    """One info per environment."""
+    infos: dict[int, dict[str, Any]] = {}
+    for env, final, final_info, info in told:
+        ended = {} if final_info is None else {"final_obs": final, "final_info": final_info}
+        infos[env] = {**ended, **info}
+    return infos
+
+
+def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
+    """Each key of any env's info becomes an array over envs, with a mask `_key` of who had it.
+
+    Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included.
+    """
+    ordered = sorted(told, key=lambda item: item.env)
+    out = _of_numbers(n_envs, ordered)
+    if out is not None:
+        return out
+    out = {}
+    for env, final, final_info, info in ordered:
+        if final_info is not None:
+            _add(out, {"final_obs": final, "final_info": final_info}, env, n_envs)
+        _add(out, info, env, n_envs)
+    return out
+
+
+def _of_numbers(n_envs: int, told: list[Told]) -> dict[str, Any] | None:
+    """The same in one go where all tell numbers of the same kinds under the same keys; else None."""
+    keys = tuple(told[0].info) if told else ()
+    kinds = tuple(map(type, told[0].info.values())) if told else ()
+    if not keys or not all(kind in PLAIN or issubclass(kind, np.number) for kind in kinds):
+        return None
+    rows = []
+    for item in told:
+        values = tuple(item.info.values())
+        if item.final_info is not None or tuple(item.info) != keys or tuple(map(type, values)) != kinds:
+            return None
+        rows.append(values)
+    ids = [item.env for item in told]
+    out: dict[str, Any] = {}
+    for key, kind, values in zip(keys, kinds, zip(*rows, strict=True), strict=True):
+        column: Any = np.zeros(n_envs, dtype=kind)
+        mask = np.zeros(n_envs, dtype=np.bool_)
+        try:
+            column[ids] = values
+        except OverflowError:
+            return None
+        mask[ids] = True
+        out[key], out[f"_{key}"] = column, mask
+    return out
+
+
+def _add(out: dict[str, Any], info: dict[str, Any], env: int, n_envs: int) -> None:
+    for key, value in info.items():
+        mask_key = f"_{key}"
+        if key == "final_obs":
+            array = out[key] if key in out else np.full(n_envs, None, dtype=object)
+            array[env] = value
+        elif isinstance(value, dict):
+            array = out.get(key, {})
+            _add(array, value, env, n_envs)
+        else:
+            array = out[key] if key in out else _empty_like(value, n_envs)
+            try:
+                array[env] = value
+            except (TypeError, ValueError):  # not of the kind that another env told: any object fits then
+                array = _as_objects(array)
+                array[env] = value
+        mask = out.get(mask_key)
+        if mask is None:
+            mask = np.zeros(n_envs, dtype=np.bool_)
+        mask[env] = True
+        out[key], out[mask_key] = array, mask
+
+
+def _empty_like(value: Any, n_envs: int) -> Any:
+    kind = type(value)
+    if kind in PLAIN or issubclass(kind, np.number):
+        return np.zeros(n_envs, dtype=kind)
+    if isinstance(value, np.ndarray):
+        return np.zeros((n_envs, *value.shape), dtype=value.dtype)
+    return np.full(n_envs, None, dtype=object)
+
+
+def _as_objects(values: Any) -> Any:
+    loose = np.full(len(values), None, dtype=object)
+    for i, value in enumerate(values):
+        loose[i] = value
+    return loose
