@@ -39,10 +39,9 @@ from shoal.core.seeding import stream  # noqa: E402
 from shoal.envs.actions import Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
 from shoal.rollout.collector import place_of  # noqa: E402
-from shoal.rollout.parallel.dispatch import spread  # noqa: E402
-from shoal.rollout.parallel.inference import SharedLLMInferenceManager  # noqa: E402
-from shoal.rollout.parallel.link import Address, SocketLink  # noqa: E402
-from shoal.rollout.parallel.rollout import ParallelRolloutManager  # noqa: E402
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, spread  # noqa: E402
+from shoal.rollout.parallel.server import SharedLLMInferenceManager  # noqa: E402
+from shoal.rollout.parallel.transport import Address, SocketLink  # noqa: E402
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.rollout.samplers.tokenizers import TinyTokenizer  # noqa: E402
 
@@ -197,8 +196,7 @@ def utilisation(kind: str, n_envs: int, runs: int) -> None:
     for run in range(runs):
         expected = None
         for subject, schedule in (
-            ("shoal", "adaptive"),
-            ("shoal, greedy", "greedy"),
+            ("shoal", "greedy"),
             ("barrier (shoal, lockstep)", "barrier"),
         ):
             value, expected = shoal_run(kind, n_envs, schedule, run, expected)

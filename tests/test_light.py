@@ -84,3 +84,19 @@ def test_without_the_extras_one_line_says_what_to_install(code, said, tmp_path):
     assert f"{said}" in done.stderr.splitlines()[-1]
     assert 'pip install "shoal[train]"' in done.stderr.splitlines()[-1]
     assert ("Traceback" in done.stderr) == ("PPO" in code)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("LLMAgentProxy", "ParallelRolloutManager"), ("RayAgentTrainer", "AgentTrainer")]
+)
+def test_who_asks_for_a_class_of_another_project_is_told_what_does_its_work_here(name, instead):
+    import shoal
+
+    with pytest.raises(ImportError, match=f"no {name}: use {instead}"):
+        exec(f"from shoal import {name}")
+    with pytest.raises(ImportError, match=instead):
+        getattr(shoal, name)
+    assert instead in shoal.__all__
+    assert name not in dir(shoal)
+    with pytest.raises(AttributeError, match="has no attribute 'LLMAgentProxi'"):
+        _ = shoal.LLMAgentProxi

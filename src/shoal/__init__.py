@@ -25,7 +25,7 @@ _HOME: dict[str, str] = {
     "make_environments": "shoal.rollout.factory",
     "validate_environment_config": "shoal.rollout.factory",
     "ParallelRolloutManager": "shoal.rollout.parallel.rollout",
-    "SharedLLMInferenceManager": "shoal.rollout.parallel.inference",
+    "SharedLLMInferenceManager": "shoal.rollout.parallel.server",
     "create_projection_function": "shoal.rollout.compat.projections",
     "MultiProcessEnvironmentContainer": "shoal.vector.compat",
     "PPO": "shoal.train.ppo",
@@ -41,16 +41,22 @@ _HOME: dict[str, str] = {
     "prepare_training_run": "shoal.skills.runs",
     "process_completed_training": "shoal.skills.processing",
     "EnvironmentManager": "shoal.rollout.compat.managers",
-    "SokobanEnvironmentManager": "shoal.rollout.compat.manager_kinds",
-    "WebShopEnvironmentManager": "shoal.rollout.compat.manager_kinds",
-    "CountdownEnvironmentManager": "shoal.rollout.compat.manager_kinds",
-    "MetaMathQAEnvironmentManager": "shoal.rollout.compat.manager_kinds",
-    "FrozenLakeEnvironmentManager": "shoal.rollout.compat.manager_kinds",
-    "BanditEnvironmentManager": "shoal.rollout.compat.manager_kinds",
-    "make_manager": "shoal.rollout.compat.manager_kinds",
+    "SokobanEnvironmentManager": "shoal.rollout.compat.managers",
+    "WebShopEnvironmentManager": "shoal.rollout.compat.managers",
+    "CountdownEnvironmentManager": "shoal.rollout.compat.managers",
+    "MetaMathQAEnvironmentManager": "shoal.rollout.compat.managers",
+    "FrozenLakeEnvironmentManager": "shoal.rollout.compat.managers",
+    "BanditEnvironmentManager": "shoal.rollout.compat.managers",
+    "make_manager": "shoal.rollout.compat.managers",
     "ParallelEnv": "shoal.vector.compat",
     "groups": "shoal.vector.vector_env",
 }
+
+_ELSEWHERE: dict[str, str] = {
+    "LLMAgentProxy": "ParallelRolloutManager(config, engine).rollout(), or TrajectoryCollector in one process",
+    "RayAgentTrainer": "AgentTrainer(config), with engine.name=ray or agent_proxy.parallel.backend=ray for a cluster",
+}
+"""Names of projects that shoal takes over from, and what does their work here."""
 
 __all__ = sorted([*_HOME, "__version__"])
 
@@ -65,6 +71,8 @@ def __getattr__(name: str) -> Any:
             raise explain_import(f"shoal.{name}", error) from error
         globals()[name] = value
         return value
+    if name in _ELSEWHERE:  # an AttributeError's message would not reach who writes `from shoal import ...`
+        raise ImportError(f"shoal has no {name}: use {_ELSEWHERE[name]}", name="shoal")
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

@@ -16,7 +16,7 @@ from shoal.core.files import read_json, verify_folder
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import place_of
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.shares import Assignment
+from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.verify import Verdict, compare
 

@@ -18,7 +18,7 @@ from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episo
 from shoal.rollout.collector import place_of
 from shoal.rollout.episode import Place
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.shares import Assignment
+from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.rollout.settings import Backend
 
@@ -118,6 +118,11 @@ class TRLRollout:
                     f"shoal samples from the whole distribution: GRPOConfig.{name} must be {value}, got {found}"
                 )
         proxy = self.config.agent_proxy
+        if proxy.sampling().restricted:
+            raise ConfigError(
+                "shoal samples from the whole distribution here, as the loss of TRL assumes: leave agent_proxy.top_p, "
+                "top_k and min_p out"
+            )
         return Sampling(proxy.max_tokens, trainer.temperature, proxy.stop)
 
     def _assignments(self, prompts: Sequence[Any], trainer: Any) -> list[Assignment]:

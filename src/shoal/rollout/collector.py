@@ -18,7 +18,7 @@ from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import Completion, Engine, Request, Sampling, checked
+from shoal.rollout.samplers.sampler import Completion, Engine, Sampling, generate_each
 
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
@@ -222,24 +222,6 @@ def collect_with_signal(
         if report.with_signal >= wanted or batch >= max_batches:
             return played, kept, report
         n_groups = next_refill(wanted, report.with_signal, report.played)
-
-
-def generate_each(engine: Engine, requests: Sequence[Request]) -> list[Completion | Exception]:
-    """The engine's answers, with an exception in the place of each request that has none.
-
-    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone;
-    one that names its failures itself (`generate_each`, a server) is asked once.
-    """
-    each = getattr(engine, "generate_each", None)
-    if each is not None:
-        return checked(engine, requests, each(requests))
-    try:
-        return checked(engine, requests, engine.generate(requests))
-    except Exception as error:
-        if len(requests) == 1:
-            return [error]
-        half = len(requests) // 2
-        return generate_each(engine, requests[:half]) + generate_each(engine, requests[half:])
 
 
 def group_numbers(first_group: int, n_groups: int | None, n_tags: int) -> range:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvironmentConfig, EnvTag, EsManager, VectorConfig
-from shoal.rollout.parallel.batching import Schedule
+from shoal.rollout.parallel.server import Schedule
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.sampler import Sampling
 
@@ -24,7 +24,7 @@ class ParallelConfig:
     backend: Backend = "auto"
     """Where workers run; "auto" is "processes"."""
     schedule: Schedule = "adaptive"
-    """When the engine runs: "adaptive" or "greedy" (every env at its own pace), or "barrier" (lockstep)."""
+    """When the engine runs: "greedy" (every env at its own pace; also named "adaptive"), or "barrier" (lockstep)."""
     episodes_at_once: int | None = None
     """Of one worker; its whole share if not given."""
     max_batch: int = 4096

@@ -16,8 +16,7 @@ from shoal.core.errors import EnvError, WorkerDiedError, WorkerError, WorkerTime
 from shoal.core.executors import available_cpus
 from shoal.core.processes import StartMethod
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.rollout.arrays.steps import EnvSlice, StepRollout
-from shoal.rollout.arrays.vector_steps import VectorSteps
+from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.ppo_agent import PPOAgent
 from shoal.train.ppo_envs import EnvFactory, EnvFacts

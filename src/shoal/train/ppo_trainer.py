@@ -17,8 +17,7 @@ from torch import nn
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
 from shoal.rollout.arrays.episodes import SeededEpisodes
-from shoal.rollout.arrays.steps import EnvSlice, StepRollout
-from shoal.rollout.arrays.vector_steps import VectorSteps
+from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.ppo_agent import PPOAgent, make_agent
 from shoal.train.ppo_checkpoints import (
     Checkpoint,

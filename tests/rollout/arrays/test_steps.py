@@ -12,8 +12,7 @@ from tests.train.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, T
 from shoal.core.errors import ConfigError, EnvError
 from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.rollout.arrays.steps import EnvSlice
-from shoal.rollout.arrays.vector_steps import VectorSteps
+from shoal.rollout.arrays.steps import EnvSlice, VectorSteps
 
 
 class NoisePolicy:

@@ -10,9 +10,7 @@ import shoal
 from shoal import envs
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
-from shoal.rollout.compat.manager_kinds import MANAGERS, make_manager
-from shoal.rollout.compat.managers import EnvironmentManager
-from shoal.rollout.compat.multi_turn import multi_turn_loop
+from shoal.rollout.compat.managers import MANAGERS, EnvironmentManager, make_manager, multi_turn_loop
 from shoal.rollout.compat.projections import create_projection_function
 from shoal.rollout.compat.templates import TEMPLATES, template_of
 from shoal.rollout.images import PREFIX, as_url, picture_url, png_bytes

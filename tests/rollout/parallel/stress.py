@@ -155,8 +155,8 @@ class Case:
     def drop(self, manager):
         inference = manager._inference
         if inference is not None:
-            known = inference._loop._connections
-            inference._loop.post(lambda: [known.drop(c) for c in list(known._by_descriptor.values())[:2]])
+            known = inference._connections
+            inference._post(lambda: [known.drop(c) for c in list(known._by_descriptor.values())[:2]])
 
     def kill_zygote(self, manager):
         if self.backend == "processes" and Zygote._current is not None:

@@ -12,9 +12,9 @@ from parallel_doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError
-from shoal.rollout.parallel.inference import SharedLLMInferenceManager
-from shoal.rollout.parallel.link import SocketLink
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.server import SharedLLMInferenceManager
+from shoal.rollout.parallel.transport import SocketLink
 from shoal.rollout.samplers.sampler import Completion, Key, Request
 
 BACKENDS = ("serial", "threads", "processes")
@@ -129,12 +129,13 @@ def test_when_the_thread_of_the_engine_fails_nobody_waits_for_it():
     for thread in threads:
         thread.start()
     time.sleep(0.2)
-    shared._loop.post(lambda: 1 / 0)
+    shared._post(lambda: 1 / 0)
     for thread in threads:
         thread.join(20)
     assert len(failures) == 4
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         shared.generate([request()])
+    assert shared.failed
     shared.close()
     link.close()
 
@@ -161,11 +162,11 @@ def test_who_connects_while_no_descriptor_is_free_only_waits():
 
 
 def test_a_socket_that_could_not_be_made_is_made_the_next_time(monkeypatch):
-    from shoal.rollout.parallel import connections
+    from shoal.rollout.parallel import transport
 
     with SharedLLMInferenceManager(HashEngine()) as shared:
         with monkeypatch.context() as patch:
-            patch.setattr(connections.Path, "chmod", lambda *_: 1 / 0)
+            patch.setattr(transport.Path, "chmod", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 shared.serve()
         link = SocketLink(shared.serve())
@@ -177,7 +178,7 @@ def test_a_socket_that_could_not_be_made_is_made_the_next_time(monkeypatch):
 def test_a_connection_that_is_lost_costs_no_episode(calm, schedule):
     settings = config(nap=0.05, parallel={"schedule": schedule})
     with ParallelRolloutManager(settings, HashEngine(), backend="processes") as manager:
-        timer = threading.Timer(0.15, lambda: manager.inference._loop.post(lambda: lose(manager)))
+        timer = threading.Timer(0.15, lambda: manager.inference._post(lambda: lose(manager)))
 
         def lose(manager):
             lost.append(len(connections._by_descriptor))
@@ -186,7 +187,7 @@ def test_a_connection_that_is_lost_costs_no_episode(calm, schedule):
 
         lost = []
         manager.collect(3)
-        connections = manager.inference._loop._connections
+        connections = manager.inference._connections
         timer.start()
         assert manager.collect(4) == calm
         timer.join()
@@ -216,15 +217,19 @@ def test_lockstep_does_not_wait_for_episodes_of_a_connection_that_ended():
     with SharedLLMInferenceManager(HashEngine(), schedule="barrier") as shared:
         link = SocketLink(shared.serve())
         link.entered([request(member).key for member in range(9)])
+        end = time.monotonic() + 20
+        while len(shared._batcher.at_play) < 9:
+            assert time.monotonic() < end
+            time.sleep(0.01)
         link.left(request(0).key)
         link.close()
         assert len(shared.generate([request()], timeout=20)) == 1
-        assert not shared._loop.batcher.at_play
+        assert not shared._batcher.at_play
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_a_report_that_is_lost_costs_time_and_no_episode(calm, backend, monkeypatch):
-    monkeypatch.setattr("shoal.rollout.parallel.dispatch.PATIENCE", 0.5)
+    monkeypatch.setattr("shoal.rollout.parallel.rollout.DRAIN_SECONDS", 0.5)
     with ParallelRolloutManager(config(), HashEngine(), backend=backend) as manager:
         real, lost = manager._on_report, []
 
@@ -234,6 +239,22 @@ def test_a_report_that_is_lost_costs_time_and_no_episode(calm, backend, monkeypa
             else:
                 real(asker, data)
 
-        manager.inference._loop.room._on_report = lose
+        manager.inference._on_report = lose
         assert manager.collect(4) == calm
         assert manager.report.replayed_episodes == 3
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "barrier"])
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_rollout_whose_shared_engine_failed_goes_on_with_another(calm, backend, schedule):
+    settings = config(nap=0.05, parallel={"schedule": schedule})
+    with ParallelRolloutManager(settings, HashEngine(), backend=backend) as manager:
+        first = manager.inference
+        timer = threading.Timer(0.2, lambda: first._post(lambda: 1 / 0))
+        timer.start()
+        assert manager.collect(4) == calm
+        timer.join()
+        assert first.failed
+        assert manager.inference is not first
+        assert manager.report.worker_deaths > 0
+        assert manager.collect(4) == calm

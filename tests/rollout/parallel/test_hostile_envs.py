@@ -159,7 +159,7 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
 def test_without_a_time_limit_too_the_next_rollout_does_not_wait_for_envs_whose_end_hangs(
     calm, backend, monkeypatch
 ):
-    monkeypatch.setattr("shoal.rollout.parallel.dispatch.PATIENCE", 1.0)
+    monkeypatch.setattr("shoal.rollout.parallel.rollout.DRAIN_SECONDS", 1.0)
     assert play(backend, Clings, times=2) == calm
 
 
@@ -193,13 +193,16 @@ def test_whatever_an_env_answers_to_the_lockstep_collector_only_its_own_episode_
         playing.close()
 
 
+@pytest.mark.parametrize(
+    "error", [EngineError("it does not extend the one before"), KeyError("no such field")]
+)
 @pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_a_prompt_that_cannot_be_made_ends_its_episode_alone(calm, backend, monkeypatch):
+def test_a_prompt_that_cannot_be_made_ends_its_episode_alone(calm, backend, error, monkeypatch):
     real = Episode.request
 
     def request(self):
         if self.place.group == 2 and len(self._turns) == 3:
-            raise EngineError("the prompt does not extend the one before")
+            raise error
         return real(self)
 
     monkeypatch.setattr(Episode, "request", request)

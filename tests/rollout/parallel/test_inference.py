@@ -14,9 +14,17 @@ import pytest
 from parallel_doubles import HashEngine
 
 from shoal.core.errors import EngineError
-from shoal.rollout.parallel.inference import SharedLLMInferenceManager
-from shoal.rollout.parallel.link import Address, SocketLink
-from shoal.rollout.parallel.wire import HEADER, Frames, Hello, ask_of, frame, server_frames
+from shoal.rollout.parallel.server import SharedLLMInferenceManager
+from shoal.rollout.parallel.transport import (
+    HEADER,
+    Address,
+    Ask,
+    Frames,
+    Hello,
+    SocketLink,
+    decode_request,
+    frame,
+)
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
 
 
@@ -77,7 +85,7 @@ class Evil:
         HEADER.pack(5) + b"\x00\x01\x02\x03\x04",
         HEADER.pack(len(pickle.dumps(Evil()))) + pickle.dumps(Evil()),
         frame(Hello(b"guess", 0)),
-        frame(ask_of(0, request(), None)),  # without an introduction
+        frame(Ask(0, request())),  # without an introduction
     ],
     ids=["garbage", "4 GiB", "nonsense", "pickle", "wrong secret", "no secret"],
 )
@@ -99,14 +107,14 @@ def test_half_a_frame_holds_up_nobody(shared):
     address = shared.serve()
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(address.path)
-        slow.sendall(frame(Hello(address.token, 1)) + frame(ask_of(0, request(), None))[:-3])
+        slow.sendall(frame(Hello(address.token, 1)) + frame(Ask(0, request()))[:-3])
         good = SocketLink(address)
         assert good.generate([request()], timeout=5)
         good.close()
 
 
 def test_thousands_of_connections_are_refused_beyond_the_limit(shared, monkeypatch):
-    monkeypatch.setattr("shoal.rollout.parallel.connections.MAX_CONNECTIONS", 20)
+    monkeypatch.setattr("shoal.rollout.parallel.transport.MAX_CONNECTIONS", 20)
     address = shared.serve()
     good = SocketLink(address)
     good.generate([request()])
@@ -122,7 +130,7 @@ def test_thousands_of_connections_are_refused_beyond_the_limit(shared, monkeypat
 
 SILENT = """
 import sys, time
-from shoal.rollout.parallel.link import Address, SocketLink
+from shoal.rollout.parallel.transport import Address, SocketLink
 link = SocketLink(Address(sys.argv[1], bytes.fromhex(sys.argv[2]), float(sys.argv[3]) or None))
 print("connected", flush=True)
 time.sleep(60)
@@ -152,9 +160,9 @@ def test_a_worker_without_signs_of_life_is_killed_and_one_with_them_is_not():
 
 
 def test_frames_may_come_in_any_pieces():
-    data = b"".join(frame(ask_of(n, request(n, length=n), 0.5)) for n in range(1, 40))
-    whole = list(server_frames().feed(data))
-    frames = server_frames()
+    data = b"".join(frame(Ask(n, request(n, length=n))) for n in range(1, 40))
+    whole = list(Frames(decode_request).feed(data))
+    frames = Frames(decode_request)
     piecewise = [m for k in range(0, len(data), 7) for m in frames.feed(data[k : k + 7])]
     assert piecewise == whole
     assert len(whole) == 39

@@ -6,9 +6,9 @@ import pytest
 from parallel_doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
-from shoal.rollout.parallel.inference import SharedLLMInferenceManager
-from shoal.rollout.parallel.link import SocketLink
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.server import SharedLLMInferenceManager
+from shoal.rollout.parallel.transport import SocketLink
 from shoal.rollout.samplers.sampler import Key, Request
 
 
@@ -73,5 +73,5 @@ def test_where_few_threads_can_be_started_fewer_episodes_are_played_at_once(sche
             super().start()
 
     expected = play("serial")[0]
-    monkeypatch.setattr("shoal.rollout.parallel.playing.threading.Thread", Thread)
+    monkeypatch.setattr("shoal.rollout.parallel.worker.threading.Thread", Thread)
     assert play("threads", n_jobs=1, parallel={"schedule": schedule})[0] == expected

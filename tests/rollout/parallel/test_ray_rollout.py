@@ -9,9 +9,9 @@ from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, 
 from shoal import envs
 from shoal.core.errors import WorkerDiedError
 from shoal.core.executors import RayExecutor, make_executor
-from shoal.rollout.parallel.inference import SharedLLMInferenceManager
-from shoal.rollout.parallel.ray_transport import Mailbox
+from shoal.rollout.parallel.ray import Mailbox
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.server import SharedLLMInferenceManager
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -13,8 +13,7 @@ from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments
-from shoal.rollout.parallel.dispatch import RolloutReport, spread, worthwhile_workers
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport, spread, worthwhile_workers
 from shoal.rollout.samplers.sampler import Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
@@ -192,7 +191,7 @@ def test_a_loky_pool_whose_envs_hung_is_replaced():
     settings = config(fault="hang", parallel={"step_timeout": 0.5})
     with ParallelRolloutManager(settings, HashEngine(), backend="loky") as manager:
         first = manager.collect(4)
-        assert not manager._placement.started
+        assert not manager._pool.started
         assert manager.collect(4) == first
 
 

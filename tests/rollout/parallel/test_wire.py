@@ -1,9 +1,10 @@
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.rollout.parallel.wire import Ask, ask_of, request_of
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.parallel.transport import Alive, Answer, Ask, Refusal, decode_answer, decode_request, frame
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
 
 REQUESTS = st.builds(
     Request,
@@ -18,5 +19,14 @@ REQUESTS = st.builds(
 
 @given(REQUESTS)
 def test_a_request_reaches_the_engine_as_it_was_asked(request):
-    sent = msgspec.msgpack.encode(ask_of(3, request, 0.5))
-    assert request_of(msgspec.msgpack.decode(sent, type=Ask)) == request
+    assert decode_request(frame(Ask(3, request))[4:]) == Ask(3, request)
+
+
+def test_an_answer_that_is_no_completion_becomes_the_refusal_of_its_request():
+    odd = Completion((1,), (0.5,), "banana", 0)
+    refused = decode_answer(frame(Answer(7, odd))[4:])
+    assert isinstance(refused, Refusal)
+    assert (refused.number, refused.late) == (7, False)
+    assert "banana" in refused.error
+    with pytest.raises(msgspec.ValidationError):
+        decode_answer(frame(Alive())[4:])

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from shoal.core.errors import WorkerDiedError, WorkerError
-from shoal.rollout.parallel import workers
-from shoal.rollout.parallel.workers import WorkerExecutor
+from shoal.rollout.parallel import pool
+from shoal.rollout.parallel.pool import WorkerExecutor
 from shoal.testing import check_executor
 
 
@@ -57,12 +57,12 @@ def test_a_worker_that_is_idle_gets_the_next_task():
 
 
 def test_a_shutdown_that_does_not_wait_also_ends_a_worker_that_just_starts(monkeypatch):
-    class Slow(workers._Process):
+    class Slow(pool._Process):
         def __init__(self):
             time.sleep(0.5)
             super().__init__()
 
-    monkeypatch.setattr(workers, "_Process", Slow)
+    monkeypatch.setattr(pool, "_Process", Slow)
     executor = WorkerExecutor(1)
     future = executor.submit(time.sleep, 1000)
     time.sleep(0.2)
@@ -75,7 +75,7 @@ def test_a_shutdown_that_does_not_wait_also_ends_a_worker_that_just_starts(monke
     "error", [WorkerDiedError("the process that starts workers is gone"), OSError(24, "full")]
 )
 def test_a_process_that_cannot_be_started_just_now_is_started_later(monkeypatch, error):
-    class Stubborn(workers._Process):
+    class Stubborn(pool._Process):
         attempts = 0
 
         def __init__(self):
@@ -84,11 +84,11 @@ def test_a_process_that_cannot_be_started_just_now_is_started_later(monkeypatch,
                 raise error
             super().__init__()
 
-    monkeypatch.setattr(workers, "_Process", Stubborn)
+    monkeypatch.setattr(pool, "_Process", Stubborn)
     with WorkerExecutor(1) as executor:
         assert executor.submit(int).result(timeout=60) == 0
     assert Stubborn.attempts == 4
-    monkeypatch.setattr(workers, "PAUSES", (0.01,))
+    monkeypatch.setattr(pool, "PAUSES", (0.01,))
     Stubborn.attempts = -9
     with WorkerExecutor(1) as executor, pytest.raises(WorkerError, match="no worker process can be started"):
         executor.submit(int).result(timeout=60)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.core.data import Trajectory, read_trajectories
-from shoal.rollout.parallel.dispatch import RolloutReport
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.distributed import Processes, SharedCollector

@@ -1,7 +1,7 @@
 """Gymnasium spaces as flat rows: what a policy network reads, and what its outputs mean to the env.
 
-Observations become one row of numbers each (float32; uint8 when the space is an image), actions are choices
-(one integer per group) or points (one float per dimension).
+Observations become one row of numbers each (float32; uint8 when the space is an image), actions are discrete
+(one integer per group) or continuous (one float per dimension).
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class ActionRows:
         """The batched action of a vector env for rows `[N, size]`."""
         space, n = self.space, len(actions)
         if isinstance(space, spaces.Box):
-            points = np.clip(actions.reshape(n, *space.shape), space.low, space.high)
-            return np.asarray(points, space.dtype)
+            clipped = np.clip(actions.reshape(n, *space.shape), space.low, space.high)
+            return np.asarray(clipped, space.dtype)
         if isinstance(space, spaces.Discrete):
             return np.asarray(actions[:, 0] + self._start)
         return np.asarray((actions + self._start).reshape(n, *(space.shape or ())), space.dtype)

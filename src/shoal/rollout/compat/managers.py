@@ -1,21 +1,28 @@
 """Managers: vector environments that take what a model wrote and answer with the next prompts.
 
 The rules (projection, history, templates) are those of the rest of the room; a manager only keeps, for each
-env, the turns so far.
+env, the turns so far. `multi_turn_loop` plays the envs of a manager to the end, as older agent projects do.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypedDict
 
 import numpy as np
 
-from shoal.core.errors import ConfigError
-from shoal.rollout.compat.projections import as_actions, takes_two
+from shoal.core.data import Trajectory
+from shoal.core.errors import ConfigError, unknown_name
+from shoal.envs.actions import Projected, Projection
+from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.compat.projections import as_actions, create_projection_function, takes_two
 from shoal.rollout.compat.templates import template_of
+from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
+from shoal.rollout.samplers.sampler import Engine, Sampling
+from shoal.vector import MultiProcessEnvironmentContainer
 
 IMAGE = "<image>"
 """Stands in the text where an env shows a picture and no text."""
@@ -239,6 +246,149 @@ class EnvironmentManager:
             return list(pool.get_attr(name))
         except AttributeError:
             return [default] * len(self.envs)
+
+
+# --- by kind of env
+class SokobanEnvironmentManager(EnvironmentManager):
+    """Push boxes: moves up, down, left, right."""
+
+    env_type = "sokoban"
+
+
+class FrozenLakeEnvironmentManager(EnvironmentManager):
+    """Cross the ice: moves left, down, right, up."""
+
+    env_type = "frozen_lake"
+
+
+class BanditEnvironmentManager(EnvironmentManager):
+    """Pull an arm, by its number or by its name in that env."""
+
+    env_type = "bandit"
+
+    def _spaces(self) -> list[Any]:
+        return [lookup or None for lookup in self._lookups]
+
+
+class CountdownEnvironmentManager(EnvironmentManager):
+    """Make a number from numbers."""
+
+    env_type = "countdown"
+
+
+class MetaMathQAEnvironmentManager(EnvironmentManager):
+    """Answer a mathematical question, with several tries."""
+
+    env_type = "metamathqa"
+
+
+class WebShopEnvironmentManager(EnvironmentManager):
+    """Search, look and buy; the published score is reported as `webshop_task_score`."""
+
+    env_type = "webshop"
+    scores = ("task_score",)
+
+
+MANAGERS: dict[str, type[EnvironmentManager]] = {
+    manager.env_type: manager
+    for manager in (
+        SokobanEnvironmentManager,
+        FrozenLakeEnvironmentManager,
+        BanditEnvironmentManager,
+        CountdownEnvironmentManager,
+        MetaMathQAEnvironmentManager,
+        WebShopEnvironmentManager,
+    )
+    if manager.env_type
+}
+
+
+def make_manager(
+    env_type: str,
+    env_num: int = 1,
+    group_n: int = 1,
+    seed: int = 0,
+    env_kwargs: dict[str, Any] | None = None,
+    *,
+    prompt: Mapping[str, Any] | None = None,
+    projection: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> EnvironmentManager:
+    """A manager with its envs: `env_num` groups of `group_n`.
+
+    Args:
+        env_type: a registered env.
+        env_num: number of groups.
+        group_n: envs per group; those of a group start alike.
+        seed: the run seed.
+        env_kwargs: settings of the env.
+        prompt: settings of `PromptConfig` to replace.
+        projection: passed to `create_projection_function` (`separator`, `max_actions`, `lenient`, `tags`).
+        **options: of `MultiProcessEnvironmentContainer` and `make_vec` (`backend`, `num_workers`, …).
+    """
+    if not env_type:
+        raise unknown_name("env", env_type, MANAGERS)
+    function = create_projection_function(env_type, **(projection or {}))
+    envs = MultiProcessEnvironmentContainer(env_type, env_num, group_n, seed, env_kwargs, **options)
+    return MANAGERS.get(env_type, EnvironmentManager)(
+        envs, function, {"env_type": env_type, **(prompt or {})}
+    )
+
+
+# --- whole episodes
+def multi_turn_loop(
+    envs: EnvironmentManager,
+    engine: Engine,
+    sampling: Sampling | None = None,
+    *,
+    max_turns: int | None = None,
+) -> list[Trajectory]:
+    """One episode in every env of a manager, with its prompts and projection, group by group, member by member.
+
+    The seed and the number of the iteration are the container's: this is its next `reset()`.
+
+    Args:
+        envs: a manager whose envs are a `MultiProcessEnvironmentContainer`.
+        engine: writes the responses.
+        sampling: how tokens are picked.
+        max_turns: turns after which an episode is truncated; the env's own limit if None.
+    """
+    container = envs.envs
+    if not isinstance(container, MultiProcessEnvironmentContainer):
+        raise ConfigError(
+            f"multi_turn_loop needs the envs in a MultiProcessEnvironmentContainer, got {type(container).__name__}"
+        )
+    pool, tag = container.envs, envs.env_name or "env"
+    limits = (max_turns, envs.max_turns, pool.get_attr("config")[0].max_steps)
+    role = Role(
+        tag,
+        pool.get_attr("instructions")[0],
+        _Batched(lookup=pool.get_attr("action_words")[0], function=envs.projection_f),
+        min(limit for limit in limits if limit),
+    )
+    container.iteration += 1
+    collector = TrajectoryCollector(
+        pool,
+        [tag] * container.env_num,
+        {tag: role},
+        container.group_n,
+        engine,
+        envs.prompt,
+        container.seed,
+    )
+    return collector.collect(container.iteration, sampling or Sampling())
+
+
+@dataclass(frozen=True)
+class _Batched(Projection):
+    """A projection of single responses that asks a function over batches."""
+
+    function: Callable[..., Any] | None = None
+
+    def __call__(self, text: str) -> Projected:
+        assert self.function is not None
+        actions, valids = self.function([text])
+        return Projected(tuple(as_actions(actions[0])), bool(valids[0]))
 
 
 def _success(info: Mapping[str, Any]) -> float:

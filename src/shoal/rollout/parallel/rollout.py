@@ -6,31 +6,78 @@ its unfinished episodes: they are played again, in fresh processes, and the roll
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Future, wait
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, WorkerError, did_you_mean
+from shoal.core.data import Status, Trajectory
+from shoal.core.errors import (
+    ConfigError,
+    EngineError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    did_you_mean,
+)
 from shoal.core.executors import available_cpus
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.collector import group_numbers, place_of, slot_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles, validate_environment_config
-from shoal.rollout.parallel.dispatch import Dispatch, Events, RolloutReport, spread, worthwhile_workers
-from shoal.rollout.parallel.inference import SharedLLMInferenceManager
-from shoal.rollout.parallel.local_link import LocalLink
-from shoal.rollout.parallel.placement import Placement, silence
-from shoal.rollout.parallel.playing import play_share
-from shoal.rollout.parallel.shares import Assignment, Limits, Share, decode_report
+from shoal.rollout.parallel.pool import Pool, heartbeat_timeout
+from shoal.rollout.parallel.server import SharedLLMInferenceManager
+from shoal.rollout.parallel.worker import (
+    Assignment,
+    Limits,
+    LocalLink,
+    Played,
+    Share,
+    decode_report,
+    play_share,
+)
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Engine, Restartable, Sampling
 from shoal.rollout.settings import BACKENDS, Backend, rollout_config
 
-PATIENCE = 10.0
-"""Seconds that a rollout in another thread has to end when the manager is closed."""
+logger = logging.getLogger(__name__)
+OTHER_ROLLOUT_SECONDS = 10.0
+"""For which a rollout in another thread may end when the manager is closed."""
+DRAIN_SECONDS = 10.0
+"""Within which a worker must be done after the last episode, and its reports here when it is done."""
+Events = queue.SimpleQueue[tuple[str, Any, Any]]
+
+
+@dataclass(slots=True)
+class RolloutReport:
+    """How a rollout went."""
+
+    seconds: float = 0.0
+    workers: int = 0
+    worker_cpu_seconds: float = 0.0
+    engine_seconds: float = 0.0
+    batches: int = 0
+    worker_deaths: int = 0
+    replayed_episodes: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """As numbers for `metrics.jsonl`."""
+        busy = self.engine_seconds / self.seconds if self.seconds else 0.0
+        return {
+            "rollout_workers": float(self.workers),
+            "rollout_batches": float(self.batches),
+            "engine_busy": round(busy, 4),
+            "worker_deaths": float(self.worker_deaths),
+            "replayed_episodes": float(self.replayed_episodes),
+        }
 
 
 class ParallelRolloutManager:
@@ -91,8 +138,9 @@ class ParallelRolloutManager:
             self.settings.env_retries,
         )
         self._inference: SharedLLMInferenceManager | None = None
-        self._placement = Placement(self.backend, self._workers, self.settings, lambda: self.inference)
+        self._pool = Pool(self.backend, self._workers, self.settings, lambda: self.inference)
         self._reports: Events = queue.SimpleQueue()
+        self._name = secrets.token_hex(8)  # of this manager among all whose envs a process may keep
         self._number = 0  # of rollouts so far
         self._playing = threading.Lock()
         self._player: int | None = None  # the thread that plays
@@ -111,10 +159,10 @@ class ParallelRolloutManager:
         """
         self._closes += 1
         self._reports.put(("closed", None, None))
-        self._placement.here.stop.set()
-        alone = self._player != threading.get_ident() and self._playing.acquire(timeout=PATIENCE)
+        self._pool.here.stop.set()
+        alone = self._player != threading.get_ident() and self._playing.acquire(timeout=OTHER_ROLLOUT_SECONDS)
         try:
-            self._placement.close(gently=alone)
+            self._pool.close(gently=alone)
             if self._inference is not None:
                 self._inference.close()
             self._inference = None
@@ -125,7 +173,7 @@ class ParallelRolloutManager:
     @property
     def inference(self) -> SharedLLMInferenceManager:
         """The shared engine, started when first needed."""
-        if self._inference is None:
+        if self._inference is None or self._inference.failed:
             settings = self.settings
             self._inference = SharedLLMInferenceManager(
                 self.engine,
@@ -136,7 +184,7 @@ class ParallelRolloutManager:
                 retries=settings.engine_retries,
                 restart=self._restarted if isinstance(self.engine, Restartable) else None,
                 max_restarts=settings.engine_restarts,
-                silence=silence(self.settings)
+                silence=heartbeat_timeout(self.settings)
                 if self.backend == "loky"
                 else None,  # "processes" watches its own
                 on_report=self._on_report,
@@ -150,7 +198,7 @@ class ParallelRolloutManager:
 
     def worker_pids(self) -> list[int]:
         """The worker processes that run now (of the "processes" backend and of replays)."""
-        return self._placement.pids()
+        return self._pool.pids()
 
     # --- playing
     def collect(
@@ -198,8 +246,9 @@ class ParallelRolloutManager:
                     raise WorkerError("the rollout did not begin: its manager was closed")
                 return self._play(list(assignments), sampling)
             except BaseException:
-                self._placement.abandon()
-                self._lost(assignments)
+                self._pool.abandon()
+                if self._inference is not None:
+                    leave(self._inference, assignments)
                 raise
             finally:
                 self._player = None
@@ -225,50 +274,31 @@ class ParallelRolloutManager:
             lambda _, data: results.update([decode_report(data)[1:]]),
             self.settings.engine_retries,
         )
-        share = self._share(0, assignments, sampling, threads=1)
-        self.report.worker_cpu_seconds = play_share(share, link, self._placement.here).cpu_seconds
+        share = self._share(assignments, sampling, threads=1)
+        self.report.worker_cpu_seconds = play_share(share, link, self._pool.here).cpu_seconds
         return results
 
     def _play_on_workers(self, assignments: list[Assignment], sampling: Sampling) -> dict[int, Trajectory]:
         inference, report = self.inference, self.report
         before = inference.statistics
         seconds, batches = before.engine_seconds, before.batches
-        dispatch = Dispatch(
-            self._placement,
-            self._reports,
-            report,
-            number=self._number,
-            share_of=lambda number, part: self._share(number, part, sampling),
-            lost=self._lost,
-            give_up=lambda assignment, status, why: Episode(
-                assignment.place, self.roles[assignment.tag], self.prompter, sampling
-            ).trajectory(status, why),
-            max_deaths=self.settings.max_deaths,
-        )
         if self.settings.schedule == "barrier" and self.backend != "ray":  # where all workers run at once
             at_once = self.settings.episodes_at_once
             parts = spread(assignments, self._workers)
             inference.entered([a.place.key() for part in parts for a in part[:at_once]])
-        results = dispatch.run(assignments, self._workers)
+        share = self._share(assignments, sampling, self.settings.episodes_at_once)
+        rollout = _Rollout(share, self._pool, inference, self._reports, report, self.settings.max_deaths)
+        results = rollout.run(self._workers)
         report.engine_seconds = before.engine_seconds - seconds
         report.batches = before.batches - batches
         return results
 
-    def _lost(self, assignments: Sequence[Assignment]) -> None:
-        """These episodes do not ask for now."""
-        inference = self._inference
-        if inference is not None:
-            for assignment in assignments:
-                inference.left(assignment.place.key())
-
-    def _share(
-        self, number: int, assignments: Sequence[Assignment], sampling: Sampling, threads: int | None = None
-    ) -> Share:
-        """What one worker gets."""
+    def _share(self, assignments: Sequence[Assignment], sampling: Sampling, threads: int | None) -> Share:
+        """What a worker gets that plays all of these."""
         tags = {assignment.tag for assignment in assignments}
         return Share(
             self._number,
-            number,
+            0,
             tuple(assignments),
             {tag: self._env_fns[tag] for tag in tags},
             {tag: self.roles[tag] for tag in tags},
@@ -276,11 +306,201 @@ class ParallelRolloutManager:
             self.engine.tokenizer,
             sampling,
             self._limits,
-            threads or self.settings.episodes_at_once,
+            threads,
             lockstep=self.settings.schedule == "barrier",
-            keep_envs=self.settings.keep_envs,
+            kinds={tag: (self._name, tag) for tag in tags} if self.settings.keep_envs else None,
         )
 
     def _on_report(self, asker: Any, data: bytes) -> None:
         del asker
         self._reports.put(("report", data, None))
+
+
+class _Rollout:
+    """One rollout on workers while it runs: which episodes are open, and on which workers.
+
+    Args:
+        whole: what a worker would get that plays all episodes; its number tells its reports from those of another
+            rollout, which was interrupted.
+        pool: where workers run.
+        inference: the engine, which is told the episodes that a lost worker left open.
+        events: what workers report, and what happens to them.
+        report: where it is told how the rollout goes.
+        max_deaths: workers that may be lost while they play one episode alone.
+    """
+
+    def __init__(
+        self,
+        whole: Share,
+        pool: Pool,
+        inference: SharedLLMInferenceManager,
+        events: Events,
+        report: RolloutReport,
+        max_deaths: int,
+    ) -> None:
+        self.whole, self.pool, self.inference = whole, pool, inference
+        self.events, self.report, self.max_deaths = events, report, max_deaths
+        self.results: dict[int, Trajectory] = {}
+        self.deaths: dict[int, int] = {}
+        self.running: dict[Future[Played], Share] = {}
+        self.started = 0
+        self.broken = False
+        self.unreported = 0  # times that workers were done and episodes missing
+        self.hung = 0
+
+    def run(self, n_workers: int) -> dict[int, Trajectory]:
+        """Play the episodes on so many workers; their trajectories by index."""
+        assignments = self.whole.assignments
+        for part in spread(assignments, n_workers):
+            self._start(part)
+        try:
+            while len(self.results) < len(assignments):
+                try:
+                    kind, first, second = self.events.get(timeout=None if self.running else DRAIN_SECONDS)
+                except queue.Empty:
+                    self._unreported()
+                    continue
+                if kind == "report":
+                    rollout, index, trajectory = decode_report(first)
+                    if rollout == self.whole.rollout:
+                        self.results.setdefault(index, trajectory)
+                elif kind == "closed":
+                    raise WorkerError("the rollout was ended: its manager was closed")
+                else:
+                    self._ended(first, second)
+        finally:
+            for future in self.running:
+                future.cancel()
+        self._drain()
+        if self.hung and self.pool.backend == "loky":  # its processes would keep the threads that hang
+            self.pool.forget()
+        return self.results
+
+    def _start(self, part: Sequence[Assignment], *, spare: bool = False) -> None:
+        share = self.whole.part(self.started, part)
+        self.started += 1
+        events = self.events
+        future = self.pool.submit(share, spare=spare)
+        self.running[future] = share
+        future.add_done_callback(lambda future: events.put(("ended", future, share)))
+
+    def _ended(self, future: Future[Played], share: Share) -> None:
+        """A worker is done, or dead: then what it left open is played again elsewhere."""
+        del self.running[future]
+        error = future.exception() if not future.cancelled() else WorkerDiedError("its task was cancelled")
+        if error is None:
+            self._played(future.result())
+            return
+        if not isinstance(error, WorkerDiedError | WorkerTimeoutError | BrokenExecutor):
+            raise WorkerError(f"a rollout worker failed: {type(error).__name__}: {error}") from error
+        if isinstance(error, BrokenExecutor) and not self.broken:
+            self.broken = True
+            self.pool.forget()
+        left = [a for a in share.assignments if a.index not in self.results]
+        if not left:
+            return
+        leave(self.inference, left)
+        self.report.worker_deaths += 1
+        self.report.replayed_episodes += len(left)
+        logger.warning(
+            "a rollout worker is gone with %d of its %d episodes open: %s. The finished ones are kept, the open "
+            "ones are played again in fresh processes",
+            len(left),
+            len(share.assignments),
+            error,
+        )
+        if len(left) > 1:  # in halves, so that an episode that kills its worker is soon alone
+            half = (len(left) + 1) // 2
+            self._start(left[:half], spare=True)
+            self._start(left[half:], spare=True)
+        else:
+            self._again_alone(left[0], error)
+
+    def _unreported(self) -> None:
+        """All workers are done, but not all that they played has arrived: play that again."""
+        left = [a for a in self.whole.assignments if a.index not in self.results]
+        if self.unreported >= self.max_deaths:
+            raise WorkerError(
+                f"{len(left)} episodes were played {self.unreported + 1} times but never reported"
+            )
+        self.unreported += 1
+        leave(self.inference, left)
+        self.report.replayed_episodes += len(left)
+        logger.warning("%d episodes were played, but never reported: they are played again", len(left))
+        self._start(left, spare=True)
+
+    def _played(self, played: Played) -> None:
+        self.report.worker_cpu_seconds += played.cpu_seconds
+        self.hung += played.hung
+
+    def _again_alone(self, assignment: Assignment, error: BaseException) -> None:
+        deaths = self.deaths[assignment.index] = self.deaths.get(assignment.index, 0) + 1
+        if deaths <= self.max_deaths:
+            self._start([assignment], spare=True)
+            return
+        status: Status = "env_error"
+        if isinstance(error, WorkerTimeoutError):
+            status = "timeout"
+        elif isinstance(error, EngineError):  # its worker was fine, the way to the engine was not
+            status = "engine_error"
+        why = f"{deaths} workers that played it were lost, at last: {error}"
+        episode = Episode(
+            assignment.place,
+            self.whole.roles[assignment.tag],
+            Prompter(self.whole.prompt, self.whole.tokenizer),
+            self.whole.sampling,
+        )
+        self.results[assignment.index] = episode.trajectory(status, why)
+        logger.error("episode %d is given up: %s", assignment.index, why)
+
+    def _drain(self) -> None:
+        """Wait for the workers to be done, so that none still writes when the next rollout begins."""
+        done, stuck = wait(self.running, DRAIN_SECONDS)
+        for future in done:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:  # all episodes are there: how a worker ended no longer matters
+                logger.debug("a worker ended badly after its last episode: %s", error)
+            elif not future.cancelled():
+                self._played(future.result())
+        if stuck:
+            logger.warning(
+                "%d rollout workers are not done %g s after their last episode (an env that does not close, say) "
+                "and are left behind",
+                len(stuck),
+                DRAIN_SECONDS,
+            )
+            self.pool.abandon()
+
+
+def leave(inference: SharedLLMInferenceManager, assignments: Sequence[Assignment]) -> None:
+    """Tell the engine that these episodes do not ask for now."""
+    with contextlib.suppress(EngineError):  # it was closed, or failed: it waits for nobody
+        for assignment in assignments:
+            inference.left(assignment.place.key())
+
+
+def spread(items: Sequence[Any], n_parts: int) -> list[Sequence[Any]]:
+    """Contiguous parts whose sizes differ by one at most, the larger ones first; no part is empty.
+
+    >>> [len(part) for part in spread(list(range(64)), 3)]
+    [22, 21, 21]
+    """
+    n_parts = max(1, min(n_parts, len(items)))
+    size, rest = divmod(len(items), n_parts)
+    cuts = [k * size + min(k, rest) for k in range(n_parts + 1)]
+    return [items[lo:hi] for lo, hi in pairwise(cuts)]
+
+
+def worthwhile_workers(report: RolloutReport, most: int) -> int:
+    """How many workers the next rollout should have, by what the envs of this one needed.
+
+    Workers whose envs sleep or are quick need few processes; as many are kept as would be busy half of the time.
+
+    >>> worthwhile_workers(RolloutReport(seconds=10.0, worker_cpu_seconds=1.0), most=8)
+    1
+    >>> worthwhile_workers(RolloutReport(seconds=10.0, worker_cpu_seconds=35.0), most=8)
+    7
+    """
+    if report.seconds <= 0:
+        return most
+    return max(1, min(most, math.ceil(report.worker_cpu_seconds / (0.5 * report.seconds))))

@@ -7,7 +7,7 @@ not depend on what else is in the batch, on order, padding, or the number of wor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -249,6 +249,53 @@ def room_left(sampler: Any, request: Request) -> int:
     if context is None:
         return request.sampling.max_tokens
     return max(0, min(request.sampling.max_tokens, int(context) - len(request.prompt_ids)))
+
+
+def generate_each(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    retries: int = 0,
+    on_failure: Callable[[int, Exception | None], Engine] | None = None,
+    given_up: Callable[[], bool] = lambda: False,
+) -> list[Completion | Exception]:
+    """The engine's answers, with an exception in the place of each request that has none.
+
+    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone;
+    one that names its failures itself (`generate_each`, a server) is asked again for those.
+
+    Args:
+        engine: what answers.
+        requests: one batch.
+        retries: further attempts for a request that fails alone.
+        on_failure: told how many requests failed, and what the engine raised (None where it named them itself);
+            returns the engine to ask from then on.
+        given_up: whether nobody waits for the answers any more; then nothing is tried again.
+    """
+
+    def ask(part: Sequence[Request], attempt: int) -> list[Completion | Exception]:
+        nonlocal engine
+        each = getattr(engine, "generate_each", None)
+        try:
+            given = engine.generate(part) if each is None else each(part)
+            answers = checked(engine, part, given)
+        except Exception as error:
+            refused = as_completion(error)
+            if given_up():
+                return [refused] * len(part)
+            engine = on_failure(1, error) if on_failure is not None else engine
+            if len(part) > 1:
+                half = len(part) // 2
+                return ask(part[:half], attempt) + ask(part[half:], attempt)
+            return ask(part, attempt + 1) if attempt < retries else [refused]
+        failed = [i for i, answer in enumerate(given) if isinstance(answer, Exception)]
+        if failed and each is not None and attempt < retries and not given_up():
+            engine = on_failure(len(failed), None) if on_failure is not None else engine
+            for i, answer in zip(failed, ask([part[i] for i in failed], attempt + 1), strict=True):
+                answers[i] = answer
+        return answers
+
+    return ask(requests, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from shoal.core.errors import ConfigError, DataError, DivergedError, EngineError
 from shoal.core.executors import connect_ray
 from shoal.core.files import verify_folder, write_folder
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.parallel.dispatch import RolloutReport
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import ReplicaConfig
 from shoal.train.agent.policy import Around, Critic, Policy

@@ -13,15 +13,25 @@ from typing import Any
 
 import msgspec
 
-from shoal.core.errors import EngineError, missing_extra
-from shoal.rollout.parallel.answering import Result
-from shoal.rollout.parallel.inference import SharedLLMInferenceManager
-from shoal.rollout.parallel.wire import Answer, Ask, Refusal, answer_of, ask_of, completion_of, request_of
+from shoal.core.errors import missing_extra
+from shoal.rollout.parallel.server import SharedLLMInferenceManager
+from shoal.rollout.parallel.transport import (
+    Answer,
+    Ask,
+    LinkLostError,
+    Refusal,
+    Result,
+    answer_of,
+    completion_of,
+    decode_answer,
+)
 from shoal.rollout.samplers.sampler import Completion, Key, Request
 
 logger = logging.getLogger(__name__)
+DELIVERY_SECONDS = 60.0
+"""Within which the actor must have taken what a worker tells it."""
 _asks = msgspec.msgpack.Decoder(list[Ask])
-_answers = msgspec.msgpack.Decoder(list[Answer | Refusal])
+_answers = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _encode = msgspec.msgpack.encode
 
 
@@ -94,36 +104,37 @@ class Mailbox:
         actor = ray.remote(_Counter).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
         self.actor = actor.remote()
         self.ticket = Ticket(self.actor)
+        self.gone = False
+        """Whether the actor was lost: another one is needed."""
         self._answers: list[tuple[int, bytes]] = []
+        self._open = 0  # requests whose answers are being made
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._carry, daemon=True, name="shoal-ray-mailbox")
         self._thread.start()
 
     def _carry(self) -> None:
-        while not self._closed:
-            with self._lock:
-                answers, self._answers = self._answers, []
-            try:
-                inbox, news = self._ray.get(self.actor.take.remote(answers, 0.002 if self._busy() else 0.2))
-            except Exception as error:
-                if not self._closed:
-                    logger.error("the mailbox of the rollout is gone: %s", error)
-                return
-            for keys, report in news:
-                if report is None:
-                    self._inference.entered(keys)
-            for number, data in inbox:
-                self._submit(number, data)
-            for keys, report in news:
-                if report is not None:
-                    self._inference.left(keys[0], report)
+        try:
+            while not self._closed:
+                self._exchange()
+        except Exception as error:
+            self.gone = True
+            if not self._closed:
+                logger.error("the mailbox of the rollout is gone: %s", error)
 
-    def _busy(self) -> bool:
-        """Whether answers are being made: then look again soon to bring them."""
-        return self._open > 0
-
-    _open = 0
+    def _exchange(self) -> None:
+        """Bring answers, and fetch what arrived; while answers are being made, look again soon to bring them."""
+        with self._lock:
+            answers, self._answers = self._answers, []
+        inbox, news = self._ray.get(self.actor.take.remote(answers, 0.002 if self._open else 0.2))
+        for keys, report in news:
+            if report is None:
+                self._inference.entered(keys)
+        for number, data in inbox:
+            self._submit(number, data)
+        for keys, report in news:
+            if report is not None:
+                self._inference.left(keys[0], report)
 
     def _submit(self, number: int, data: bytes) -> None:
         asks = _asks.decode(data)
@@ -138,7 +149,7 @@ class Mailbox:
                     self._open -= 1
                     self._answers.append((number, _encode([done[i] for i in range(len(asks))])))
 
-        self._inference.submit(("ray", number), [request_of(ask) for ask in asks], reply)
+        self._inference.submit(("ray", number), [ask.request for ask in asks], reply)
 
     def close(self) -> None:
         """End the actor."""
@@ -173,18 +184,13 @@ class RayLink:
 
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
         """One completion a request, in order."""
-        asks = [ask_of(place, request, None) for place, request in enumerate(requests)]  # clocks may differ
-        try:
-            data = self._ray.get(self._actor.ask.remote(_encode(asks)), timeout=timeout)
-        except self._ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(f"the engine did not answer within {timeout} s") from error
-        except self._ray.exceptions.RayError as error:
-            raise EngineError(f"the shared engine is gone ({error})") from error
-        return [completion_of(answer) for answer in _answers.decode(data)]
+        asks = [Ask(place, request) for place, request in enumerate(requests)]
+        data = self._get(self._actor.ask.remote(_encode(asks)), timeout)
+        return [completion_of(decode_answer(answer)) for answer in _answers.decode(data)]
 
     def entered(self, keys: Sequence[Key]) -> None:
         """Episodes are at play."""
-        self._ray.get(self._actor.entered.remote(list(keys)))
+        self._get(self._actor.entered.remote(list(keys)), DELIVERY_SECONDS)
 
     def left(self, key: Key, report: bytes = b"") -> None:
         """An episode is over."""
@@ -192,4 +198,12 @@ class RayLink:
 
     def close(self) -> None:
         """Make sure that the reports have arrived."""
-        self._ray.get(self._reports)
+        self._get(self._reports, DELIVERY_SECONDS)
+
+    def _get(self, references: Any, timeout: float | None) -> Any:
+        try:
+            return self._ray.get(references, timeout=timeout)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(f"the engine did not answer within {timeout} s") from error
+        except self._ray.exceptions.RayError as error:
+            raise LinkLostError(f"the shared engine is gone ({error})") from error

@@ -1,0 +1,455 @@
+"""Where the workers of a rollout run: threads, worker processes, loky or Ray, and how a share gets there.
+
+Worker processes are forked from a small process without threads, die with their parent and are kept for the next
+task; one that dies costs only the task it was at. (`concurrent.futures.ProcessPoolExecutor` and loky give up all their
+tasks when one process dies.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import cloudpickle
+
+from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.executors import RayExecutor, available_cpus, make_executor
+from shoal.core.processes import (
+    Channel,
+    ChannelClosedError,
+    RemoteTraceback,
+    Zygote,
+    by_value,
+    describe_exit,
+    kill_group,
+)
+from shoal.rollout.parallel.worker import KEPT, Connect, InCaller, Played, Share, close_all, play_share
+
+if TYPE_CHECKING:  # a worker process needs neither
+    from shoal.rollout.parallel.server import SharedLLMInferenceManager
+    from shoal.rollout.settings import ParallelConfig
+
+R = TypeVar("R")
+PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
+"""Seconds before another attempt to start a process."""
+BEAT = 0.5
+"""Seconds between a busy worker's signs of life."""
+CLOSE_SECONDS = 5.0
+"""For which a worker may close the envs that it kept."""
+GRACE = 5.0
+"""Seconds beyond `step_timeout` after which a worker that gives no sign of life is killed."""
+logger = logging.getLogger(__name__)
+
+
+class Pool:
+    """Starts workers when they are first needed and keeps them for the next rollout.
+
+    Args:
+        backend: "threads", "processes", "loky" or "ray".
+        n_workers: at most.
+        settings: of the rollout.
+        inference: gives the shared engine.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        n_workers: int,
+        settings: ParallelConfig,
+        inference: Callable[[], SharedLLMInferenceManager],
+    ) -> None:
+        self.backend = backend
+        self._n_workers, self._settings, self._inference = n_workers, settings, inference
+        self._executor: Executor | None = None
+        self._spare: WorkerExecutor | None = None
+        self._mailbox: Any = None
+        self.here = InCaller()
+
+    def submit(self, share: Share, *, spare: bool = False) -> Future[Played]:
+        """Start a share on a worker; `spare` takes fresh processes instead of an executor that broke."""
+        if self.backend == "threads":
+            return self._usual().submit(play_share, share, self._inference(), self.here)
+        with by_value([*share.env_fns.values(), type(share.tokenizer)]):
+            try:
+                data = cloudpickle.dumps(share, protocol=5)
+            except Exception as error:
+                raise ConfigError(
+                    f"this rollout cannot be sent to a worker process ({error}); use backend='threads'"
+                ) from error
+        connect: Connect = self._ray_mailbox().ticket if self.backend == "ray" else self._inference().serve()
+        executor = self._fresh() if spare and self.backend == "loky" else self._usual()
+        return executor.submit(play_pickled, data, connect)
+
+    def pids(self) -> list[int]:
+        """The worker processes that run now (of the "processes" backend and of replays)."""
+        executors = [e for e in (self._executor, self._spare) if isinstance(e, WorkerExecutor)]
+        return [pid for executor in executors for pid in executor.pids()]
+
+    @property
+    def started(self) -> bool:
+        """Whether there are workers for the next rollout."""
+        return self._executor is not None
+
+    def forget(self) -> None:
+        """The executor broke, or holds what hangs: the next rollout starts another."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+            self._executor = None
+
+    def abandon(self) -> None:
+        """What still runs is of no use any more; processes are killed, threads end at their next turn."""
+        self._end_mailbox()
+        self.here.stop.set()
+        self.here = InCaller(self.here.kept)
+        self.forget()
+        if self._spare is not None:
+            self._spare.shutdown(wait=False)
+            self._spare = None
+
+    def close(self, *, gently: bool) -> None:
+        """End the workers and the envs that were kept; `gently` where nothing runs. May be called twice."""
+        self._end_mailbox()
+        for executor in (self._executor, self._spare):
+            if isinstance(executor, WorkerExecutor):
+                executor.shutdown(wait=gently and self._settings.keep_envs, cancel_futures=True)
+            elif executor is not None:
+                executor.shutdown(wait=True, cancel_futures=True)  # they cancel or kill
+        self._executor = self._spare = None
+        close_all(self.here.kept.clear(), self._settings.step_timeout)
+        self.here = InCaller()
+
+    def _end_mailbox(self) -> None:
+        if self._mailbox is not None:  # before Ray itself ends
+            self._mailbox.close()
+            self._mailbox = None
+
+    def _usual(self) -> Executor:
+        if self._executor is None:
+            settings = self._settings
+            if self.backend == "processes":
+                patience = CLOSE_SECONDS if settings.keep_envs else 0.0
+                self._executor = WorkerExecutor(
+                    self._n_workers, heartbeat_timeout=heartbeat_timeout(settings), patience=patience
+                )
+            elif self.backend == "threads":
+                self._executor = _Threads()
+            elif self.backend == "ray":
+                self._executor = RayExecutor(settings.ray_options)
+            else:
+                self._executor = make_executor(self.backend, self._n_workers)
+        return self._executor
+
+    def _fresh(self) -> WorkerExecutor:
+        if self._spare is None:
+            self._spare = WorkerExecutor(self._n_workers, heartbeat_timeout=heartbeat_timeout(self._settings))
+        return self._spare
+
+    def _ray_mailbox(self) -> Any:
+        if self._mailbox is not None and self._mailbox.gone:
+            self._end_mailbox()
+        if self._mailbox is None:
+            from shoal.rollout.parallel.ray import Mailbox
+
+            self._usual()  # starts Ray where it does not run yet
+            self._mailbox = Mailbox(self._inference())
+        return self._mailbox
+
+
+def heartbeat_timeout(settings: ParallelConfig) -> float | None:
+    """Seconds without a sign of life after which a worker counts as frozen."""
+    return None if settings.step_timeout is None else settings.step_timeout + GRACE
+
+
+class _Threads(Executor):
+    """A daemon thread for each share: one that an env does not let go keeps nobody from leaving the program."""
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        future: Future[R] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, daemon=True, name="shoal-share").start()
+        return future
+
+
+# --- worker processes
+class WorkerExecutor(Executor):
+    """Runs tasks in worker processes, each in one at a time; results are futures.
+
+    Each process has a thread here that keeps it busy, and replaces it when it dies.
+
+    Args:
+        workers: processes, started when first needed; -1 for one per available core.
+        heartbeat_timeout: seconds without a sign of life (a worker whose interpreter is stuck in C code gives none)
+            after which a worker is killed.
+        patience: seconds that an idle worker has to end by itself; then, or at once, it is killed.
+    """
+
+    def __init__(
+        self, workers: int = -1, *, heartbeat_timeout: float | None = None, patience: float = 0.0
+    ) -> None:
+        if workers != -1 and workers < 1:
+            raise ValueError(f"workers must be -1 (one per core) or at least 1, got {workers}")
+        self.n_workers = available_cpus() if workers == -1 else workers
+        self._heartbeat_timeout, self._patience = heartbeat_timeout, patience
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], bytes] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._processes: dict[int, _Process] = {}  # by the number of their thread
+        self._lock = threading.Lock()
+        self._open = 0  # tasks that are not over
+        self._closed = self._killed = False
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Run `fn` in a worker; the future fails with `WorkerDiedError` when that worker dies."""
+        future: Future[R] = Future()
+        with by_value([fn]):
+            data = cloudpickle.dumps((fn, args, kwargs), protocol=5)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("cannot submit to an executor that was shut down")
+            self._tasks.put((future, data))
+            self._open += 1
+            number = len(self._threads)
+            if number < min(self._open, self.n_workers):
+                thread = threading.Thread(
+                    target=self._keep, args=(number,), daemon=True, name="shoal-worker-keeper"
+                )
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    def pids(self) -> list[int]:
+        """The worker processes that run now."""
+        return [process.pid for process in list(self._processes.values())]
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the workers; without `wait`, those at work are killed."""
+        with self._lock:
+            if self._closed and not self._threads:
+                return
+            self._closed, self._killed = True, not wait
+            if cancel_futures or not wait:
+                with contextlib.suppress(queue.Empty):
+                    while (task := self._tasks.get_nowait()) is not None:
+                        task[0].cancel()
+            threads = list(self._threads)
+            for _ in threads:
+                self._tasks.put(None)
+        if not wait:
+            for pid in self.pids():
+                kill_group(pid)
+        for thread in threads:
+            thread.join()
+        self._threads.clear()
+
+    # in the thread of a process
+    def _keep(self, number: int) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, data = task
+            runs = future.set_running_or_notify_cancel()
+            ok, value = self._do(number, data) if runs else (False, None)
+            with self._lock:
+                self._open -= 1
+            if runs and ok:
+                future.set_result(value)
+            elif runs:
+                future.set_exception(value)
+        self._let_go(number, self._patience)
+
+    def _do(self, number: int, data: bytes) -> tuple[bool, Any]:
+        """Whether a task returned, and what it returned or raised."""
+        try:
+            process = self._processes.get(number)
+            if process is None or not process.alive():
+                self._let_go(number)
+                process = self._processes[number] = self._started()
+            if self._killed:  # while the process started, so that it was not killed with the others
+                raise WorkerDiedError("the executor was shut down")
+            ok, value, recycle = process.call(data, self._heartbeat_timeout)
+        except BaseException as error:  # whatever it is: somebody waits for the future
+            self._let_go(number)
+            return False, error
+        if recycle:
+            self._let_go(number)
+        return ok, value
+
+    def _started(self) -> _Process:
+        """A new process; where there can be none just now, it is tried again for some seconds."""
+        for pause in PAUSES:
+            try:
+                return _Process()
+            except (WorkerDiedError, OSError) as error:
+                if self._killed:
+                    raise
+                logger.warning("%s; it is tried again in %g s", error, pause)
+                time.sleep(pause)
+        try:
+            return _Process()
+        except (WorkerDiedError, OSError) as error:
+            raise WorkerError(f"no worker process can be started: {error}") from error
+
+    def _let_go(self, number: int, patience: float = 0.0) -> None:
+        process = self._processes.pop(number, None)
+        if process is not None:
+            process.end(patience)
+
+
+class _Process:
+    """One worker process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours, 0.1)
+        self._zygote = Zygote.running()
+        request = {"do": "start", "method": "forkserver", "entry": f"{__name__}:worker_main"}
+        try:
+            self.pid = int(self._zygote.ask(request, [theirs.fileno(), 2])["pid"])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            kill_group(self.pid)
+            ours.close()
+            raise
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+        self._heard = time.monotonic()
+        self._heartbeat_timeout: float | None = None
+        with contextlib.suppress(ChannelClosedError, WorkerError):
+            surroundings = list(sys.path), list(sys.argv), dict(os.environ), os.getcwd()
+            self._channel.send(cloudpickle.dumps(surroundings), self._check)
+
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return not self._poll.poll(0)
+
+    def call(self, data: bytes, heartbeat_timeout: float | None) -> tuple[bool, Any, bool]:
+        """Run one task: (whether it returned, its result or exception, whether the process is used up)."""
+        self._heartbeat_timeout, self._heard = heartbeat_timeout, time.monotonic()
+        try:
+            self._channel.send(data, self._check)
+            while (answer := self._channel.receive(self._check)) is None:
+                self._heard = time.monotonic()
+        except ChannelClosedError:
+            self._poll.poll(1000)
+            raise WorkerDiedError(f"worker process {self.pid} {describe_exit(self.end())}") from None
+        ok, value, trace, recycle = answer
+        if not ok and trace:
+            value.__cause__ = RemoteTraceback(trace)
+        return ok, value, recycle
+
+    def _check(self) -> None:
+        timeout = self._heartbeat_timeout
+        if self._poll.poll(0):
+            raise WorkerDiedError(f"worker process {self.pid} {describe_exit(self.end())}")
+        if timeout is not None and time.monotonic() - self._heard > timeout:
+            self.end()
+            raise WorkerTimeoutError(
+                f"worker process {self.pid} gave no sign of life for {timeout:g} s and was killed"
+            )
+
+    def end(self, patience: float = 0.0) -> int | None:
+        """Kill it if need be, or when it does not end by itself in so many seconds, and return its exit code."""
+        if self._pidfd < 0:
+            return None
+        if patience:
+            self._channel.close()
+            self._poll.poll(1000 * patience)
+        kill_group(self.pid)
+        try:
+            code: int | None = self._zygote.ask({"do": "reap", "pid": self.pid, "wait": True})["code"]
+        except WorkerDiedError:
+            code = None
+        self._channel.close()
+        os.close(self._pidfd)
+        self._pidfd = -1
+        return code
+
+
+# --- in a worker process
+def play_pickled(data: bytes, connect: Connect) -> Played:
+    """`play_share` in another process."""
+    return play_share(pickle.loads(data), connect)
+
+
+def worker_main(descriptor: int, log: int) -> int:
+    """Run tasks until the other side is gone; returns the exit code."""
+    del log
+    channel = Channel(socket.socket(fileno=descriptor))
+    sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
+    lock = threading.Lock()
+    busy = threading.Event()
+    threading.Thread(target=_beat, args=(channel, lock, busy), daemon=True).start()
+    try:
+        path, argv, environ, folder = channel.receive()
+        sys.path[:], sys.argv[:] = path, argv
+        os.environ.clear()
+        os.environ.update(environ)
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+        while True:
+            task = channel.receive_bytes()
+            busy.set()
+            answer = _answer(task)
+            busy.clear()
+            with lock:
+                channel.send(answer)
+    except ChannelClosedError:
+        return 0
+    finally:
+        close_all(KEPT.clear())
+
+
+def _answer(task: bytes | bytearray) -> bytes:
+    """The outcome of a task as bytes, whatever it is."""
+    try:
+        fn, args, kwargs = cloudpickle.loads(task)
+        value = fn(*args, **kwargs)
+        recycle = bool(getattr(value, "hung", 0))
+        whole: bytes = cloudpickle.dumps((True, value, "", recycle), protocol=5)
+        return whole
+    except BaseException as error:
+        trace = "".join(traceback.format_exception(error))
+        try:
+            data: bytes = cloudpickle.dumps((False, error, trace, False), protocol=5)
+            cloudpickle.loads(data)
+        except BaseException:
+            told = WorkerError(f"{type(error).__name__}: {error}")
+            data = cloudpickle.dumps((False, told, trace, False), protocol=5)
+        return data
+
+
+def _beat(channel: Channel, lock: threading.Lock, busy: threading.Event) -> None:
+    sign = cloudpickle.dumps(None)
+    while True:
+        busy.wait()
+        time.sleep(BEAT)
+        with lock:
+            if busy.is_set():
+                try:
+                    channel.send(sign)
+                except ChannelClosedError:
+                    os._exit(0)

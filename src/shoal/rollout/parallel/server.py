@@ -1,0 +1,683 @@
+"""One engine for many askers: threads of this process, worker processes over a Unix socket, a Ray cluster.
+
+One thread reads all sockets, forms batches and sends answers, while the engine answers in another. So the next batch
+is ready when the engine has done one, and is launched before the answers of the last are sent; an engine that answers
+at once is asked without that detour. One that hangs is left behind and restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Literal
+
+import msgspec
+
+from shoal.core.errors import EngineError, did_you_mean
+from shoal.rollout.parallel.transport import (
+    Address,
+    Alive,
+    Ask,
+    Connection,
+    Connections,
+    Entered,
+    EpisodeName,
+    Left,
+    LinkLostError,
+    Result,
+    episode_of,
+)
+from shoal.rollout.samplers.sampler import (
+    ChatTokenizer,
+    Completion,
+    Engine,
+    Key,
+    Level,
+    Request,
+    generate_each,
+)
+
+logger = logging.getLogger(__name__)
+Schedule = Literal["adaptive", "greedy", "barrier"]
+SCHEDULES = ("adaptive", "greedy", "barrier")
+Report = Callable[[Hashable, bytes], None]
+QUICK = 1e-3
+"""Seconds of an engine call that nothing else need be done meanwhile."""
+KNOWN = 8
+"""Quick batches after which an engine is known to be quick; a slow one counts for two, on a busy machine any may be."""
+ENGINE_END_SECONDS = 5.0
+"""For which a call that runs when all ends is waited for."""
+SWEEP_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a shared engine did so far."""
+
+    requests: int = 0
+    batches: int = 0
+    engine_seconds: float = 0.0
+    failures: int = 0
+    restarts: int = 0
+    refused_connections: int = 0
+    batch_sizes: deque[int] = field(default_factory=lambda: deque(maxlen=4096))
+
+
+class Waiting(msgspec.Struct, eq=False):
+    """One request until it is answered."""
+
+    asker: Hashable
+    number: int
+    request: Request
+    reply: Callable[[int, Result], None]
+    deadline: float | None
+    answered: bool = False
+    restarts: int = 0
+
+
+# --- when a batch is launched, and whose requests go into it
+class Batcher:
+    """The requests that wait for one engine; taken in turns, so that an asker of many does not hold up one of few.
+
+    Args:
+        schedule: "greedy" never lets the engine idle while something waits; "barrier" waits for every episode at
+            play (lockstep). "adaptive" is another name for greedy.
+        max_batch: requests of one batch, at most.
+    """
+
+    def __init__(self, schedule: Schedule = "greedy", max_batch: int = 4096) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"no schedule named {schedule!r}.{did_you_mean(schedule, SCHEDULES)}")
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        self.schedule, self.max_batch = schedule, max_batch
+        self.at_play: set[EpisodeName] = set()
+        """Episodes that will ask again."""
+        self._silent: set[EpisodeName] = set()  # those of them that have not asked since their last answer
+        self._by_asker: OrderedDict[Hashable, deque[Waiting]] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        """How many requests wait, of all askers."""
+        return self._size
+
+    def waiting(self, asker: Hashable) -> int:
+        """How many requests of one asker wait."""
+        return len(self._by_asker.get(asker, ()))
+
+    def entered(self, episodes: Iterable[EpisodeName]) -> None:
+        """Episodes are at play."""
+        self.at_play.update(episodes)
+        self._silent.update(episodes)
+
+    def left(self, episodes: Iterable[EpisodeName]) -> None:
+        """Episodes will not ask again."""
+        self.at_play.difference_update(episodes)
+        self._silent.difference_update(episodes)
+
+    def put(self, item: Waiting) -> None:
+        """Add a request behind the asker's others."""
+        items = self._by_asker.get(item.asker)
+        if items is None:
+            self._by_asker[item.asker] = deque((item,))
+        else:
+            items.append(item)
+        self._size += 1
+        if self._silent:
+            self._silent.discard(episode_of(item.request.key))
+
+    @property
+    def due(self) -> bool:
+        """Whether a batch is to be launched now."""
+        return self._size >= self.max_batch or (
+            self._size > 0 and not (self.schedule == "barrier" and self._silent)
+        )
+
+    def take(self, limit: int | None = None) -> list[Waiting]:
+        """The next batch: one request of each asker in turn, oldest first within an asker."""
+        limit = self.max_batch if limit is None else limit
+        taken: list[Waiting] = []
+        if self._size <= limit:  # all of them: whose turn it is does not matter
+            taken.extend(item for items in self._by_asker.values() for item in items)
+            self._by_asker.clear()
+        while self._by_asker and len(taken) < limit:
+            asker, items = self._by_asker.popitem(last=False)
+            taken.append(items.popleft())
+            if items:
+                self._by_asker[asker] = items
+        self._size -= len(taken)
+        if self.at_play:
+            self._silent.update(self.at_play.intersection(episode_of(item.request.key) for item in taken))
+        return taken
+
+    def drop(self, asker: Hashable) -> list[Waiting]:
+        """Remove and return what an asker still waits for."""
+        items = self._by_asker.pop(asker, deque())
+        self._size -= len(items)
+        return list(items)
+
+    def remove(self, item: Waiting) -> None:
+        """Take out one request, if it still waits."""
+        items = self._by_asker.get(item.asker)
+        if items is not None and item in items:
+            items.remove(item)
+            self._size -= 1
+            if not items:
+                del self._by_asker[item.asker]
+
+
+# --- an engine that may fail or hang
+class _Answerer:
+    """An engine with what is done when it fails: it is asked again, in halves, and replaced where that helps."""
+
+    def __init__(
+        self, engine: Engine, retries: int, restart: Callable[[], Engine] | None, max_restarts: int
+    ) -> None:
+        self.engine, self.retries = engine, retries
+        self.statistics = Statistics()
+        self._restart, self._restarts_left = restart, max_restarts
+        self._hung: str | None = None
+        self.restarting = False
+        """Whether a new engine is being made just now, which may take longer than any answer."""
+
+    def answer(self, requests: Sequence[Request], given_up: Callable[[], bool]) -> Sequence[Result]:
+        """A completion or an exception for each request, in order, whatever the engine does."""
+        if self._hung is not None:
+            return [EngineError(self._hung)] * len(requests)
+        try:
+            return generate_each(
+                self.engine, requests, retries=self.retries, on_failure=self._failed, given_up=given_up
+            )
+        except BaseException as error:  # SystemExit, say: it must not end the thread that everybody waits for
+            return [EngineError(f"the engine failed: {type(error).__name__}: {error}")] * len(requests)
+
+    def _failed(self, requests: int, error: Exception | None) -> Engine:
+        self.statistics.failures += requests
+        if error is not None and not isinstance(error, EngineError):
+            self.restart(f"it raised {type(error).__name__}: {error}")
+        return self.engine
+
+    def replace(self, why: str) -> None:
+        """The engine hangs and its thread was left behind: take another one, or refuse from now on."""
+        if not self.restart(why):
+            self._hung = f"the engine hangs: {why}"
+            logger.error("%s; all further requests are refused", self._hung)
+
+    def restart(self, why: str) -> bool:
+        """Put a new engine in the place of the present one; False where that is not possible."""
+        if self._restart is None or self._restarts_left <= 0:
+            return False
+        self._restarts_left -= 1
+        logger.warning("the engine is restarted: %s", why)
+        self.restarting = True
+        try:
+            self.engine = self._restart()
+        except BaseException:  # whatever it is, it must not end the thread that everybody waits for
+            logger.exception("the engine could not be restarted")
+            return False
+        finally:
+            self.restarting = False
+        self.statistics.restarts += 1
+        return True
+
+
+class _Call:
+    """One batch that the engine is asked for."""
+
+    __slots__ = ("batch", "began", "deadline", "ended", "given_up", "results")
+
+    def __init__(self, batch: list[Waiting], began: float, deadline: float | None = None) -> None:
+        self.batch, self.began, self.deadline = batch, began, deadline
+        self.given_up = False
+        """Nobody waits for the results any more."""
+        self.results: Sequence[Result] = ()
+        self.ended = began
+
+    def ask(self, answerer: _Answerer) -> None:
+        """Wait for the engine."""
+        self.began = time.monotonic()
+        self.results = answerer.answer([item.request for item in self.batch], lambda: self.given_up)
+        self.ended = time.monotonic()
+
+
+class _Runner:
+    """A thread for calls that take their time; it can be left behind, for Python cannot stop an engine that hangs.
+
+    Args:
+        on_done: called from the thread with every call that is over and was not given up.
+    """
+
+    def __init__(self, on_done: Callable[[_Call], None]) -> None:
+        self._on_done = on_done
+        self._calls: SimpleQueue[tuple[_Call, Callable[[], None]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="shoal-engine").start()
+
+    def start(self, call: _Call, work: Callable[[], None]) -> None:
+        """Do `work`, then report `call`."""
+        self._calls.put((call, work))
+
+    def end(self) -> None:
+        """Let the thread go once it is idle; one that hangs stays behind as a daemon."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, work = item
+            work()
+            if call.given_up:
+                return
+            self._on_done(call)
+
+
+# --- the server
+class SharedLLMInferenceManager:
+    """Batches the requests of many askers for one engine; an `Engine` itself, safe to use from any thread.
+
+    Args:
+        engine: what answers.
+        schedule: when a batch is launched: "greedy", as soon as the engine is free and something waits, or "barrier",
+            when all episodes at play have asked. "adaptive" is another name for "greedy".
+        max_batch: requests of one batch, at most.
+        request_timeout: seconds from a request to its answer, after which it is refused.
+        engine_timeout: seconds of one engine call, after which the engine counts as hung.
+        retries: further attempts for a request that fails alone.
+        restart: makes a new engine after a crash or hang; without it, a hung engine refuses all further requests.
+        max_restarts: of the engine.
+        max_pending: waiting requests of one connection; beyond it nothing more is read from it.
+        silence: seconds without a sign of life after which a worker process that is connected is killed.
+        on_report: called with the asker and what it sent at the end of an episode (in the engine's thread).
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        schedule: Schedule = "adaptive",
+        max_batch: int = 4096,
+        request_timeout: float | None = None,
+        engine_timeout: float | None = None,
+        retries: int = 1,
+        restart: Callable[[], Engine] | None = None,
+        max_restarts: int = 3,
+        max_pending: int = 1024,
+        silence: float | None = None,
+        on_report: Report | None = None,
+    ) -> None:
+        self._answerer = _Answerer(engine, retries, restart, max_restarts)
+        self._batcher = Batcher(schedule, max_batch)
+        if schedule == "barrier":  # it waits for everybody: whoever is not heard would stop all
+            max_pending = sys.maxsize
+        self._connections = Connections(self._hear, self._ended, self._is_full, silence)
+        self._request_timeout, self._engine_timeout = request_timeout, engine_timeout
+        self._max_pending, self._on_report = max_pending, on_report
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._timed: deque[Waiting] = deque()  # with `request_timeout`: those not answered yet, oldest first
+        self._lock = threading.Lock()
+        self._running: _Call | None = None
+        self._done: list[_Call] = []  # answered, but the answers are not sent yet
+        self._closed, self._why = False, "the shared engine was closed"
+        self._wound_up = self._failed = False
+        self._next_sweep = 0.0
+        self._quick_calls = 0  # of recent ones, at most `KNOWN`
+        self._runner = _Runner(self._call_is_over)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="shoal-inference")
+        self._thread.start()
+
+    def __enter__(self) -> SharedLLMInferenceManager:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- an engine itself
+    @property
+    def engine(self) -> Engine:
+        """What answers now; another one after a restart."""
+        return self._answerer.engine
+
+    @property
+    def failed(self) -> bool:
+        """Whether its thread failed, so that nothing is answered any more."""
+        return self._failed
+
+    @property
+    def statistics(self) -> Statistics:
+        """What it did so far."""
+        found = self._answerer.statistics
+        found.refused_connections = self._connections.refused
+        return found
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The engine's."""
+        return self.engine.tokenizer
+
+    @property
+    def level(self) -> Level:
+        """The engine's."""
+        return self.engine.level
+
+    @property
+    def weights_version(self) -> int:
+        """The engine's."""
+        return self.engine.weights_version
+
+    @property
+    def schedule(self) -> Schedule:
+        """When batches are launched."""
+        return self._batcher.schedule
+
+    def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
+        """One completion a request, in order; waits for its batch.
+
+        Raises:
+            EngineError: the engine could not answer.
+            TimeoutError: no answer within `timeout` or `request_timeout`.
+        """
+        results = self.generate_each(requests, timeout)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results  # type: ignore[return-value]
+
+    def generate_each(self, requests: Sequence[Request], timeout: float | None = None) -> list[Result]:
+        """Like `generate`, with an exception in the place of each request that has no answer."""
+        results: dict[int, Result] = {}
+        done = threading.Event()
+
+        def reply(number: int, result: Result) -> None:
+            results[number] = result
+            if len(results) == len(requests):
+                done.set()
+
+        if not requests:
+            return []
+        items = self._submit(threading.get_ident(), requests, reply)
+        if not done.wait(timeout):
+            self._withdraw(items)
+            raise TimeoutError(f"the engine did not answer within {timeout} s")
+        return [results[number] for number in range(len(requests))]
+
+    def submit(
+        self, asker: Hashable, requests: Sequence[Request], reply: Callable[[int, Result], None]
+    ) -> None:
+        """Queue requests; `reply(place, result)` is called for each from the engine's thread and must not wait."""
+        self._submit(asker, requests, reply)
+
+    def _submit(
+        self, asker: Hashable, requests: Sequence[Request], reply: Callable[[int, Result], None]
+    ) -> list[Waiting]:
+        deadline = self._deadline()
+        items = [Waiting(asker, n, request, reply, deadline) for n, request in enumerate(requests)]
+
+        def put() -> None:
+            for item in items:
+                self._put(item)
+
+        self._post(put)
+        return items
+
+    def _withdraw(self, items: Sequence[Waiting]) -> None:
+        """Nobody waits for these any more: the engine need not be asked for those that still wait."""
+
+        def withdraw() -> None:
+            for item in items:
+                item.answered = True
+                self._batcher.remove(item)
+
+        with contextlib.suppress(EngineError):
+            self._post(withdraw)
+
+    # --- which episodes there are
+    def entered(self, keys: Sequence[Key]) -> None:
+        """The episodes of these keys are at play until they leave; the barrier schedule waits for all of them."""
+        episodes = [episode_of(key) for key in keys]
+        self._post(lambda: self._batcher.entered(episodes))
+
+    def connect(self, asker: int) -> SharedLLMInferenceManager:
+        """A link for a worker in this process: this object."""
+        del asker
+        return self
+
+    def left(self, key: Key, report: bytes = b"") -> None:
+        """An episode is over, or its worker lost: it does not ask again until it enters again."""
+        asker = threading.get_ident()
+        self._post(lambda: self._leave(asker, episode_of(key), report))
+
+    # --- other processes
+    def serve(self) -> Address:
+        """Listen on a Unix socket that only this user's processes with the returned secret can use."""
+        with self._lock:
+            if self._closed:
+                raise self._gone()
+            address = self._connections.serve()
+        self._connections.ring()
+        return address
+
+    # --- the end
+    def close(self) -> None:
+        """Refuse what waits, end the threads and remove the socket; may be called twice, and from a `reply`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._connections.ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * ENGINE_END_SECONDS)
+            self._wind_up()
+
+    def _wind_up(self) -> None:
+        """Answer everybody; by the thread, or by who closes where the thread hangs in the engine."""
+        with self._lock:
+            if self._wound_up:
+                return
+            self._wound_up = True
+        self._runner.end()
+        while self._inbox:
+            with contextlib.suppress(Exception):
+                self._inbox.popleft()()
+        self._deliver()
+        left = self._batcher.take(sys.maxsize)
+        if self._running is not None:  # the engine hangs
+            self._running.given_up = True
+            left += self._running.batch
+        for item in left:
+            self._reply(item, self._gone())
+        self._connections.close()
+
+    def _gone(self) -> EngineError:
+        """Why nothing is answered any more; a thread that failed says nothing of the episodes at play."""
+        return (LinkLostError if self._failed else EngineError)(self._why)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        """Have something done by the thread."""
+        with self._lock:  # `close` does what came before it
+            if self._closed:
+                raise self._gone()
+            self._inbox.append(action)
+        self._connections.ring()
+
+    # --- all from here on belongs to the thread
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._turn()
+            patience = time.monotonic() + ENGINE_END_SECONDS
+            while self._running is not None and (now := time.monotonic()) < patience:
+                self._look(patience - now, now)
+        except BaseException as error:  # whatever it is: nobody is to wait for this thread any more
+            with self._lock:
+                was_open = not self._closed
+                if was_open:
+                    self._closed = self._failed = True
+                    self._why = f"the shared engine's thread failed: {error!r}"
+            if was_open:
+                logger.exception("the shared engine's thread failed; all further requests are refused")
+        self._wind_up()
+
+    def _turn(self) -> None:
+        """Take in what arrived, launch a batch, send the answers of the last one."""
+        batcher = self._batcher
+        self._look(0.0 if self._running is None and batcher.due else None, time.monotonic())
+        if self._running is None and batcher.due:
+            self._launch(batcher.take(), time.monotonic())
+        if self._done:
+            self._deliver()
+
+    def _look(self, wait: float | None, now: float) -> None:
+        """Take in what arrived, waiting up to `wait` seconds for something to, or until a deadline."""
+        until = [] if wait is None else [now + wait]
+        if len(self._connections):
+            until.append(self._next_sweep)
+        while self._timed and self._timed[0].answered:
+            self._timed.popleft()
+        if self._timed:
+            until.append(self._timed[0].deadline or now)
+        running = self._running
+        if running is not None and running.deadline is not None:
+            until.append(running.deadline)
+        self._connections.look(max(0.0, min(until) - now) if until else None)
+        while self._inbox:
+            self._inbox.popleft()()
+        if until:
+            self._keep_time(time.monotonic())
+
+    def _keep_time(self, now: float) -> None:
+        """Do what is due by now."""
+        if now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_SECONDS
+            self._connections.sweep(now)
+        late = 0
+        while self._timed and (self._timed[0].answered or now >= (self._timed[0].deadline or now)):
+            item = self._timed.popleft()
+            if not item.answered:
+                late += 1
+                self._batcher.remove(item)
+                self._reply(item, TimeoutError(f"no answer within {self._request_timeout} s"))
+        running = self._running
+        if running is not None and running.deadline is not None and now >= running.deadline:
+            self._engine_hangs(running, now)
+            late += 1
+        if late:
+            self._connections.flush()
+
+    def _launch(self, batch: list[Waiting], now: float) -> None:
+        """Ask the engine: here if it answers at once, else in a thread, while requests go on being read."""
+        timeout = self._engine_timeout
+        call = _Call(batch, now, None if timeout is None else now + timeout)
+        self._running = call
+        if self._quick_calls >= KNOWN - 2 and timeout is None and self._request_timeout is None:
+            call.ask(self._answerer)
+            self._finish(call)
+        else:
+            self._runner.start(call, lambda: call.ask(self._answerer))
+
+    def _call_is_over(self, call: _Call) -> None:
+        """A call is over (said by the engine's thread)."""
+        self._inbox.append(lambda: self._finish(call))
+        self._connections.ring()
+
+    def _finish(self, call: _Call) -> None:
+        """The engine has answered; it may be asked again before the answers are sent."""
+        if call.given_up:
+            return
+        self._running = None
+        self._done.append(call)
+        size, seconds, statistics = len(call.batch), call.ended - call.began, self._answerer.statistics
+        if size:
+            quick = self._quick_calls + (1 if seconds < QUICK else -2)
+            self._quick_calls = min(max(quick, 0), KNOWN)
+            statistics.requests += size
+            statistics.batches += 1
+            statistics.engine_seconds += seconds
+            statistics.batch_sizes.append(size)
+
+    def _deliver(self) -> None:
+        """Send the answers of calls that are over."""
+        done, self._done = self._done, []
+        for call in done:
+            for item, result in zip(call.batch, call.results, strict=True):
+                self._reply(item, result)
+        self._connections.flush()
+
+    def _reply(self, item: Waiting, result: Result) -> None:
+        """Answer once; what goes wrong meanwhile costs this request alone."""
+        if item.answered:
+            return
+        item.answered = True
+        try:
+            item.reply(item.number, result)
+        except BaseException as error:  # an answer that cannot be sent, say
+            logger.exception("an answer of the engine could not be given")
+            with contextlib.suppress(BaseException):
+                item.reply(item.number, EngineError(f"its answer could not be given: {error}"))
+
+    def _engine_hangs(self, call: _Call, now: float) -> None:
+        """Leave the engine's thread behind, and take another engine in another thread."""
+        if self._answerer.restarting:
+            call.deadline = now + (self._engine_timeout or 0.0)
+            return
+        call.given_up = True
+        why = f"it did not answer within {self._engine_timeout} s"
+        self._runner = _Runner(self._call_is_over)
+        self._running = again = _Call([], now)
+        self._runner.start(again, lambda: self._answerer.replace(why))
+        for item in call.batch:
+            item.restarts += 1
+            if item.restarts > self._answerer.retries:
+                self._reply(item, TimeoutError(f"the engine hangs: {why}"))
+            elif not item.answered:
+                self._batcher.put(item)
+
+    # what askers and workers say
+    def _deadline(self) -> float | None:
+        return None if self._request_timeout is None else time.monotonic() + self._request_timeout
+
+    def _put(self, item: Waiting) -> None:
+        self._batcher.put(item)
+        if item.deadline is not None:
+            self._timed.append(item)
+
+    def _hear(self, connection: Connection, message: Ask | Entered | Left | Alive) -> None:
+        """What a worker process says."""
+        if isinstance(message, Ask):
+            item = Waiting(
+                connection.asker, message.number, message.request, connection.reply, self._deadline()
+            )
+            self._put(item)
+        elif isinstance(message, Entered):
+            connection.episodes.update(message.episodes)
+            self._batcher.entered(message.episodes)
+        elif isinstance(message, Left):
+            connection.episodes.discard(message.episode)
+            self._leave(connection.asker, message.episode, message.report)
+
+    def _leave(self, asker: Hashable, episode: EpisodeName, report: bytes) -> None:
+        """An episode will not ask again."""
+        self._batcher.left((episode,))
+        if report and self._on_report is not None:
+            try:
+                self._on_report(asker, report)
+            except BaseException:  # it must not end the thread that everybody waits for
+                logger.exception("what was to be done with a report failed")
+
+    def _is_full(self, connection: Connection) -> bool:
+        """Whether so much of a worker waits that no more is to be read from it."""
+        most = self._max_pending
+        return len(self._batcher) >= most and self._batcher.waiting(connection.asker) >= most
+
+    def _ended(self, connection: Connection) -> None:
+        """A worker's connection is gone: nobody waits for its answers any more."""
+        self._batcher.left(connection.episodes)
+        if connection.asker is not None:
+            for item in self._batcher.drop(connection.asker):
+                item.answered = True

@@ -1,0 +1,499 @@
+"""What a rollout worker does: play its share of the episodes, each env at its own pace, and report every one.
+
+The same code runs in the caller, in threads, in processes and on a cluster; only the link to the engine
+differs. A failure ends one episode and is recorded with its cause; the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+
+from shoal.core.data import Status, Trajectory
+from shoal.core.errors import EngineError, WorkerError
+from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.parallel.transport import Link
+from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.samplers.sampler import (
+    ChatTokenizer,
+    Completion,
+    Engine,
+    Key,
+    Request,
+    Sampling,
+    generate_each,
+)
+
+logger = logging.getLogger(__name__)
+
+
+# --- what a worker is given, and what it reports
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One episode to play; `index` is its place among all of the rollout."""
+
+    index: int
+    place: Place
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When an episode is given up; None waits for ever."""
+
+    step_seconds: float | None = None
+    episode_seconds: float | None = None
+    request_seconds: float | None = None
+    env_retries: int = 1  # times an episode starts again in a fresh env after its env failed
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker plays, and all it needs for it; its numbers are that of the rollout and its own in it."""
+
+    rollout: int
+    number: int
+    assignments: tuple[Assignment, ...]
+    env_fns: Mapping[str, Callable[[], Any]]
+    roles: Mapping[str, Role]
+    prompt: PromptConfig
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    limits: Limits = Limits()
+    threads: int | None = None
+    """Episodes played at once; all of them if not given."""
+    lockstep: bool = False
+    """Tell the engine which episodes are at play."""
+    kinds: Mapping[str, Hashable] | None = None
+    """What makes the envs of two shares of one kind, by tag: then envs are kept for the next share of this process
+    instead of being closed."""
+
+    def part(self, number: int, assignments: Sequence[Assignment]) -> Share:
+        """The share of a worker that plays only these episodes."""
+        tags = {assignment.tag for assignment in assignments}
+        env_fns = {tag: env_fn for tag, env_fn in self.env_fns.items() if tag in tags}
+        return replace(self, number=number, assignments=tuple(assignments), env_fns=env_fns)
+
+
+class Connect(Protocol):
+    """The way from a worker to the shared engine, as it can be sent to the worker."""
+
+    def connect(self, asker: int) -> Link:
+        """Open it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How a share went."""
+
+    indices: tuple[int, ...]
+    cpu_seconds: float
+    hung: int  # threads left behind in an env that does not answer
+
+
+_reports = msgspec.msgpack.Decoder(tuple[int, int, Trajectory])
+
+
+def encode_report(rollout: int, index: int, trajectory: Trajectory) -> bytes:
+    """A finished episode as bytes; one that cannot be written is reported without its turns, and why."""
+    try:
+        return msgspec.msgpack.encode((rollout, index, trajectory))
+    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        why = f"its record cannot be written: {type(error).__name__}: {error}"
+        told = why.encode("utf-8", "backslashreplace").decode()
+        lost = replace(trajectory, turns=(), success=False, status="env_error", error=told)
+        return msgspec.msgpack.encode((rollout, index, lost))
+
+
+def decode_report(report: bytes) -> tuple[int, int, Trajectory]:
+    """What `encode_report` wrote."""
+    return _reports.decode(report)
+
+
+# --- envs
+class EnvShelf:
+    """Envs that wait for their next episode, by kind."""
+
+    def __init__(self) -> None:
+        self._idle: dict[Hashable, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, kind: Hashable, make: Callable[[], Any]) -> Any:
+        """An idle env of this kind, or a new one."""
+        with self._lock:
+            if self._idle.get(kind):
+                return self._idle[kind].pop()
+        return make()
+
+    def put(self, kind: Hashable, env: Any) -> None:
+        """The env can be reset for another episode."""
+        with self._lock:
+            self._idle.setdefault(kind, []).append(env)
+
+    def clear(self) -> list[Any]:
+        """The idle envs, which nobody else gets any more."""
+        with self._lock:
+            envs = [env for idle in self._idle.values() for env in idle]
+            self._idle.clear()
+        return envs
+
+
+KEPT = EnvShelf()
+"""Envs of this process that outlive a share (`Share.kinds`)."""
+
+
+class EnvFailedError(Exception):
+    """An env raised, or answered what it must not."""
+
+
+class StoppedError(WorkerError):
+    """Nobody wants these episodes any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Player:
+    """A thread that plays one episode after another, as its supervisor sees it."""
+
+    episode: Episode | None = None
+    assignment: Assignment | None = None
+    began: float = 0.0
+    doing: str = ""
+    in_env_since: float | None = None
+    abandoned: bool = False
+
+    def overdue(self, now: float, limits: Limits) -> str | None:
+        """Why this player's episode has to be given up, if it has."""
+        since = self.in_env_since
+        if self.episode is None:
+            return None
+        if since is not None and limits.step_seconds is not None and now - since > limits.step_seconds:
+            return f"{self.doing} did not answer within {limits.step_seconds:g} s"
+        if limits.episode_seconds is not None and now - self.began > limits.episode_seconds:
+            return f"the episode did not end within {limits.episode_seconds:g} s"
+        return None
+
+    def in_env(self, doing: str, call: Callable[[], Any]) -> Any:
+        """Call into the env, so that what it raises is told apart from all else.
+
+        Raises:
+            EnvFailedError: it raised something, be it `SystemExit` or a cancellation; Ctrl-C is none of its own.
+        """
+        process, failure = os.getpid(), None
+        self.doing, self.in_env_since = doing, time.monotonic()
+        try:
+            return call()
+        except BaseException as error:
+            failure = error
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise EnvFailedError(f"{doing} failed: {message}") from error
+        finally:
+            self.in_env_since = None
+            if os.getpid() != process:
+                _end_forked(failure)
+
+
+def _end_forked(error: BaseException | None) -> NoReturn:
+    """A child that the env forked came back from the env: it must not go on as a second worker."""
+    code = 0
+    with contextlib.suppress(BaseException):
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif error is not None:
+            code = 1
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def _reset(episode: Episode, env: Any) -> None:
+    observation, info = env.reset(seed=episode.place.env_seed)
+    episode.begin(observation, _info(info))
+
+
+def _step(player: Player, episode: Episode, env: Any, action: int | str) -> bool:
+    """Step the env, see that it answers what it must, and tell the episode; whether that was the end of it."""
+    observation, reward, terminated, truncated, info = env.step(action)
+    number, ended, cut = float(reward), bool(terminated), bool(truncated)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward must be a finite number, got {reward!r}")
+    if not player.abandoned:
+        episode.observe(observation, number, ended, cut, _info(info))
+    return ended or cut
+
+
+def _info(info: Any) -> Mapping[str, Any]:
+    if not isinstance(info, Mapping):
+        raise TypeError(f"the info must be a dict, got {info!r}")
+    return info
+
+
+def close_all(envs: Sequence[Any], seconds: float | None = None) -> int:
+    """Close envs, each within so many seconds if given; returns how many threads are left behind in one."""
+    if seconds is None:
+        for env in envs:
+            _close(env)
+        return 0
+    threads = [threading.Thread(target=_close, args=(env,), daemon=True) for env in envs]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return sum(thread.is_alive() for thread in threads)
+
+
+def _close(env: Any) -> None:
+    with contextlib.suppress(EnvFailedError):
+        Player().in_env("close", env.close)
+
+
+# --- the episodes
+@dataclass(frozen=True, slots=True)
+class InCaller:
+    """What shares that are played in the caller's own process have in common."""
+
+    kept: EnvShelf = field(default_factory=EnvShelf)
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when the episodes are to end at their next turn."""
+
+
+def play_share(share: Share, connect: Connect, here: InCaller | None = None) -> Played:
+    """Play all episodes of a share; each is reported through the link as soon as it is over."""
+    link = connect.connect(share.number)
+    try:
+        return _Worker(share, link, here or InCaller(KEPT)).run()
+    finally:
+        close = getattr(link, "close", None)
+        if close is not None and id(link) != id(connect):
+            close()
+
+
+class _Worker:
+    """One share being played."""
+
+    def __init__(self, share: Share, link: Link, here: InCaller) -> None:
+        self.share, self.link, self.stop = share, link, here.stop
+        self.prompter = Prompter(share.prompt, share.tokenizer)
+        self.kinds: Mapping[str, Hashable] = share.kinds or {tag: tag for tag in share.env_fns}
+        self.shelf = EnvShelf() if share.kinds is None else here.kept
+        self.todo = deque(share.assignments)
+        self.open = len(self.todo)
+        self.done: list[int] = []
+        self.players: list[Player] = []
+        self.first: tuple[Assignment, ...] = ()  # those that begin together
+        self.error: BaseException | None = None
+        self.changed = threading.Condition()
+        self.hung = 0
+
+    def run(self) -> Played:
+        cpu = time.process_time()
+        n_threads = min(self.share.threads or len(self.todo), len(self.todo))
+        limits = self.share.limits
+        self.first = self.share.assignments[:n_threads]
+        if self.share.lockstep:
+            self.link.entered([assignment.place.key() for assignment in self.first])
+        try:
+            if n_threads == 1 and limits.step_seconds is None and limits.episode_seconds is None:
+                self._play_all(Player())
+            else:
+                self._start_threads(n_threads)
+                self._supervise()
+        finally:
+            self.todo.clear()
+            if self.share.kinds is None:
+                self.hung += close_all(self.shelf.clear(), limits.step_seconds)
+        if self.error is not None:
+            raise self.error
+        return Played(tuple(self.done), time.process_time() - cpu, self.hung)
+
+    def _start_threads(self, n: int) -> None:
+        """Start so many threads, or as many as the system allows."""
+        for _ in range(n):
+            player = Player()
+            thread = threading.Thread(
+                target=self._play_all, args=(player,), daemon=True, name="shoal-episode"
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self.players:
+                    raise
+                logger.warning(
+                    "%d instead of %d episodes are played at once: %s", len(self.players), n, error
+                )
+                waiting = set(self.todo)  # of the announced ones, those that have to wait for a thread
+                late = [assignment for assignment in self.first if assignment in waiting]
+                self.first = tuple(assignment for assignment in self.first if assignment not in waiting)
+                for assignment in late if self.share.lockstep else ():
+                    self.link.left(assignment.place.key())
+                return
+            self.players.append(player)
+
+    def _supervise(self) -> None:
+        """Wait for the end, and give up on envs that do not answer."""
+        limits = self.share.limits
+        deadlines = [s for s in (limits.step_seconds, limits.episode_seconds) if s is not None]
+        look = min(deadlines) / 4 if deadlines else None
+        with self.changed:
+            while self.open and self.error is None:
+                self.changed.wait(look)
+                now = time.monotonic()
+                for player in list(self.players) if look is not None else ():
+                    why = player.overdue(now, limits)
+                    if why is not None:
+                        self._abandon(player, why)
+
+    def _abandon(self, player: Player, why: str) -> None:
+        """The env does not come back: record the episode, leave its thread behind, and go on with another."""
+        player.abandoned = True
+        self.players.remove(player)
+        self.hung += 1
+        assert player.episode is not None
+        assert player.assignment is not None
+        logger.warning("episode %d is given up: %s", player.assignment.index, why)
+        self._report(player.assignment, player.episode.trajectory("timeout", why))
+        if self.todo:
+            self._start_threads(1)
+
+    def _play_all(self, player: Player) -> None:
+        """Play episodes until none is left."""
+        try:
+            assignment = self._next()
+            while assignment is not None:
+                trajectory = self._play_with_retries(assignment, player)
+                with self.changed:
+                    if player.abandoned:
+                        return
+                    player.episode = None
+                    following = self._next()  # before the last one leaves: lockstep is to wait for it
+                    self._report(assignment, trajectory)
+                assignment = following
+        except BaseException as error:
+            with self.changed:
+                if not player.abandoned:
+                    self.error = error
+                self.changed.notify_all()
+
+    def _next(self) -> Assignment | None:
+        """The next episode to play."""
+        try:
+            assignment = self.todo.popleft()
+        except IndexError:
+            return None
+        if self.share.lockstep and assignment not in self.first:
+            self.link.entered([assignment.place.key()])
+        return assignment
+
+    def _report(self, assignment: Assignment, trajectory: Trajectory) -> None:
+        self.done.append(assignment.index)
+        self.open -= 1
+        report = encode_report(self.share.rollout, assignment.index, trajectory)
+        self.link.left(assignment.place.key(), report)
+        self.changed.notify_all()
+
+    def _play_with_retries(self, assignment: Assignment, player: Player) -> Trajectory:
+        player.assignment = assignment
+        for attempt in range(self.share.limits.env_retries + 1):
+            trajectory = self._play(assignment, player)
+            if trajectory.status != "env_error" or player.abandoned:
+                break
+            logger.warning("episode %d, attempt %d: %s", assignment.index, attempt + 1, trajectory.error)
+        return trajectory
+
+    def _play(self, assignment: Assignment, player: Player) -> Trajectory:
+        """One episode in one env; whatever goes wrong is in the record."""
+        share, tag = self.share, assignment.tag
+        episode = Episode(assignment.place, share.roles[tag], self.prompter, share.sampling)
+        player.began = time.monotonic()  # before the episode: the supervisor looks at any time
+        player.episode = episode
+        status: Status = "env_error"
+        why: str | None = None
+        env: Any = None
+        try:
+            env = player.in_env("make", lambda: self.shelf.take(self.kinds[tag], share.env_fns[tag]))
+            player.in_env("reset", partial(_reset, episode, env))
+            self._act(episode, env, player)
+            status = "ok"
+        except EnvFailedError as error:
+            why = str(error)
+        except TimeoutError as error:
+            status, why = "timeout", str(error)
+        except WorkerError:  # the way to the engine is lost, or nobody wants the episode any more
+            raise
+        except EngineError as error:
+            status, why = "engine_error", str(error)
+        except Exception as error:  # of the tokenizer or a template, say: the env has no part in it
+            status, why = "engine_error", f"{type(error).__name__}: {error}"
+            logger.warning("episode %d ends: %s", assignment.index, why, exc_info=True)
+        finally:
+            if env is not None and status != "env_error" and not player.abandoned:
+                self.shelf.put(self.kinds[tag], env)
+            elif env is not None:
+                with contextlib.suppress(EnvFailedError):
+                    player.in_env("close", env.close)
+        return episode.trajectory(status, why)
+
+    def _act(self, episode: Episode, env: Any, player: Player) -> None:
+        """The straight story of an episode after its reset."""
+        while not episode.over:
+            for action in episode.respond(self._ask(episode.request())):
+                if player.abandoned or player.in_env(
+                    f"step({action!r})", partial(_step, player, episode, env, action)
+                ):
+                    break
+            if player.abandoned:
+                return
+            episode.end_turn()
+
+    def _ask(self, request: Request) -> Completion:
+        if self.stop.is_set():
+            raise StoppedError("the rollout was ended before this episode")
+        return self.link.generate([request], self.share.limits.request_seconds)[0]
+
+
+@dataclass
+class LocalLink:
+    """The link of episodes that are played in the caller, one after another: it calls the engine itself."""
+
+    engine: Engine
+    on_report: Callable[[Any, bytes], None]
+    retries: int = 1
+
+    def connect(self, asker: int) -> LocalLink:
+        """This object."""
+        del asker
+        return self
+
+    def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
+        """Ask the engine, again if it fails."""
+        del timeout
+        answers = generate_each(self.engine, requests, retries=self.retries)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers  # type: ignore[return-value]
+
+    def entered(self, keys: Sequence[Key]) -> None:
+        """Nobody waits for others here."""
+
+    def left(self, key: Key, report: bytes = b"") -> None:
+        """An episode is over."""
+        del key
+        self.on_report(0, report)
