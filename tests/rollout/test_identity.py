@@ -7,14 +7,14 @@ import logging
 import pytest
 import torch
 from fault_doubles import WORDS, World
+from shoal.rollout.engine import Sampling
+from shoal.rollout.engines.huggingface import HuggingFaceEngine
+from shoal.rollout.engines.tiny import TinyEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, envs, make_environments
 from shoal.core.data import encode_trajectory
-from shoal.rollout.engine import Sampling
-from shoal.rollout.engines.huggingface import HuggingFaceEngine
-from shoal.rollout.engines.tiny import TinyEngine
 from shoal.rollout.prompts import PromptConfig
 
 SEED, ITERATION, GROUPS, MEMBERS, TURNS, TOKENS = 11, 2, 16, 4, 3, 6
@@ -237,8 +237,9 @@ def test_a_model_of_transformers_reads_and_writes_the_same_tokens_everywhere(
 
 @pytest.fixture(scope="module")
 def smollm2():
-    from shoal.core.errors import EngineError
     from shoal.rollout.engines.model_store import get_model
+
+    from shoal.core.errors import EngineError
 
     try:
         return HuggingFaceEngine.load(get_model("smollm2"))
