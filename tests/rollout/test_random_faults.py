@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fault_doubles import ENGINE_ERRORS, ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngine, World, kinds
+from fault_doubles import ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngine, World, kinds
 
 from shoal import ParallelRolloutManager, derive_seed, envs
 
@@ -18,18 +18,6 @@ BACKENDS = ("serial", "threads", "processes")
 SEED, ITERATION = 7, 4
 PATIENCE = 15
 """Seconds within which what a rollout started has ended."""
-AWAITED = {
-    **dict.fromkeys(
-        (f"engine: {kind}" for kind in ENGINE_ERRORS[ENGINE_ERRORS.index("half an id") :]),
-        "answers of an engine are not examined yet",
-    ),
-    "engine: context": "a sampler whose context is full does not say so yet",
-    "engine: exit": "an engine that raises no Exception takes neighbours with it",
-    "engine: leave": "an engine that raises no Exception takes neighbours with it",
-    "engine: hang": "an engine that hangs takes neighbours with it",
-    "env: text reward": "a reward in words is taken for a number",
-}
-"""Kinds that are not mended yet; random faults are drawn from the others."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,7 +51,7 @@ def config(n_groups, members, faults, folder, schedule):
 def draw(seed, backend, n_faults):
     """Faults by (group, member), half of them of envs, which meet the whole group; few that hang or kill."""
     rng = random.Random(f"{seed} {backend}")
-    known = [kind for kind in kinds(backend) if kind not in AWAITED]
+    known = kinds(backend)
     slow = [kind for kind in known if kind.endswith(("hang", "kill", "kill once"))]
     drawn = [
         rng.choice(slow if rng.random() < 0.08 else [kind for kind in known if kind not in slow])
@@ -191,7 +179,6 @@ def remains(folder):
         "threads": set(threading.enumerate()),
         "descriptors": descriptors(),
         "temporary files": {path.name for path in folder.iterdir()},
-        "shared memory": set(os.listdir("/dev/shm")),
     }
 
 
@@ -231,10 +218,7 @@ CASES = [
     pytest.param(
         backend,
         kind,
-        marks=[
-            *([pytest.mark.slow] if backend != "serial" else []),
-            *([pytest.mark.xfail(strict=False, reason=AWAITED[kind])] if kind in AWAITED else []),
-        ],
+        marks=[pytest.mark.slow] if backend != "serial" else [],
     )
     for backend in BACKENDS
     for kind in kinds(backend)

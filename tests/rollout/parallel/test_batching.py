@@ -107,6 +107,25 @@ def test_lockstep_launches_a_batch_that_is_full():
     assert batcher.due
 
 
+@pytest.mark.parametrize("schedule", ["greedy", "barrier"])
+def test_requests_at_which_the_engine_hung_are_asked_one_by_one_before_all_others(schedule):
+    batcher = Batcher(schedule, max_batch=8)
+    suspects = [waiting("a", 1), waiting("b", 2), waiting("b", 3), waiting("c", 4)]
+    batcher.entered([episode_of(suspects[0].request.key)])
+    for item in suspects:
+        item.hangs = 1
+        batcher.put(item)
+    batcher.put(waiting("a", 5))
+    batcher.put(waiting("d", 6))
+    batcher.remove(suspects[3])
+    assert len(batcher) == 5
+    assert names(batcher.drop("b")) == [("b", 2), ("b", 3)]
+    assert (batcher.due, names(batcher.take())) == (True, [("a", 1)])
+    batcher.left([episode_of(suspects[0].request.key)])
+    assert (batcher.due, names(batcher.take())) == (True, [("a", 5), ("d", 6)])
+    assert (batcher.due, len(batcher)) == (False, 0)
+
+
 def test_an_unknown_schedule_is_named():
     with pytest.raises(ValueError, match="no schedule named 'gready'. Did you mean 'greedy'"):
         Batcher("gready")

@@ -79,7 +79,8 @@ class Waiting(msgspec.Struct, eq=False):
     reply: Callable[[int, Result], None]
     deadline: float | None
     answered: bool = False
-    restarts: int = 0
+    hangs: int = 0
+    """Of the engine, while it was asked for this."""
 
 
 # --- when a batch is launched, and whose requests go into it
@@ -102,6 +103,7 @@ class Batcher:
         """Episodes that will ask again."""
         self._silent: set[EpisodeName] = set()  # those of them that have not asked since their last answer
         self._by_asker: OrderedDict[Hashable, deque[Waiting]] = OrderedDict()
+        self._suspects: deque[Waiting] = deque()  # the engine hung at them: each is a batch of its own
         self._size = 0
 
     def __len__(self) -> int:
@@ -124,7 +126,7 @@ class Batcher:
 
     def put(self, item: Waiting) -> None:
         """Add a request behind the asker's others."""
-        items = self._by_asker.get(item.asker)
+        items = self._suspects if item.hangs else self._by_asker.get(item.asker)
         if items is None:
             self._by_asker[item.asker] = deque((item,))
         else:
@@ -136,15 +138,20 @@ class Batcher:
     @property
     def due(self) -> bool:
         """Whether a batch is to be launched now."""
-        return self._size >= self.max_batch or (
-            self._size > 0 and not (self.schedule == "barrier" and self._silent)
+        return (
+            self._size >= self.max_batch
+            or bool(self._suspects)
+            or (self._size > 0 and not (self.schedule == "barrier" and self._silent))
         )
 
     def take(self, limit: int | None = None) -> list[Waiting]:
-        """The next batch: one request of each asker in turn, oldest first within an asker."""
+        """The next batch: one request of each asker in turn, oldest first within an asker; a suspect alone."""
         limit = self.max_batch if limit is None else limit
         taken: list[Waiting] = []
-        if self._size <= limit:  # all of them: whose turn it is does not matter
+        if self._suspects:
+            taken.append(self._suspects.popleft())
+            limit = 1
+        elif self._size <= limit:  # all of them: whose turn it is does not matter
             taken.extend(item for items in self._by_asker.values() for item in items)
             self._by_asker.clear()
         while self._by_asker and len(taken) < limit:
@@ -159,17 +166,18 @@ class Batcher:
 
     def drop(self, asker: Hashable) -> list[Waiting]:
         """Remove and return what an asker still waits for."""
-        items = self._by_asker.pop(asker, deque())
+        items = [*self._by_asker.pop(asker, ()), *(item for item in self._suspects if item.asker == asker)]
+        self._suspects = deque(item for item in self._suspects if item.asker != asker)
         self._size -= len(items)
-        return list(items)
+        return items
 
     def remove(self, item: Waiting) -> None:
         """Take out one request, if it still waits."""
-        items = self._by_asker.get(item.asker)
+        items = self._suspects if item.hangs else self._by_asker.get(item.asker)
         if items is not None and item in items:
             items.remove(item)
             self._size -= 1
-            if not items:
+            if not items and not item.hangs:
                 del self._by_asker[item.asker]
 
 
@@ -198,7 +206,7 @@ class _Answerer:
         except BaseException as error:  # SystemExit, say: it must not end the thread that everybody waits for
             return [EngineError(f"the engine failed: {type(error).__name__}: {error}")] * len(requests)
 
-    def _failed(self, requests: int, error: Exception | None) -> Engine:
+    def _failed(self, requests: int, error: BaseException | None) -> Engine:
         self.statistics.failures += requests
         if error is not None and not isinstance(error, EngineError):
             self.restart(f"it raised {type(error).__name__}: {error}")
@@ -486,7 +494,9 @@ class SharedLLMInferenceManager:
             with contextlib.suppress(Exception):
                 self._inbox.popleft()()
         self._deliver()
-        left = self._batcher.take(sys.maxsize)
+        left: list[Waiting] = []
+        while len(self._batcher):
+            left += self._batcher.take(sys.maxsize)
         if self._running is not None:  # the engine hangs
             self._running.given_up = True
             left += self._running.batch
@@ -622,7 +632,7 @@ class SharedLLMInferenceManager:
                 item.reply(item.number, EngineError(f"its answer could not be given: {error}"))
 
     def _engine_hangs(self, call: _Call, now: float) -> None:
-        """Leave the engine's thread behind, and take another engine in another thread."""
+        """Leave the engine's thread behind, and take another engine, which is asked for these one by one."""
         if self._answerer.restarting:
             call.deadline = now + (self._engine_timeout or 0.0)
             return
@@ -632,8 +642,8 @@ class SharedLLMInferenceManager:
         self._running = again = _Call([], now)
         self._runner.start(again, lambda: self._answerer.replace(why))
         for item in call.batch:
-            item.restarts += 1
-            if item.restarts > self._answerer.retries:
+            item.hangs += 1
+            if len(call.batch) == 1 and item.hangs > self._answerer.retries:
                 self._reply(item, TimeoutError(f"the engine hangs: {why}"))
             elif not item.answered:
                 self._batcher.put(item)

@@ -179,7 +179,7 @@ def as_completion(answer: Any) -> Completion | Exception:
             return EngineError(f"the engine gave a completion that is none ({error}): {str(answer)[:200]}")
     if isinstance(answer, EngineError | TimeoutError):
         return answer
-    if isinstance(answer, Exception):
+    if isinstance(answer, BaseException):
         refused = EngineError(f"the engine failed: {type(answer).__name__}: {answer}")
         refused.__cause__ = answer
         return refused
@@ -256,7 +256,7 @@ def generate_each(
     requests: Sequence[Request],
     *,
     retries: int = 0,
-    on_failure: Callable[[int, Exception | None], Engine] | None = None,
+    on_failure: Callable[[int, BaseException | None], Engine] | None = None,
     given_up: Callable[[], bool] = lambda: False,
 ) -> list[Completion | Exception]:
     """The engine's answers, with an exception in the place of each request that has none.
@@ -279,7 +279,11 @@ def generate_each(
         try:
             given = engine.generate(part) if each is None else each(part)
             answers = checked(engine, part, given)
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # SystemExit, say: it is the engine's, and its neighbours do not end with it
+            if isinstance(error, KeyboardInterrupt):
+                raise
             refused = as_completion(error)
             if given_up():
                 return [refused] * len(part)
@@ -305,7 +309,7 @@ class Capabilities:
     level: Level  # how exactly completions repeat
     token_ids: bool  # prompts and responses are the model's own tokens
     logprobs: bool  # completions carry the log-probability of each token
-    gradients: bool = False  # it computes `logits_at` here, so it can be trained itself
+    gradients: bool = False  # its network is here (`model`), so it can be trained itself
     weights: bool = False  # takes weights by name: `load_weights(weights, version)`
     adapters: bool = False  # takes a LoRA folder between two calls: `load_adapter(folder, version)`
     images: bool = False  # shows pictures to the model
@@ -356,7 +360,7 @@ def capabilities_of(engine: Engine) -> Capabilities:
         level=engine.level,
         token_ids=True,
         logprobs=True,
-        gradients=hasattr(engine, "logits_at"),
+        gradients=hasattr(getattr(engine, "model", None), "parameters"),
         weights=isinstance(engine, TakesWeights),
         adapters=isinstance(engine, TakesAdapters),
         images=bool(getattr(engine.tokenizer, "takes_images", False)),
