@@ -41,12 +41,11 @@ from shoal.core.errors import EngineError  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
 from shoal.rollout.samplers.models import resolve_model  # noqa: E402
-from shoal.train.agent_config import Algorithm  # noqa: E402
-from shoal.train.critic import split_optimizer  # noqa: E402
-from shoal.train.group_advantages import group_relative  # noqa: E402
-from shoal.train.policy import TrainableEngine  # noqa: E402
-from shoal.train.samples import Sample, make_samples, token_values  # noqa: E402
-from shoal.train.update import logprobs_of, trained_parameters, update  # noqa: E402
+from shoal.train.agent.advantages import group_relative  # noqa: E402
+from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
+from shoal.train.agent.config import AgentProxy, Algorithm  # noqa: E402
+from shoal.train.agent.policy import Policy, logprobs_of, policy_of, split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.update import Learner, update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
 VOCABULARY, GROUP, RATE = 2048, 8, 1e-4
@@ -154,7 +153,7 @@ def make_episodes(case: Case, seed: int) -> list[Trajectory]:
     return episodes
 
 
-def make_batch(episodes: Sequence[Trajectory], engine: TrainableEngine) -> list[Sample]:
+def make_batch(episodes: Sequence[Trajectory], engine: Policy) -> list[Sample]:
     """One sample an episode, with advantages and the log-probs of the first weights."""
     samples = [sample for episode in episodes for sample in make_samples(episode)]
     old = token_values(samples, lambda micro: logprobs_of(engine, micro, 1.0)[1], 8192, engine.pad_id, "cpu")
@@ -177,9 +176,9 @@ class Result:
 
 
 def run_shoal(case: Case, samples: list[Sample], tokenizer: Any, micro_batch_tokens: int) -> Result:
-    """`shoal.train.update` on the whole batch, again and again."""
+    """`shoal.train.agent.update` on the whole batch, again and again."""
     model = make_model(case.model)
-    engine = HuggingFaceEngine(model, tokenizer)
+    engine = policy_of(HuggingFaceEngine(model, tokenizer))
     optimizer = split_optimizer(trained_parameters(model), None, case.rate, case.rate, 0.0)
     config = Algorithm(
         clip_ratio_low=0.2,
@@ -193,7 +192,7 @@ def run_shoal(case: Case, samples: list[Sample], tokenizer: Any, micro_batch_tok
     result = Result([], [], {})
     for iteration in range(case.updates):
         clock = time.process_time()
-        metrics = update(engine, None, optimizer, samples, config, 1.0, 0, iteration)
+        metrics = update(Learner(engine, optimizer, config, AgentProxy()), samples, iteration)
         result.seconds.append(time.process_time() - clock)
         result.losses.append(metrics["loss"])
     result.seconds = result.seconds[1:]  # as TRL's: the first warms up
@@ -315,7 +314,9 @@ def add_row(case: str, subject: str, value: float, unit: str, result: Result | N
 def measure(case: Case) -> None:
     """Both on one case; the fastest setting of each counts, and all settings are shown."""
     tokenizer = make_tokenizer()
-    samples = make_batch(make_episodes(case, 0), HuggingFaceEngine(make_model(case.model), tokenizer))
+    samples = make_batch(
+        make_episodes(case, 0), policy_of(HuggingFaceEngine(make_model(case.model), tokenizer))
+    )
     add_row(case.name, "tokens of the batch", sum(len(s.ids) for s in samples), "tokens")
     add_row(case.name, "written by the model", sum(len(s.places) for s in samples), "tokens")
     best: dict[str, float] = {}

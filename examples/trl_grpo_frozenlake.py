@@ -27,8 +27,9 @@ from shoal.integrations.trl import TRLRollout, episode_reward
 from shoal.rollout.factory import make_roles
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.train.agent_config import Warmup
-from shoal.train.warmup import warm_up
+from shoal.train.agent.config import Warmup
+from shoal.train.agent.policy import policy_of
+from shoal.train.agent.warmup import warm_up
 
 TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 WORDS = ("<action>", "</action>", "Left", "Down", "Right", "Up")
@@ -104,7 +105,7 @@ def main(steps: int) -> None:
         }
         prompter = Prompter(rollout.config.agent_proxy.prompt, engine.tokenizer)
         for _ in warm_up(
-            engine, makers, make_roles(kinds, list(kinds)), prompter, Warmup(60, 16, 1e-2), 4096, 0
+            policy_of(engine), makers, make_roles(kinds, list(kinds)), prompter, Warmup(60, 16, 1e-2), 4096, 0
         ):
             pass
         with tempfile.TemporaryDirectory() as folder:

@@ -295,8 +295,8 @@ def test_agents_are_trained_on_an_env_that_the_script_registered_in_worker_proce
         tmp_path,
         f"""
         from shoal.core.data import read_trajectories
-        from shoal.train.agent import AgentTrainer
-        from shoal.train.composition import compose_config
+        from shoal.train.agent.trainer import AgentTrainer
+        from shoal.train.agent.config import compose_config
         from pathlib import Path
 
         for number, how in enumerate((

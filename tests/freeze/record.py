@@ -156,8 +156,7 @@ def settings() -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     from shoal.core.configuration import to_mapping
-    from shoal.train.agent_config import AgentConfig
-    from shoal.train.composition import compose_config, config_names
+    from shoal.train.agent.config import AgentConfig, compose_config, config_names
 
     def plain(config: AgentConfig) -> dict[str, Any]:
         return flat(json.loads(json.dumps(to_mapping(config))))

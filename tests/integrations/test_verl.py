@@ -32,10 +32,9 @@ from shoal.integrations.verl import agent_loop_outputs, to_dataproto
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
-from shoal.train.agent_advantages import turn_advantages
-from shoal.train.agent_config import AgentProxy, Algorithm
-from shoal.train.token_gae import token_gae
-from shoal.train.token_losses import aggregation_weights, clipped_token_loss
+from shoal.train.agent.advantages import token_gae, turn_advantages
+from shoal.train.agent.config import AgentProxy, Algorithm
+from shoal.train.agent.losses import aggregation_weights, clipped_token_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

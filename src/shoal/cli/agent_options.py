@@ -13,7 +13,7 @@ from shoal.core.errors import ConfigError
 
 def agent_parser(prog: str, description: str, epilog: str, config: str) -> argparse.ArgumentParser:
     """A parser with `--config-name` (`config` if not given), `--config-dir` and the overrides."""
-    from shoal.train.composition import config_names
+    from shoal.train.agent.config import config_names
 
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -31,7 +31,7 @@ def agent_parser(prog: str, description: str, epilog: str, config: str) -> argpa
 
 def composed(options: argparse.Namespace) -> Any:
     """The config that the command line names, an `AgentConfig`."""
-    from shoal.train.composition import compose_config
+    from shoal.train.agent.config import compose_config
 
     if options.config_dir is not None and not options.config_dir.is_dir():
         raise ConfigError(f"--config-dir must be a folder, got {options.config_dir}")

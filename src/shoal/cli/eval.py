@@ -71,8 +71,7 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=DESCRIPTION)
     if options.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
-    from shoal.train.agent_evaluation import mean_interval, success_rate
-    from shoal.train.agent_metrics import success_by_kind
+    from shoal.train.agent.evaluation import mean_interval, success_by_kind, success_rate
 
     trajectories = _play(options)
     whole = [t for t in trajectories if t.status == "ok"]
@@ -165,22 +164,23 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
     """The engine to play with, and the settings of its run (defaults for a bare model)."""
     from omegaconf import OmegaConf
 
-    from shoal.core.configuration import from_mapping
     from shoal.core.files import verify_folder
-    from shoal.train.agent_config import AgentConfig, AgentProxy, EngineConfig
-    from shoal.train.agent_evaluation import checkpoint_of
-    from shoal.train.policy import load_engine, make_engine
+    from shoal.rollout.samplers.registry import make_engine
+    from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
+    from shoal.train.agent.evaluation import checkpoint_of
+    from shoal.train.agent.policy import load_engine
 
     if options.model.startswith(SERVER):
         return _server(options)
     folder = Path(options.model)
     if (folder / "checkpoints").is_dir():
         values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        run = from_mapping(AgentConfig, values)
+        run = AgentConfig.read(values)
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()
-        return load_engine(checkpoint / "engine", device=options.device or run.engine.device), run
+        device = options.device or run.engine.device
+        return load_engine(checkpoint / "engine", device=device, config=run.engine), run
     if folder.exists() and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
@@ -196,7 +196,7 @@ def _server(options: EvalOptions) -> tuple[Any, Any]:
     """A server by messages. No stop text is sent: servers leave it out of what they return, closing tag and all."""
     from shoal.rollout.samplers.registry import make_engine
     from shoal.rollout.samplers.settings import ServerConfig
-    from shoal.train.agent_config import AgentConfig, AgentProxy, EngineConfig
+    from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
 
     if options.device is not None:
         raise ConfigError(f"--device {options.device} has no effect on a server's model: leave it out")

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
                         help="with LoRA: the adapter alone, as peft and servers load it, unmerged")  # fmt: skip
     parser.add_argument("--checkpoint", default="newest", help="newest (default), best, or an iteration")
     options = parser.parse_args(argv)
-    from shoal.train.agent_evaluation import checkpoint_of
+    from shoal.train.agent.evaluation import checkpoint_of
 
     source = verify_folder(checkpoint_of(options.run, options.checkpoint)) / "engine"
     kind = read_json(source / "engine.json")["engine"]
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{options.out} exists already: choose a new folder")
     with write_folder(options.out) as folder:
         if kind == "huggingface-lora" and options.to == "hf" and not options.adapter:
-            from shoal.train.lora import merge_lora
+            from shoal.train.agent.lora import merge_lora
 
             merge_lora(source, folder)
             copied: list[Path] = []

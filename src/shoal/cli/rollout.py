@@ -97,13 +97,14 @@ def prepare(config: Any, options: argparse.Namespace, ending: contextlib.ExitSta
 
     from shoal.core.configuration import to_mapping
     from shoal.core.run_folder import RunFolder
+    from shoal.train.agent.policy import policy_of
 
     engine = engine_for(config, options.source, ending)
     folder = RunFolder(config.run_dir, "rollout", config.seed)
     OmegaConf.save(OmegaConf.create(to_mapping(config)), folder.path / "config.yaml")
     if config.engine.name == "tiny":
         (folder.path / "engine").mkdir(exist_ok=True)
-        engine.save(folder.path / "engine")
+        policy_of(engine).save(folder.path / "engine")
     return folder, engine
 
 
@@ -113,8 +114,8 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
 
     from shoal.rollout.factory import make_roles
     from shoal.rollout.samplers.registry import close_engine, make_engine
-    from shoal.train.agent_checkpoints import newest_checkpoint
-    from shoal.train.policy import load_engine
+    from shoal.train.agent.checkpoint import newest_checkpoint
+    from shoal.train.agent.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
@@ -124,7 +125,7 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
             raise DataError(f"{source} is not a run folder")
         own = source / "engine"
         folder = own if own.is_dir() else newest_checkpoint(source / "checkpoints") / "engine"
-        return load_engine(folder, device=config.engine.device)
+        return load_engine(folder, device=config.engine.device, config=config.engine)
     tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
     roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
     words = sorted({word for role in roles.values() for word in role.projection.words()})

@@ -36,8 +36,7 @@ def verify(run: Path, ending: contextlib.ExitStack) -> int:
     """Replay a saved rollout, or what a training run saved; exit code 1 if less held than was promised."""
     from omegaconf import OmegaConf
 
-    from shoal.core.configuration import from_mapping
-    from shoal.train.agent_config import AgentConfig
+    from shoal.train.agent.config import AgentConfig
 
     file = run / "trajectories" / "rollout.jsonl"
     recordings = _recordings(run)
@@ -48,7 +47,7 @@ def verify(run: Path, ending: contextlib.ExitStack) -> int:
             f"checkpoint of iteration N, as `shoal train` does"
         )
     values: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    config = from_mapping(AgentConfig, values)
+    config = AgentConfig.read(values)
     if file.exists():
         engine = engine_for(config, run if (run / "engine").exists() else None, ending)
         return int(not _replay(str(run), config, engine, file, engine.level))
@@ -60,7 +59,7 @@ def _recordings(run: Path) -> list[_Recording]:
 
     The held-out episodes of iteration N were played with checkpoint N, its training episodes with N - 1.
     """
-    from shoal.train.agent_checkpoints import list_checkpoints
+    from shoal.train.agent.checkpoint import list_checkpoints
 
     folders = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run / "checkpoints")}
     found = []
@@ -76,13 +75,13 @@ def _recordings(run: Path) -> list[_Recording]:
 def _replay_training(run: Path, config: Any, recordings: Sequence[_Recording]) -> bool:
     import torch
 
-    from shoal.train.policy import load_engine
+    from shoal.train.agent.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
     held = []
     for recording in recordings:
         checkpoint = verify_folder(recording.checkpoint)
-        engine = load_engine(checkpoint / "engine", device=config.engine.device)
+        engine = load_engine(checkpoint / "engine", device=config.engine.device, config=config.engine)
         engine.weights_version = int(read_json(checkpoint / "state.json")["weights_version"])
         promised: Level = "L0" if config.engine.name in ("vllm", "openai") else engine.level
         name = f"{run}: {recording.file.name} with {checkpoint.name}"
@@ -103,7 +102,7 @@ def _replay(
             Assignment(
                 index,
                 place_of(seed, t.iteration, t.group, t.member),
-                manager.tags[t.group % len(manager.tags)],
+                t.env,
             )
             for index, t in enumerate(saved)
         ]

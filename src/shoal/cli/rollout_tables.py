@@ -10,7 +10,7 @@ from shoal.core.data import Trajectory
 
 def episode_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, Any]:
     """How the episodes went, and how fast."""
-    from shoal.train.agent_metrics import rollout_metrics
+    from shoal.train.agent.evaluation import rollout_metrics
 
     tokens = sum(t.n_tokens for t in trajectories)
     return {

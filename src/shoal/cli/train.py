@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
     show_warnings()
     import torch
 
-    from shoal.train.agent import AgentTrainer
-    from shoal.train.processes import Processes
+    from shoal.train.agent.distributed import Processes
+    from shoal.train.agent.trainer import AgentTrainer
 
     processes = Processes.join(config.engine.device)
     run_dir = processes.together(lambda: str(_run_dir(config.run_dir, options.config_name, config.resume)))[0]

@@ -41,7 +41,7 @@ def to_dataproto(
         pad_id: the tokenizer's padding token.
         prompt_length: tokens that prompts are padded to; the longest if not given.
         response_length: tokens that responses are padded to.
-        advantages: per trajectory one number a turn (`shoal.train.agent_advantages.turn_advantages`); they become
+        advantages: per trajectory one number a turn (`shoal.train.agent.advantages.turn_advantages`); they become
             `advantages` and `returns`.
         meta_info: goes along as it is.
     """

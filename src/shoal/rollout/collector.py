@@ -6,7 +6,9 @@ Group g of an iteration starts its members from one env seed; members differ in 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 from shoal.core.data import Status, Trajectory
@@ -85,18 +87,15 @@ class TrajectoryCollector:
             n_groups: how many groups, at most as many as there are tags; all if not given.
         """
         groups = group_numbers(first_group, n_groups, len(self.tags))
-        where = [
-            (g % len(self.tags)) * self.group_size + member
-            for g in groups
-            for member in range(self.group_size)
-        ]
+        slots = {g: slot_of(g, self.tags) for g in groups}
+        where = [slots[g] * self.group_size + member for g in groups for member in range(self.group_size)]
         episodes = dict(
             zip(
                 where,
                 (
                     Episode(
                         place_of(self.seed, iteration, g, member),
-                        self.roles[self.tags[g % len(self.tags)]],
+                        self.roles[self.tags[slots[g]]],
                         self.prompter,
                         sampling,
                     )
@@ -198,7 +197,7 @@ class Collector(Protocol):
 
 
 def collect_with_signal(
-    collector: Collector, iteration: int, sampling: Sampling, *, max_batches: int
+    collector: Collector, iteration: int, sampling: Sampling, *, max_batches: int, gamma: float = 1.0
 ) -> tuple[list[Trajectory], list[Trajectory], FilterReport]:
     """Dynamic sampling: play whole groups until as many have signal as the collector has tags.
 
@@ -207,6 +206,7 @@ def collect_with_signal(
         iteration: names the seeds.
         sampling: how tokens are picked.
         max_batches: of groups, at most.
+        gamma: discount a turn, see `filter_groups`.
 
     Returns:
         All trajectories played, those to learn from (whole episodes of at most that many groups), and the report.
@@ -218,18 +218,38 @@ def collect_with_signal(
     while True:
         played += collector.collect(iteration, sampling, first_group=first, n_groups=n_groups)
         first, batch = first + n_groups, batch + 1
-        kept, report = filter_groups(played, wanted, batch)
+        kept, report = filter_groups(played, wanted, batch, gamma)
         if report.with_signal >= wanted or batch >= max_batches:
             return played, kept, report
         n_groups = next_refill(wanted, report.with_signal, report.played)
 
 
 def group_numbers(first_group: int, n_groups: int | None, n_tags: int) -> range:
-    """The numbers of the groups to play; group g is of the kind `tags[g % n_tags]`."""
+    """The numbers of the groups to play; group g is of the kind `tags[slot_of(g, tags)]`."""
     count = n_tags if n_groups is None else n_groups
     if not 1 <= count <= n_tags:
         raise ValueError(f"n_groups must be in [1, {n_tags}], the number of tags, got {count}")
     return range(first_group, first_group + count)
+
+
+def slot_of(group: int, tags: Sequence[str]) -> int:
+    """Whose tag a group has: its own number in the first batch; further groups take the kinds in turn, mixed evenly.
+
+    So a refill of a few groups has the proportions of the whole, as nearly as its size allows.
+    """
+    n = len(tags)
+    return group if group < n else _mixed(tuple(tags))[group % n]
+
+
+@lru_cache(maxsize=64)
+def _mixed(tags: tuple[str, ...]) -> tuple[int, ...]:
+    """All slots, those of each kind spread evenly over the order."""
+    count, seen = Counter(tags), Counter[str]()
+    keys = []
+    for slot, tag in enumerate(tags):
+        keys.append(((seen[tag] + 0.5) / count[tag], slot))
+        seen[tag] += 1
+    return tuple(slot for _, slot in sorted(keys))
 
 
 def place_of(seed: int, iteration: int, group: int, member: int) -> Place:

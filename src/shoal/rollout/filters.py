@@ -1,4 +1,4 @@
-"""Which groups say something: those whose members got different task rewards.
+"""Which groups say something: those whose members got different returns of the task's rewards.
 
 The task's own reward is compared, never a shaped one, and failed episodes take no part.
 """
@@ -9,11 +9,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from shoal.core.data import Trajectory
 
 EPSILON = 1e-6
 """Groups whose rewards have a smaller standard deviation carry no signal."""
+FilterType = Literal["std", "max_mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,16 @@ class FilterReport:
 
 
 def filter_groups(
-    trajectories: Sequence[Trajectory], wanted: int | None = None, batches: int = 1
+    trajectories: Sequence[Trajectory], wanted: int | None = None, batches: int = 1, gamma: float = 1.0
 ) -> tuple[list[Trajectory], FilterReport]:
-    """The whole episodes of groups with signal, of the first `wanted` such groups, and what was left out."""
+    """The whole episodes of groups with signal, of the first `wanted` such groups, and what was left out.
+
+    Args:
+        trajectories: of any number of groups.
+        wanted: groups to keep, at most.
+        batches: how many were played, for the report.
+        gamma: discount a turn; members are compared by their discounted returns, as advantages compare them.
+    """
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group, [])
@@ -61,7 +70,7 @@ def filter_groups(
         members = groups[number]
         if len(members) < 2:
             few += 1
-        elif statistics.stdev(t.reward for t in members) > EPSILON:
+        elif statistics.stdev(discounted(t, gamma) for t in members) > EPSILON:
             signal.append(number)
         elif all(t.success for t in members):
             solved += 1
@@ -70,6 +79,14 @@ def filter_groups(
     chosen = set(signal[:wanted])
     kept = [t for t in trajectories if t.group in chosen and t.status == "ok"]
     return kept, FilterReport(len(groups), len(signal), solved, unsolved, few, len(chosen), batches)
+
+
+def discounted(trajectory: Trajectory, gamma: float) -> float:
+    """The discounted return of an episode: its rewards, the one of turn `t` times `gamma**t`."""
+    total = 0.0
+    for turn in reversed(trajectory.turns):
+        total = turn.reward + gamma * total
+    return total
 
 
 def next_refill(wanted: int, with_signal: int, played: int) -> int:
@@ -82,3 +99,53 @@ def next_refill(wanted: int, with_signal: int, played: int) -> int:
     """
     missing = wanted - with_signal
     return min(wanted, math.ceil(missing * played / max(1, with_signal)))
+
+
+class Filtered(NamedTuple):
+    """What is left, and what was done."""
+
+    kept: list[Trajectory]
+    metrics: dict[str, float]
+
+
+def group_scores(trajectories: Sequence[Trajectory], how: FilterType, gamma: float = 1.0) -> dict[int, float]:
+    """Per group the spread of its members' returns: population standard deviation, or maximum less mean."""
+    rewards: dict[int, list[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.status == "ok":
+            rewards.setdefault(trajectory.group, []).append(discounted(trajectory, gamma))
+    if how == "std":
+        return {group: statistics.pstdev(values) for group, values in sorted(rewards.items())}
+    return {group: max(values) - statistics.fmean(values) for group, values in sorted(rewards.items())}
+
+
+def filter_rollouts(
+    played: Sequence[Trajectory],
+    candidates: Sequence[Trajectory],
+    ratio: float,
+    how: FilterType,
+    gamma: float = 1.0,
+) -> Filtered:
+    """Those of `candidates` whose group is among the best `ratio` of the groups played.
+
+    Args:
+        played: all trajectories of the iteration.
+        candidates: those that may be learned from.
+        ratio: share of the groups to keep, rounded down, at least one; of equal scores the lower group number wins.
+        how: the score of a group.
+        gamma: discount a turn.
+    """
+    scores = group_scores(played, how, gamma)
+    n_kept = max(1, int(ratio * len(scores) + 1e-9))
+    best = set(sorted(scores, key=lambda group: (-scores[group], group))[:n_kept])
+    before = {t.group for t in candidates}
+    mean = statistics.fmean(scores.values()) if scores else 0.0
+    mean_kept = statistics.fmean(scores[group] for group in best) if best else 0.0
+    return Filtered(
+        [t for t in candidates if t.group in best],
+        {
+            "rollout_filter_dropped": float(len(before - best)),
+            "rollout_filter_score": mean,
+            "rollout_filter_score_kept": mean_kept,
+        },
+    )

@@ -129,7 +129,7 @@ def rollout_config(config: Any) -> RolloutConfig:
         own = {item.name for item in fields(RolloutConfig)}
         values = {key: config[key] for key in config if key in own}
         proxy = values.get("agent_proxy", {})
-        training = {"format_penalty", "reward_normalization"}
+        training = {"format_penalty", "reward_normalization", "overlong_buffer", "overlong_penalty"}
         values["agent_proxy"] = {key: proxy[key] for key in proxy if key not in training}
         return from_mapping(RolloutConfig, values)
     return RolloutConfig(**{item.name: getattr(config, item.name) for item in fields(RolloutConfig)})

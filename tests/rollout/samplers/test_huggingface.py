@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine, Prefix, PrefixStore, shared_length
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
+from shoal.train.agent.policy import policy_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -110,7 +111,7 @@ def test_training_sees_the_log_probs_of_the_rollout(engine):
     where = torch.zeros(ids.shape, dtype=torch.bool)
     for place, (request, row) in enumerate(zip(asked, rows, strict=True)):
         where[place, len(request.prompt_ids) : len(row)] = True
-    scores = engine.logits_at(ids, torch.tensor([len(row) for row in rows]), where).log_softmax(-1)
+    scores = policy_of(engine).logits(ids, torch.tensor([len(row) for row in rows]), where).log_softmax(-1)
     seen = scores.gather(1, ids[where][:, None])[:, 0].detach().numpy()
     sampled = [lp for completion in engine.generate(asked) for lp in completion.logprobs]
     np.testing.assert_allclose(seen, sampled, atol=1e-5)
@@ -154,16 +155,16 @@ def test_a_template_that_rewrites_earlier_turns_is_named_with_the_place():
 
 def test_only_the_last_layers_train_when_asked():
     engine = make_engine()
-    engine.freeze_all_but_last(1)
+    policy_of(engine).freeze_all_but_last(1)
     trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
     assert trained
     assert all(name.startswith(("model.layers.2.", "model.norm")) for name in trained)
     with pytest.raises(ConfigError, match=r"in \[1, 3\], got 4"):
-        engine.freeze_all_but_last(4)
+        policy_of(engine).freeze_all_but_last(4)
 
 
 def test_an_engine_survives_the_disk(engine, tmp_path):
-    engine.save(tmp_path)
+    policy_of(engine).save(tmp_path)
     again = HuggingFaceEngine.load(tmp_path)
     asked = requests(engine, 6)
     assert [c.token_ids for c in again.generate(asked)] == [c.token_ids for c in engine.generate(asked)]

@@ -74,8 +74,8 @@ def test_replicas_that_cannot_start_say_why(cluster):
 
 
 def test_a_run_that_samples_on_replicas_learns_what_one_engine_learns(cluster, tmp_path):
-    from shoal.train.agent import AgentTrainer
-    from shoal.train.composition import compose_config
+    from shoal.train.agent.config import compose_config
+    from shoal.train.agent.trainer import AgentTrainer
 
     rows = []
     for place, named in enumerate(

@@ -1,4 +1,3 @@
-import copy
 import os
 import sys
 import time
@@ -6,7 +5,6 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 from fake_server import FakeServer
 from parallel_doubles import CounterEnv, HashEngine, config
 from test_huggingface import CHATML
@@ -15,19 +13,17 @@ from test_huggingface import make_engine as make_llama
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.samplers.paired import PairedEngine
 from shoal.rollout.samplers.registry import (
     SAMPLERS,
     _replica,
     close_engine,
     load_tokenizer,
     make_engine,
-    make_learner,
     sampler,
 )
 from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.train.agent.policy import make_policy
 
 
 @pytest.fixture
@@ -101,24 +97,6 @@ def test_a_sampler_is_registered_by_name_and_made_from_the_settings_of_a_run():
         del SAMPLERS._items["test_hash"]
 
 
-def test_a_sampler_from_outside_writes_for_a_model_that_trains_here(monkeypatch):
-    class Follows(HashEngine):
-        def load_weights(self, weights, version):
-            self.weights_version = version
-
-    @sampler("test_follows")
-    def make(settings, words, seed):
-        return Follows()
-
-    monkeypatch.setitem(SAMPLERS._items, "huggingface", lambda *_: TinyEngine(["Up"]))
-    try:
-        pair = make_learner(EngineConfig(name="test_follows", model="somewhere"))
-        assert isinstance(pair.learner, TinyEngine)
-        assert isinstance(pair.sampler, Follows)
-    finally:
-        del SAMPLERS._items["test_follows"]
-
-
 @pytest.mark.parametrize("local", ["smollm2", "a folder"])
 def test_a_model_of_this_machine_is_no_name_for_the_model_of_a_server(server, local, tmp_path, caplog):
     """As when `engine.name=openai` is said beside a config that trains `smollm2`."""
@@ -153,7 +131,7 @@ def test_rows_at_once_and_the_settings_of_the_template_come_from_the_config(tmp_
 
 def test_a_server_cannot_be_trained_and_the_error_names_what_can(server):
     with pytest.raises(ConfigError, match="engine.name=openai is for rollouts and evaluation.*huggingface"):
-        make_learner(openai(server))
+        make_policy(openai(server), (), 0)
 
 
 def test_an_engine_that_cannot_follow_the_weights_is_refused_for_training(monkeypatch):
@@ -163,52 +141,8 @@ def test_an_engine_that_cannot_follow_the_weights_is_refused_for_training(monkey
     monkeypatch.setitem(SAMPLERS._items, "ray", lambda *_: sampler)
     settings = EngineConfig(name="ray", replicas=ReplicaConfig("tiny"))
     with pytest.raises(ConfigError, match="HashEngine cannot take over weights between batches"):
-        make_learner(settings)
+        make_policy(settings, (), 0)
     assert closed
-
-
-def test_a_sampler_writes_by_the_weights_of_its_learner_however_they_changed():
-    learner, sampler = TinyEngine(["Up"], seed=1), TinyEngine(["Up"], seed=2)
-    pair = PairedEngine(learner, sampler)
-    asked = ask(learner)
-    assert sampler.generate(asked) != learner.generate(asked)
-    assert pair.generate(asked) == learner.generate(asked)
-    with torch.no_grad():  # as an optimizer does, with the version still to come
-        for parameter in pair.model.parameters():
-            parameter.mul_(-1.3)
-    assert pair.generate(asked) == learner.generate(asked)
-    pair.weights_version += 1
-    assert {c.weights_version for c in pair.generate(asked)} == {1}
-    pair.load_weights(TinyEngine(["Up"], seed=3).model.state_dict(), 7)
-    fresh = TinyEngine(["Up"], seed=3)
-    assert [c.token_ids for c in pair.generate(asked)] == [c.token_ids for c in fresh.generate(asked)]
-    assert (pair.level, capabilities_of(pair).trainable) == (sampler.level, True)
-
-
-def test_weights_that_did_not_change_are_not_handed_over_again():
-    learner, sampler = TinyEngine(["Up"]), TinyEngine(["Up"])
-    taken = []
-    sampler.load_weights = lambda weights, version: taken.append(version)
-    pair = PairedEngine(learner, sampler)
-    pair.generate(ask(learner))
-    pair.generate(ask(learner))
-    assert taken == [0]
-    sampler.restart = lambda: None
-    pair.restart()
-    pair.generate(ask(learner))
-    assert taken == [0, 0]
-
-
-def test_a_copy_of_a_pair_is_a_copy_of_its_learner_alone():
-    pair = PairedEngine(TinyEngine(["Up"]), TinyEngine(["Up"]))
-    frozen = copy.copy(pair)
-    frozen.model = copy.deepcopy(pair.model)
-    assert isinstance(frozen, TinyEngine)
-    with torch.no_grad():
-        for parameter in frozen.model.parameters():
-            parameter.zero_()
-    assert pair.model is pair.learner.model
-    assert any(parameter.any() for parameter in pair.model.parameters())
 
 
 class Restarted(HashEngine):

@@ -8,6 +8,7 @@ from shoal.core.errors import DataError, EngineError
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.rollout.samplers.tokenizers import CONTROL, END, TinyTokenizer
+from shoal.train.agent.policy import policy_of
 
 WORDS = ["Left", "Down", "Right", "Up"]
 
@@ -118,7 +119,7 @@ def test_a_prompt_without_tokens_is_an_error(engine):
 
 
 def test_weights_survive_the_disk_and_wrong_ones_are_refused(engine, tmp_path):
-    engine.save(tmp_path)
+    policy_of(engine).save(tmp_path)
     again = TinyEngine.load(tmp_path)
     assert again.generate(requests(engine, 5)) == engine.generate(requests(engine, 5))
     other = TinyEngine(WORDS, TinyShape(width=16, layers=1, heads=2, context=64))
@@ -141,6 +142,6 @@ def test_training_sees_the_log_probs_of_the_rollout(engine):
         ids = torch.tensor([request.prompt_ids + completion.token_ids])
         where = torch.zeros(ids.shape, dtype=torch.bool)
         where[0, len(request.prompt_ids) :] = True
-        scores = engine.logits_at(ids, torch.tensor([ids.shape[1]]), where).log_softmax(-1)
+        scores = policy_of(engine).logits(ids, torch.tensor([ids.shape[1]]), where).log_softmax(-1)
         seen = scores.gather(1, ids[where][:, None])[:, 0].detach().numpy()
         np.testing.assert_allclose(seen, completion.logprobs, atol=2e-6)

@@ -30,7 +30,7 @@ from shoal.core.errors import (
 )
 from shoal.core.executors import available_cpus
 from shoal.envs.catalogue import resolve_text
-from shoal.rollout.collector import group_numbers, place_of
+from shoal.rollout.collector import group_numbers, place_of, slot_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles, validate_environment_config
 from shoal.rollout.parallel.pool import Pool, heartbeat_timeout
@@ -219,7 +219,7 @@ class ParallelRolloutManager:
         """
         sampling = sampling or self.config.agent_proxy.sampling()
         assignments = [
-            Assignment(index, place_of(self.seed, iteration, g, member), self.tags[g % len(self.tags)])
+            Assignment(index, place_of(self.seed, iteration, g, member), self.tags[slot_of(g, self.tags)])
             for index, (g, member) in enumerate(
                 (g, member)
                 for g in group_numbers(first_group, n_groups, len(self.tags))

@@ -1,4 +1,4 @@
-"""Any causal language model of `transformers` as an engine that can also be trained here.
+"""Any causal language model of `transformers` as a sampler in this process; what trains it may share its network.
 
 Prompts that are equal are computed once, the next turn of an episode starts from what is known of the ones
 before, rows that have ended leave the batch, and the picks are keyed Gumbel noise over log-probabilities (level L1).
@@ -6,7 +6,6 @@ before, rows that have ended leave the batch, and the picks are keyed Gumbel noi
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections import OrderedDict
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError, missing_extra
+from shoal.core.errors import DataError, missing_extra
 from shoal.rollout.samplers.sampler import Completion, Key, Level, Noise, Request, restricted, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
@@ -65,7 +64,6 @@ class HuggingFaceEngine:
         self._alone = (
             threading.Lock()
         )  # what is known of episodes is found, used and replaced by one call at a time
-        self._reads_stems: bool | None = None
         self.prompt_tokens = self.computed_tokens = 0
         """Tokens of all prompts so far, and how many of them had to be computed."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -74,7 +72,6 @@ class HuggingFaceEngine:
         self.context = int(limit) if limit else None
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         self.vocabulary = max(len(tokenizer), getattr(embedding, "num_embeddings", 0))
-        self._plain_head: bool | None = None  # found at the first use in training
 
     @classmethod
     def load(
@@ -93,15 +90,6 @@ class HuggingFaceEngine:
         except (OSError, ValueError) as error:
             raise DataError(f"{folder} does not load as a model: {error}") from error
         return cls(model.to(device), tokenizer, **options)
-
-    def freeze_all_but_last(self, layers: int) -> None:
-        """Leave only the last `layers` decoder layers and the final norm trainable."""
-        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-        if not 1 <= layers <= len(decoder.layers):
-            raise ConfigError(f"train_last_layers must be in [1, {len(decoder.layers)}], got {layers}")
-        self.model.requires_grad_(False)
-        for part in [*decoder.layers[-layers:], decoder.norm]:
-            part.requires_grad_(True)
 
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -204,102 +192,7 @@ class HuggingFaceEngine:
         device = next(self.model.parameters()).device
         return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
-    # --- training
-    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
-
-        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
-        `[3, B, T]` a sample may go on from a stem before it, of which the other two tell the first place and the end.
-        """
-        if self._plain_head is None:
-            self._plain_head = self._head_alone_scores()
-        if self._plain_head:
-            head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
-            return head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
-        before = where[:, 1:]
-        columns = before.any(0).nonzero()[:, 0]
-        out = self.model(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
-        return out.logits[before[:, columns]]  # type: ignore[no-any-return]
-
-    @property
-    def reads_stems(self) -> bool:
-        """Whether samples in a row may go on from what they share: full attention that takes a mask of ours."""
-        if self._reads_stems is None:
-            config = self.model.config.get_text_config()  # type: ignore[union-attr, operator]
-            kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-            masked = getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
-            self._reads_stems = masked and kinds == {"full_attention"} and self._stems_change_nothing()
-        return self._reads_stems
-
-    def _stems_change_nothing(self) -> bool:
-        """Try it: two samples with a stem in one row, and each in a row of its own."""
-        device = next(self.model.parameters()).device
-        apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
-        joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
-        begins = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
-        stems = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
-        spans = torch.cat([begins[None], stems])
-        try:
-            decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-            with torch.no_grad():
-                expected = decoder(**_context(apart, None), use_cache=False).last_hidden_state[:, 2:]
-                found = decoder(**_context(joined, spans, self._implementation), use_cache=False)
-        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
-            logger.info(
-                "prompts of a group are not shared in training, the model takes no such rows: %s", error
-            )
-            return False
-        gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
-        return bool(gap <= 0.02 * expected.abs().max())
-
-    def _reading(self, ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
-        context = _context(ids, begins, self._implementation)
-        if begins is None and not self.reads_stems:  # more than attention: it may want to know of padding
-            places = torch.arange(ids.shape[1] - 1, device=ids.device)
-            context["attention_mask"] = (places < lengths[:, None]).long()
-        return context
-
-    @property
-    def _implementation(self) -> str:
-        return str(getattr(self.model.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
-
-    def _head_alone_scores(self) -> bool:
-        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them).
-
-        With it, scores are computed for trained tokens alone, not for every column that some row trains.
-        """
-        head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        if head is None:
-            return False
-        ids = torch.tensor([[self.pad_id, self.pad_id]], device=next(self.model.parameters()).device)
-        with torch.no_grad():
-            scores = self.model(input_ids=ids, use_cache=False).logits
-            hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
-            return torch.equal(head(hidden), scores)
-
-    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
-        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-        out = decoder(**self._reading(ids, lengths, begins), use_cache=False)
-        return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
-
-    @property
-    def hidden_width(self) -> int:
-        """Size of a hidden state."""
-        return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-
-    # --- files
-    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a folder that `transformers` and `load` read; `weights` by name in the place of the network's own."""
-        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        (folder / "engine.json").write_text(json.dumps({"engine": "huggingface", "dtype": dtype}))
-        self.model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
-        self.tokenizer.tokenizer.save_pretrained(folder)
-
-    def read(self, folder: Path) -> dict[str, Tensor]:
-        """The weights that `save` wrote, for `load_weights`."""
-        return read_weights(folder, self.model)
-
+    # --- weights
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over weights by name; tied weights may be left out."""
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
@@ -327,29 +220,6 @@ class HuggingFaceEngine:
         model.eval()
         self.prefixes.clear()
         self.weights_version = version
-
-
-def _context(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> dict[str, Tensor]:
-    """What a model reads of rows without their last column.
-
-    Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
-    positions, stems and branches by a mask of our own.
-    """
-    if begins is None:
-        return {"input_ids": ids[:, :-1]}
-    places = torch.arange(ids.shape[1] - 1, device=ids.device)
-    if begins.ndim == 2:
-        return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}
-    first, stem, end = begins[:, :, :-1, None]
-    seen = (places <= places[:, None]) & (places >= first) | (places >= stem) & (places < end)
-    mask = seen[:, None]
-    if implementation != "sdpa":  # the plain attention adds its mask to the scores
-        mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    return {
-        "input_ids": ids[:, :-1],
-        "position_ids": places - (first - (end - stem))[..., 0],
-        "attention_mask": mask,
-    }
 
 
 def read_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The engine that a config names: for rollouts and evaluation, or one whose weights are trained here.
+"""The sampler that a config names.
 
 A sampler is registered by name, next to what makes it from the settings.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.core.errors import ConfigError
 from shoal.core.registry import Registry
-from shoal.rollout.samplers.sampler import ChatTokenizer, Engine, require_trainable, require_weights
+from shoal.rollout.samplers.sampler import ChatTokenizer, Engine
 from shoal.rollout.samplers.settings import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -51,34 +51,6 @@ def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) 
     return SAMPLERS[config.name](config, words, seed)
 
 
-def make_learner(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Any:
-    """The engine of a config for training: its network is here, and what it samples with follows the updates.
-
-    Raises:
-        ConfigError: the weights of this engine cannot follow an update.
-    """
-    if config.name in ("tiny", "huggingface"):
-        return make_engine(config, words, seed)
-    if config.name == "openai":
-        raise ConfigError(
-            "engine.name=openai is for rollouts and evaluation: the weights of a server cannot follow each "
-            "update. Train with engine.name=huggingface, or vllm to sample faster (both with "
-            "engine.model=FOLDER), and play a server with `shoal rollout`"
-        )
-    from shoal.rollout.samplers.paired import PairedEngine
-
-    here = config.replicas.engine if config.name == "ray" else "huggingface"
-    learner: Any = make_learner(replace(config, name="huggingface" if here == "vllm" else here), words, seed)
-    sampler: Any = make_engine(config, words, seed)
-    try:
-        require_trainable(sampler)
-        require_weights(sampler)
-    except ConfigError:
-        sampler.close()
-        raise
-    return PairedEngine(learner, sampler)
-
-
 def close_engine(engine: Any) -> None:
     """End what an engine started, if it started anything."""
     close = getattr(engine, "close", None)
@@ -105,8 +77,6 @@ def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Engin
         max_batch=config.max_batch,
         **config.template,
     )
-    if config.train_last_layers is not None:
-        engine.freeze_all_but_last(config.train_last_layers)
     return engine
 
 

@@ -305,7 +305,7 @@ class Capabilities:
     level: Level  # how exactly completions repeat
     token_ids: bool  # prompts and responses are the model's own tokens
     logprobs: bool  # completions carry the log-probability of each token
-    gradients: bool = False  # it computes `logits_at` here, so it can be trained itself
+    gradients: bool = False  # its network is here (`model`), so it can be trained itself
     weights: bool = False  # takes weights by name: `load_weights(weights, version)`
     adapters: bool = False  # takes a LoRA folder between two calls: `load_adapter(folder, version)`
     images: bool = False  # shows pictures to the model
@@ -356,7 +356,7 @@ def capabilities_of(engine: Engine) -> Capabilities:
         level=engine.level,
         token_ids=True,
         logprobs=True,
-        gradients=hasattr(engine, "logits_at"),
+        gradients=hasattr(getattr(engine, "model", None), "parameters"),
         weights=isinstance(engine, TakesWeights),
         adapters=isinstance(engine, TakesAdapters),
         images=bool(getattr(engine.tokenizer, "takes_images", False)),

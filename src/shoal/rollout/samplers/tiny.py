@@ -6,9 +6,8 @@ not only the tokens but the log-probabilities are bit-equal whatever else is in 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from shoal.rollout.samplers.tokenizers import END, PAD, TinyTokenizer
 try:
     import torch
     import torch.nn.functional as F
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
 except ImportError as error:
@@ -262,63 +261,17 @@ class TinyEngine:
             for row, (ids, lps) in enumerate(zip(written, logprobs, strict=True))
         ]
 
-    # --- training
-    def logits_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Scores `[N, V]` of the tokens at the `N` true places of `where`, in row-major order.
-
-        Args:
-            ids: `[B, T]` whole samples, padded on the right.
-            lengths: `[B]` true lengths.
-            where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
-            begins: `[B, T]` where the sample of each token begins, if rows hold several; `[3, B, T]` with the first
-                place and the end of the stem that it continues.
-        """
-        return self.model.head(self.hidden_at(ids, lengths, where, begins))  # type: ignore[no-any-return]
-
-    def hidden_at(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
-        del lengths  # padding is on the right, where nothing that counts looks
-        if begins is None:
-            begins = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
-        hidden = self.model.hidden(ids, begins)
-        return hidden[:, :-1][where[:, 1:]]
-
-    @property
-    def reads_stems(self) -> bool:
-        """Samples in a row may go on from what they share."""
-        return True
-
-    @property
-    def hidden_width(self) -> int:
-        """Size of a hidden state."""
-        return self.model.shape.width
-
     # --- files
-    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write `engine.json` and `model.safetensors` into an existing folder.
-
-        Args:
-            folder: where.
-            weights: by name, in the place of the network's own.
-        """
-        described = {"engine": "tiny", "words": list(self.tokenizer.words), "shape": asdict(self.model.shape)}
-        (folder / "engine.json").write_text(json.dumps(described, indent=2))
-        save_file(weights or dict(self.model.state_dict()), folder / "model.safetensors")
-
     @classmethod
     def load(cls, folder: Path, *, device: str = "cpu") -> TinyEngine:
-        """The engine that `save` wrote; a `DataError` says which file does not fit."""
+        """The engine of a folder that a policy wrote; a `DataError` says which file does not fit."""
         described: dict[str, Any] = read_json(folder / "engine.json")
         try:
             engine = cls(described["words"], TinyShape(**described["shape"]), device=device)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{folder / 'engine.json'} does not describe a tiny engine: {error}") from error
-        engine.load_weights(engine.read(folder), engine.weights_version)
+        engine.load_weights(dict(load_file(folder / "model.safetensors")), engine.weights_version)
         return engine
-
-    def read(self, folder: Path) -> dict[str, Tensor]:
-        """The weights that `save` wrote, for `load_weights`."""
-        return dict(load_file(folder / "model.safetensors"))
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over weights by name; `version` marks the completions they produce."""

@@ -1,0 +1,1 @@
+"""Training language-model agents on groups of episodes."""

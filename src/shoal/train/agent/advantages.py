@@ -1,0 +1,510 @@
+"""What each token of a set of trajectories was worth, by the estimator of the config; estimators are registered here.
+
+What is normalised is the task's own reward. Shaping (such as a format penalty) is added after, centred but
+never divided by a standard deviation: in a group where all members fail, a division by the tiny spread of the
+shaping would blow it up to a full-sized gradient, which is how GRPO unlearns the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shoal.core.data import Trajectory
+from shoal.core.registry import Registry
+
+if TYPE_CHECKING:
+    from shoal.train.agent.config import AgentProxy, Algorithm
+
+F = TypeVar("F", bound=Callable[..., Any])
+Array = NDArray[np.float64]
+Method = Literal["mean_std", "mean", "asym_clip", "identity"]
+EPSILON = 1e-6
+"""Groups whose rewards have a smaller standard deviation carry no signal."""
+
+
+# --- the registry
+class Played(NamedTuple):
+    """What an estimator is given: the episodes to learn from, and how the config wants them compared."""
+
+    trajectories: Sequence[Trajectory]
+    returns: list[list[float]]  # [B][turns] the discounted return of the task's own reward from each turn on
+    cells: list[int]  # [B] episodes of one cell are compared (`reward_normalization.grouping`)
+    algorithm: Algorithm
+    proxy: AgentProxy
+
+    @property
+    def episode_returns(self) -> list[float]:
+        """`[B]` the discounted return of each episode; 0 for one that ended before its first turn."""
+        return [returns[0] if returns else 0.0 for returns in self.returns]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An estimator of advantages, and what its name brings along."""
+
+    compute: Callable[..., Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `algorithm` that the name sets where the config does not."""
+    conflicts: Callable[[Algorithm], Iterator[str]] | None = None
+    """Gives a sentence for each setting that would have no effect."""
+    grouped: bool = False
+    """Whether it compares rewards within `reward_normalization.grouping`."""
+    normalized: bool = False
+    """Whether it reads `reward_normalization.method`."""
+    needs: Literal["nothing", "critic", "teacher"] = "nothing"
+
+
+ESTIMATORS: Registry[Estimator] = Registry("advantage")
+
+
+def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F], F]:
+    """Register an estimator under the name that `algorithm.adv_estimator` takes.
+
+    Args:
+        name: in the YAML.
+        replace: an estimator of that name.
+        about: fields of `Estimator`: `defaults`, `conflicts`, `grouped`, `normalized`, `needs`.
+
+    The function gets `Played` and gives one number an episode (`[B]`), or per episode one a turn. With
+    `needs="critic"` it gets the rewards `[turns]` and values `[turns][tokens]` of one episode and the settings, and
+    gives advantages and targets of that shape; with `needs="teacher"`, per episode and turn, the log-probabilities
+    `[tokens]` of the policy and of the teacher, and gives advantages of that shape.
+    """
+
+    def register(function: F) -> F:
+        ESTIMATORS.register(name, Estimator(function, **about), replace=replace)
+        return function
+
+    return register
+
+
+def turn_advantages(
+    trajectories: Sequence[Trajectory], algorithm: Algorithm, proxy: AgentProxy
+) -> list[Array]:
+    """Per trajectory one advantage a turn, shared by all tokens of that turn's response; for estimators without critic.
+
+    Shaping acts on the turn that earned it, see `shaping_of`.
+    """
+    returns = [discounted_returns([turn.reward for turn in t.turns], algorithm.gamma) for t in trajectories]
+    cells = _cells(trajectories, proxy.reward_normalization.grouping)
+    played = Played(trajectories, returns, cells, algorithm, proxy)
+    found = ESTIMATORS[algorithm.adv_estimator].compute(played)
+    if np.ndim(found[0] if len(found) else 0.0) == 0:
+        found = [np.full(len(r), value) for r, value in zip(returns, found, strict=True)]
+    shaping = shaping_of(trajectories, proxy)
+    return [np.asarray(a, dtype=np.float64) + s for a, s in zip(found, shaping, strict=True)]
+
+
+def critic_advantages(
+    trajectories: Sequence[Trajectory],
+    values: Sequence[Sequence[Array]],
+    algorithm: Algorithm,
+    proxy: AgentProxy,
+) -> tuple[list[list[Array]], list[list[Array]]]:
+    """Advantages and critic targets, per trajectory and turn `[tokens]`, from values of the same shape.
+
+    Advantages are normalised over all tokens of the batch; targets are in the task's own reward.
+    """
+    compute = ESTIMATORS[algorithm.adv_estimator].compute
+    pairs = [
+        compute([turn.reward for turn in t.turns], known, algorithm)
+        for t, known in zip(trajectories, values, strict=True)
+    ]
+    every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
+    bessel = algorithm.critic.whitening == "sample" and len(every) > 1
+    mean, spread = every.mean(), every.std(ddof=int(bessel)) + 1e-8
+    shaping = shaping_of(trajectories, proxy)
+    shaped = [
+        [(tokens - mean) / spread + bonus for tokens, bonus in zip(turns, bonuses, strict=True)]
+        for (turns, _), bonuses in zip(pairs, shaping, strict=True)
+    ]
+    return shaped, [targets for _, targets in pairs]
+
+
+def teacher_advantages(
+    trajectories: Sequence[Trajectory],
+    known: Sequence[Sequence[Array]],
+    told: Sequence[Sequence[Array]],
+    algorithm: Algorithm,
+    proxy: AgentProxy,
+) -> list[list[Array]]:
+    """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
+    compute = ESTIMATORS[algorithm.adv_estimator].compute
+    shaping = shaping_of(trajectories, proxy)
+    return [
+        [compute(ours, theirs) + bonus for ours, theirs, bonus in zip(*turns, strict=True)]
+        for turns in zip(known, told, shaping, strict=True)
+    ]
+
+
+# --- shaping
+def shaping_of(trajectories: Sequence[Trajectory], proxy: AgentProxy) -> list[Array]:
+    """Per trajectory one number a turn: what is added to advantages of the task's own reward."""
+    formats = format_shaping(trajectories, proxy.format_penalty)
+    if not proxy.overlong_buffer:
+        return formats
+    buffer, limit = proxy.overlong_buffer, proxy.max_tokens
+    lengths = [np.array([len(turn.response_ids) for turn in t.turns], dtype=np.float64) for t in trajectories]
+    long = _centred([proxy.overlong_penalty * overlong_shaping(own, limit, buffer) for own in lengths])
+    return [a + b for a, b in zip(formats, long, strict=True)]
+
+
+def format_shaping(trajectories: Sequence[Trajectory], penalty: float) -> list[Array]:
+    """Per trajectory one number a turn: `-penalty` for turns without a valid action, centred over the batch."""
+    invalid = [
+        np.array([not turn.action_is_valid for turn in t.turns], dtype=np.float64) for t in trajectories
+    ]
+    if not penalty:
+        return [np.zeros(len(turns)) for turns in invalid]
+    return [-penalty * turns for turns in _centred(invalid)]
+
+
+def overlong_shaping(lengths: ArrayLike, limit: int, buffer: int) -> Array:
+    """DAPO's soft punishment of long responses (arXiv:2503.14476, eq. 13), in [-1, 0].
+
+    Nothing up to `limit - buffer` tokens, then falling evenly to -1 at `limit`.
+    """
+    return -np.clip((np.asarray(lengths, dtype=np.float64) - (limit - buffer)) / buffer, 0.0, 1.0)
+
+
+def _centred(turns: Sequence[Array]) -> list[Array]:
+    """Less the mean over all turns of the batch."""
+    every = np.concatenate(turns)
+    mean = float(every.mean()) if len(every) else 0.0
+    return [own - mean for own in turns]
+
+
+# --- estimators that compare episodes
+@advantage("grpo", grouped=True, normalized=True)
+def _grpo(played: Played) -> Array:
+    return normalize_rewards(played.episode_returns, played.cells, played.proxy.reward_normalization.method)
+
+
+@advantage("dr_grpo", grouped=True, defaults={"loss_aggregation": "constant"})
+def _dr_grpo(played: Played) -> Array:
+    return group_relative(played.episode_returns, played.cells, scale=False)
+
+
+@advantage("rloo", grouped=True)
+def _rloo(played: Played) -> Array:
+    return leave_one_out(played.episode_returns, played.cells)
+
+
+@advantage("maxrl", grouped=True)
+def _maxrl(played: Played) -> Array:
+    return mean_relative(played.episode_returns, played.cells)
+
+
+@advantage("reinforce")
+def _reinforce(played: Played) -> Array:
+    return np.asarray(played.episode_returns, dtype=np.float64)
+
+
+@advantage("reinforce_pp")
+def _reinforce_pp(played: Played) -> Array:
+    return batch_normalized(played.episode_returns, played.cells)
+
+
+@advantage("reinforce_pp_baseline", grouped=True)
+def _reinforce_pp_baseline(played: Played) -> Array:
+    return batch_normalized(played.episode_returns, played.cells, baseline=True)
+
+
+@advantage("reinforce_pp_tokens")
+def _reinforce_pp_tokens(played: Played) -> list[Array]:
+    counts = [[len(turn.response_ids) for turn in t.turns] for t in played.trajectories]
+    return token_whitened(played.returns, counts)
+
+
+@advantage("gigpo", grouped=True, normalized=True)
+def _gigpo(played: Played) -> list[Array]:
+    """The episode part is that of `grpo`; `algorithm.gigpo` says of what, and over what it is normalised."""
+    settings, method = played.algorithm.gigpo, played.proxy.reward_normalization.method
+    sums = settings.episode_reward == "sum"
+    rewards = [t.reward for t in played.trajectories] if sums else played.episode_returns
+    n_turns = [len(t.turns) for t in played.trajectories]
+    counts = n_turns if settings.statistics == "steps" else None
+    episodes = normalize_rewards(rewards, played.cells, method, counts)
+    steps = anchored_step_advantages(
+        played.returns,
+        [[turn.anchor for turn in t.turns] for t in played.trajectories],
+        [t.group for t in played.trajectories],
+        scale=method != "mean",
+    )
+    weight = played.algorithm.step_advantage_weight
+    return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
+
+
+def _cells(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
+    """The cell of each trajectory within which rewards are compared."""
+    if grouping == "state":
+        return [t.group for t in trajectories]
+    if grouping == "inductive":
+        kinds = sorted({t.env for t in trajectories})
+        return [kinds.index(t.env) for t in trajectories]
+    return [0] * len(trajectories)
+
+
+# --- their mathematics
+def group_relative(
+    rewards: ArrayLike, groups: ArrayLike, *, scale: bool = True, counts: ArrayLike | None = None
+) -> Array:
+    """GRPO advantages (arXiv:2402.03300, sec. 4.1.2): a reward against the mean of its group.
+
+    Args:
+        rewards: `[B]` one per trajectory.
+        groups: `[B]` integer group of each; order and sizes are free.
+        scale: divide by the group's standard deviation (with Bessel's correction); False gives Dr. GRPO
+            (arXiv:2503.20783).
+        counts: `[B]` how often each counts in mean and standard deviation; once if not given.
+
+    Returns:
+        `[B]`, zero for every member of a group whose rewards are all equal, and for groups of one.
+    """
+    centred, spread = _centre(rewards, groups, counts)
+    with_signal = spread > EPSILON
+    return np.where(with_signal, centred / np.where(with_signal & scale, spread, 1.0), 0.0)
+
+
+def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
+    """RLOO advantages (arXiv:2402.14740): a reward against the mean of the *other* members of its group.
+
+    Returns:
+        `[B]`; zero for groups of one, which have no other member.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    _, index = np.unique(np.asarray(groups), return_inverse=True)
+    others = np.bincount(index)[index] - 1
+    baseline = (np.bincount(index, values)[index] - values) / np.maximum(others, 1)
+    return np.where(others > 0, values - baseline, 0.0)
+
+
+def batch_normalized(rewards: ArrayLike, groups: ArrayLike, *, baseline: bool = False) -> Array:
+    """REINFORCE++ advantages (arXiv:2501.03262): normalised over the whole batch instead of a group.
+
+    Args:
+        rewards: `[B]` one per trajectory.
+        groups: `[B]` integer group of each, used with `baseline` only.
+        baseline: subtract the mean of the group first (REINFORCE++-baseline); the scale stays the batch's.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if baseline:
+        values = _centre(values, groups)[0]
+    return group_relative(values, np.zeros(len(values), dtype=np.int64))
+
+
+def has_signal(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
+    """`[B]`: whether the group of each trajectory has members with different rewards."""
+    return _centre(rewards, groups)[1] > EPSILON
+
+
+def normalize_rewards(
+    rewards: ArrayLike, groups: ArrayLike, method: Method, counts: ArrayLike | None = None
+) -> Array:
+    """The reference's `reward_normalization.method` within `groups` (a start state, an env kind, or the batch).
+
+    `mean_std` is GRPO, `mean` only subtracts the mean, `asym_clip` is `mean_std` clipped to [-1, 3] so that a
+    rare success counts more than a common failure, and `identity` leaves rewards as they are.
+    """
+    if method == "identity":
+        return np.asarray(rewards, dtype=np.float64)
+    advantages = group_relative(rewards, groups, scale=method != "mean", counts=counts)
+    return np.clip(advantages, -1.0, 3.0) if method == "asym_clip" else advantages
+
+
+def mean_relative(rewards: ArrayLike, groups: ArrayLike) -> Array:
+    """MaxRL advantages (arXiv:2602.02710): a reward against the mean of its group, over that mean.
+
+    With rewards of 0 and 1 the gradient is that of the mean log-likelihood of the successes of a group, with the mean
+    score as its baseline. Rewards must not be negative.
+
+    Returns:
+        `[B]`, zero for groups in which nothing was earned, or all the same.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if len(values) and values.min() < 0:
+        raise ValueError(
+            f"maxrl divides by the mean reward of a group, so none may be below 0, got {values.min()}"
+        )
+    centred, spread = _centre(values, groups)
+    with_signal = spread > EPSILON
+    return np.where(with_signal, centred / np.where(with_signal, values - centred, 1.0), 0.0)
+
+
+def token_whitened(returns: Sequence[Sequence[float]], counts: Sequence[Sequence[int]]) -> list[Array]:
+    """REINFORCE++ with every token as a step: returns from each turn on, normalised over the tokens of the batch.
+
+    Args:
+        returns: per trajectory, the discounted return from each turn on; the tokens of a turn share it.
+        counts: per trajectory, the tokens of each turn.
+
+    Returns:
+        Per trajectory one value a turn; Bessel's correction is made, and 1e-8 added to the variance.
+    """
+    flat = np.array([value for turns in returns for value in turns], dtype=np.float64)
+    weights = np.array([count for turns in counts for count in turns], dtype=np.float64)
+    total = max(weights.sum(), 1.0)
+    mean = (weights * flat).sum() / total
+    variance = (weights * (flat - mean) ** 2).sum() / max(total - 1, 1.0)
+    white = (flat - mean) / np.sqrt(variance + 1e-8)
+    return np.split(white, np.cumsum([len(turns) for turns in returns])[:-1])
+
+
+def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:
+    """The discounted return from each turn on: `R_t = r_t + gamma * R_{t+1}`."""
+    returns: list[float] = []
+    future = 0.0
+    for reward in reversed(rewards):
+        future = reward + gamma * future
+        returns.append(future)
+    return returns[::-1]
+
+
+def anchored_step_advantages(
+    returns: Sequence[Sequence[float]],
+    anchors: Sequence[Sequence[Hashable]],
+    groups: Sequence[int],
+    *,
+    scale: bool = True,
+) -> list[Array]:
+    """Step-level advantages of GiGPO (arXiv:2505.10978, sec. 4.2): turns that met the same state, compared.
+
+    Args:
+        returns: per trajectory, the discounted return from each turn on.
+        anchors: per trajectory, a key of the state before each turn.
+        groups: group of each trajectory; states are compared within a group only.
+        scale: divide by the standard deviation among the visits of the state.
+
+    Returns:
+        Per trajectory one value a turn; zero where no other visit of the state has another return.
+    """
+    keys: dict[tuple[int, Hashable], int] = {}
+    states = [
+        keys.setdefault((group, anchor), len(keys))
+        for group, visited in zip(groups, anchors, strict=True)
+        for anchor in visited
+    ]
+    flat = group_relative([r for turns in returns for r in turns], states, scale=scale)
+    return np.split(flat, np.cumsum([len(turns) for turns in returns])[:-1])
+
+
+def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = None) -> tuple[Array, Array]:
+    """Rewards less their group's mean, and their group's standard deviation, both `[B]`."""
+    values = np.asarray(rewards, dtype=np.float64)
+    _, index = np.unique(np.asarray(groups), return_inverse=True)
+    if counts is None:
+        count = np.bincount(index)
+        centred = values - (np.bincount(index, values) / count)[index]
+        spread = np.sqrt(np.bincount(index, centred**2) / np.maximum(count - 1, 1))
+        return centred, spread[index]
+    weights = np.asarray(counts, dtype=np.float64)
+    total = np.bincount(index, weights)
+    centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
+    spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))
+    return centred, spread[index]
+
+
+# --- estimators with a critic or a teacher
+@advantage("gae", needs="critic")
+def _token_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
+    return token_gae(rewards, values, algorithm.gamma, algorithm.critic.gae_lambda)
+
+
+@advantage("turn_gae", needs="critic")
+def _turn_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
+    return turn_gae(rewards, values, algorithm.gamma, algorithm.critic.gae_lambda)
+
+
+@advantage("bi_level_gae", needs="critic")
+def _bi_level_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
+    critic = algorithm.critic
+    return bi_level_gae(rewards, values, algorithm.gamma, critic.gae_lambda, critic.token_lambda)
+
+
+@advantage("distillation", needs="teacher", defaults={"entropy_coef": 0.0})
+def reverse_kl(logprobs: Array, teacher_logprobs: Array) -> Array:
+    """On-policy distillation: the teacher scores each token that the student wrote (MiniLLM, arXiv:2306.08543).
+
+    `[tokens]`: how much likelier the teacher holds each token; its mean under the student is minus the reverse KL, so
+    the policy gradient with it as advantage pulls the student to the teacher.
+    """
+    return teacher_logprobs - logprobs
+
+
+def token_gae(
+    rewards: Sequence[float], values: Sequence[Array], gamma: float, gae_lambda: float
+) -> tuple[list[Array], list[Array]]:
+    """GAE (arXiv:1506.02438, eq. 16) with every token as a step.
+
+    Args:
+        rewards: one a turn.
+        values: per turn `[tokens]`, the critic's value of the context before each token.
+        gamma: discount from the last token of a turn to the first of the next.
+        gae_lambda: trace decay, at every token.
+
+    Returns:
+        Advantages and returns (what the critic shall learn), per turn `[tokens]`.
+    """
+    advantages: list[Array] = []
+    carried, following = 0.0, 0.0  # advantage and value of the next token
+    for reward, known in zip(reversed(rewards), reversed(values), strict=True):
+        turn = np.zeros(len(known))
+        for place in range(len(known) - 1, -1, -1):
+            last = place == len(known) - 1
+            discount = gamma if last else 1.0
+            delta = (reward if last else 0.0) + discount * following - known[place]
+            carried = delta + discount * gae_lambda * carried
+            turn[place], following = carried, known[place]
+        advantages.append(turn)
+    advantages.reverse()
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def turn_gae(
+    rewards: Sequence[float], values: Sequence[Array], gamma: float, gae_lambda: float
+) -> tuple[list[Array], list[Array]]:
+    """GAE with every turn as a step, valued at its first token; all tokens of a turn share its advantage."""
+    first = [float(known[0]) for known in values]
+    advantages = _gae(rewards, first, gamma, gae_lambda)
+    shared = [np.full(len(known), a) for a, known in zip(advantages, values, strict=True)]
+    targets = [np.full(len(known), a + v) for a, v, known in zip(advantages, first, values, strict=True)]
+    return shared, targets
+
+
+def bi_level_gae(
+    rewards: Sequence[float],
+    values: Sequence[Array],
+    gamma: float,
+    gae_lambda: float,
+    token_lambda: float = 1.0,
+) -> tuple[list[Array], list[Array]]:
+    """Turns first, then tokens within each turn (bi-level GAE of VAGEN, arXiv:2510.16907).
+
+    A turn is valued at its last token. Its advantage, from GAE over turns, becomes the advantage of that token; from
+    there GAE runs back over the tokens of the turn, without reward and discount.
+    """
+    turns = _gae(rewards, [float(known[-1]) for known in values], gamma, gae_lambda)
+    advantages: list[Array] = []
+    for advantage, known in zip(turns, values, strict=True):
+        tokens = np.zeros(len(known))
+        tokens[-1] = carried = advantage
+        for place in range(len(known) - 2, -1, -1):
+            carried = known[place + 1] - known[place] + token_lambda * carried
+            tokens[place] = carried
+        advantages.append(tokens)
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def _gae(rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float) -> list[float]:
+    advantages: list[float] = []
+    carried = following = 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        carried = reward + gamma * following - value + gamma * gae_lambda * carried
+        advantages.append(carried)
+        following = value
+    return advantages[::-1]

@@ -1,0 +1,356 @@
+"""From trajectories to what a gradient step sees: samples of tokens, and micro-batches of them.
+
+A sample is a stretch of context in which every prompt extends the tokens before it: one turn in `window` mode,
+a whole episode in `append` mode. What is known of its trained tokens stands in columns, one number a token.
+How samples share rows decides speed and memory, never results: attention stays within a sample, and every token's
+weight in the loss is fixed before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.core.data import Trajectory
+
+Batching = Literal["auto", "padded", "bucketed", "packed"]
+Row = list[int]
+"""The samples of one row, by number."""
+LONG_ROW = 400
+"""Width at which attention, which grows with its square, costs as much as all the rest (`auto` weighs by it)."""
+BATCH_COST = 256
+"""What starting a micro-batch costs, in tokens."""
+ENOUGH = 1024
+"""Tokens from which on a micro-batch of rows of like length ends rather than take on more padding."""
+
+
+def plan_batches(lengths: Sequence[int], max_tokens: int, batching: Batching) -> list[list[Row]]:
+    """Micro-batches of rows of samples; each sample is in exactly one.
+
+    Args:
+        lengths: tokens of each sample.
+        max_tokens: of a micro-batch, padding included; a sample that is longer is alone in its micro-batch.
+        batching: `padded` takes one sample a row in the given order, `bucketed` one a row with rows of like
+            length together, `packed` as many a row as fit into the length of the longest; `auto` is the cheaper
+            one of the latter two, see `cost`.
+    """
+    if not lengths:
+        return []
+    if batching == "padded":
+        return _cut([[i] for i in range(len(lengths))], lengths, max_tokens)
+    by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    plans = []
+    if batching != "packed":
+        plans.append(_cut([[i] for i in by_length], lengths, max_tokens, padding=0.1))
+    if batching != "bucketed":
+        plans.append(_cut(_fill_rows(by_length[::-1], lengths), lengths, max_tokens))
+    return min(plans, key=lambda plan: cost(plan, lengths))
+
+
+def cost(plan: Sequence[Sequence[Row]], lengths: Sequence[int]) -> float:
+    """About how long a plan takes, in tokens of short rows."""
+    total = 0.0
+    for batch in plan:
+        width = max(_filled(row, lengths) for row in batch)
+        total += len(batch) * row_cost(width) + BATCH_COST
+    return total
+
+
+def row_cost(width: int) -> float:
+    """About how long a row of `width` tokens takes, in tokens of short rows."""
+    return width * (1 + width / LONG_ROW)
+
+
+def cells(plan: Sequence[Sequence[Row]], lengths: Sequence[int]) -> int:
+    """Tokens that go through the network under a plan, padding included.
+
+    >>> cells([[[0], [1]], [[2]]], [3, 5, 4])
+    14
+    """
+    return sum(len(batch) * max(_filled(row, lengths) for row in batch) for batch in plan)
+
+
+def _filled(row: Row, lengths: Sequence[int]) -> int:
+    return sum(lengths[i] for i in row)
+
+
+def _fill_rows(order: Sequence[int], lengths: Sequence[int]) -> list[Row]:
+    """Best-fit decreasing: each sample goes to the fullest row that has room for it."""
+    capacity = lengths[order[0]]
+    rows: list[Row] = []
+    room: list[tuple[int, int]] = []  # what is left in each row, ascending, with its number
+    for i in order:
+        place = bisect_left(room, (lengths[i], -1))
+        if place == len(room):
+            rows.append([i])
+            insort(room, (capacity - lengths[i], len(rows) - 1))
+        else:
+            left, number = room.pop(place)
+            rows[number].append(i)
+            insort(room, (left - lengths[i], number))
+    return rows
+
+
+def _cut(
+    rows: Sequence[Row], lengths: Sequence[int], max_tokens: int, padding: float = 1.0
+) -> list[list[Row]]:
+    """Rows in order, as many at once as `max_tokens` and, beyond `ENOUGH` tokens, a share of `padding` allow."""
+    batches: list[list[Row]] = []
+    widest = filled = 0
+    for row in rows:
+        length = _filled(row, lengths)
+        widest, filled = max(widest, length), filled + length
+        size = (len(batches[-1]) + 1) * widest if batches else 0
+        if batches and size <= max_tokens and (filled - length < ENOUGH or size - filled <= padding * size):
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            widest = filled = length
+    return batches
+
+
+WORTH = 0.9
+"""Share of the cost below which stems are used: they need a mask, which attention without them does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Samples, by number, that share their first `stem` tokens; a sample of its own has no stem."""
+
+    members: tuple[int, ...]
+    stem: int = 0
+
+
+PieceRow = list[Piece]
+
+
+def plan_pieces(
+    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, batching: Batching, stems: bool
+) -> list[list[PieceRow]]:
+    """Micro-batches of rows of pieces; each sample is in exactly one piece.
+
+    Args:
+        ids: the tokens of each sample.
+        firsts: where the first trained token of each sample stands.
+        max_tokens: of a micro-batch, see `plan_batches`.
+        batching: see `plan_batches`.
+        stems: whether the network can read them. They are used where `batching` is `auto` and they save time.
+    """
+    alone = [Piece((i,)) for i in range(len(ids))]
+    lengths = [len(sample) for sample in ids]
+    plan = plan_batches(lengths, max_tokens, batching)
+    pieces = alone
+    if stems and batching == "auto":
+        shared = share_stems(ids, firsts, max_tokens)
+        shared_lengths = [length_of(piece, lengths) for piece in shared]
+        shared_plan = plan_batches(shared_lengths, max_tokens, batching)
+        if cost(shared_plan, shared_lengths) < WORTH * cost(plan, lengths):
+            plan, pieces = shared_plan, shared
+    return [[[pieces[i] for i in row] for row in batch] for batch in plan]
+
+
+def share_stems(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Piece]:
+    """Pieces that together cost less than their samples, found among neighbours in the order of the tokens."""
+    lengths = [len(sample) for sample in ids]
+    pieces: list[Piece] = []
+    for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
+        if pieces:
+            last = pieces[-1]
+            joined = Piece((*last.members, i), _stem(last, i, ids, firsts))
+            together = length_of(joined, lengths)
+            apart = row_cost(length_of(last, lengths)) + row_cost(lengths[i])
+            if joined.stem and together <= max_tokens and row_cost(together) < apart:
+                pieces[-1] = joined
+                continue
+        pieces.append(Piece((i,)))
+    return pieces
+
+
+def length_of(piece: Piece, lengths: Sequence[int]) -> int:
+    """Tokens that go through the network for a piece.
+
+    >>> length_of(Piece((0, 2), stem=3), [5, 9, 4])
+    6
+    """
+    return piece.stem + sum(lengths[i] - piece.stem for i in piece.members)
+
+
+def _stem(piece: Piece, i: int, ids: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
+    """How many tokens `i` has in common with a piece, up to the token before its first trained one.
+
+    That token stands in the branch itself, because what it predicts must stand behind it in the row.
+    """
+    first = piece.members[0]
+    known = piece.stem if len(piece.members) > 1 else firsts[first] - 1
+    limit = max(0, min(known, firsts[i] - 1))
+    ours, theirs = ids[i], ids[first]
+    if ours[:limit] == theirs[:limit]:
+        return limit
+    return next(place for place in range(limit) if ours[place] != theirs[place])
+
+
+Column = Literal[
+    "rollout_logprobs",  # under the weights and the arithmetic of the engine that sampled
+    "old_logprobs",  # under the same weights in the trainer's arithmetic
+    "reference_logprobs",  # under the weights that a KL penalty holds on to
+    "advantages",
+    "weights",  # of the token in the loss; they sum to 1 over a minibatch
+    "correction",  # importance weight of trainer against engine
+    "values",  # of a critic, before the update
+    "returns",  # what the critic shall learn
+]
+Floats = NDArray[np.float32]
+Plan = list[PieceRow]  # what goes into the rows of a micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Context and responses as one row of tokens."""
+
+    ids: tuple[int, ...]
+    places: NDArray[np.int64]  # [K] where the tokens stand that the model wrote, ascending
+    columns: Mapping[Column, Floats]  # [K] each
+
+    def with_column(self, name: Column, values: Floats) -> Sample:
+        """This sample with one more column."""
+        return replace(self, columns={**self.columns, name: values.astype(np.float32)})
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows padded on the right to one length `T`; `N` tokens of it are trained, in row-major order."""
+
+    ids: Tensor  # [B, T] int64
+    lengths: Tensor  # [B] int64, without the padding
+    where: Tensor  # [B, T] bool, N of them true
+    targets: Tensor  # [N] int64
+    samples: Tensor  # [N] int64, which sample each trained token is of
+    columns: Mapping[Column, Tensor]  # [N] float32 each
+    begins: Tensor | None = None
+    """Where the sample of each token begins, `[B, T]` int64; None: each row is one sample. With stems `[3, B, T]`:
+    where the branch of each token begins, and the first place and end of the stem that it continues (equal: none)."""
+
+
+def make_samples(trajectory: Trajectory) -> list[Sample]:
+    """The samples of a trajectory, with the column `rollout_logprobs`; their trained tokens are all that it wrote."""
+    samples: list[Sample] = []
+    ids: tuple[int, ...] = ()
+    places: list[int] = []
+    logprobs: list[float] = []
+    for turn in trajectory.turns:
+        if places and turn.prompt_ids[: len(ids)] != ids:
+            samples.append(_sample(ids, places, logprobs))
+            places, logprobs = [], []
+        start = len(turn.prompt_ids)
+        places += range(start, start + len(turn.response_ids))
+        logprobs += turn.logprobs
+        ids = turn.prompt_ids + turn.response_ids
+    if places:
+        samples.append(_sample(ids, places, logprobs))
+    return samples
+
+
+def _sample(ids: tuple[int, ...], places: list[int], logprobs: list[float]) -> Sample:
+    return Sample(ids, np.array(places), {"rollout_logprobs": np.array(logprobs, dtype=np.float32)})
+
+
+def split_tokens(samples: Sequence[Sample], flat: NDArray[np.floating]) -> list[Floats]:
+    """Cut `[tokens]` values of the trained tokens of `samples`, in order, into one array a sample."""
+    cuts = np.cumsum([len(sample.places) for sample in samples])[:-1]
+    return np.split(np.asarray(flat, dtype=np.float32), cuts)
+
+
+def micro_batches(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    pad: int,
+    device: str,
+    batching: Batching = "bucketed",
+    stems: bool = False,
+) -> Iterator[MicroBatch]:
+    """Samples in rows, see `plan_pieces`; each batch at most `max_tokens` with padding (or one sample)."""
+    for plan in _plan(samples, max_tokens, batching, stems):
+        yield _fill(plan, samples, pad, device)
+
+
+def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, stems: bool) -> list[Plan]:
+    firsts = [int(sample.places[0]) for sample in samples]
+    return plan_pieces([sample.ids for sample in samples], firsts, max_tokens, batching, stems)
+
+
+def token_values(
+    samples: Sequence[Sample],
+    compute: Callable[[MicroBatch], Tensor],
+    max_tokens: int,
+    pad: int,
+    device: str,
+    batching: Batching = "bucketed",
+    stems: bool = False,
+    in_step: Callable[[list[Plan]], Iterable[Plan | None]] = list,
+    idle: Sample | None = None,
+) -> list[Floats]:
+    """`compute` over all samples without gradients: per sample one number a trained token.
+
+    Where `in_step` gives None (see `Processes.in_step`), the pass is one over `idle`, and its result is dropped.
+    """
+    found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
+    with torch.no_grad():
+        for plan in in_step(_plan(samples, max_tokens, batching, stems)):
+            if plan is None:
+                if idle is not None:
+                    compute(_fill([[Piece((0,))]], [idle], pad, device))
+                continue
+            flat = compute(_fill(plan, samples, pad, device))
+            members = [i for row in plan for piece in row for i in piece.members]
+            parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())
+            for i, part in zip(members, parts, strict=True):
+                found[i] = part
+    return found
+
+
+def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
+    """Lay pieces out behind each other in their rows: stems, and behind each its branches."""
+    sizes = [len(sample.ids) for sample in samples]
+    lengths = [sum(length_of(piece, sizes) for piece in row) for row in rows]
+    ids = np.full((len(rows), max(lengths)), pad, dtype=np.int64)
+    begins = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
+    stems = np.zeros((2, *ids.shape), dtype=np.int64)
+    where = np.zeros(ids.shape, dtype=bool)
+    members: list[Sample] = []
+    for place, row in enumerate(rows):
+        end = 0
+        for piece in row:
+            stem, first = end, end + piece.stem
+            ids[place, stem:first] = samples[piece.members[0]].ids[: piece.stem]
+            begins[place, stem:first] = stem
+            end = first
+            for sample in (samples[i] for i in piece.members):
+                first, end = end, end + len(sample.ids) - piece.stem
+                ids[place, first:end] = sample.ids[piece.stem :]
+                begins[place, first:end] = first
+                stems[0, place, first:end], stems[1, place, first:end] = stem, stem + piece.stem
+                where[place, first - piece.stem + sample.places] = True
+                members.append(sample)
+    columns = {
+        name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
+        for name in members[0].columns
+    }
+    trained = [len(sample.places) for sample in members]
+    if (stems[1] > stems[0]).any():
+        begins = np.concatenate([begins[None], stems])
+    return MicroBatch(
+        ids=torch.from_numpy(ids).to(device),
+        lengths=torch.tensor(lengths, device=device),
+        where=torch.from_numpy(where).to(device),
+        targets=torch.from_numpy(ids[where]).to(device),
+        samples=torch.from_numpy(np.repeat(np.arange(len(members)), trained)).to(device),
+        columns=columns,
+        begins=torch.from_numpy(begins).to(device) if len(members) > len(rows) else None,
+    )

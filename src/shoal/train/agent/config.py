@@ -1,0 +1,685 @@
+"""The settings of agent training, as the YAML names them, checked against each other, and composed by Hydra.
+
+Unknown keys are errors, and so are settings that would have no effect beside each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from shoal.core.configuration import from_mapping, to_mapping
+from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
+from shoal.core.registry import Registry
+from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
+from shoal.rollout.filters import FilterType
+from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
+from shoal.rollout.settings import RolloutSettings
+from shoal.train.agent.advantages import ESTIMATORS, Method
+from shoal.train.agent.batch import Batching
+from shoal.train.agent.losses import LOSSES, Aggregation, KLEstimator
+
+T = TypeVar("T")
+GROUP = "shoal.extensions"
+"""The group of entry points in which installed packages name modules that register what is theirs."""
+_BY_NAME: Any = None
+"""Left out: what the names of estimator and loss set, else `_PLAIN`."""
+_PLAIN: dict[str, Any] = {
+    "loss_aggregation": "token_mean",
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.28,
+    "entropy_coef": 0.02,
+}
+
+
+def refuse_not_positive(settings: Any, *names: str) -> None:
+    """A `ConfigError` for the first of these settings that is not above 0 and finite."""
+    for name in names:
+        if not 0 < getattr(settings, name) < math.inf:
+            raise ConfigError(f"{name} must be positive, got {getattr(settings, name)}")
+
+
+def refuse_negative(settings: Any, *names: str) -> None:
+    """A `ConfigError` for the first of these settings that is below 0 or not finite."""
+    for name in names:
+        if not 0 <= getattr(settings, name) < math.inf:
+            raise ConfigError(f"{name} must be 0 or positive, got {getattr(settings, name)}")
+
+
+def _known(registry: Registry[T], name: str) -> T:
+    """What is registered; a `ConfigError` names the nearest for what is not."""
+    try:
+        return registry[name]
+    except UnknownNameError as error:
+        raise ConfigError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class FilterGroups:
+    """Which groups are learned from."""
+
+    enable: bool = _BY_NAME
+    """Leave out groups whose members all got the same return: they say nothing to estimators that compare. On by
+    default for those without critic or teacher."""
+    max_num_gen_batches: int = 1
+    """Batches of groups to play, at most, until `env_groups` with signal are there."""
+
+    def __post_init__(self) -> None:
+        if self.max_num_gen_batches < 1:
+            raise ConfigError(f"max_num_gen_batches must be at least 1, got {self.max_num_gen_batches}")
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The value network of estimators that need one (`gae`, `turn_gae`, `bi_level_gae`)."""
+
+    gae_lambda: float = 0.95
+    token_lambda: float = 1.0
+    """Trace decay within a turn (`bi_level_gae`)."""
+    learning_rate: float = 1e-3
+    value_clip: float | None = 0.5
+    whitening: Literal["population", "sample"] = "population"
+    """Standard deviation that advantages are divided by; `sample` has Bessel's correction, as in verl."""
+
+    def __post_init__(self) -> None:
+        for name in ("gae_lambda", "token_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        refuse_not_positive(self, "learning_rate")
+        if self.value_clip is not None and not self.value_clip > 0:
+            raise ConfigError(f"value_clip must be positive, or null for none, got {self.value_clip}")
+
+
+@dataclass(frozen=True)
+class GiGPO:
+    """Variants of the episode part of `gigpo`."""
+
+    episode_reward: Literal["return", "sum"] = "return"
+    """Compare discounted returns, or plain sums of rewards as the paper does."""
+    statistics: Literal["episodes", "steps"] = "episodes"
+    """What mean and standard deviation are of: each episode counts once, or once a turn as in verl-agent."""
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """Holding on to the weights that the run started from."""
+
+    coef: float = 0.0
+    """0 keeps no reference model."""
+    estimator: KLEstimator = "k3"
+    """`k2` and `k3` pull; the gradient of `k1` is noise that averages to none, so it only tells the KL."""
+
+    def __post_init__(self) -> None:
+        refuse_negative(self, "coef")
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """Importance weights for an engine whose log-probs differ from the trainer's."""
+
+    method: Literal["none", "truncate", "mask"] = "none"
+    cap: float = 2.0
+    """The largest weight; with `mask`, its inverse is the smallest."""
+
+    def __post_init__(self) -> None:
+        if not self.cap >= 1:
+            raise ConfigError(f"cap must be at least 1, got {self.cap}")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How trajectories change the weights."""
+
+    adv_estimator: str = "grpo"
+    """A registered estimator, see `shoal.train.agent.advantages`."""
+    gamma: float = 1.0
+    """Discount per turn; below 1, shorter solutions are worth more."""
+    step_advantage_weight: float = 1.0
+    """GiGPO: weight of the step-level advantage beside the episode's."""
+    gigpo: GiGPO = GiGPO()
+    teacher: str | None = None
+    """Distillation: the folder of a model, or of a checkpoint's engine, that scores the tokens (same vocabulary)."""
+    policy_loss: str = "clip"
+    """A registered loss, see `shoal.train.agent.losses`."""
+    loss_aggregation: Aggregation = _BY_NAME
+    """`token_mean` if neither estimator nor loss says otherwise (`dr_grpo`: constant, `gspo`: sequence_mean)."""
+    loss_constant: float = 1.0
+    """Tokens a sequence is divided by, for `loss_aggregation: constant`."""
+    clip_ratio_low: float = _BY_NAME
+    """0.2 if the loss does not say otherwise (`gspo`: 3e-4)."""
+    clip_ratio_high: float = _BY_NAME
+    """0.28 if the loss does not say otherwise (`gspo`: 4e-4)."""
+    dual_clip: float | None = None
+    """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
+    entropy_coef: float = _BY_NAME
+    """0.02 if the estimator does not say otherwise (`distillation`: 0)."""
+    learning_rate: float = 1e-3
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From `learning_rate` at the first iteration to 0 after the last."""
+    weight_decay: float = 0.0
+    epochs: int = 1
+    minibatch_size: int = 256
+    """Samples of one gradient step."""
+    micro_batch_tokens: int = 16384
+    """Tokens, padding included, that go through the network at once; changes memory, not results."""
+    batching: Batching = "auto"
+    """How samples share the rows of a micro-batch: `padded` (in order), `bucketed` (like lengths together), `packed`
+    (several in a row, attention within each), `auto` (packed where lengths differ enough to pay); changes speed."""
+    gradient_checkpointing: bool = False
+    """Compute each layer a second time in the backward pass: less memory, the same gradients, about a third slower."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
+    max_grad_norm: float = 1.0
+    rollout_filter_ratio: float = 1.0
+    """Share of the groups played to learn from: those that score highest; 1 keeps all."""
+    rollout_filter_type: FilterType = "std"
+    """Score of a group: the spread of its members' task rewards (`std`), or the best one less the mean (`max_mean`)."""
+    filter_groups: FilterGroups = FilterGroups()
+    critic: Critic = Critic()
+    kl: KLPenalty = KLPenalty()
+    rollout_correction: RolloutCorrection = RolloutCorrection()
+
+    def __post_init__(self) -> None:
+        self._set_by_name()
+        if not 0 < self.gamma <= 1:
+            raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
+        refuse_not_positive(
+            self,
+            "learning_rate",
+            "epochs",
+            "minibatch_size",
+            "micro_batch_tokens",
+            "max_grad_norm",
+            "loss_constant",
+        )
+        refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
+        if self.clip_ratio_low > 1:
+            raise ConfigError(f"clip_ratio_low must be at most 1, got {self.clip_ratio_low}")
+        if not math.isfinite(self.entropy_coef):
+            raise ConfigError(f"entropy_coef must be a finite number, got {self.entropy_coef}")
+        if not 0 < self.rollout_filter_ratio <= 1:
+            raise ConfigError(f"rollout_filter_ratio must be in (0, 1], got {self.rollout_filter_ratio}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ConfigError(f"dual_clip must be above 1, got {self.dual_clip}")
+
+    def _set_by_name(self) -> None:
+        """Give what is left out the value that the estimator or the loss brings along."""
+        estimator, loss = _known(ESTIMATORS, self.adv_estimator), _known(LOSSES, self.policy_loss)
+        brought = _PLAIN | dict(estimator.defaults) | dict(loss.defaults)
+        left_out = tuple(name for name in brought if getattr(self, name) is None)
+        for name in left_out:
+            object.__setattr__(self, name, brought[name])
+        if self.filter_groups.enable is None:
+            left_out = (*left_out, "filter_groups")
+            filtered = replace(
+                self.filter_groups,
+                enable=estimator.needs == "nothing" or self.filter_groups.max_num_gen_batches > 1,
+            )
+            object.__setattr__(self, "filter_groups", filtered)
+        object.__setattr__(self, "_left_out", left_out)
+
+    def as_begun(self, begun: Mapping[str, Any]) -> Algorithm:
+        """These settings for a run that goes on: what is left out is as in `begun`, the mapping it was begun with."""
+        names = [name for name in self._left_out if name in begun]  # type: ignore[attr-defined]
+        values: dict[str, Any] = {name: begun[name] for name in names if name != "filter_groups"}
+        if "filter_groups" in names:
+            enable = begun["filter_groups"]["enable"]
+            values["filter_groups"] = replace(self.filter_groups, enable=enable)
+        return replace(self, **values)
+
+    @property
+    def needs(self) -> str:
+        """What the estimator asks beside the policy: a "critic", a "teacher", or "nothing"."""
+        return ESTIMATORS[self.adv_estimator].needs
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the estimator works with values."""
+        return self.needs == "critic"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (LoRA, arXiv:2106.09685) in the place of training all weights (huggingface)."""
+
+    rank: int = 0
+    """0 trains the weights themselves."""
+    alpha: float = 32.0
+    """The adapters' output is scaled by `alpha / rank`."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ConfigError(f"lora.rank must be at least 0, got {self.rank}")
+        refuse_not_positive(self, "alpha")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora.dropout must be in [0, 1), got {self.dropout}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What of the model is trained."""
+
+    lora: Lora = Lora()
+
+
+@dataclass(frozen=True)
+class RewardNormalization:
+    """How rewards become advantages."""
+
+    grouping: Literal["state", "inductive", "batch"] = "state"
+    """Compare within a start state, within a kind of env, or within the whole batch."""
+    method: Method = "mean_std"
+
+
+@dataclass(frozen=True)
+class AgentProxy(RolloutSettings):
+    """How the agent meets its envs, and what its rewards become."""
+
+    overlong_buffer: int = 0
+    """DAPO's soft punishment of long responses: it grows over that many tokens below `max_tokens`; 0 for none."""
+    overlong_penalty: float = 1.0
+    """Taken off a response of `max_tokens`, added like `format_penalty`."""
+    format_penalty: float = 0.0
+    """Taken off per turn without a valid action; added after normalisation, never part of the spread."""
+    reward_normalization: RewardNormalization = RewardNormalization()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_negative(self, "format_penalty", "temperature", "overlong_penalty")
+        if not 0 <= self.overlong_buffer <= self.max_tokens:
+            raise ConfigError(
+                f"overlong_buffer must be in [0, max_tokens={self.max_tokens}], got {self.overlong_buffer}"
+            )
+        for name in ("max_tokens", "max_turn"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Supervised steps on random play, or on play of the env's expert.
+
+    With `expert: 0`, actions are uniformly random valid ones: the format is learned, and nothing of the task.
+    """
+
+    steps: int = 0
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    expert: float = 0.0
+    """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
+
+    def __post_init__(self) -> None:
+        refuse_negative(self, "steps")
+        refuse_not_positive(self, "batch_size", "learning_rate")
+        if not 0 <= self.expert <= 1:
+            raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop."""
+
+    iterations: int = 100
+    eval_every: int = 10
+    """Iterations between held-out evaluations; there is always one at the end."""
+    save_every: int = 5
+    """Iterations between checkpoints; there is always one at the end."""
+    keep_checkpoints: int = 3
+    save_trajectories_every: int = 10
+    """Iterations between files in `trajectories/`."""
+    tensorboard: bool = True
+    """Write TensorBoard files beside `metrics.jsonl`."""
+    wandb: bool = False
+    """Send the same rows to Weights & Biases (package `wandb`; `WANDB_MODE=offline` keeps them here)."""
+    wandb_project: str = "shoal"
+    sharding: Literal["none", "full"] = "none"
+    """With several processes: `none`, each holds all weights and optimizer state; `full`, parameters, gradients and
+    optimizer state are cut into one shard a process (FSDP2). Changes memory, not results; alone it does nothing."""
+    stop_at_success: float | None = None
+    """End early when a held-out evaluation reaches this success rate."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "eval_every", "save_every", "keep_checkpoints", "save_trajectories_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.stop_at_success is not None and not 0 < self.stop_at_success <= 1:
+            raise ConfigError(f"stop_at_success must be in (0, 1], or null, got {self.stop_at_success}")
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Everything about a run of agent training."""
+
+    seed: int = 0
+    run_dir: str | None = None
+    """The run folder; `runs/<config name>` (or the next free number) if not given."""
+    resume: bool = False
+    engine: EngineConfig = EngineConfig()
+    model: ModelConfig = ModelConfig()
+    agent_proxy: AgentProxy = AgentProxy()
+    es_manager: EsManager = EsManager()
+    custom_envs: dict[str, EnvTag] = field(default_factory=dict)
+    use_parallel_envs: bool = True
+    vector: VectorConfig = VectorConfig()
+    algorithm: Algorithm = Algorithm()
+    warmup: Warmup = Warmup()
+    trainer: TrainerConfig = TrainerConfig()
+    next_step: str = ""
+    """A line that the command shows when the run is done."""
+    imports: list[str] = field(default_factory=list)
+    """Modules, and files that end in .py, to import first: they register advantages, losses, samplers and envs."""
+
+    def __post_init__(self) -> None:
+        refuse_ignored(self)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> AgentConfig:
+        """The settings in a mapping; what its `imports` register is known by then.
+
+        Raises:
+            ConfigError: an unknown key, a value that does not fit, or an import that fails.
+        """
+        import_extensions(values.get("imports") or ())
+        return from_mapping(cls, values)
+
+    def as_begun(self, begun: Mapping[str, Any]) -> AgentConfig:
+        """These settings for a run that goes on: what is left out and set by a name is as in `begun`."""
+        return replace(self, algorithm=self.algorithm.as_begun(begun["algorithm"]))
+
+    def comparable(self) -> dict[str, Any]:
+        """What must be equal for a run to be continued: all that can change its results."""
+        return comparable(to_mapping(self))
+
+
+def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's settings, as a mapping, that can change its results; what is not there has its default.
+
+    Where and how fast something is computed, and in how much memory, may change when a run goes on.
+    """
+    known: dict[str, Any] = _over(to_mapping(AgentConfig()), values)
+    algorithm, engine = known["algorithm"], known["engine"]
+    trainer = {"iterations": known["trainer"]["iterations"]}
+    for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer", "imports"):
+        del known[key]
+    if algorithm["lr_schedule"] != "constant":  # the rate of an iteration depends on how many there are
+        known["trainer"] = trainer
+    for key in ("use_parallel_rollout", "parallel_n_jobs", "parallel"):
+        del known["agent_proxy"][key]
+    for key in ("micro_batch_tokens", "gradient_checkpointing", "batching"):
+        del algorithm[key]
+    for key in ("device", "threads", "vllm", "server"):
+        del engine[key]
+    engine["replicas"] = {"engine": engine["replicas"]["engine"]}
+    return known
+
+
+def _over(defaults: Any, values: Any) -> Any:
+    """`values`, with defaults where mappings of them lack a key."""
+    if not isinstance(defaults, dict) or not isinstance(values, Mapping):
+        return values
+    return {**defaults, **{key: _over(defaults.get(key), value) for key, value in values.items()}}
+
+
+def import_extensions(names: Sequence[str]) -> None:
+    """Import modules and files of the user (`imports:`), and what installed packages name, so that they register.
+
+    Raises:
+        ConfigError: there is no such module or file, or it fails.
+    """
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        entry.load()
+    for name in names:
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name).resolve())
+            else:
+                importlib.import_module(name)
+        except Exception as error:
+            raise ConfigError(
+                f"imports: {name} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _import_file(path: Path) -> None:
+    name = f"shoal_imports.{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def refuse_ignored(config: AgentConfig) -> None:
+    """Check the settings of a run against each other.
+
+    Raises:
+        ConfigError: one of them would be ignored because of another; the message names both and the way out.
+    """
+    for conflict in (*_of_model(config), *_of_algorithm(config.algorithm), *_of_rewards(config)):
+        raise ConfigError(conflict)
+
+
+def refuse_without_signal(config: AgentConfig) -> None:
+    """Check that groups can differ within, where that is what is learned from; a mere rollout may do without.
+
+    Raises:
+        ConfigError: nothing would ever be learned, or nothing but the format, or from other probabilities than the
+            policy's.
+    """
+    _refuse_other_distribution(config)
+    groups, algorithm = config.es_manager.train, config.algorithm
+    compared = config.agent_proxy.reward_normalization.grouping == "state"
+    if algorithm.filter_groups.enable:
+        needs = "algorithm.filter_groups.enable=true leaves such groups out"
+    elif ESTIMATORS[algorithm.adv_estimator].grouped and algorithm.adv_estimator != "gigpo" and compared:
+        needs = f"algorithm.adv_estimator={algorithm.adv_estimator} learns from what differs within groups"
+    else:
+        return
+    if groups.group_size == 1:
+        raise ConfigError(
+            f"a group of es_manager.train.group_size=1 has no other member to differ from, and {needs}: raise it"
+        )
+    if config.agent_proxy.temperature == 0:
+        raise ConfigError(
+            f"agent_proxy.temperature=0 plays all members of a group alike, and {needs}: set it to 1, say"
+        )
+
+
+def _refuse_other_distribution(config: AgentConfig) -> None:
+    """Ratios compare the policy with what was sampled from, which is not the policy where tokens are left out."""
+    sampling = config.agent_proxy.sampling()
+    if sampling.restricted and config.algorithm.rollout_correction.method == "none":
+        limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
+        told = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
+        raise ConfigError(
+            f"{told} samples from other probabilities than the policy that is trained has: set "
+            f"algorithm.rollout_correction.method=truncate (or mask), which weighs that, or leave them out"
+        )
+
+
+def _of_model(config: AgentConfig) -> Iterator[str]:
+    engine, lora = config.engine, config.model.lora
+    if lora.rank and engine.name != "huggingface":
+        yield (
+            f"model.lora.rank={lora.rank} needs engine.name=huggingface, got {engine.name}: set it, or "
+            f"model.lora.rank to 0"
+        )
+    if lora.rank and engine.train_last_layers is not None:
+        yield (
+            f"model.lora.rank={lora.rank} trains adapters in all layers, so engine.train_last_layers="
+            f"{engine.train_last_layers} would do nothing: set it to null, or model.lora.rank to 0"
+        )
+    replicas = engine.name == "ray" and engine.replicas.engine == "tiny"
+    if engine.name == "tiny" or replicas:
+        tiny = "engine.replicas.engine=tiny" if replicas else "engine.name=tiny"
+        for name, plain in (("model", None), ("train_last_layers", None), ("dtype", "float32")):
+            if getattr(engine, name) != plain:
+                yield (
+                    f"engine.{name}={getattr(engine, name)} has no effect on {tiny}: "
+                    f"set engine.name=huggingface, or leave it out"
+                )
+
+
+def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
+    estimator = algorithm.adv_estimator
+    for registered in (ESTIMATORS[estimator], LOSSES[algorithm.policy_loss]):
+        if registered.conflicts is not None:
+            yield from registered.conflicts(algorithm)
+    if algorithm.loss_constant != 1 and algorithm.loss_aggregation != "constant":
+        yield (
+            f"algorithm.loss_constant={algorithm.loss_constant} has no effect with loss_aggregation="
+            f"{algorithm.loss_aggregation}: set loss_aggregation to constant, or leave loss_constant out"
+        )
+    if algorithm.step_advantage_weight != 1 and estimator != "gigpo":
+        yield (
+            f"algorithm.step_advantage_weight={algorithm.step_advantage_weight} is gigpo's and has no effect "
+            f"with adv_estimator={estimator}: leave it out"
+        )
+    if algorithm.gigpo != GiGPO() and estimator != "gigpo":
+        yield f"algorithm.gigpo has no effect with adv_estimator={estimator}: leave it out"
+    if (algorithm.teacher is None) == (algorithm.needs == "teacher"):
+        yield (
+            f"algorithm.teacher={algorithm.teacher} and adv_estimator={estimator} do not fit: name the folder of a "
+            f"teacher for distillation, and none for others"
+        )
+    if algorithm.critic.token_lambda != 1 and estimator in ("gae", "turn_gae"):
+        yield (
+            f"algorithm.critic.token_lambda={algorithm.critic.token_lambda} is bi_level_gae's and has no "
+            f"effect with adv_estimator={estimator}: set critic.gae_lambda, or leave it out"
+        )
+    groups = algorithm.filter_groups
+    if groups.max_num_gen_batches > 1 and not groups.enable:
+        yield (
+            f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} has no effect with "
+            f"filter_groups.enable=false: set enable to true, or the batches to 1"
+        )
+
+
+def _of_rewards(config: AgentConfig) -> Iterator[str]:
+    settings, estimator = config.agent_proxy.reward_normalization, config.algorithm.adv_estimator
+    if settings.method != "mean_std" and not ESTIMATORS[estimator].normalized:
+        readers = [name for name in ESTIMATORS if ESTIMATORS[name].normalized]
+        yield (
+            f"agent_proxy.reward_normalization.method={settings.method} has no effect with adv_estimator="
+            f"{estimator}, which normalises in its own way: leave it out, or use {' or '.join(readers)}"
+        )
+    if settings.grouping != "state" and not ESTIMATORS[estimator].grouped:
+        readers = [name for name in ESTIMATORS if ESTIMATORS[name].grouped]
+        yield (
+            f"agent_proxy.reward_normalization.grouping={settings.grouping} has no effect with adv_estimator="
+            f"{estimator}, which compares no groups: leave it out, or use one of {', '.join(readers)}"
+        )
+
+
+def config_names() -> list[str]:
+    """The configs that come with shoal."""
+    folder = resources.files("shoal.configs")
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None = None) -> AgentConfig:
+    """The config `name` with `overrides` in Hydra's grammar (`a.b=1`, `+a.c=2`, `~a.d`).
+
+    Args:
+        name: one of `config_names()`, or of a YAML file in `folder`.
+        overrides: applied last.
+        folder: a folder of the user's YAML; its files may name shoal's in their defaults list.
+
+    Raises:
+        UnknownNameError: no such config.
+        ConfigError: an override or a value that does not fit.
+    """
+    from hydra import compose, initialize_config_dir, initialize_config_module
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    own = [path.stem for path in folder.glob("*.yaml")] if folder else []
+    if name not in config_names() and name not in own:
+        raise unknown_name("config", name, [*config_names(), *own])
+    GlobalHydra.instance().clear()
+    ConfigStore.instance().store(name="defaults", node=_defaults())
+    try:
+        if folder is None:
+            with initialize_config_module("shoal.configs", version_base=None):
+                composed = compose(name, overrides=list(overrides))
+        else:
+            with initialize_config_dir(str(folder.resolve()), version_base=None):
+                composed = compose(
+                    name,
+                    overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"],
+                    return_hydra_config=True,
+                )
+                OmegaConf.set_struct(composed, False)
+                composed.pop("hydra")
+        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
+    except MissingConfigException as error:
+        raise ConfigError(f"config {name!r} needs one that is not there: {error}") from error
+    except (ConfigCompositionException, OmegaConfBaseException, HydraException) as error:
+        raise ConfigError(_explain(error)) from error
+    values["custom_envs"] = {tag: kind for tag, kind in values["custom_envs"].items() if kind is not None}
+    algorithm = values["algorithm"]
+    for settings, names in ((algorithm, _PLAIN), (algorithm["filter_groups"], ("enable",))):
+        for name in [name for name in names if settings[name] is None]:
+            del settings[name]
+    return AgentConfig.read(values)
+
+
+def _defaults() -> dict[str, Any]:
+    """All settings with their defaults; those that a name sets are left open."""
+    values = to_mapping(AgentConfig())
+    values["algorithm"] |= dict.fromkeys(_PLAIN)
+    values["algorithm"]["filter_groups"]["enable"] = None
+    return values
+
+
+def _explain(error: Exception) -> str:
+    """Hydra's first line, and the key that was probably meant."""
+    first = str(error).strip().split("\n")[0]
+    key = first.split("'")[1] if "Could not override" in first and "'" in first else ""
+    if not key:
+        return first
+    if _takes_own_keys(key):
+        return f"{key!r} is not there yet. {str(error).strip().splitlines()[-1]}"
+    return f"no setting {key!r}.{_nearest(key)}"
+
+
+def _takes_own_keys(key: str) -> bool:
+    """Whether a setting is in a mapping whose keys are the user's, or is such a mapping."""
+    node: Any = AgentConfig()
+    for part in key.split("."):
+        if isinstance(node, dict):
+            return True
+        node = getattr(node, part, None)
+    return isinstance(node, dict)
+
+
+def _nearest(key: str) -> str:
+    node: Any = to_mapping(AgentConfig())
+    *parents, _ = parts = key.split(".")
+    for depth, parent in enumerate(parents):
+        if not isinstance(node, dict) or parent not in node:
+            return did_you_mean(parts[depth], node if isinstance(node, dict) else [])
+        node = node[parent]
+    return did_you_mean(parts[-1], node if isinstance(node, dict) else [])

@@ -1,0 +1,166 @@
+"""How good an agent is: numbers that describe a set of trajectories, and rates with confidence intervals.
+
+Each metric is defined in `docs/metrics.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.core.data import Trajectory
+from shoal.core.errors import DataError
+from shoal.rollout.filters import discounted
+from shoal.train.agent.advantages import has_signal
+from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.config import AgentConfig
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over whole episodes, and how many were not whole; success per kind of env when there are several."""
+    whole = [t for t in trajectories if t.status == "ok"]
+    turns = [turn for t in whole for turn in t.turns]
+    n, n_turns = max(1, len(whole)), max(1, len(turns))
+    row = {
+        "success": sum(t.success for t in whole) / n,
+        "reward": sum(t.reward for t in whole) / n,
+        "turns": len(turns) / n,
+        "response_tokens": sum(t.n_tokens for t in whole) / n,
+        "valid_actions": sum(turn.action_is_valid for turn in turns) / n_turns,
+        "truncated": sum(t.truncated for t in whole) / n,
+        "failed_episodes": float(len(trajectories) - len(whole)),
+    }
+    failures = Counter(t.status for t in trajectories if t.status != "ok")
+    row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
+    return row | success_by_kind(whole)
+
+
+def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
+    """`success/<tag>` of each kind of env, where there are several."""
+    won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
+    return {f"success/{kind}": won[kind] / played[kind] for kind in sorted(played)} if len(played) > 1 else {}
+
+
+def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What an evaluation says, as `heldout_…`."""
+    metrics = rollout_metrics(trajectories)
+    kinds = [key for key in metrics if key.startswith("success/")]
+    wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds)
+    return {f"heldout_{key}": metrics[key] for key in wanted}
+
+
+def signal_metrics(
+    trajectories: Sequence[Trajectory], learned: Sequence[Trajectory], config: AgentConfig
+) -> dict[str, float]:
+    """How many groups of those played say something, and how many are learned from."""
+    whole, gamma = [t for t in trajectories if t.status == "ok"], config.algorithm.gamma
+    groups = [t.group for t in whole]
+    signal = has_signal([discounted(t, gamma) for t in whole], groups)
+    with_signal = {group for group, kept in zip(groups, signal, strict=True) if kept}
+    return {
+        "groups_with_signal": len(with_signal) / max(1, len(set(groups))),
+        "groups_shaping_only": shaping_only(whole, gamma) if config.agent_proxy.format_penalty else 0.0,
+        "groups_trained": float(len({t.group for t in learned})),
+    }
+
+
+def iteration_times(
+    row: Mapping[str, Any], rollout_seconds: float, seconds: float, tokens: int
+) -> dict[str, float]:
+    """Where the wall-clock of an iteration went; `row` says how busy the engine was, and what was trained."""
+    update_seconds = seconds - rollout_seconds
+    share = rollout_seconds / seconds
+    return {
+        "seconds_rollout": round(rollout_seconds, 4),
+        "seconds_update": round(update_seconds, 4),
+        "tokens_per_second": round(tokens / rollout_seconds, 1),
+        "update_tokens_per_second": round(row.get("trained_tokens", 0) / update_seconds, 1),
+        "share_rollout": round(share, 4),
+        "share_update": round(1 - share, 4),
+        "share_idle": round(share * max(0.0, 1 - row["engine_busy"]), 4),
+    }
+
+
+def shaping_only(whole: Sequence[Trajectory], gamma: float = 1.0) -> float:
+    """Share of groups whose members earned the same return of the task and differ by turns without a valid action."""
+    if not whole:
+        return 0.0
+    groups = [t.group for t in whole]
+    invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
+    by_reward = has_signal([discounted(t, gamma) for t in whole], groups)
+    by_format = has_signal(invalid, groups)
+    rewarded = {g for g, kept in zip(groups, by_reward, strict=True) if kept}
+    shaped = {g for g, kept in zip(groups, by_format, strict=True) if kept} - rewarded
+    return len(shaped) / len(set(groups))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share of successes, with the 95% interval of Wilson (1927)."""
+
+    successes: int
+    trials: int
+    low: float
+    high: float
+
+    @property
+    def value(self) -> float:
+        """The share itself."""
+        return self.successes / max(1, self.trials)
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> Rate:
+    """The success rate of whole episodes; those that failed for a technical reason do not count."""
+    whole = [t for t in trajectories if t.status == "ok"]
+    return wilson(sum(t.success for t in whole), len(whole))
+
+
+def wilson(successes: int, trials: int, z: float = 1.959964) -> Rate:
+    """Wilson's score interval, which holds for few trials and for rates near 0 and 1 too.
+
+    >>> rate = wilson(0, 10)
+    >>> round(rate.low, 3), round(rate.high, 3)
+    (0.0, 0.278)
+    """
+    if trials == 0:
+        return Rate(0, 0, 0.0, 1.0)
+    share = successes / trials
+    middle = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return Rate(successes, trials, max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale))
+
+
+def mean_interval(values: Sequence[float], z: float = 1.959964) -> tuple[float, float]:
+    """The mean, and half the width of its 95% interval by the normal approximation."""
+    n = len(values)
+    if n == 0:
+        return 0.0, math.inf
+    mean = sum(values) / n
+    if n == 1:
+        return mean, math.inf
+    return mean, z * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def checkpoint_of(run: Path, which: str) -> Path:
+    """A checkpoint of a run folder: "newest", "best", or the number of an iteration."""
+    folder = run / "checkpoints"
+    if which == "best":
+        if not (folder / "best").is_dir():
+            raise DataError(f"{run} has no best checkpoint: it was never evaluated after a save")
+        return folder / "best"
+    found = list_checkpoints(folder)
+    if not found:
+        raise DataError(f"{run} has no checkpoint in {folder}")
+    if which == "newest":
+        return found[-1]
+    named = [path for path in found if path.name.removeprefix("step-").lstrip("0") == which.lstrip("0")]
+    if not named:
+        raise DataError(
+            f"{run} has no checkpoint {which!r}; there are: {', '.join(path.name for path in found)}"
+        )
+    return named[0]

@@ -1,0 +1,180 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on a transformers model: they are trained and saved, the base is neither.
+
+The adapted model is the engine's model, so rollouts see every update at once; without its adapters it is the
+reference of a KL penalty, and no second copy is held.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import ConfigError, DataError, missing_extra
+from shoal.core.files import read_json
+from shoal.core.seeding import derive_seed
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.models import resolve_model
+from shoal.train.agent.config import Lora
+from shoal.train.agent.policy import HuggingFacePolicy, Policy, policy_of
+
+KIND = "huggingface-lora"
+ADAPTER = "adapter_model.safetensors"
+_NAME = "default"
+
+
+class LoraPolicy(HuggingFacePolicy):
+    """A Hugging Face policy whose adapters alone are trained.
+
+    Args:
+        policy: holds the base model, which is changed in place: it gets the adapters.
+        lora: their rank and where they sit.
+        base: the folder or name of the base model, written beside saved adapters.
+        seed: of the adapters' first weights (half of them are zero, so the model says the same as before).
+    """
+
+    def __init__(self, policy: HuggingFacePolicy, lora: Lora, base: str, seed: int) -> None:
+        try:
+            import peft
+        except ImportError as error:
+            raise missing_extra("LoRA adapters", "llm") from error
+        super().__init__(policy.module, policy.tokenizer, policy.pad_id)
+        self.base = base
+        self.base_sha256 = weights_sha256(policy.module)
+        modules = lora.target_modules
+        settings = peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=modules if isinstance(modules, str) else list(modules),
+            task_type="CAUSAL_LM",
+        )
+        device = next(self.module.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(derive_seed(seed, "init", "lora") % 2**63)
+            try:
+                self.module.add_adapter(settings, _NAME)  # type: ignore[operator]
+            except ValueError as error:
+                raise ConfigError(f"model.lora does not fit this model: {error}") from error
+        for parameter in self.adapter_parameters().values():
+            parameter.data = parameter.data.float()  # small updates would be lost in bfloat16
+        self.module.eval()
+
+    def adapter_parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by the names they have in an adapter file."""
+        return {
+            "base_model.model." + name.replace(f".{_NAME}.", "."): parameter
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def twin(self) -> HuggingFacePolicy:
+        """A policy with a network of its own, of equal weights and adapters, all of them its own."""
+        return HuggingFacePolicy(copy.deepcopy(self.module), self.tokenizer, self.pad_id)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The base model for as long as this lasts."""
+        self.module.disable_adapters()  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self.module.enable_adapters()  # type: ignore[operator]
+
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write an adapter folder that peft and servers read, with the tokenizer and the name of the base."""
+        dtype = str(next(p for p in self.module.parameters() if not p.requires_grad).dtype)
+        described = {
+            "engine": KIND,
+            "dtype": dtype.removeprefix("torch."),
+            "base": self.base,
+            "base_sha256": self.base_sha256,
+        }
+        (folder / "engine.json").write_text(json.dumps(described, indent=2))
+        self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]  # the adapters alone
+        self.tokenizer.tokenizer.save_pretrained(folder)
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The adapters that `save` wrote, for `load_weights`."""
+        from safetensors.torch import load_file
+
+        return dict(load_file(folder / ADAPTER))
+
+    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take over adapter weights by name."""
+        own = self.adapter_parameters()
+        if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
+            wrong = sorted(own.keys() ^ weights.keys())[:3] or "their shapes"
+            raise DataError(f"these adapters are of another network: {wrong} do not match")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
+        self.weights_version = version
+
+
+def add_lora(policy: Policy, lora: Lora, base: str | None, seed: int) -> LoraPolicy:
+    """Put fresh adapters on the model of a policy.
+
+    Raises:
+        ConfigError: the policy has no transformers model.
+    """
+    if not isinstance(policy, HuggingFacePolicy) or base is None:
+        raise ConfigError("model.lora needs engine.name: huggingface with an engine.model")
+    where = Path(base)
+    return LoraPolicy(policy, lora, str(where.resolve()) if where.exists() else base, seed)
+
+
+def load_lora(folder: Path, device: str = "cpu", **options: Any) -> tuple[LoraPolicy, HuggingFaceEngine]:
+    """The policy in a folder that `LoraPolicy.save` wrote, and a sampler; the base model must still be where it was.
+
+    Args:
+        folder: what was written.
+        device: where the network lives.
+        **options: of the sampler.
+
+    Raises:
+        DataError: the base model is not the one that the adapters were trained on.
+    """
+    described, settings = read_json(folder / "engine.json"), read_json(folder / "adapter_config.json")
+    base = resolve_model(described["base"])
+    engine = HuggingFaceEngine.load(base, device=device, dtype=described["dtype"], **options)
+    modules = settings["target_modules"]
+    lora = Lora(settings["r"], settings["lora_alpha"], modules, settings["lora_dropout"])
+    adapted = add_lora(policy_of(engine), lora, described["base"], 0)
+    if adapted.base_sha256 != described["base_sha256"]:
+        raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
+    adapted.base = described["base"]
+    adapted.load_weights(adapted.read(folder), adapted.weights_version)
+    return adapted, engine
+
+
+def merge_lora(folder: Path, target: Path) -> None:
+    """Write the base model with the adapters of `folder` merged into its weights, as transformers loads it."""
+    import peft
+
+    described = read_json(folder / "engine.json")
+    base = HuggingFaceEngine.load(resolve_model(described["base"]), dtype=described["dtype"])
+    if weights_sha256(base.model) != described["base_sha256"]:
+        raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 by an old name
+        merged = peft.PeftModel.from_pretrained(base.model, str(folder)).merge_and_unload()
+    merged.save_pretrained(target)
+    base.tokenizer.tokenizer.save_pretrained(target)
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """One hash of all weights of a model, by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,252 @@
+"""Losses over tokens, each a pure function of log-probabilities that returns one number a token.
+
+The caller multiplies by the weights of `aggregation_weights`, which sum to 1 over a whole minibatch, and adds up:
+so no loss depends on how a minibatch was cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.core.registry import Registry
+
+if TYPE_CHECKING:
+    from shoal.train.agent.config import Algorithm
+
+F = TypeVar("F", bound=Callable[..., Any])
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+# --- the registry
+class Tokens(NamedTuple):
+    """What a policy loss is given, of `N` trained tokens."""
+
+    logprobs: Tensor  # [N] under the weights being trained, with gradients
+    old_logprobs: Tensor  # [N] under the weights that sampled the tokens
+    advantages: Tensor  # [N]
+    rows: Tensor  # [N] which sample each token is of; no sample is cut between micro-batches
+
+
+class PolicyLoss(NamedTuple):
+    """What a policy loss gives."""
+
+    losses: Tensor  # [N]
+    clipped: Tensor  # [N] bool: where the ratio is beyond its bounds
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A policy loss, and what its name brings along."""
+
+    compute: Callable[[Tokens, Algorithm], PolicyLoss]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `algorithm` that the name sets where the config does not."""
+    conflicts: Callable[[Algorithm], Iterator[str]] | None = None
+    """Gives a sentence for each setting that would have no effect."""
+
+
+LOSSES: Registry[Loss] = Registry("policy loss")
+
+
+def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[F], F]:
+    """Register a function of `Tokens` and the settings that gives a `PolicyLoss`; `about` are fields of `Loss`.
+
+    Args:
+        name: what `algorithm.policy_loss` takes.
+        replace: a loss of that name.
+        about: `defaults`, `conflicts`.
+    """
+
+    def register(function: F) -> F:
+        LOSSES.register(name, Loss(function, **about), replace=replace)
+        return function
+
+    return register
+
+
+@policy_loss("clip")
+def _clip_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    logprobs, old, advantages, _ = tokens
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    losses = clipped_token_loss(logprobs, old, advantages, low, high, config.dual_clip)
+    return PolicyLoss(losses, _outside((logprobs - old).exp(), low, high))
+
+
+def _no_dual_clip(config: Algorithm) -> Iterator[str]:
+    if config.dual_clip is not None:
+        yield (
+            f"algorithm.dual_clip={config.dual_clip} has no effect with policy_loss={config.policy_loss}: set it to "
+            f"null, or policy_loss to clip"
+        )
+
+
+@policy_loss(
+    "gspo",
+    defaults={"loss_aggregation": "sequence_mean", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
+    conflicts=_no_dual_clip,
+)
+def _gspo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    logprobs, old, advantages, rows = tokens
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    losses = sequence_clipped_loss(logprobs, old, advantages, rows, low, high)
+    return PolicyLoss(losses, _outside(sequence_ratios(logprobs - old, rows), low, high))
+
+
+def _no_lower_bound(config: Algorithm) -> Iterator[str]:
+    yield from _no_dual_clip(config)
+    if config.clip_ratio_low != 0.2:
+        yield (
+            f"algorithm.clip_ratio_low={config.clip_ratio_low} has no effect with policy_loss=cispo, which bounds "
+            f"weights from above alone: leave it out"
+        )
+
+
+@policy_loss("cispo", conflicts=_no_lower_bound)
+def _cispo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    logprobs, old, advantages, _ = tokens
+    losses = truncated_weight_loss(logprobs, old, advantages, config.clip_ratio_high)
+    return PolicyLoss(losses, (logprobs - old).exp() > 1 + config.clip_ratio_high)
+
+
+def _outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return (ratio > 1 + high) | (ratio < 1 - low)
+
+
+# --- the mathematics
+def clipped_token_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with DAPO's two clips (arXiv:2503.14476).
+
+    Args:
+        logprobs: `[N]` under the weights being trained.
+        old_logprobs: `[N]` under the weights that sampled the tokens.
+        advantages: `[N]`.
+        clip_low: how far below 1 the probability ratio still counts.
+        clip_high: how far above 1.
+        dual_clip: bound on the loss of a token with negative advantage, in multiples of it and above 1
+            (arXiv:1912.09729); None for no bound.
+
+    Returns:
+        `[N]`.
+    """
+    return _clip((logprobs - old_logprobs).exp(), advantages, clip_low, clip_high, dual_clip)
+
+
+def sequence_clipped_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    rows: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """GSPO (arXiv:2507.18071): the ratio of a sequence is the geometric mean of its tokens' ratios.
+
+    Args:
+        logprobs: `[N]` under the weights being trained.
+        old_logprobs: `[N]` under the weights that sampled.
+        advantages: `[N]`.
+        rows: `[N]` which sequence each token belongs to; a sequence must not be cut between micro-batches.
+        clip_low: how far below 1 the sequence's ratio still counts (the paper uses 3e-4).
+        clip_high: how far above 1 (4e-4).
+
+    Returns:
+        `[N]`, equal for the tokens of a sequence with one advantage.
+    """
+    ratio = sequence_ratios(logprobs - old_logprobs, rows)
+    return _clip(ratio, advantages, clip_low, clip_high, None)
+
+
+def sequence_ratios(gaps: Tensor, rows: Tensor) -> Tensor:
+    """`[N]` the ratio of each token's sequence under GSPO, from `log p - log old` of the tokens."""
+    count = torch.zeros(int(rows.max()) + 1, dtype=gaps.dtype, device=rows.device).index_add(
+        0, rows, torch.ones_like(gaps)
+    )
+    mean = torch.zeros_like(count).index_add(0, rows, gaps) / count.clamp(min=1)
+    return mean.exp()[rows]
+
+
+def truncated_weight_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cap: float) -> Tensor:
+    """CISPO (arXiv:2506.13585): every token keeps its gradient, its importance weight is cut at `1 + cap`."""
+    weight = (logprobs - old_logprobs).detach().exp().clamp(max=1 + cap)
+    return -weight * advantages * logprobs
+
+
+def rollout_correction(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float, method: Literal["truncate", "mask"]
+) -> Tensor:
+    """`[N]` importance weights for tokens that another engine sampled than the one that trains.
+
+    `truncate` bounds the weight by `cap` (truncated importance sampling); `mask` gives 0 to tokens whose weight
+    is above `cap` or below its inverse, and leaves the others as they are.
+    """
+    weight = (old_logprobs - rollout_logprobs).exp()
+    if method == "truncate":
+        return weight.clamp(max=cap)
+    return weight * ((weight <= cap) & (weight >= 1 / cap))
+
+
+def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Schulman's estimators of KL(policy ‖ reference) from sampled tokens: `[N]` in nats.
+
+    With `d = log p - log reference`: k1 is `d` (unbiased, can be negative), k2 is `d**2 / 2` (its gradient is that of
+    the true KL), k3 is `exp(-d) - 1 + d` (unbiased, never negative).
+    """
+    gap = logprobs - reference_logprobs
+    if estimator == "k1":
+        return gap
+    return gap**2 / 2 if estimator == "k2" else (-gap).exp() - 1 + gap
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Half squared error of a critic, with PPO's clip around the old value: `[N]`."""
+    error = (values - returns) ** 2
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns) ** 2)
+    return error / 2
+
+
+def entropy_of(scores: Tensor) -> Tensor:
+    """`[N]` entropies in nats of the distributions that `[N, V]` log-probabilities give."""
+    return -(scores.exp() * scores).sum(-1)
+
+
+def aggregation_weights(
+    lengths: Sequence[int], how: Aggregation, constant: float = 1.0
+) -> list[NDArray[np.float32]]:
+    """What each trained token counts in the loss of a minibatch of sequences with these numbers of trained tokens.
+
+    `token_mean`: every token the same (DAPO). `sequence_mean`: every sequence the same, its tokens share (GRPO's
+    original). `constant`: tokens of all sequences the same, divided by `constant` tokens a sequence, so that long
+    sequences are neither favoured nor held back (Dr. GRPO, arXiv:2503.20783).
+    """
+    n, total = len(lengths), sum(lengths)
+    if how == "token_mean":
+        each = [1 / max(total, 1)] * n
+    elif how == "sequence_mean":
+        each = [1 / (n * max(length, 1)) for length in lengths]
+    else:
+        each = [1 / (n * constant)] * n
+    return [np.full(length, weight, dtype=np.float32) for length, weight in zip(lengths, each, strict=True)]
+
+
+def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)

@@ -1,0 +1,627 @@
+"""The networks of a run: the one that is trained, its critic, and the one that a KL penalty holds on to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json
+from shoal.rollout.samplers.huggingface import read_weights
+from shoal.rollout.samplers.models import resolve_model
+from shoal.rollout.samplers.registry import make_engine
+from shoal.rollout.samplers.sampler import require_trainable, require_weights
+from shoal.rollout.samplers.settings import EngineConfig
+from shoal.rollout.samplers.tiny import TinyNetwork
+from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
+from shoal.train.agent.weights import MasterAdamW
+
+logger = logging.getLogger(__name__)
+
+
+class Policy(ABC):
+    """A network and the tokens it reads: what is trained, asked for values, or held on to. It samples nothing.
+
+    Args:
+        module: the network; whoever samples from the same module sees every update at once.
+        tokenizer: between text and its tokens.
+        pad_id: fills rows up.
+    """
+
+    def __init__(self, module: nn.Module, tokenizer: Any, pad_id: int) -> None:
+        self.module = module
+        self.tokenizer = tokenizer
+        self.pad_id = pad_id
+        self.weights_version = 0
+
+    @abstractmethod
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
+
+        Args:
+            ids: `[B, T]` whole samples, padded on the right.
+            lengths: `[B]` true lengths.
+            where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
+            begins: `[B, T]` where the sample of each token begins, if rows hold several: attention stays within them,
+                and positions start anew. `[3, B, T]` with the first place and the end of the shared prefix before it in
+                the row that it continues, see `shoal.train.agent.batch.MicroBatch`.
+        """
+
+    @abstractmethod
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`; see `logits`."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Size of a hidden state."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether samples in a row may go on from what they share."""
+        return False
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest prompt and response together; None where the network does not say."""
+        return None
+
+    def twin(self) -> Policy:
+        """The same policy with a network of its own, of equal weights."""
+        return type(self)(copy.deepcopy(self.module), self.tokenizer, self.pad_id)
+
+    # --- files
+    @abstractmethod
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write what `load_policy` needs into an existing folder; `weights` by name in the place of the network's."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, by the names that `load_weights` wants."""
+
+    @abstractmethod
+    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take over weights by name."""
+
+
+class Around(Policy):
+    """A policy around another one, whose network and files it shares."""
+
+    def __init__(self, inner: Policy) -> None:
+        super().__init__(inner.module, inner.tokenizer, inner.pad_id)
+        self.inner = inner
+        self.weights_version = inner.weights_version
+
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """The inner one's."""
+        return self.inner.logits(ids, lengths, where, begins)
+
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """The inner one's."""
+        return self.inner.hidden(ids, lengths, where, begins)
+
+    @property
+    def width(self) -> int:
+        """The inner one's."""
+        return self.inner.width
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """The inner one's."""
+        return self.inner.shares_prefixes
+
+    @property
+    def context(self) -> int | None:
+        """The inner one's."""
+        return self.inner.context
+
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """The inner one's files."""
+        self.inner.save(folder, weights)
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote."""
+        return self.inner.read(folder)
+
+    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take over weights by name."""
+        self.inner.load_weights(weights, version)
+        self.weights_version = version
+
+
+class TinyPolicy(Policy):
+    """A `TinyNetwork` and its vocabulary."""
+
+    module: Any
+
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """See `Policy.logits`."""
+        return self.module.head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
+
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """See `Policy.hidden`."""
+        del lengths  # padding is on the right, where nothing that counts looks
+        if begins is None:
+            begins = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
+        hidden: Tensor = self.module.hidden(ids, begins)
+        return hidden[:, :-1][where[:, 1:]]
+
+    @property
+    def width(self) -> int:
+        """Size of a hidden state."""
+        return int(self.module.shape.width)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Samples in a row may go on from what they share."""
+        return True
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return int(self.module.shape.context)
+
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write `engine.json` and `model.safetensors`."""
+        described = {
+            "engine": "tiny",
+            "words": list(self.tokenizer.words),
+            "shape": asdict(self.module.shape),
+        }
+        (folder / "engine.json").write_text(json.dumps(described, indent=2))
+        save_file(weights or dict(self.module.state_dict()), folder / "model.safetensors")
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote."""
+        return dict(load_file(folder / "model.safetensors"))
+
+    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take over weights by name."""
+        try:
+            self.module.load_state_dict(weights)
+        except RuntimeError as error:
+            raise DataError(f"these weights are of another network: {error}") from error
+        self.weights_version = version
+
+
+class HuggingFacePolicy(Policy):
+    """A causal language model of `transformers` and its tokenizer (a `TemplateTokenizer`)."""
+
+    module: Any
+
+    def __init__(self, module: nn.Module, tokenizer: Any, pad_id: int) -> None:
+        super().__init__(module, tokenizer, pad_id)
+        self._shares_prefixes: bool | None = None
+        self._plain_head: bool | None = None  # found at the first use
+
+    def freeze_all_but_last(self, layers: int) -> None:
+        """Leave only the last `layers` decoder layers and the final norm trainable."""
+        decoder: Any = self.module.get_decoder()  # type: ignore[operator]
+        if not 1 <= layers <= len(decoder.layers):
+            raise ConfigError(f"train_last_layers must be in [1, {len(decoder.layers)}], got {layers}")
+        self.module.requires_grad_(False)
+        for part in [*decoder.layers[-layers:], decoder.norm]:
+            part.requires_grad_(True)
+
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
+
+        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
+        `[3, B, T]` a sample may go on from a stem before it, of which the other two tell the first place and the end.
+        """
+        if self._plain_head is None:
+            self._plain_head = self._head_alone_scores()
+        if self._plain_head:
+            head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
+            return head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
+        before = where[:, 1:]
+        columns = before.any(0).nonzero()[:, 0]
+        out = self.module(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
+        return out.logits[before[:, columns]]  # type: ignore[no-any-return]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether samples in a row may go on from what they share: full attention that takes a mask of ours."""
+        if self._shares_prefixes is None:
+            config = self.module.config.get_text_config()  # type: ignore[union-attr, operator]
+            kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+            masked = getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
+            self._shares_prefixes = masked and kinds == {"full_attention"} and self._prefixes_change_nothing()
+        return self._shares_prefixes
+
+    def _prefixes_change_nothing(self) -> bool:
+        """Try it: two samples with a stem in one row, and each in a row of its own."""
+        device = next(self.module.parameters()).device
+        apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
+        joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
+        begins = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
+        stems = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
+        spans = torch.cat([begins[None], stems])
+        try:
+            decoder: Any = self.module.get_decoder()  # type: ignore[operator]
+            with torch.no_grad():
+                expected = decoder(**_reads(apart, None), use_cache=False).last_hidden_state[:, 2:]
+                found = decoder(**_reads(joined, spans, self._implementation), use_cache=False)
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+            logger.info(
+                "prompts of a group are not shared in training, the model takes no such rows: %s", error
+            )
+            return False
+        gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
+        return bool(gap <= 0.02 * expected.abs().max())
+
+    def _reading(self, ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
+        context = _reads(ids, begins, self._implementation)
+        if begins is None and not self.shares_prefixes:  # more than attention: it may want to know of padding
+            places = torch.arange(ids.shape[1] - 1, device=ids.device)
+            context["attention_mask"] = (places < lengths[:, None]).long()
+        return context
+
+    @property
+    def _implementation(self) -> str:
+        return str(getattr(self.module.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
+
+    def _head_alone_scores(self) -> bool:
+        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them).
+
+        With it, scores are computed for trained tokens alone, not for every column that some row trains.
+        """
+        head = getattr(self.module, "get_output_embeddings", lambda: None)()
+        if head is None:
+            return False
+        ids = torch.tensor([[self.pad_id, self.pad_id]], device=next(self.module.parameters()).device)
+        with torch.no_grad():
+            scores = self.module(input_ids=ids, use_cache=False).logits
+            hidden = self.module.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+            return torch.equal(head(hidden), scores)
+
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
+        decoder: Any = self.module.get_decoder()  # type: ignore[operator]
+        out = decoder(**self._reading(ids, lengths, begins), use_cache=False)
+        return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
+
+    @property
+    def width(self) -> int:
+        """Size of a hidden state."""
+        return int(self.module.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest prompt and response together; None where the model does not say."""
+        limit = getattr(self.module.config, "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    # --- files
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a folder that `transformers` and `load` read; `weights` by name in the place of the network's own."""
+        dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
+        (folder / "engine.json").write_text(json.dumps({"engine": "huggingface", "dtype": dtype}))
+        self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        self.tokenizer.tokenizer.save_pretrained(folder)
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, for `load_weights`."""
+        return read_weights(folder, self.module)
+
+    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take over weights by name; tied weights may be left out."""
+        missing, unexpected = self.module.load_state_dict(weights, strict=False)
+        tied = set(getattr(self.module, "_tied_weights_keys", None) or ())
+        if unexpected or set(missing) - tied:
+            wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
+            raise DataError(f"these weights are of another network: {wrong} do not match")
+        self.weights_version = version
+
+
+def _reads(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> dict[str, Tensor]:
+    """What a model reads of rows without their last column.
+
+    Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
+    positions, stems and branches by a mask of our own.
+    """
+    if begins is None:
+        return {"input_ids": ids[:, :-1]}
+    places = torch.arange(ids.shape[1] - 1, device=ids.device)
+    if begins.ndim == 2:
+        return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}
+    first, stem, end = begins[:, :, :-1, None]
+    seen = (places <= places[:, None]) & (places >= first) | (places >= stem) & (places < end)
+    mask = seen[:, None]
+    if implementation != "sdpa":  # the plain attention adds its mask to the scores
+        mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return {
+        "input_ids": ids[:, :-1],
+        "position_ids": places - (first - (end - stem))[..., 0],
+        "attention_mask": mask,
+    }
+
+
+# --- from a config, a sampler or a folder
+def policy_of(sampler: Any) -> Policy:
+    """The policy whose network a sampler of this process writes with.
+
+    Raises:
+        ConfigError: its network is not here.
+    """
+    module = getattr(sampler, "model", None)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{type(sampler).__name__} has no network in this process that could be trained")
+    kind = TinyPolicy if isinstance(module, TinyNetwork) else HuggingFacePolicy
+    return kind(module, sampler.tokenizer, sampler.pad_id)
+
+
+def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[Policy, Any]:
+    """The policy of a config, with fresh or pretrained weights, and what samples by them; close that.
+
+    Raises:
+        ConfigError: the weights of this sampler cannot follow an update.
+    """
+    if config.name == "openai":
+        raise ConfigError(
+            "engine.name=openai is for rollouts and evaluation: the weights of a server cannot follow each "
+            "update. Train with engine.name=huggingface, or vllm to sample faster (both with "
+            "engine.model=FOLDER), and play a server with `shoal rollout`"
+        )
+    here = config.replicas.engine if config.name == "ray" else config.name
+    there = config.name in ("vllm", "ray")
+    local: Any = make_engine(replace(config, name="huggingface" if here == "vllm" else here), words, seed)
+    policy = policy_of(local)
+    if isinstance(policy, HuggingFacePolicy) and config.train_last_layers is not None:
+        policy.freeze_all_but_last(config.train_last_layers)
+    if not there:
+        return policy, local
+    sampler: Any = make_engine(config, words, seed)
+    try:
+        require_trainable(sampler)
+        require_weights(sampler)
+    except ConfigError:
+        sampler.close()
+        raise
+    return policy, sampler
+
+
+def load_policy(
+    folder: Path, *, device: str = "cpu", config: EngineConfig | None = None
+) -> tuple[Policy, Any]:
+    """The policy in a model folder or the `engine` folder of a checkpoint, and a sampler with its network.
+
+    Args:
+        folder: what `Policy.save` or transformers wrote.
+        device: where the network lives.
+        config: of the run, for what its sampler is set to beside its weights.
+    """
+    options = {} if config is None else {"max_batch": config.max_batch, **config.template}
+    described: dict[str, Any] = {}
+    if (folder / "engine.json").exists() or not (folder / "config.json").exists():  # a bare model has none
+        described = read_json(folder / "engine.json")
+    sampler: Any
+    if described.get("engine") == "tiny":
+        from shoal.rollout.samplers.tiny import TinyEngine
+
+        sampler = TinyEngine.load(folder, device=device)
+    elif described.get("engine") == "huggingface-lora":
+        from shoal.train.agent.lora import load_lora
+
+        return load_lora(folder, device, **options)
+    else:
+        from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+
+        sampler = HuggingFaceEngine.load(
+            folder, device=device, dtype=described.get("dtype", "float32"), **options
+        )
+    return policy_of(sampler), sampler
+
+
+def load_engine(folder: Path, *, device: str = "cpu", config: EngineConfig | None = None) -> Any:
+    """The sampler in the `engine` folder of a checkpoint, to play with; see `load_policy`."""
+    return load_policy(folder, device=device, config=config)[1]
+
+
+def load_teacher(folder: str, student: Policy) -> Policy:
+    """A frozen network that scores what a student wrote, from a model folder or the `engine` folder of a checkpoint.
+
+    Raises:
+        ConfigError: it does not read the student's tokens.
+    """
+    device = str(next(student.module.parameters()).device)
+    teacher, _ = load_policy(resolve_model(folder), device=device)
+    sizes = [next(p for p in one.module.parameters() if p.dim() == 2).shape[0] for one in (teacher, student)]
+    text = "The quick brown fox: 3 + 4 = 7? <action>Up</action>"
+    if sizes[0] != sizes[1] or teacher.tokenizer.encode(text) != student.tokenizer.encode(text):
+        raise ConfigError(
+            f"algorithm.teacher={folder} has another vocabulary than the model that is trained ({sizes[0]} and "
+            f"{sizes[1]} tokens): choose a teacher of the same family"
+        )
+    teacher.module.requires_grad_(False)
+    return teacher
+
+
+# --- passes
+Precision = Literal["float32", "bfloat16"]
+
+
+def autocast(model: nn.Module, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """Matrix products in bfloat16 if asked for; sums that need it stay in float32."""
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, torch.bfloat16)
+
+
+def can_checkpoint(model: nn.Module) -> bool:
+    """Whether layers of this model can be computed again in the backward pass."""
+    return bool(_layers(model))
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if hasattr(part, "gradient_checkpointing")]
+
+
+@contextlib.contextmanager
+def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[None]:
+    """The layers of `model` are computed again in the backward pass if asked for, and adapters drop out by `seed`.
+
+    The model itself stays in evaluation mode: what it computes is what the engine computed.
+    """
+    layers = _layers(model) if checkpointing else []
+    drops = [
+        part
+        for name, part in model.named_modules()
+        if "lora_dropout" in name and isinstance(part, nn.Dropout) and part.p > 0
+    ]
+    before = [part.gradient_checkpointing for part in layers]
+    for (
+        part
+    ) in layers:  # set here, since the methods of transformers that do it change names between versions
+        part.gradient_checkpointing = True  # type: ignore[assignment]
+        part._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+    switched = [*layers, *drops]
+    for part in switched:
+        part.training = True  # of this module alone: its parts keep their mode
+    device = next(model.parameters()).device
+    noise = (
+        torch.random.fork_rng([device] if device.type == "cuda" else [])
+        if drops
+        else contextlib.nullcontext()
+    )
+    try:
+        with noise:
+            if drops:
+                torch.manual_seed(seed % 2**63)
+            yield
+    finally:
+        for part in switched:
+            part.training = False
+        for part, was in zip(layers, before, strict=True):
+            part.gradient_checkpointing = was
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen, in a fixed order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def logprobs_of(
+    policy: Policy, micro: MicroBatch, temperature: float, precision: Precision = "float32"
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities `[N, V]` of every token and `[N]` of the trained ones, as sampled at `temperature`."""
+    with autocast(policy.module, precision):
+        logits = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins)
+    scores = (logits.float() / (temperature or 1.0)).log_softmax(-1)
+    return scores, scores.gather(1, micro.targets[:, None])[:, 0]
+
+
+class Critic(nn.Module):
+    """A body of the policy's shape, started from its weights, and one linear output that starts at 0.
+
+    Args:
+        policy: whose network is copied.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self._body = policy.twin()
+        self.model = self._body.module
+        device = next(self.model.parameters()).device
+        with torch.random.fork_rng(devices=[]):  # the weights are set below; global state stays as it was
+            self.output = nn.Linear(self._body.width, 1, device=device)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Values `[N]` of the contexts before the true places of `where [B, T]`, in row-major order."""
+        hidden = self._body.hidden(ids, lengths, where, begins)
+        return cast(Tensor, self.output(hidden.float())[:, 0].clone())  # hooks on the result want no view
+
+
+def split_optimizer(
+    policy: list[nn.Parameter], critic: Critic | None, rate: float, critic_rate: float, weight_decay: float
+) -> MasterAdamW:
+    """One Adam for both, each with its own rate."""
+    groups: list[dict[str, Any]] = [{"params": policy, "lr": rate}]
+    if critic is not None:
+        groups.append({"params": trained_parameters(critic), "lr": critic_rate})
+    return MasterAdamW(groups, weight_decay=weight_decay)
+
+
+LENGTHS = (23, 14, 9)
+"""Tokens of the samples of the trial: the last two share a row, behind each other."""
+
+
+def safe_batching(policy: Policy, wanted: Batching) -> Batching:
+    """`wanted`, or what is right for this model: `auto` becomes `bucketed` where packing would be wrong.
+
+    Raises:
+        ConfigError: `packed` is asked for, and this model does not keep samples of a row apart.
+    """
+    if wanted not in ("auto", "packed"):
+        return wanted
+    fault = packing_fault(policy)
+    if fault is None:
+        return wanted
+    if wanted == "packed":
+        raise ConfigError(
+            f"algorithm.batching=packed is wrong for this model: {fault}; set bucketed (or auto)"
+        )
+    logger.warning("samples are not packed into rows (algorithm.batching=bucketed): %s", fault)
+    return "bucketed"
+
+
+def packing_fault(policy: Policy) -> str | None:
+    """What goes wrong when this model gets two samples in one row, or None if nothing does.
+
+    The second sample of a row must not change when the first does (not even by rounding: masked tokens count
+    nothing), and must have the log-probabilities that it has alone.
+    """
+    parameter = next(policy.module.parameters())
+    tolerance = 1e-3 if parameter.dtype == torch.float32 else 0.1
+    samples, changed = _trial(policy, 0), _trial(policy, 7)
+    changed[2] = samples[2]
+    try:
+        packed, other = (_logprobs(policy, each, "packed") for each in (samples, changed))
+        alone = _logprobs(policy, samples, "padded")
+    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"it does not take packed rows ({type(error).__name__}: {lines[0]})"
+    leak = float(np.abs(packed[2] - other[2]).max())
+    if not leak <= 1e-6:
+        return (
+            f"a sample's log-probs change by {leak:.2g} with the sample before it in the row (recurrent or "
+            f"linear-attention layers, or a mask that is ignored)"
+        )
+    gap = max(float(np.abs(a - b).max()) for a, b in zip(packed, alone, strict=True))
+    if not gap <= tolerance:
+        return f"log-probs in a packed row differ by {gap:.2g} from those alone (positions that do not start anew)"
+    return None
+
+
+def _trial(policy: Policy, start: int) -> list[Sample]:
+    """Samples of arbitrary tokens that every vocabulary has (special ones count as well as any)."""
+    embedding = next(p for p in policy.module.parameters() if p.dim() == 2)
+    below = min(200, embedding.shape[0])
+    ids = (np.arange(sum(LENGTHS)) * 37 + 11 + start) % below
+    parts = np.split(ids, np.cumsum(LENGTHS)[:-1])
+    return [Sample(tuple(part.tolist()), np.arange(1, len(part)), {}) for part in parts]
+
+
+def _logprobs(policy: Policy, samples: list[Sample], batching: Batching) -> list[np.ndarray]:
+    device = str(next(policy.module.parameters()).device)
+    return list(
+        token_values(
+            samples, lambda micro: logprobs_of(policy, micro, 1.0)[1], 4096, policy.pad_id, device, batching
+        )
+    )

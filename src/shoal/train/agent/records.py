@@ -1,0 +1,169 @@
+"""What a run of agent training leaves on disk: metrics, curves, trajectories, checkpoints and a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from shoal.core.configuration import to_mapping
+from shoal.core.data import Trajectory, write_trajectories
+from shoal.core.errors import ConfigError
+from shoal.core.files import remove_leftovers
+from shoal.core.run_folder import Event, RunFolder
+from shoal.train.agent.checkpoint import Progress, Snapshot, list_checkpoints, save_checkpoint
+from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.policy import Policy
+from shoal.train.tensorboard import TensorBoard
+from shoal.train.wandb_log import WandB
+
+DEFAULT_FOLDER = "runs/agent"
+"""Of a run whose config names none."""
+
+
+class Records:
+    """Writes the run folder.
+
+    Args:
+        config: of the run.
+        on_event: called at durable moments.
+        writes: False makes every method that writes do nothing (further processes of one run).
+    """
+
+    def __init__(self, config: AgentConfig, on_event: Event | None, writes: bool = True) -> None:
+        self._config = config
+        self._writes = writes
+        self.folder = RunFolder(config.run_dir or DEFAULT_FOLDER, "train", config.seed, on_event, lock=writes)
+        self._checkpoints = self.folder.path / "checkpoints"
+        settings = config.trainer
+        self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)
+        self._wandb = WandB(
+            self.folder.path, settings.wandb_project, to_mapping(config), writes and settings.wandb
+        )
+
+    def only_begun(self) -> bool:
+        """Whether the folder holds a run that ended before its first checkpoint: there is nothing to go on from."""
+        if not (self.folder.path / "config.yaml").exists() or list_checkpoints(self._checkpoints):
+            return False
+        return all(row["iteration"] == 0 for row in self.folder.read_metrics())
+
+    def begin(self) -> None:
+        """Write the config of a new run, or of one that was only begun and is asked to go on.
+
+        Raises:
+            ConfigError: the folder holds a run.
+        """
+        if not self._writes:
+            return
+        if self._config.resume:
+            self.go_on(-1)
+        elif self.folder.metrics_path.exists():
+            raise ConfigError(
+                f"{self.folder.path} holds a run already: pass resume=true to go on with it, or another run_dir"
+            )
+        OmegaConf.save(OmegaConf.create(to_mapping(self._config)), self.folder.path / "config.yaml")
+
+    def go_on(self, iteration: int) -> list[dict[str, Any]]:
+        """Drop what was reported after `iteration` and what was half written, and give the rows before."""
+        if self._writes:
+            remove_leftovers(self._checkpoints)
+            remove_leftovers(self.folder.path)
+            self.folder.keep_metrics(lambda row: row["iteration"] <= iteration)
+        return [row for row in self.folder.read_metrics() if row["iteration"] <= iteration]
+
+    def report(self, row: dict[str, Any]) -> None:
+        """Add a row of metrics; at an evaluation, draw the curves."""
+        if not self._writes:
+            return
+        self.folder.append_metrics(row)
+        self._board.add(row, row["iteration"])
+        self._wandb.add(row, row["iteration"])
+        if "heldout_success" in row:
+            from shoal.train.agent.records import write_curves
+
+            write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
+
+    def keep_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Write `trajectories/<name>.jsonl`."""
+        if self._writes:
+            write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
+
+    def save(
+        self,
+        policy: Policy,
+        snapshot: Snapshot,
+        progress: Progress,
+        *,
+        best: bool = False,
+    ) -> None:
+        """Commit a checkpoint, as the best one too if it is the best so far."""
+        if not self._writes:
+            return
+        path = save_checkpoint(
+            self._checkpoints,
+            policy,
+            snapshot,
+            progress,
+            self._config.comparable(),
+            self._config.trainer.keep_checkpoints,
+            best=best,
+        )
+        self.folder.event("checkpoint", step=progress.iteration, path=str(path))
+
+    def finish(self, progress: Progress) -> None:
+        """Write the summary."""
+        if not self._writes:
+            return
+        held_out = [row for row in self.folder.read_metrics() if "heldout_success" in row]
+        final = {key: value for key, value in held_out[-1].items() if key != "iteration"}
+        final |= {"best_heldout_success": progress.best_success, "iterations": progress.iteration}
+        self.folder.finish(final)
+
+    def close(self) -> None:
+        """Close what is open; may be called twice."""
+        self._board.close()
+        self._wandb.close()
+        self.folder.close()
+
+
+PANELS = (
+    ("success rate", ("success", "heldout_success")),
+    ("reward per episode", ("reward", "heldout_reward")),
+    ("valid actions, groups with signal", ("valid_actions", "groups_with_signal")),
+    ("entropy per token (nats)", ("entropy",)),
+)
+_LABELS = {
+    "success": "training, sampled",
+    "heldout_success": "held out, greedy",
+    "reward": "training, sampled",
+    "heldout_reward": "held out, greedy",
+    "valid_actions": "valid actions",
+    "groups_with_signal": "groups with signal",
+    "entropy": "entropy",
+}
+
+
+def write_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the metrics rows of a run into a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.4))
+    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.95, wspace=0.14, hspace=0.3)  # no search
+    FigureCanvasAgg(figure)
+    for axis, (title, names) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        for name in names:
+            points = [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]
+            if points:
+                marker = "o" if name.startswith("heldout") else None
+                axis.plot(*zip(*points, strict=True), label=_LABELS[name], marker=marker, markersize=4)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("iteration", fontsize=9)
+        axis.grid(alpha=0.3)
+        if "success" in title or "valid" in title:
+            axis.set_ylim(-0.02, 1.02)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    figure.savefig(path, dpi=100, pil_kwargs={"compress_level": 1})

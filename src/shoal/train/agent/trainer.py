@@ -1,0 +1,462 @@
+"""Training a language-model agent: play groups, compare within them, update, and keep everything on disk.
+
+The loop is a straight line: rollouts, groups with signal, advantages, update, evaluation, checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from shoal import envs
+from shoal.core.data import Trajectory
+from shoal.core.errors import ConfigError
+from shoal.core.run_folder import Event
+from shoal.core.seeding import derive_seed
+from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.episode import Role
+from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
+from shoal.rollout.filters import filter_rollouts
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.registry import close_engine
+from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
+from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint, take_snapshot
+from shoal.train.agent.config import AgentConfig, Algorithm, refuse_without_signal
+from shoal.train.agent.distributed import (
+    BaseReference,
+    Processes,
+    Reference,
+    ShardedPolicy,
+    SharedCollector,
+    refuse_all_failed,
+    refuse_without_room,
+    shard_critic,
+)
+from shoal.train.agent.evaluation import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
+from shoal.train.agent.policy import (
+    Critic,
+    Policy,
+    can_checkpoint,
+    load_teacher,
+    make_policy,
+    policy_of,
+    safe_batching,
+    split_optimizer,
+    trained_parameters,
+)
+from shoal.train.agent.records import DEFAULT_FOLDER, Records
+from shoal.train.agent.update import Learner, prepare_samples, update
+from shoal.train.agent.warmup import warm_up
+from shoal.train.agent.weights import MasterAdamW, WeightSync
+from shoal.train.schedules import decayed
+
+logger = logging.getLogger(__name__)
+
+
+class AgentTrainer:
+    """Trains one policy on the envs of a config.
+
+    Args:
+        config: an `AgentConfig`, or a mapping (or OmegaConf config) with its keys.
+        on_event: called at durable moments (checkpoint, evaluation, summary).
+        policy: what is trained, in the place of the one that `config.engine` names; the sampler's own if not given.
+        sampler: what writes, in the place of the one that `config.engine` names; the caller closes it.
+
+    Use it as a context manager, or call `close`, so that env workers end, and engines that sample elsewhere.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig | Mapping[str, Any],
+        on_event: Event | None = None,
+        *,
+        policy: Policy | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        if policy is not None and sampler is None:
+            raise ConfigError(
+                "a policy samples nothing: give AgentTrainer the sampler too that writes for it"
+            )
+        if not isinstance(config, AgentConfig):
+            plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+            config = AgentConfig.read(plain)  # type: ignore[arg-type]
+        begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
+        if config.resume and begun.exists():
+            config = config.as_begun(OmegaConf.to_container(OmegaConf.load(begun)))  # type: ignore[arg-type]
+        refuse_without_signal(config)
+        sharded = config.trainer.sharding == "full"
+        self.processes = Processes.join(config.engine.device, sharded=sharded)
+        with ExitStack() as started:  # what has begun ends if the rest cannot
+            self._begin(config, on_event, started, policy, sampler)
+            self._end = started.pop_all()
+
+    def _begin(
+        self,
+        config: AgentConfig,
+        on_event: Event | None,
+        begun: ExitStack,
+        policy: Policy | None,
+        sampler: Any,
+    ) -> None:
+        parallel = config.agent_proxy.use_parallel_rollout
+        self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
+        begun.callback(self.train_envs.pool.close)
+        begun.callback(self.val_envs.pool.close)
+        roles = {**self.train_envs.roles, **self.val_envs.roles}
+        if sampler is None:
+            policy, sampler = make_networked(config, roles, self.processes)
+            begun.callback(close_engine, sampler)
+        policy = policy_of(sampler) if policy is None else policy
+        self.sampler = sampler
+        batching = safe_batching(policy, config.algorithm.batching)
+        algorithm = replace(config.algorithm, batching=batching)
+        self.config = config = replace(config, algorithm=algorithm)
+        self.records = Records(config, on_event, writes=self.processes.first)
+        begun.callback(self.records.close)
+        kept = self.records.folder.path / "reference"
+        self.policy, self.critic, self._reference = make_networks(config, policy, kept, self.processes)
+        self.optimizer = make_optimizer(config, self.policy, self.critic)
+        self._sync = WeightSync(self.policy, sampler)
+        self._learner = Learner(
+            self.policy,
+            self.optimizer,
+            algorithm,
+            config.agent_proxy,
+            self.critic,
+            self._reference.policy if self._reference else None,
+            load_teacher(algorithm.teacher, policy) if algorithm.teacher else None,
+            config.seed,
+            self.processes,
+        )
+        self.progress = Progress(0, 0.0, 0, 0)
+        self._clock = EngineClock()
+        self._collector = self._make_collector("train", config.seed)
+        begun.callback(self._collector.close)
+        self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
+        begun.callback(self._val_collector.close)
+        self._success = 0.0  # held out, at this iteration; 0 if not measured
+        self._warned = False
+
+    def __enter__(self) -> AgentTrainer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End env workers, and what the engine started; may be called twice."""
+        self._end.close()
+
+    def describe(self) -> str:
+        """One line: what is trained, on what."""
+        return describe(self.config, self.policy, list(self.train_envs.roles), self.processes)
+
+    # --- the loop
+    def train(self) -> Iterator[dict[str, Any]]:
+        """Run to the end, yielding one row of metrics an iteration (row 0 is the start); resumes if asked to."""
+        if self.config.resume and not self.processes.together(self.records.only_begun)[0]:
+            yield from self._resume()
+        else:
+            yield self._start()
+        settings = self.config.trainer
+        enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
+        while self.progress.iteration < settings.iterations and self._success < enough:
+            row = self.train_iteration()
+            last = self.progress.iteration >= settings.iterations
+            improved = False
+            if last or self.progress.iteration % settings.eval_every == 0:
+                row |= self._validate()
+                improved = row["heldout_success"] > self.progress.best_success
+                if improved:
+                    self.progress = replace(self.progress, best_success=row["heldout_success"])
+                last = last or row["heldout_success"] >= enough
+            self._success = row.get("heldout_success", 0.0)
+            self.records.report(row)
+            if last or improved or self.progress.iteration % settings.save_every == 0:
+                self._save(best=improved)
+            yield row
+        self.records.finish(self.progress)
+
+    def train_iteration(self) -> dict[str, Any]:
+        """One round of rollouts and one update; returns its metrics."""
+        config, iteration = self.config, self.progress.iteration
+        self._clock.lap()
+        clock = time.perf_counter()
+        trajectories, learned, rollouts = play_groups(self._collector, iteration, config)
+        rollout_seconds = time.perf_counter() - clock
+        if "engine_busy" not in rollouts:
+            rollouts["engine_busy"] = round(self._clock.lap() / rollout_seconds, 4)
+        row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
+        row |= self._learn(trajectories, learned, iteration)
+        tokens = sum(t.n_tokens for t in trajectories)
+        self.progress = Progress(
+            iteration + 1,
+            self.progress.best_success,
+            self.progress.episodes + len(trajectories),
+            self.progress.tokens + tokens,
+        )
+        row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
+        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
+        if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
+            self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories)
+        return row
+
+    def evaluate(self, *, greedy: bool = True) -> list[Trajectory]:
+        """Play the held-out episodes; the same ones every time."""
+        return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
+
+    # --- parts of an iteration
+    def _learn(
+        self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
+    ) -> dict[str, float]:
+        """Advantages of the groups to learn from, and one update from them."""
+        config = self.config
+        row = signal_metrics(trajectories, learned, config)
+        self._warn_of_shaping(row["groups_shaping_only"])
+        if not learned:
+            return row
+        set_rates(self.optimizer, config.algorithm, iteration / config.trainer.iterations)
+        samples = prepare_samples(learned, self._learner)
+        return row | update(self._learner, samples, iteration) if samples else row
+
+    def _warn_of_shaping(self, share: float) -> None:
+        """Say once when most groups differ by the format penalty alone."""
+        if share > 0.5 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%.0f%% of groups differ by the format penalty alone: they teach the format and nothing of the "
+                "task. Lower agent_proxy.format_penalty or add warm-up steps.",
+                100 * share,
+            )
+
+    # --- beginnings and ends
+    def _start(self) -> dict[str, Any]:
+        self.processes.together(self.records.begin)
+        row: dict[str, Any] = {"iteration": 0}
+        losses = list(warmed_up(self.config, self.policy, self.train_envs.roles, self.processes))
+        if losses:
+            row["warmup_loss"] = losses[-1]
+        self.processes.share_weights(self.policy.module.state_dict().values())
+        if self.critic is not None:
+            self.critic.model.load_state_dict(self.policy.module.state_dict())
+        self.optimizer.take_weights()
+        self._sync.changed()
+        if self._reference is not None:
+            self._reference.keep(self.policy)
+        row |= self._validate()
+        self._success = row["heldout_success"]
+        self.progress = replace(self.progress, best_success=self._success)
+        self.records.report(row)
+        self._save(best=True)
+        return row
+
+    def _resume(self) -> Iterator[dict[str, Any]]:
+        folder = self.records.folder.path
+        self.progress = load_checkpoint(
+            newest_checkpoint(folder / "checkpoints"),
+            self.policy,
+            self.critic,
+            self.optimizer,
+            self.config.comparable(),
+        )
+        self._sync.changed()
+        if self._reference is not None:
+            self._reference.load()
+        rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
+        self._success = float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
+        yield from rows
+
+    def _validate(self) -> dict[str, float]:
+        trajectories = self.evaluate()
+        self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
+        refuse_all_failed(trajectories, "the evaluation")
+        return heldout_metrics(trajectories)
+
+    def _save(self, *, best: bool = False) -> None:
+        snapshot = take_snapshot(self.policy, self.critic, self.optimizer, self.processes.first)
+        save = partial(self.records.save, self.policy, snapshot, self.progress, best=best)
+        self.processes.together(save)
+
+    def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
+        if self.config.agent_proxy.use_parallel_rollout:
+            manager = ParallelRolloutManager(self.config, self.sampler, side=which, seed=seed)
+            return SharedCollector(manager, self.processes, self._in_sync)
+        side = self.train_envs if which == "train" else self.val_envs
+        collector = lockstep_collector(self.config, side, self.sampler, self._clock, seed)
+        return SharedCollector(collector, self.processes, self._in_sync)
+
+    @contextmanager
+    def _in_sync(self) -> Iterator[None]:
+        """The sampler writes by the present weights for as long as this lasts."""
+        shards = isinstance(self.policy, ShardedPolicy) and self._sync.shared
+        with self.policy.whole() if shards else nullcontext():  # type: ignore[attr-defined]
+            self._sync.carry()
+            yield
+
+
+def make_networked(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> tuple[Policy, Any]:
+    """The policy of a config on this process's device, with adapters if they are what is trained, and its sampler."""
+    words = sorted({word for role in roles.values() for word in role.projection.words()})
+    if config.engine.name == "ray" and processes.count > 1:
+        refuse_without_room(config.engine.replicas, processes)
+    device = processes.device(config.engine.device)
+    policy, sampler = make_policy(replace(config.engine, device=device), words, config.seed)
+    try:
+        if config.algorithm.gradient_checkpointing and not can_checkpoint(policy.module):
+            raise ConfigError(
+                "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
+                "twice: leave it out"
+            )
+        if not config.model.lora.rank:
+            return policy, sampler
+        from shoal.train.agent.lora import add_lora
+
+        return add_lora(policy, config.model.lora, config.engine.model, config.seed), sampler
+    except BaseException:
+        close_engine(sampler)  # it may have begun processes
+        raise
+
+
+def make_networks(
+    config: AgentConfig, policy: Policy, kept: Path, processes: Processes
+) -> tuple[Policy, Critic | None, Reference | BaseReference | None]:
+    """The policy as it is trained, and the networks beside it: a critic, and what a KL penalty holds on to.
+
+    Each is cut into shards once it is made, where they are to be, so that no more than two are whole at a time.
+    """
+    critic = Critic(policy) if config.algorithm.needs_critic else None
+    if critic is not None and processes.sharded:
+        shard_critic(critic, policy, processes)
+    penalty, lora = config.algorithm.kl.coef, config.model.lora.rank
+    copied = Reference(kept, policy, processes) if penalty and not lora else None
+    trained: Policy = ShardedPolicy(policy, processes) if processes.sharded else policy
+    if penalty and lora:
+        return trained, critic, BaseReference(trained)  # type: ignore[arg-type]
+    return trained, critic, copied
+
+
+def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -> MasterAdamW:
+    """Adam over what is trained."""
+    algorithm = config.algorithm
+    return split_optimizer(
+        trained_parameters(policy.module),
+        critic,
+        algorithm.learning_rate,
+        algorithm.critic.learning_rate,
+        algorithm.weight_decay,
+    )
+
+
+def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, progress: float) -> None:
+    """Learning rates by the schedule, from the finished share of the run alone."""
+    rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
+
+
+def describe(config: AgentConfig, policy: Policy, kinds: Sequence[str], processes: Processes) -> str:
+    """One line: what is trained, on what."""
+    size = sum(parameter.numel() for parameter in policy.module.parameters())
+    groups, algorithm = config.es_manager.train, config.algorithm.adv_estimator
+    several = f", {processes.count} processes" if processes.count > 1 else ""
+    several += " (sharded)" if processes.sharded else ""
+    return (
+        f"{config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
+        f"{groups.env_groups} groups of {groups.group_size} on {', '.join(kinds)}{several}"
+    )
+
+
+def lockstep_collector(
+    config: AgentConfig, side: EnvironmentSet, sampler: Sampler, clock: EngineClock, seed: int
+) -> TrajectoryCollector:
+    """Plays the envs of one side in this process; `clock` measures the engine."""
+    return TrajectoryCollector(
+        side.pool,
+        side.tags,
+        make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn),
+        side.group_size,
+        clock.around(sampler),
+        config.agent_proxy.prompt,
+        seed,
+    )
+
+
+def warmed_up(
+    config: AgentConfig, policy: Policy, roles: dict[str, Role], processes: Processes
+) -> Iterator[float]:
+    """The supervised steps of a config, which every process takes; yields the loss of each."""
+    if not config.warmup.steps:
+        return
+    kinds = {tag: config.custom_envs[tag] for tag in roles}
+    makers = {
+        tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config)) for tag, kind in kinds.items()
+    }
+    tokens = config.algorithm.micro_batch_tokens
+    share = 1 / processes.count if processes.sharded else 1.0
+    prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
+    yield from warm_up(policy, makers, roles, prompter, config.warmup, tokens, config.seed, share)
+
+
+def play_groups(
+    collector: SharedCollector, iteration: int, config: AgentConfig
+) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
+    """Groups of this iteration (with dynamic sampling, until enough have signal), those to learn from, and metrics."""
+    algorithm, settings = config.algorithm, config.algorithm.filter_groups
+    collector.lap()
+    played, kept, report = collect_with_signal(
+        collector,
+        iteration,
+        config.agent_proxy.sampling(),
+        max_batches=settings.max_num_gen_batches if settings.enable else 1,
+        gamma=algorithm.gamma,
+    )
+    refuse_all_failed(played, f"iteration {iteration + 1}")
+    if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
+        logger.info("iteration %d: %s", iteration + 1, report)
+    row = report.metrics() | collector.lap()
+    learned = kept if settings.enable else [t for t in played if t.status == "ok"]
+    if algorithm.rollout_filter_ratio < 1:
+        learned, filtered = filter_rollouts(
+            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
+        )
+        row |= filtered
+    return played, learned, row
+
+
+class EngineClock:
+    """Adds up the seconds that engines spend on completions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def lap(self) -> float:
+        """The seconds since the last lap."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def around(self, sampler: Sampler) -> Sampler:
+        """The same sampler, timed."""
+        return _Timed(sampler, self)
+
+
+class _Timed(EngineAround):
+    def __init__(self, sampler: Sampler, clock: EngineClock) -> None:
+        super().__init__(sampler)
+        self._clock = clock
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        began = time.perf_counter()
+        try:
+            return super().generate(requests)
+        finally:
+            self._clock.seconds += time.perf_counter() - began

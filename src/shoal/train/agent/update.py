@@ -1,0 +1,330 @@
+"""One update of the weights from trajectories: samples with all that the losses read, minibatches in a named order.
+
+Losses are weighted by counts of whole minibatches, so no result depends on how a minibatch was cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.core.data import Trajectory
+from shoal.core.errors import DivergedError
+from shoal.core.seeding import derive_seed, stream
+from shoal.train.agent.advantages import Array, critic_advantages, teacher_advantages, turn_advantages
+from shoal.train.agent.batch import (
+    Column,
+    MicroBatch,
+    Sample,
+    make_samples,
+    micro_batches,
+    split_tokens,
+    token_values,
+)
+from shoal.train.agent.config import AgentProxy, Algorithm
+from shoal.train.agent.distributed import ALONE, Processes
+from shoal.train.agent.losses import (
+    LOSSES,
+    Tokens,
+    aggregation_weights,
+    entropy_of,
+    kl_penalty,
+    rollout_correction,
+    value_loss,
+)
+from shoal.train.agent.policy import (
+    Critic,
+    Policy,
+    Precision,
+    autocast,
+    logprobs_of,
+    trained_parameters,
+    training_mode,
+)
+from shoal.train.agent.weights import whole
+
+
+@dataclass
+class Learner:
+    """What is trained, with what, and the networks that are asked about it."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    algorithm: Algorithm
+    proxy: AgentProxy
+    critic: Critic | None = None
+    reference: Policy | None = None
+    """What a KL penalty holds on to."""
+    teacher: Policy | None = None
+    """Scores tokens for distillation."""
+    seed: int = 0
+    processes: Processes = ALONE
+
+
+@dataclass
+class Totals:
+    """Sums over the tokens of an update, for its metrics."""
+
+    tokens: int = 0
+    loss: float = 0.0  # weighted, so already a mean a minibatch
+    entropy: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    kl_to_reference: float = 0.0
+    value_loss: float = 0.0
+    correction: float = 0.0
+    largest_gap: float = 0.0  # |log-prob now - when sampled| before the first gradient step
+    grad_norm: float = 0.0
+    steps: int = 0
+
+    def over(self, processes: Processes) -> Totals:
+        """Those of all processes; what every one of them counted alike is not counted again."""
+        everyone = processes.together(lambda: self)
+        summed = {
+            item.name: sum(getattr(one, item.name) for one in everyone)
+            for item in fields(self)
+            if item.name not in ("largest_gap", "grad_norm", "steps")
+        }
+        return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
+
+    def metrics(self, config: Algorithm) -> dict[str, float]:
+        """Means a token, and means a step for loss and gradient."""
+        tokens, steps = max(self.tokens, 1), max(self.steps, 1)
+        row = {
+            "loss": self.loss / steps,
+            "entropy": self.entropy / tokens,
+            "clip_fraction": self.clipped / tokens,
+            "kl_to_rollout": self.kl / tokens,
+            "logprob_gap_max": self.largest_gap,
+            "grad_norm": self.grad_norm / steps,
+            "gradient_steps": self.steps,
+            "trained_tokens": self.tokens,
+        }
+        if config.kl.coef:
+            row["kl_to_reference"] = self.kl_to_reference / tokens
+        if config.needs_critic:
+            row["value_loss"] = self.value_loss / tokens
+        if config.rollout_correction.method != "none":
+            row["rollout_correction_mean"] = self.correction / tokens
+        return row
+
+
+def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[str, float]:
+    """Train on samples; the order of minibatches depends on (seed, iteration, epoch) alone.
+
+    Several processes give the same samples and each work on a part of every minibatch.
+
+    Returns:
+        Metrics of the update, see `docs/metrics.md`.
+    """
+    algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
+    totals = Totals()
+    noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
+    models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
+    with contextlib.ExitStack() as modes:
+        for model in models:
+            modes.enter_context(training_mode(model, algorithm.gradient_checkpointing, noise))
+        for epoch in range(algorithm.epochs):
+            order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
+            for first in range(0, len(order), algorithm.minibatch_size):
+                gradient_step(
+                    learner, [samples[i] for i in order[first : first + algorithm.minibatch_size]], totals
+                )
+    learner.policy.weights_version += 1
+    return totals.over(learner.processes).metrics(algorithm)
+
+
+def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals) -> None:
+    """One step of the optimizer; the weights of all tokens of the minibatch sum to 1, over all processes.
+
+    Raises:
+        DivergedError: a gradient is NaN or infinite; the weights are those from before this step.
+    """
+    policy, critic, config, processes = learner.policy, learner.critic, learner.algorithm, learner.processes
+    lengths = [len(sample.places) for sample in minibatch]
+    weights = aggregation_weights(lengths, config.loss_aggregation, config.loss_constant)
+    weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
+    parameters = trained_parameters(policy.module)
+    learner.optimizer.zero_grad(set_to_none=True)
+    device = str(parameters[0].device)
+    own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
+    size = config.micro_batch_tokens
+    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, policy.shares_prefixes))
+    for micro in processes.in_step(micros):
+        if micro is None:
+            shortest = min(weighted, key=lambda sample: len(sample.ids))
+            idle = next(micro_batches([shortest], size, policy.pad_id, device))
+            loss = idle_loss(policy, critic, idle, config.precision)
+        else:
+            loss = token_loss(policy, micro, config, learner.proxy.temperature, totals)
+            if critic is not None:
+                loss = loss + critic_loss(critic, micro, config, totals)
+        loss.backward()  # type: ignore[no-untyped-call]
+    of_critic = [] if critic is None else trained_parameters(critic)
+    processes.sum_gradients([*parameters, *of_critic])
+    totals.grad_norm += refuse_diverged(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm), "policy")
+    if critic is not None:
+        refuse_diverged(nn.utils.clip_grad_norm_(critic.parameters(), config.max_grad_norm), "critic")
+    totals.steps += 1
+    learner.optimizer.step()
+
+
+def refuse_diverged(norm: Tensor, of: str) -> float:
+    """The norm of a gradient as a number.
+
+    Raises:
+        DivergedError: it is NaN or infinite; no step was made with it.
+    """
+    size = float(whole(norm))
+    if not math.isfinite(size):
+        raise DivergedError(
+            f"the gradient of the {of} is {size} (its norm): training diverged, and the weights are those from before "
+            f"it. Lower the learning rate; resume=true goes on from the last checkpoint"
+        )
+    return size
+
+
+def token_loss(
+    policy: Policy, micro: MicroBatch, config: Algorithm, temperature: float, totals: Totals
+) -> Tensor:
+    """The weighted sum of the policy's loss over a micro-batch; adds to `totals`."""
+    scores, logprobs = logprobs_of(policy, micro, temperature, config.precision)
+    columns = micro.columns
+    tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
+    losses, clipped = LOSSES[config.policy_loss].compute(tokens, config)
+    if "correction" in columns:
+        losses = losses * columns["correction"]
+        totals.correction += float(columns["correction"].sum())
+    with torch.set_grad_enabled(config.entropy_coef != 0):  # it is always told, but seldom trained
+        entropy = entropy_of(scores)
+    if config.entropy_coef:
+        losses = losses - config.entropy_coef * entropy
+    if config.kl.coef:
+        kl = kl_penalty(logprobs, columns["reference_logprobs"], config.kl.estimator)
+        losses = losses + config.kl.coef * kl
+        totals.kl_to_reference += float(kl.detach().sum())
+    loss = (losses * columns["weights"]).sum()
+    with torch.no_grad():
+        gap = logprobs - columns["old_logprobs"]
+        ratio = gap.exp()
+        totals.tokens += len(micro.targets)
+        totals.loss += float(loss)
+        totals.entropy += float(entropy.sum())
+        totals.clipped += float(clipped.sum())
+        totals.kl += float((ratio - 1 - gap).sum())
+        if totals.steps == 0:
+            rollout_gap = logprobs - columns["rollout_logprobs"]
+            totals.largest_gap = max(totals.largest_gap, float(rollout_gap.abs().max()))
+    return loss
+
+
+def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
+    """The weighted sum of the critic's loss over a micro-batch."""
+    with autocast(critic.model, config.precision):
+        values = critic(micro.ids, micro.lengths, micro.where, micro.begins)
+    columns = micro.columns
+    losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
+    totals.value_loss += float(losses.detach().sum())
+    return (losses * columns["weights"]).sum()
+
+
+def idle_loss(policy: Policy, critic: Critic | None, micro: MicroBatch, precision: Precision) -> Tensor:
+    """Zero, by way of all that is trained: the pass of a process with nothing left, while others need its shards."""
+    with autocast(policy.module, precision):
+        total = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float().sum()
+        if critic is not None:
+            total = total + critic(micro.ids, micro.lengths, micro.where, micro.begins).sum()
+    return 0.0 * total
+
+
+# --- what an update reads
+def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> list[Sample]:
+    """Samples of whole trajectories with all columns that the configured losses read; none if no token was written.
+
+    Networks are asked about each sample by one of the processes; all of them get all samples.
+    """
+    algorithm, proxy, policy = learner.algorithm, learner.proxy, learner.policy
+    samples = [sample for trajectory in trajectories for sample in make_samples(trajectory)]
+    if not samples:
+        return []
+    columns: dict[Column, Sequence[np.ndarray]] = {}
+    old: Sequence[np.ndarray] = [sample.columns["rollout_logprobs"] for sample in samples]
+    if algorithm.rollout_correction.method != "none":
+        sampled, old = old, _ask(policy, samples, learner)
+        columns["correction"] = [_correction(o, s, algorithm) for o, s in zip(old, sampled, strict=True)]
+    columns["old_logprobs"] = old
+    if learner.reference is not None:
+        columns["reference_logprobs"] = _ask(learner.reference, samples, learner)
+    if learner.critic is not None:
+        columns["values"] = values = _ask(learner.critic, samples, learner)
+        nested, targets = critic_advantages(trajectories, _by_turn(trajectories, values), algorithm, proxy)
+        columns["returns"] = split_tokens(samples, _flatten(targets))
+        advantages = _flatten(nested)
+    elif learner.teacher is not None:
+        known = _by_turn(trajectories, old)
+        told = _by_turn(trajectories, _ask(learner.teacher, samples, learner))
+        advantages = _flatten(teacher_advantages(trajectories, known, told, algorithm, proxy))
+    else:
+        advantages = _spread(trajectories, turn_advantages(trajectories, algorithm, proxy))
+    columns["advantages"] = split_tokens(samples, advantages)
+    for name, of_samples in columns.items():
+        samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
+    return samples
+
+
+def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[np.ndarray]:
+    """One number a trained token of each sample: a critic's values, or log-probabilities."""
+    algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
+    device = str(next(policy.module.parameters()).device)
+    shortest = min(samples, key=lambda sample: len(sample.ids))
+
+    def compute(micro: MicroBatch) -> Tensor:
+        if isinstance(network, Critic):
+            with autocast(network.model, algorithm.precision):
+                return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
+        return logprobs_of(network, micro, learner.proxy.temperature, algorithm.precision)[1]
+
+    def of(numbers: list[int]) -> list[np.ndarray]:
+        return token_values(  # type: ignore[return-value]
+            [samples[i] for i in numbers],
+            compute,
+            algorithm.micro_batch_tokens,
+            policy.pad_id,
+            device,
+            algorithm.batching,
+            policy.shares_prefixes,
+            processes.in_step,
+            shortest,
+        )
+
+    return processes.spread([len(sample.ids) for sample in samples], of)
+
+
+def _correction(old: np.ndarray, sampled: np.ndarray, algorithm: Algorithm) -> np.ndarray:
+    settings = algorithm.rollout_correction
+    method = "mask" if settings.method == "mask" else "truncate"
+    weights = rollout_correction(torch.from_numpy(old), torch.from_numpy(sampled), settings.cap, method)  # type: ignore[arg-type]
+    return weights.numpy()
+
+
+def _spread(trajectories: Sequence[Trajectory], turns: Sequence[Array]) -> np.ndarray:
+    """One advantage a turn, repeated for each token of its response."""
+    counts = [len(turn.response_ids) for t in trajectories for turn in t.turns]
+    return np.repeat(np.concatenate(turns), counts)
+
+
+def _by_turn(trajectories: Sequence[Trajectory], of_samples: Sequence[np.ndarray]) -> list[list[Array]]:
+    """Values of the tokens of samples, in the order of the trajectories, cut by trajectory and turn."""
+    cuts = np.cumsum([len(turn.response_ids) for t in trajectories for turn in t.turns])[:-1]
+    parts = iter(np.split(np.concatenate(of_samples).astype(np.float64), cuts))
+    return [[next(parts) for _ in t.turns] for t in trajectories]
+
+
+def _flatten(nested: Sequence[Sequence[Array]]) -> np.ndarray:
+    return np.concatenate([tokens for turns in nested for tokens in turns])

@@ -1,0 +1,109 @@
+"""Supervised warm-up of a fresh model: on random valid actions it learns the format and nothing else.
+
+Where the config says so, a share of the actions is the env's expert's, and the model starts as its imitator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+
+from shoal.core.errors import ConfigError, DivergedError
+from shoal.core.seeding import derive_seed, stream
+from shoal.envs import TextEnv
+from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import Completion, Sampling
+from shoal.train.agent.batch import Sample, make_samples, micro_batches
+from shoal.train.agent.config import Warmup
+from shoal.train.agent.policy import Policy, trained_parameters
+from shoal.train.agent.weights import MasterAdamW
+
+MAX_EPISODE_TURNS = 32
+"""Random play is cut here: later states of an env with few endings add nothing to the format."""
+
+
+def warm_up(
+    policy: Policy,
+    makers: Mapping[str, Callable[[], TextEnv[Any]]],
+    roles: Mapping[str, Role],
+    prompter: Prompter,
+    config: Warmup,
+    micro_batch_tokens: int,
+    seed: int,
+    share: float = 1.0,
+) -> Iterator[float]:
+    """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
+
+    `share` is this process's part of a gradient that several compute alike and sum.
+    """
+    plays = [
+        _play(policy, maker(), roles[tag], prompter, config.expert, seed)
+        for tag, maker in sorted(makers.items())
+    ]
+    parameters = trained_parameters(policy.module)
+    optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
+    device = str(parameters[0].device)
+    for step in range(config.steps):
+        samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
+        n_tokens = sum(len(sample.places) for sample in samples)
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device):
+            scores = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float()
+            loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
+            (share * loss).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        if not math.isfinite(total):
+            raise DivergedError(f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate")
+        optimizer.step()
+        yield total
+
+
+def _play(
+    policy: Policy, env: TextEnv[Any], role: Role, prompter: Prompter, expert: float, seed: int
+) -> Iterator[Sample]:
+    """Endless samples from episodes of an agent that asks the expert in a share of the turns."""
+    context = policy.context
+    for number in range(2**63):
+        rng = stream(seed, "warmup", role.tag, number)
+        place = Place(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
+        episode = Episode(place, role, prompter, Sampling())
+        episode.begin(*env.reset(seed=place.env_seed))
+        turns = 0
+        while not episode.over and turns < MAX_EPISODE_TURNS:
+            prompt = episode.request().prompt_ids
+            word = env.expert_action() if expert and rng.random() < expert else None
+            if word is None:
+                word = _random_word(env, role, rng)
+            text = f"<action>{word}</action>"
+            answer = policy.tokenizer.encode(text.removeprefix(prompter.config.prefill))
+            if context is not None and len(prompt) + len(answer) > context:
+                break  # later turns do not fit either
+            for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
+                episode.observe(*env.step(action))
+            episode.end_turn()
+            turns += 1
+        trajectory = episode.trajectory()
+        samples = make_samples(trajectory)
+        if not samples:
+            raise ConfigError(
+                f"the first prompt of {role.tag!r} and an action do not fit the model's context of {context} tokens: "
+                f"shorten the prompt, or raise engine.context"
+            )
+        for i in rng.permutation(len(samples)):
+            yield samples[i]
+
+
+def _random_word(env: TextEnv[Any], role: Role, rng: np.random.Generator) -> str:
+    words = env.available_actions()
+    if not words or not role.projection.lookup:
+        raise ConfigError(
+            f"warm-up on random play needs an env with named actions, and {role.tag!r} takes free text: "
+            f"set warmup.steps=0, or warmup.expert=1 where the env has an expert"
+        )
+    return words[int(rng.integers(len(words)))]

@@ -1,0 +1,214 @@
+"""Weights on their way: between networks and samplers, files, shards and the optimizer.
+
+Tensors that may lie in shards over several processes are gathered whole, and cut again. One that lies here whole is
+what it is: each function is then free, and no process waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import DataError
+
+if TYPE_CHECKING:
+    from shoal.train.agent.policy import Policy
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, in memory of the CPU if it had to be gathered; every process that has a shard must ask."""
+    gather = getattr(tensor, "full_tensor", None)  # a `DTensor`'s, whose module takes a second to import
+    if gather is None:
+        return tensor.detach()
+    gathered: Tensor = gather()
+    return gathered.detach().cpu()
+
+
+def cut_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """`value`, which every process has whole, as `tensor` lies: this process's shard of it, or itself."""
+    if not hasattr(tensor, "full_tensor"):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(tensor, DTensor)
+    here = value.to(tensor.device, tensor.dtype)
+    return distribute_tensor(here, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def whole_weights(module: nn.Module, keep: bool = True, trained_only: bool = False) -> dict[str, Tensor]:
+    """Weights by name; tied ones are one tensor under two names.
+
+    Args:
+        module: of which every process that has a shard must ask.
+        keep: False takes part in gathering, tensor by tensor, and gives nothing.
+        trained_only: leave out what is frozen.
+    """
+    found: dict[str, Tensor] = {}
+    known: dict[int, Tensor | None] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if trained_only and not tensor.requires_grad:
+            continue
+        if id(tensor) not in known:
+            value = whole(tensor)
+            known[id(tensor)] = value if keep else None
+        gathered = known[id(tensor)]
+        if gathered is not None:
+            found[name] = gathered
+    return found
+
+
+def whole_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Tensor]:
+    """State tensors as `<number of the parameter>.<name>`."""
+    found: dict[str, Tensor] = {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            gathered = whole(value)
+            if keep:
+                found[f"{index}.{name}"] = gathered
+    for name, master in optimizer.masters().items() if isinstance(optimizer, MasterAdamW) else ():
+        gathered = whole(master)
+        if keep:
+            found[name] = gathered
+    return found
+
+
+class WeightSync:
+    """Carries the weights of a policy to what samples by them, and only when they have changed.
+
+    A sampler that writes with the policy's own network sees every change; it is told the version. Where networks lie in
+    shards, all processes carry at once.
+
+    Args:
+        policy: what is trained.
+        sampler: what writes; `load_weights(weights, version)` takes weights in memory of the CPU.
+    """
+
+    def __init__(self, policy: Policy, sampler: Any) -> None:
+        self._policy, self._sampler = policy, sampler
+        self.shared = getattr(sampler, "model", None) is policy.module
+        self._carried: tuple[int, int] | None = None
+
+    def changed(self) -> None:
+        """Weights were set by something else than an update, which raises their version."""
+        self._carried = None
+
+    def carry(self) -> None:
+        """Let the sampler write by the weights as they are now."""
+        version = self._policy.weights_version
+        if self.shared:
+            self._sampler.weights_version = version
+            return
+        parameters = list(self._policy.module.parameters())
+        in_shards = any(hasattr(parameter, "full_tensor") for parameter in parameters)
+        stamp = (version, 0 if in_shards else sum(parameter._version for parameter in parameters))
+        if stamp != self._carried:
+            weights = whole_weights(self._policy.module)
+            self._sampler.load_weights({name: tensor.cpu() for name, tensor in weights.items()}, version)
+            self._carried = stamp
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
+
+    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
+    parameters are their own masters.
+
+    Args:
+        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
+        weight_decay: of all groups.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
+        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
+        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        super().__init__(mastered, weight_decay=weight_decay, fused=True)
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+        self._rounded.append((parameter, master))
+        return master
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Begin anew from the network's weights, which something else has set."""
+        for parameter, master in self._rounded:
+            master.copy_(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        super().zero_grad(set_to_none)
+        for parameter, _ in self._rounded:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the masters by the network's gradients, and round them into the network."""
+        for parameter, master in self._rounded:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        result = super().step(closure)
+        for parameter, master in self._rounded:
+            parameter.copy_(master)
+            master.grad = None
+        return result
+
+    def masters(self) -> dict[str, Tensor]:
+        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
+        own = {id(master) for _, master in self._rounded}
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
+
+
+def without_twins(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """One name of each tensor, the first in the alphabet, as files of tensors want it; and for the others, which."""
+    first: dict[int, str] = {}
+    twins: dict[str, str] = {}
+    for name in sorted(weights):
+        place = weights[name].data_ptr()
+        if weights[name].numel() and place in first:
+            twins[name] = first[place]
+        else:
+            first[place] = name
+    return {name: value for name, value in weights.items() if name not in twins}, twins
+
+
+@torch.no_grad()
+def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put weights by name in place; of tied ones, one is enough.
+
+    Raises:
+        DataError: they are of another network.
+    """
+    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    filled: set[int] = set()
+    wrong = [n for n, value in weights.items() if n not in own or own[n].shape != value.shape]
+    if not wrong:
+        for name, value in weights.items():
+            own[name].copy_(cut_like(value, own[name]))
+            filled.add(id(own[name]))
+        wrong = [name for name, tensor in own.items() if id(tensor) not in filled]
+    if wrong:
+        raise DataError(f"these weights are of another network: {sorted(wrong)[:3]} do not match")
+
+
+def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `whole_optimizer` gave; masters that it did not give are the network's weights."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.take_weights()
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        parameter = parameters[int(index)]
+        if name == "master":
+            with torch.no_grad():
+                parameter.copy_(cut_like(value, parameter))
+            continue
+        same = value.shape == parameter.shape
+        state.setdefault(int(index), {})[name] = cut_like(value, parameter) if same else value
+    described = optimizer.state_dict()
+    optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})

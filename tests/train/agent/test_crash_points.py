@@ -1,0 +1,161 @@
+"""A run that ends anywhere, in the midst of its beginning or of a checkpoint, goes on to the end it would have had."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from safetensors.numpy import load_file
+
+from shoal.core import files
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, verify_folder
+from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.records import Records
+from shoal.train.agent.trainer import AgentTrainer
+
+SMALL = [
+    "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=3", "algorithm.entropy_coef=0.05",
+    "es_manager.train.env_groups=2", "es_manager.train.group_size=3", "es_manager.val.env_groups=2",
+    "algorithm.filter_groups.enable=false", "agent_proxy.max_turn=2", "use_parallel_envs=false",
+    "trainer.iterations=4", "trainer.eval_every=1", "trainer.save_every=2", "trainer.keep_checkpoints=1",
+    "trainer.tensorboard=false",
+]  # fmt: skip
+SCORES = [0.2, 0.1, 0.5, 0.5, 0.3]
+"""Held-out success by iteration, made up so that there is a best one in the middle."""
+
+
+class Killed(BaseException):
+    """As abrupt as a test can be without ending itself."""
+
+
+def train(folder, *overrides):
+    with AgentTrainer(compose_config("demo", [*SMALL, f"run_dir={folder}", *overrides])) as trainer:
+        return list(trainer.train())
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    def validate(self):
+        return {"heldout_success": SCORES[self.progress.iteration]}
+
+    monkeypatch.setattr(AgentTrainer, "_validate", validate)
+
+
+def state_of(folder):
+    """Which checkpoints there are, and the weights in each."""
+    found = {}
+    for path in [*list_checkpoints(folder / "checkpoints"), folder / "checkpoints" / "best"]:
+        verify_folder(path)
+        weights = load_file(path / "engine" / "model.safetensors")
+        found[path.name] = (
+            read_json(path / "state.json")["iteration"],
+            {k: v.tobytes() for k, v in weights.items()},
+        )
+    return found
+
+
+def test_the_start_counts_among_the_best(tmp_path, scored, monkeypatch):
+    monkeypatch.setattr("tests.train.agent.test_crash_points.SCORES", [0.4, 0.1, 0.2, 0.3, 0.3])
+    train(tmp_path / "run")
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert metrics["heldout_success"] == 0.3
+    assert metrics["best_heldout_success"] == 0.4
+    assert state_of(tmp_path / "run")["best"][0] == 0
+
+
+def test_a_run_that_never_succeeds_has_a_best_checkpoint_too(tmp_path, scored, monkeypatch):
+    monkeypatch.setattr("tests.train.agent.test_crash_points.SCORES", [0.0] * 5)
+    train(tmp_path / "run")
+    assert state_of(tmp_path / "run")["best"][0] == 0
+
+
+def test_a_run_that_ends_at_any_rename_of_its_checkpoints_resumes_to_the_same_end(
+    tmp_path, scored, monkeypatch
+):
+    train(tmp_path / "calm")
+    calm = state_of(tmp_path / "calm")
+    assert {name: iteration for name, (iteration, _) in calm.items()} == {"step-000004": 4, "best": 2}
+    replace, crashes = files.os.replace, 0
+    while True:
+        folder, seen = tmp_path / f"run-{crashes}", 0
+
+        def counted(source, target, folder=folder, at=crashes):
+            nonlocal seen
+            if str(target).startswith(str(folder / "checkpoints")):
+                seen += 1
+                if seen == at + 1:
+                    raise Killed
+            replace(source, target)
+
+        monkeypatch.setattr(files.os, "replace", counted)
+        try:
+            train(folder)
+            break  # it had fewer renames than that
+        except Killed:
+            crashes += 1
+        finally:
+            monkeypatch.setattr(files.os, "replace", replace)
+        train(folder, "resume=true")
+        assert state_of(folder) == calm, f"after a crash at rename {crashes}"
+        shutil.rmtree(folder)
+    assert crashes >= 5
+
+
+@pytest.mark.parametrize("method", ["begin", "report", "save"])
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path, scored, monkeypatch, method):
+    train(tmp_path / "calm")
+    with monkeypatch.context() as patched:
+        whole = getattr(Records, method)
+
+        def dying(self, *arguments, **settings):
+            if method != "save":
+                whole(self, *arguments, **settings)
+            raise Killed
+
+        patched.setattr(Records, method, dying)
+        with pytest.raises(Killed):
+            train(tmp_path / "run")
+    rows = train(tmp_path / "run", "resume=true")
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
+    written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in written] == [0, 1, 2, 3, 4]
+    assert state_of(tmp_path / "run") == state_of(tmp_path / "calm")
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path, scored):
+    folder = tmp_path / "run"
+    train(folder)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(DataError, match="no checkpoint in"):
+        train(folder, "resume=true")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(folder)
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_there_is_nothing_to_resume_in_an_empty_folder(tmp_path):
+    with pytest.raises(DataError, match="no checkpoint in .*: start without resume"):
+        train(tmp_path, "resume=true")
+
+
+def test_half_written_checkpoints_of_killed_runs_do_not_pile_up(tmp_path):
+    folder = tmp_path / "run"
+    writer = (
+        "import os, signal, sys\n"
+        "from shoal.core.files import write_folder\n"
+        "with write_folder(sys.argv[1]) as folder:\n"
+        "    (folder / 'weights').write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    train(folder, "trainer.iterations=1")
+    before = {path.name for part in (folder, folder / "checkpoints") for path in part.iterdir()}
+    for target in (folder / "checkpoints" / "step-000002", folder / "reference"):
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+        subprocess.run([sys.executable, "-c", writer, str(target)], env=env, check=False)
+    assert {path.suffix for path in folder.rglob(".*") if path.name != ".lock"} == {".tmp"}
+    train(folder, "trainer.iterations=1", "resume=true")
+    assert {path.name for part in (folder, folder / "checkpoints") for path in part.iterdir()} == before

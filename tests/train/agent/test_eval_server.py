@@ -1,0 +1,129 @@
+"""`shoal eval openai:MODEL` plays a server, and keeps its failures apart from the agent's."""
+
+import json
+import re
+import socket
+
+import pytest
+from tests.rollout.samplers.fake_server import FakeServer
+from tests.train.agent.tiny_model import write_tiny_model
+
+from shoal.cli.main import main
+from shoal.core.data import read_trajectories
+
+OPTIONS = ["--env", "bandit", "--episodes", "20", "--format", "json"]
+
+
+@pytest.fixture
+def server():
+    server = FakeServer("openai")
+    server.change = pull_the_dragon
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def pull_the_dragon(reply):
+    """The better arm by its name; other replies (the list of models) stay as they are."""
+    if "choices" in reply:
+        message = reply["choices"][0]["message"]
+        arm = re.search(r"(\d): dragon", message["content"]).group(1)
+        message["content"] = f"I pull <action>{arm}</action>"
+    return reply
+
+
+def evaluate(server, *more):
+    return main(["eval", "openai:m", "--base-url", f"{server.url}/v1", *OPTIONS, *more])
+
+
+def test_a_model_on_a_server_is_evaluated(server, capsys, tmp_path):
+    assert evaluate(server, "--out", str(tmp_path / "out")) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (result["success"], result["episodes"], result["failed_episodes"]) == (1.0, 20, 0)
+    played = list(read_trajectories(tmp_path / "out" / "trajectories" / "eval.jsonl"))
+    assert sum(t.success for t in played) == 20
+    asked = [body for path, body, _ in server.seen if path == "/v1/chat/completions"]
+    assert len(asked) == 20
+    assert all("stop" not in body and body["temperature"] == 0.0 for body in asked)
+
+
+def test_a_failed_request_costs_its_episode_and_is_not_a_failure_of_the_agent(server, capsys):
+    server.faults = [400, 400, 400]
+    assert evaluate(server) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[0])
+    assert (result["success"], result["episodes"], result["failed_episodes"]) == (1.0, 17, 3)
+    assert "3 episodes failed and are not counted" in err
+    assert "HTTP 400: fault 400" in err
+    assert len([path for path, body, _ in server.seen if body]) == 20  # nobody was asked twice
+
+
+def test_passing_faults_are_asked_again_and_lasting_ones_cost_their_episode(server, capsys):
+    server.faults = [500, 500, b'{"choices": [', 503, b"<html>out of order</html>", "cut"]
+    assert evaluate(server, "--concurrency", "1", "--retries", "1") == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[0])
+    # Episode 1 uses up its two attempts. Nonsense is not asked again: episode 2 ends with its first attempt, episode 3
+    # with its second. Episode 4 is whole after half an answer.
+    assert (result["success"], result["episodes"], result["failed_episodes"]) == (1.0, 17, 3)
+    assert "3 episodes failed" in err
+    asked = [path for path, _, _ in server.seen if path == "/v1/chat/completions"]
+    assert len(asked) == 20 + 3
+
+
+def test_a_slow_server_costs_its_timeout_and_no_more(server, capsys):
+    server.faults = [6.0, "drip"]  # (the others must not be late on a busy machine)
+    assert evaluate(server, "--timeout", "3", "--retries", "0") == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (result["success"], result["episodes"], result["failed_episodes"]) == (1.0, 18, 2)
+
+
+def test_a_server_that_only_fails_is_an_error_with_its_words(server, capsys):
+    server.faults = [500] * 40
+    assert evaluate(server, "--retries", "0") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "none of 20 episodes came to an end" in err
+    assert "HTTP 500: fault 500" in err
+
+
+def test_a_server_that_is_not_there_is_named(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    assert main(["eval", "openai:", "--base-url", url, "--retries", "0", *OPTIONS]) == 1
+    error = capsys.readouterr().err
+    assert url.removesuffix("/v1") in error
+    assert "refused" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["openai:n", *OPTIONS], 1, "has no model 'n'. Known: m"),
+        (["openai:m", "--episodes", "3"], 2, "say which env to play"),
+        (["openai:m", "--api-key-env", "NO_SUCH_KEY", *OPTIONS], 2, "NO_SUCH_KEY, which is not set"),
+    ],
+)
+def test_a_mistake_is_said_before_anything_is_played(server, capsys, arguments, code, message):
+    assert main(["eval", *arguments, "--base-url", f"{server.url}/v1"]) == code
+    assert message in capsys.readouterr().err
+    assert not [path for path, _, _ in server.seen if path == "/v1/chat/completions"]
+
+
+def test_a_device_is_for_models_that_run_here(server, capsys, tmp_path):
+    assert evaluate(server, "--device", "cuda:0") == 2
+    assert "--device cuda:0 has no effect on a server's model" in capsys.readouterr().err
+    folder = tmp_path / "model"
+    write_tiny_model(folder)
+    assert main(["eval", str(folder), *OPTIONS, "--device", "meta"]) == 1  # where weights have no values
+    assert "meta" in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder_is_evaluated(tmp_path, capsys):
+    folder = tmp_path / "model"
+    write_tiny_model(folder)
+    options = ["--env", "bandit", "--episodes", "4", "--max-tokens", "4", "--format", "json"]
+    assert main(["eval", str(folder), *options]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert result["episodes"] == 4

@@ -1,0 +1,102 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cli.main import main
+from shoal.core.data import read_trajectories
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.evaluation import mean_interval, wilson
+from shoal.train.agent.trainer import AgentTrainer
+
+
+def test_the_interval_is_wilsons():
+    rate = wilson(8, 10)  # Newcombe (1998) table: 0.4902 to 0.9433
+    assert (round(rate.low, 4), round(rate.high, 4)) == (0.4902, 0.9433)
+    assert (wilson(0, 0).low, wilson(0, 0).high) == (0.0, 1.0)
+
+
+@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_interval_holds_the_rate_and_stays_in_range(pair):
+    rate = wilson(*pair)
+    assert 0.0 <= rate.low <= rate.value + 1e-12
+    assert rate.value - 1e-12 <= rate.high <= 1.0
+
+
+def test_the_mean_by_hand():
+    # 1, 2, 3: mean 2, variance 1, standard error 1/sqrt(3)
+    mean, half = mean_interval([1.0, 2.0, 3.0])
+    assert (mean, round(half, 4)) == (2.0, round(1.959964 / 3**0.5, 4))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval") / "run"
+    overrides = [
+        "warmup.steps=60",
+        "trainer.iterations=1",
+        "es_manager.val.env_groups=3",
+        f"run_dir={folder}",
+    ]
+    with AgentTrainer(compose_config("demo", overrides)) as trainer:
+        list(trainer.train())
+    return folder
+
+
+def test_a_run_is_evaluated_and_its_episodes_kept(run, tmp_path, capsys):
+    assert main(["eval", str(run), "--episodes", "70", "--temperature", "1", "--format", "json",
+                 "--out", str(tmp_path / "out")]) == 0  # fmt: skip
+    result = json.loads(capsys.readouterr().out.splitlines()[0])
+    played = list(read_trajectories(tmp_path / "out" / "trajectories" / "eval.jsonl"))
+    assert result["episodes"] == len(played) == 70
+    assert result["success"] == sum(t.success for t in played) / 70
+    assert len({(t.group, t.member) for t in played}) == 70
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["command"] == "eval"
+
+
+def test_a_run_can_be_tried_on_another_env(run, capsys):
+    assert (
+        main(["eval", str(run), "--env", "frozen_lake", "--env-config", "size", "3", "--episodes", "5"]) == 0
+    )
+    assert "5 whole, 0 failed" in capsys.readouterr().out
+
+
+def test_the_model_of_a_run_is_exported(run, tmp_path, capsys):
+    from shoal.train.agent.policy import load_engine
+
+    assert main(["export", str(run), str(tmp_path / "model"), "--to", "shoal"]) == 0
+    assert load_engine(tmp_path / "model").tokenizer.encode("Down")
+    assert main(["export", str(run), str(tmp_path / "hf")]) == 2
+    assert "transformers does not know" in capsys.readouterr().err
+    assert main(["export", str(run), str(tmp_path / "model"), "--to", "shoal"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "nowhere"], "no model folder or known model named 'nowhere'"),
+        (
+            ["eval", "RUN", "--checkpoint", "77"],
+            "has no checkpoint '77'; there are: step-000000, step-000001",
+        ),
+        (["eval", "RUN", "--env", "frozn_lake"], "no env named 'frozn_lake'. Did you mean 'frozen_lake'"),
+        (["eval", "RUN", "--episodes", "0"], "must be at least 1, got 0"),
+        (["show", "nowhere"], "not a run folder"),
+        (["show", "RUN", "--episode", "9"], "--episode must be in [0, 2], got 9"),
+        (["trian"], "no command named 'trian'. Did you mean 'train'"),
+    ],
+)
+def test_a_mistake_in_a_call_is_one_readable_line(run, capsys, arguments, message):
+    assert main([str(run) if word == "RUN" else word for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) <= 2
+
+
+def test_an_episode_is_shown_turn_by_turn(run, capsys):
+    assert main(["show", str(run), "--worst", "--max-turns", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "turn 1" in shown
+    assert "heldout_success" in shown
+    assert "more turns" in shown

@@ -1,0 +1,34 @@
+"""The shipped configs learn, from their first weights to held-out success; minutes, so marked slow."""
+
+import pytest
+
+from shoal.core.files import read_json
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.evaluation import success_rate
+from shoal.train.agent.trainer import AgentTrainer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gigpo", "rloo", "reinforce_pp", "gae"])
+def test_the_demo_crosses_the_lake_from_random_play(tmp_path, estimator):
+    overrides = [f"algorithm.adv_estimator={estimator}", f"run_dir={tmp_path / 'run'}"]
+    with AgentTrainer(compose_config("demo", overrides)) as trainer:
+        rows = list(trainer.train())
+        sampled = success_rate([t for _ in range(4) for t in trainer.evaluate(greedy=False)])
+    assert rows[0]["heldout_success"] <= 0.2
+    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["heldout_success"] >= 0.95
+    assert sampled.value >= 0.9
+
+
+def test_sokoban_gets_better_than_the_imitation_it_starts_from(tmp_path):
+    overrides = ["trainer.eval_every=80", "es_manager.val.env_groups=400"]
+    with AgentTrainer(compose_config("sokoban", [*overrides, f"run_dir={tmp_path / 'run'}"])) as trainer:
+        run = trainer.train()
+        next(run)
+        start = success_rate(trainer.evaluate(greedy=False))
+        for _ in run:
+            pass
+        end = success_rate(trainer.evaluate(greedy=False))
+    assert 0.3 < start.value < 0.65
+    assert end.low > start.high

@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+import torch
+from tests.rollout.samplers.test_huggingface import make_engine, requests
+from transformers import AutoModelForCausalLM
+
+from shoal.cli.export import main as export
+from shoal.core.errors import ConfigError, DataError
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.sampler import Sampling
+from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.lora import load_lora, weights_sha256
+from shoal.train.agent.trainer import AgentTrainer
+
+SETTINGS = [
+    "engine.name=huggingface", "custom_envs.FrozenLakeEnv=null", "+custom_envs.BanditEnv={env_type: bandit}",
+    "es_manager.train.env_configs.tags=[BanditEnv]", "es_manager.val.env_configs.tags=[BanditEnv]",
+    "es_manager.train.env_groups=2", "es_manager.train.group_size=4", "es_manager.val.env_groups=2",
+    "agent_proxy.max_tokens=5", "warmup.steps=0", "algorithm.filter_groups.enable=false",
+    "agent_proxy.format_penalty=0.5", "agent_proxy.reward_normalization.grouping=batch",
+    "algorithm.learning_rate=0.01", "algorithm.kl.coef=0.01", "trainer.eval_every=2", "trainer.save_every=1",
+    "use_parallel_envs=false", "trainer.tensorboard=false", "algorithm.entropy_coef=0.1",
+    "agent_proxy.prompt.first='{observation}'", "model.lora.rank=2", "model.lora.dropout=0.1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    model = make_engine().model
+    model.config.max_position_embeddings = 2000
+    model.save_pretrained(folder)
+    make_engine().tokenizer.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(base, folder, *overrides):
+    config = compose_config("base", [*SETTINGS, f"engine.model={base}", f"run_dir={folder}", *overrides])
+    with AgentTrainer(config) as trainer:
+        before = {n: p.clone() for n, p in trainer.policy.module.named_parameters() if not p.requires_grad}
+        rows = list(trainer.train())
+        for name, parameter in trainer.policy.module.named_parameters():
+            if name in before:
+                assert torch.equal(parameter, before[name])  # the base is bit-unchanged
+    adapter = list_checkpoints(folder / "checkpoints")[-1] / "engine"
+    return rows, (adapter / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys):
+    rows, whole = run(base, tmp_path / "whole", "trainer.iterations=3")
+    assert rows[1]["kl_to_reference"] == pytest.approx(0, abs=1e-2)
+    assert rows[-1]["gradient_steps"] >= 1
+    half = run(base, tmp_path / "half", "trainer.iterations=2")[1]
+    assert half != whole
+    assert run(base, tmp_path / "half", "trainer.iterations=3", "resume=true")[1] == whole
+    checkpoint = list_checkpoints(tmp_path / "whole" / "checkpoints")[-1] / "engine"
+    assert not (checkpoint / "model.safetensors").exists()
+    assert export([str(tmp_path / "whole"), str(tmp_path / "merged")]) == 0
+    assert export([str(tmp_path / "whole"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert not (tmp_path / "adapter" / "engine.json").exists()
+    (policy, adapted), merged = load_lora(checkpoint), HuggingFaceEngine.load(tmp_path / "merged")
+    asked = [r for r in requests(adapted, 6)]
+    greedy = [type(r)(r.prompt_ids, r.key, Sampling(8, 0.0)) for r in asked]
+    for one, other in zip(adapted.generate(greedy), merged.generate(greedy), strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    plain = HuggingFaceEngine.load(base)
+    prompt = torch.tensor([greedy[0].prompt_ids])
+    with torch.no_grad():
+        said = plain.model(prompt).logits
+        assert not torch.allclose(adapted.model(prompt).logits, said, atol=1e-4)
+        with policy.without_adapters():
+            assert torch.equal(adapted.model(prompt).logits, said)
+    with torch.no_grad():
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(prompt).logits.shape == said.shape
+
+
+def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_path):
+    run(base, tmp_path / "run", "trainer.iterations=1")
+    folder = list_checkpoints(tmp_path / "run" / "checkpoints")[-1] / "engine"
+    described = folder / "engine.json"
+    digest = weights_sha256(HuggingFaceEngine.load(base).model)
+    assert digest in described.read_text()
+    described.write_text(described.read_text().replace(digest, "0" * 64))
+    with pytest.raises(DataError, match="trained on another model"):
+        load_lora(folder)
+    with pytest.raises(ConfigError, match="needs engine.name=huggingface"):
+        AgentTrainer(compose_config("demo", ["model.lora.rank=2", f"run_dir={tmp_path / 'tiny'}"]))
+
+
+def test_a_model_with_a_single_number_among_its_weights_has_a_hash_too():
+    one = torch.nn.Linear(2, 2)
+    one.register_buffer("scale", torch.tensor(2.0))
+    before = weights_sha256(one)
+    one.scale.add_(1)
+    assert weights_sha256(one) != before

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.train.agent.losses import (
+    aggregation_weights,
+    clipped_token_loss,
+    entropy_of,
+    kl_penalty,
+    rollout_correction,
+    sequence_clipped_loss,
+    truncated_weight_loss,
+    value_loss,
+)
+
+LOG = torch.log
+ZERO = torch.zeros
+
+
+def test_the_clipped_loss_by_hand():
+    # ratio = exp(log p - log q); advantage 1: min(r, 1.28); advantage -1: -min(-r, -clip(r)) = max(r, 0.8)
+    new = LOG(torch.tensor([2.0, 1.1, 0.5, 0.5, 2.0]))
+    loss = clipped_token_loss(new, ZERO(5), torch.tensor([1.0, 1, 1, -1, -1]), 0.2, 0.28)
+    torch.testing.assert_close(loss, torch.tensor([-1.28, -1.1, -0.5, 0.8, 2.0]))
+
+
+def test_the_dual_clip_bounds_what_a_bad_token_can_cost():
+    new = LOG(torch.tensor([9.0, 2.0, 9.0]))
+    loss = clipped_token_loss(new, ZERO(3), torch.tensor([-1.0, -1.0, 1.0]), 0.2, 0.28, dual_clip=3.0)
+    torch.testing.assert_close(loss, torch.tensor([3.0, 2.0, -1.28]))
+
+
+def test_a_clipped_token_has_no_gradient():
+    new = LOG(torch.tensor([2.0, 0.5, 1.0])).requires_grad_()
+    clipped_token_loss(new, ZERO(3), torch.tensor([1.0, -1.0, 1.0]), 0.2, 0.2).sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([0.0, 0.0, -1.0]))
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
+    # row 0: sqrt(4 * 1) = 2, clipped to 1.1; row 1: one token, 0.95
+    new = LOG(torch.tensor([4.0, 1.0, 0.95]))
+    rows = torch.tensor([0, 0, 1])
+    loss = sequence_clipped_loss(new, ZERO(3), torch.tensor([1.0, 1.0, 1.0]), rows, 0.1, 0.1)
+    torch.testing.assert_close(loss, torch.tensor([-1.1, -1.1, -0.95]))
+
+
+def test_the_gradient_of_a_sequence_is_shared_by_its_tokens():
+    new = LOG(torch.tensor([1.02, 0.99, 1.0])).requires_grad_()
+    sequence_clipped_loss(new, ZERO(3), torch.ones(3), torch.tensor([0, 0, 1]), 0.1, 0.1).sum().backward()
+    assert new.grad[0] == pytest.approx(float(new.grad[1]))
+    assert new.grad[0] == pytest.approx(-((1.02 * 0.99) ** 0.5), rel=1e-6)  # 2 tokens * s * 1/2
+
+
+def test_cispo_keeps_the_gradient_of_every_token_with_a_truncated_weight():
+    new = LOG(torch.tensor([5.0, 0.5])).requires_grad_()
+    truncated_weight_loss(new, ZERO(2), torch.tensor([1.0, -2.0]), 0.28).sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([-1.28, 1.0]))  # -1.28 * 1; 0.5 * 2
+
+
+@pytest.mark.parametrize(("method", "expected"), [("truncate", [2.0, 1.5, 0.1]), ("mask", [0.0, 1.5, 0.0])])
+def test_importance_weights_by_hand(method, expected):
+    old = LOG(torch.tensor([3.0, 1.5, 0.1]))
+    torch.testing.assert_close(rollout_correction(old, ZERO(3), 2.0, method), torch.tensor(expected))
+
+
+def test_kl_estimators_by_hand():
+    gap = torch.tensor([0.5, -0.5])
+    torch.testing.assert_close(kl_penalty(gap, ZERO(2), "k1"), gap)
+    torch.testing.assert_close(kl_penalty(gap, ZERO(2), "k2"), torch.tensor([0.125, 0.125]))
+    expected = torch.tensor([np.exp(-0.5) - 1 + 0.5, np.exp(0.5) - 1 - 0.5])
+    torch.testing.assert_close(kl_penalty(gap, ZERO(2), "k3"), expected, check_dtype=False)
+
+
+@given(st.integers(0, 50))
+def test_k1_and_k3_estimate_the_true_kl(seed):
+    rng = np.random.default_rng(seed)
+    p, q = (torch.from_numpy(rng.dirichlet(np.ones(5))) for _ in range(2))
+    true = float((p * (p.log() - q.log())).sum())
+    for estimator in ("k1", "k3"):  # the expectation over p, exactly
+        assert float((p * kl_penalty(p.log(), q.log(), estimator)).sum()) == pytest.approx(true, abs=1e-9)
+
+
+def test_the_value_loss_takes_the_worse_of_the_free_and_the_clipped_error():
+    # free: (2-1)^2/2 = .5; clipped at 0+.2: (.2-1)^2/2 = .32 → .5.   free: 0; clipped (.2-1)^2/2 = .32 → .32
+    loss = value_loss(torch.tensor([2.0, 1.0]), ZERO(2), torch.ones(2), 0.2)
+    torch.testing.assert_close(loss, torch.tensor([0.5, 0.32]))
+    torch.testing.assert_close(
+        value_loss(torch.tensor([3.0]), ZERO(1), torch.ones(1), None), torch.tensor([2.0])
+    )
+
+
+def test_entropy_by_hand():
+    scores = LOG(torch.tensor([[0.5, 0.5], [1.0, 1e-30]]))
+    torch.testing.assert_close(entropy_of(scores), torch.tensor([np.log(2), 0.0]), check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("token_mean", [[0.25] * 3, [0.25]]),
+        ("sequence_mean", [[1 / 6] * 3, [0.5]]),
+        ("constant", [[0.1] * 3, [0.1]]),
+    ],
+)
+def test_weights_of_tokens_by_hand(how, expected):
+    for found, wanted in zip(aggregation_weights([3, 1], how, 5.0), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=20), st.sampled_from(["token_mean", "sequence_mean"])
+)
+def test_weights_of_a_minibatch_sum_to_one(lengths, how):
+    assert sum(w.sum() for w in aggregation_weights(lengths, how)) == pytest.approx(1, rel=1e-5)

@@ -1,0 +1,196 @@
+"""The numbers of a run: shares that add up, filters that drop what they should, and a definition of every one."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.core.data import Trajectory, read_trajectories
+from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
+from shoal.rollout.samplers.sampler import Sampling
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.distributed import Processes, SharedCollector
+from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only
+from shoal.train.agent.trainer import AgentTrainer
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+SMALL = [
+    "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=30", "warmup.learning_rate=0.01",
+    "es_manager.train.env_groups=6", "es_manager.train.group_size=4", "es_manager.val.env_groups=4",
+    "algorithm.entropy_coef=0.05", "agent_proxy.format_penalty=0.1", "trainer.iterations=2",
+    "trainer.eval_every=2", "trainer.save_trajectories_every=1", "trainer.tensorboard=false",
+    "use_parallel_envs=false", "algorithm.filter_groups.enable=false",
+]  # fmt: skip
+
+
+def run(folder, name, *overrides):
+    with AgentTrainer(compose_config(name, [*SMALL, f"run_dir={folder}", *overrides])) as trainer:
+        return list(trainer.train())
+
+
+def defined():
+    """Metric names of the first column of the page; `<tag>` stands for any."""
+    cells = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return [re.escape(n).replace("<tag>", ".+") for cell in cells for n in re.findall(r"`([^`]+)`", cell)]
+
+
+RUNS = {
+    "group-relative, filtered, with a reference and corrections": (
+        "bandit", "algorithm.rollout_filter_ratio=0.5", "algorithm.kl.coef=0.01",
+        "algorithm.rollout_correction.method=mask",
+    ),
+    "critic, on parallel workers": (
+        "demo", "algorithm.adv_estimator=gae", "agent_proxy.use_parallel_rollout=true",
+        "agent_proxy.parallel.backend=threads",
+    ),
+    "several envs": ("mixed", "es_manager.train.env_groups=4", "es_manager.val.env_groups=3",
+                     "algorithm.filter_groups.enable=false"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_number_of_a_run_is_defined_and_its_times_add_up(kind, tmp_path):
+    name, *overrides = RUNS[kind]
+    rows = run(tmp_path / "run", name, *overrides)
+    patterns = defined()
+    for key in {key for row in rows for key in row}:
+        assert any(re.fullmatch(pattern, key) for pattern in patterns), (
+            f"docs/metrics.md does not define {key}"
+        )
+    assert rows == [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    for row in rows[1:]:
+        assert row["share_rollout"] + row["share_update"] == pytest.approx(1, abs=2e-4)
+        assert 0 < row["engine_busy"] <= 1
+        assert row["share_idle"] == pytest.approx(row["share_rollout"] * (1 - row["engine_busy"]), abs=2e-4)
+        assert row["update_tokens_per_second"] == pytest.approx(
+            row["trained_tokens"] / row["seconds_update"], rel=0.02
+        )
+        assert row["trained_tokens"] > 0
+
+
+def test_where_the_time_went_by_hand():
+    row = {"engine_busy": 0.75, "trained_tokens": 300}
+    assert iteration_times(row, rollout_seconds=6.0, seconds=8.0, tokens=1200) == {
+        "seconds_rollout": 6.0,
+        "seconds_update": 2.0,
+        "tokens_per_second": 200.0,
+        "update_tokens_per_second": 150.0,
+        "share_rollout": 0.75,
+        "share_update": 0.25,
+        "share_idle": 0.1875,  # a quarter of three quarters
+    }
+    assert iteration_times({"engine_busy": 1.0}, 1.0, 2.0, 10)["update_tokens_per_second"] == 0.0
+
+
+def test_nothing_played_is_nothing_shaped():
+    assert shaping_only([]) == 0.0
+
+
+SCORES = {"std": np.std, "max_mean": lambda rewards: max(rewards) - np.mean(rewards)}
+
+
+@pytest.mark.parametrize("how", SCORES)
+def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(how, tmp_path, monkeypatch):
+    """Rewards are set by hand: in one of six groups one member wins, in one half of them, and so on."""
+    wins = {  # std, max less mean
+        0: [0, 0, 0, 1],  # .433 .75
+        1: [0, 0, 1, 1],  # .5   .5
+        2: [0, 0, 2, 2],  # 1    1
+        3: [5, 5, 5, 5],  # 0    0
+        4: [0, 1, 1, 1],  # .433 .25
+        5: [1, 1, 1, 3],  # .866 1.5
+    }
+    best = {"std": {1, 2, 5}, "max_mean": {0, 2, 5}}[how]
+    scores = {group: float(SCORES[how](rewards)) for group, rewards in wins.items()}
+    assert best == set(sorted(scores, key=lambda group: (-scores[group], group))[:3])
+    learned = []
+
+    def paid(collect):
+        def played(self, *arguments, **options):
+            found = collect(self, *arguments, **options)
+            return [pay(trajectory) for trajectory in found]
+
+        return played
+
+    def pay(trajectory):
+        if len(wins) <= trajectory.group:
+            return trajectory
+        first, *rest = trajectory.turns
+        total = float(wins[trajectory.group][trajectory.member])
+        turns = (replace(first, reward=total), *(replace(turn, reward=0.0) for turn in rest))
+        return replace(trajectory, turns=turns)
+
+    def remember(trajectories, learner):
+        learned.append(sorted({t.group for t in trajectories}))
+        return prepare(trajectories, learner)
+
+    from shoal.rollout.collector import TrajectoryCollector
+    from shoal.train.agent import trainer as agent
+
+    prepare = agent.prepare_samples
+    monkeypatch.setattr(TrajectoryCollector, "collect", paid(TrajectoryCollector.collect))
+    monkeypatch.setattr(agent, "prepare_samples", remember)
+    rows = run(
+        tmp_path / "run",
+        "demo",
+        "algorithm.rollout_filter_ratio=0.5",
+        f"algorithm.rollout_filter_type={how}",
+    )
+    assert learned == [sorted(best)] * 2
+    for row in rows[1:]:
+        assert (row["groups_played"], row["groups_trained"], row["rollout_filter_dropped"]) == (6, 3, 3)
+        assert row["rollout_filter_score"] == pytest.approx(np.mean(list(scores.values())))
+        assert row["rollout_filter_score_kept"] == pytest.approx(np.mean([scores[group] for group in best]))
+    kept = read_trajectories(tmp_path / "run" / "trajectories" / "train-000001.jsonl")
+    assert len(list(kept)) == 24  # what was dropped is on disk all the same
+
+
+def test_failures_are_counted_by_their_kind():
+    whole = Trajectory("Lake", 0, 0, 0, 1, (), success=True, terminated=True, truncated=False)
+    row = rollout_metrics(
+        [whole, *(replace(whole, status=status) for status in ("timeout", "env_error", "timeout"))]
+    )
+    assert row["failed_episodes"] == 3
+    assert (row["failed/timeout"], row["failed/env_error"]) == (2, 1)
+    assert "failed/engine_error" not in row
+    assert row["success"] == 1.0
+
+
+def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_processes(monkeypatch):
+    """Two batches on two processes, of which the second batch has work for one alone."""
+
+    class Manager(ParallelRolloutManager):
+        def __init__(self):
+            self.tags, self.group_size = ("a", "b"), 0
+
+        def collect(self, iteration, sampling, *, first_group, n_groups):
+            self.report = RolloutReport(
+                seconds=2.0, workers=3, engine_seconds=1.5, batches=4, worker_deaths=1
+            )
+            return []
+
+    class Two(Processes):
+        """The other one plays for 2 seconds when it has a share, of which its engine works 0.5."""
+
+        def together(self, work):
+            other = RolloutReport(2.0, 3, 0.0, 0.5, 6, 0, 2)
+            return [work(), ([], None if refill else other)]
+
+    collector, refill = SharedCollector(Manager(), Two(0, 2)), False
+    collector.collect(0, Sampling())
+    refill = True
+    monkeypatch.setattr(collector._processes, "rank", 1)  # of one group, the second process plays it
+    collector.collect(0, Sampling(), first_group=2, n_groups=1)
+    assert collector.lap() == {
+        "rollout_workers": 6.0,
+        "rollout_batches": 14.0,
+        "engine_busy": round(3.5 / 6, 4),
+        "worker_deaths": 2.0,
+        "replayed_episodes": 2.0,
+    }
+    assert collector.lap() == {}

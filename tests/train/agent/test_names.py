@@ -1,0 +1,192 @@
+"""A name sets what its paper sets, unless the config says otherwise; what a user registers is a name like any other."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.core.errors import ConfigError
+from shoal.train.agent.advantages import ESTIMATORS
+from shoal.train.agent.config import AgentConfig, Algorithm, comparable, compose_config
+from shoal.train.agent.losses import LOSSES
+from shoal.train.agent.update import prepare_samples
+
+QUICK = [
+    "trainer.iterations=1", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
+    "es_manager.val.env_groups=2", "trainer.tensorboard=false",
+]  # fmt: skip
+
+
+def told(*overrides):
+    algorithm = compose_config("demo", [f"algorithm.{override}" for override in overrides]).algorithm
+    return algorithm.loss_aggregation, algorithm.clip_ratio_low, algorithm.clip_ratio_high
+
+
+def test_gspo_and_dr_grpo_bring_along_what_their_papers_set():
+    assert told("policy_loss=gspo") == ("sequence_mean", 3e-4, 4e-4)
+    assert told("adv_estimator=dr_grpo") == ("constant", 0.2, 0.28)
+    assert told() == ("token_mean", 0.2, 0.28)
+
+
+def test_a_value_in_the_config_counts_more_than_the_name_even_if_it_is_the_plain_default():
+    assert told("policy_loss=gspo", "clip_ratio_low=0.2") == ("sequence_mean", 0.2, 4e-4)
+    assert told("adv_estimator=dr_grpo", "loss_aggregation=token_mean")[0] == "token_mean"
+
+
+def test_estimators_with_a_critic_see_all_groups_unless_the_config_filters():
+    def filters(*overrides):
+        return compose_config("demo", overrides).algorithm.filter_groups.enable
+
+    assert filters()
+    assert not filters("algorithm.adv_estimator=gae")
+    assert filters("algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true")
+    assert not filters("algorithm.filter_groups.enable=false")
+
+
+def test_a_run_that_goes_on_keeps_what_names_set_when_it_began():
+    begun = {"algorithm": {"filter_groups": {"enable": True}, "loss_aggregation": "token_mean"}}
+    config = AgentConfig(algorithm=Algorithm(adv_estimator="gae")).as_begun(begun)
+    assert config.algorithm.filter_groups.enable
+    gspo = AgentConfig(algorithm=Algorithm(policy_loss="gspo", clip_ratio_low=0.1)).as_begun(begun)
+    assert (gspo.algorithm.loss_aggregation, gspo.algorithm.clip_ratio_low) == ("token_mean", 0.1)
+
+
+def test_an_unknown_name_is_an_error_that_names_the_nearest():
+    with pytest.raises(ConfigError, match="grpo"):
+        compose_config("demo", ["algorithm.adv_estimator=grpoo"])
+    with pytest.raises(ConfigError, match="gspo"):
+        Algorithm(policy_loss="gsppo")
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["algorithm.micro_batch_tokens=64", "algorithm.gradient_checkpointing=true", "algorithm.batching=padded",
+     "engine.device=cuda", "engine.threads=2", "agent_proxy.use_parallel_rollout=true", "trainer.keep_checkpoints=1"],
+)  # fmt: skip
+def test_a_run_goes_on_with_less_memory(change):
+    assert compose_config("demo", [change]).comparable() == compose_config("demo").comparable()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "algorithm.learning_rate=1",
+        "algorithm.epochs=2",
+        "engine.width=8",
+        "seed=3",
+        "algorithm.precision=bfloat16",
+    ],
+)
+def test_a_run_does_not_go_on_with_other_results(change):
+    assert compose_config("demo", [change]).comparable() != compose_config("demo").comparable()
+
+
+def test_settings_that_an_older_run_did_not_know_have_their_defaults():
+    values = compose_config("demo").comparable()
+    del values["algorithm"]["gigpo"]
+    assert comparable(values) == compose_config("demo").comparable()
+
+
+OWN = """
+import numpy as np
+from shoal.train.agent.advantages import advantage
+from shoal.train.agent.losses import PolicyLoss, policy_loss
+
+@advantage("best_of", grouped=True, defaults={"entropy_coef": 0.5})
+def best_of(played):
+    best = {}
+    for group, value in zip(played.cells, played.episode_returns, strict=True):
+        best[group] = max(best.get(group, -np.inf), value)
+    return np.array([float(value == best[group]) for group, value in zip(played.cells, played.episode_returns)])
+
+@policy_loss("plain", defaults={"clip_ratio_low": 0.05})
+def plain(tokens, config):
+    return PolicyLoss(-tokens.advantages * tokens.logprobs, tokens.logprobs < -99)
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    yield tmp_path / "mine.py"
+    for registry, name in ((ESTIMATORS, "best_of"), (LOSSES, "plain")):
+        registry._items.pop(name, None)
+
+
+def test_a_file_of_the_user_registers_an_advantage_and_a_loss_and_trains_with_them(own, tmp_path):
+    from shoal.train.agent.trainer import AgentTrainer
+
+    settings = [
+        f"imports=[{own}]", "algorithm.adv_estimator=best_of", "algorithm.policy_loss=plain",
+        "trainer.iterations=1", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
+        "es_manager.val.env_groups=2", "trainer.tensorboard=false", f"run_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    config = compose_config("demo", settings)
+    assert (config.algorithm.entropy_coef, config.algorithm.clip_ratio_low) == (
+        0.002,
+        0.05,
+    )  # demo sets the first
+    with AgentTrainer(config) as trainer:
+        rows = list(trainer.train())
+    assert len(rows) == 2
+
+
+def test_an_import_that_fails_is_named(tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"broken.py cannot be imported: ZeroDivisionError"):
+        compose_config("demo", [f"imports=[{tmp_path / 'broken.py'}]"])
+    with pytest.raises(ConfigError, match="no_such_module"):
+        AgentConfig.read({"imports": ["no_such_module"]})
+
+
+def test_the_examples_of_contributing_train(tmp_path):
+    from shoal.train.agent.trainer import AgentTrainer
+
+    text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "@advantage" in block
+    ]
+    for part in code.split("\n\n\n")[1:]:
+        assert len(part.strip().splitlines()) < 20
+    (tmp_path / "mine.py").write_text(code)
+    names = ["algorithm.adv_estimator=above_median", "algorithm.policy_loss=unclipped"]
+    try:
+        config = compose_config(
+            "demo", [f"imports=[{tmp_path / 'mine.py'}]", *names, *QUICK, f"run_dir={tmp_path / 'run'}"]
+        )
+        with AgentTrainer(config) as trainer:
+            assert len(list(trainer.train())) == 2
+    finally:
+        ESTIMATORS._items.pop("above_median", None)
+        LOSSES._items.pop("unclipped", None)
+
+
+def test_a_teacher_is_distilled_into_a_student(tmp_path):
+    """The student comes nearer to a teacher that has learned, without any reward."""
+    from shoal.train.agent.trainer import AgentTrainer
+
+    with AgentTrainer(
+        compose_config("demo", [*QUICK, "warmup.steps=40", f"run_dir={tmp_path / 'teacher'}"])
+    ) as trainer:
+        list(trainer.train())
+    teacher = tmp_path / "teacher" / "checkpoints" / "step-000001" / "engine"
+    settings = [
+        "algorithm.adv_estimator=distillation", f"algorithm.teacher={teacher}", "trainer.iterations=4", "seed=3",
+        "algorithm.learning_rate=0.01", f"run_dir={tmp_path / 'student'}",
+    ]  # fmt: skip
+    gaps = []
+    with AgentTrainer(compose_config("demo", [*QUICK, "warmup.steps=0", *settings])) as trainer:
+        assert not trainer.config.algorithm.filter_groups.enable
+        for _ in trainer.train():
+            episodes = trainer.evaluate(greedy=False)
+            samples = prepare_samples(episodes, trainer._learner)
+            gaps.append(float(np.mean([sample.columns["advantages"].mean() for sample in samples])))
+    assert gaps[-1] > gaps[0] + 0.5  # minus the reverse KL
+
+
+def test_a_teacher_is_asked_for_where_there_is_none_and_refused_where_it_does_nothing():
+    with pytest.raises(ConfigError, match="do not fit"):
+        compose_config("demo", ["algorithm.adv_estimator=distillation"])
+    with pytest.raises(ConfigError, match="do not fit"):
+        compose_config("demo", ["algorithm.teacher=somewhere"])

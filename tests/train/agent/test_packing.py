@@ -1,0 +1,181 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rollout.samplers.test_huggingface import make_engine
+
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.train.agent.batch import (
+    Piece,
+    Sample,
+    cells,
+    cost,
+    length_of,
+    micro_batches,
+    plan_batches,
+    plan_pieces,
+    share_stems,
+    token_values,
+)
+from shoal.train.agent.policy import logprobs_of, policy_of
+
+BATCHINGS = ["auto", "padded", "bucketed", "packed"]
+lengths_of = st.lists(st.integers(2, 60), min_size=1, max_size=40)
+
+
+def make_samples_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        places = np.sort(rng.choice(np.arange(1, length), max(1, length // 3), replace=False))
+        ids = tuple(rng.integers(6, 200, length).tolist())
+        samples.append(Sample(ids, places, {"advantages": np.ones(len(places), np.float32)}))
+    return samples
+
+
+@given(lengths_of, st.integers(1, 400), st.sampled_from(BATCHINGS))
+def test_every_sample_is_in_one_row_of_one_micro_batch_that_fits(lengths, max_tokens, batching):
+    plan = plan_batches(lengths, max_tokens, batching)
+    assert sorted(i for batch in plan for row in batch for i in row) == list(range(len(lengths)))
+    for batch in plan:
+        widest = max(sum(lengths[i] for i in row) for row in batch)
+        assert widest <= max(lengths)
+        assert len(batch) * widest <= max_tokens or len(batch) == 1
+
+
+@given(lengths_of, st.integers(60, 400))
+def test_packing_never_costs_more_rows_and_auto_is_the_cheapest_of_its_plans(lengths, max_tokens):
+    plans = {name: plan_batches(lengths, max_tokens, name) for name in BATCHINGS}
+    rows = {name: sum(map(len, plan)) for name, plan in plans.items()}
+    assert rows["packed"] <= rows["padded"] == rows["bucketed"] == len(lengths)
+    assert cost(plans["auto"], lengths) == min(cost(plans[name], lengths) for name in ("bucketed", "packed"))
+
+
+def test_packing_fills_the_gaps_of_long_rows():
+    # rows of 10: 10 | 7 + 3 | 6 + 4 | 5 + 5, all full
+    plan = plan_batches([3, 10, 7, 4, 5, 6, 5], 1000, "packed")
+    assert plan == [[[1], [2, 0], [5, 3], [6, 4]]]
+    assert cells(plan, [3, 10, 7, 4, 5, 6, 5]) == 40
+
+
+def test_no_samples_are_no_batches():
+    assert plan_batches([], 10, "auto") == []
+
+
+@pytest.fixture(scope="module", params=["tiny", "huggingface"])
+def engine(request):
+    if request.param == "tiny":
+        shape = TinyShape(width=16, layers=2, heads=2, context=64)
+        return policy_of(TinyEngine(["Up"] * 3 + ["b"] * 200, shape, seed=1))
+    return policy_of(make_engine())
+
+
+def test_packed_samples_do_not_see_each_other(engine):
+    samples = make_samples_of([9, 5, 2, 7, 12, 3], seed=4)
+    vocabulary = engine.logits(
+        torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
+    ).shape[1]
+    samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
+
+    def ask(chosen, batching):
+        return token_values(chosen, lambda m: logprobs_of(engine, m, 1.0)[1], 1000, 0, "cpu", batching)
+
+    packed = ask(samples, "packed")
+    begins = [m.begins for m in micro_batches(samples, 1000, 0, "cpu", "packed", stems=True)]
+    assert all(b is not None and b.ndim == 2 for b in begins)
+    for sample, found in zip(samples, packed, strict=True):
+        np.testing.assert_allclose(found, ask([sample], "padded")[0], atol=1e-5)
+    changed = [Sample(tuple(7 for _ in samples[0].ids), samples[0].places, samples[0].columns), *samples[1:]]
+    for before, after in zip(packed[1:], ask(changed, "packed")[1:], strict=True):
+        np.testing.assert_allclose(after, before, atol=1e-6)
+
+
+def test_packed_gradients_of_a_transformers_model_are_those_of_single_rows():
+    engine = policy_of(make_engine())
+    samples = make_samples_of([9, 5, 2, 7, 12, 3], seed=2)
+
+    def gradient(batching, max_tokens):
+        engine.module.zero_grad()
+        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching):
+            logprobs_of(engine, micro, 1.0)[1].sum().backward()
+        return torch.cat([p.grad.flatten() for p in engine.module.parameters()])
+
+    alone = gradient("padded", 1)
+    for batching, max_tokens in (("packed", 1000), ("packed", 24), ("bucketed", 1000)):
+        torch.testing.assert_close(gradient(batching, max_tokens), alone, atol=1e-5, rtol=1e-4)
+
+
+def make_families(families, seed=0):
+    """Per family: how many tokens its members share, and how many each has for itself; (shared, trained from)."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for shared, own in families:
+        stem = tuple(rng.integers(6, 200, shared).tolist())
+        for length in own:
+            ids = stem + tuple(rng.integers(6, 200, length).tolist())
+            first = int(rng.integers(max(1, shared - 1), len(ids)))
+            places = np.unique([first, *rng.integers(first, len(ids), 3).tolist()])
+            samples.append(Sample(ids, places, {"advantages": np.ones(len(places), np.float32)}))
+    return [samples[i] for i in rng.permutation(len(samples))]
+
+
+families = st.lists(
+    st.tuples(st.integers(1, 30), st.lists(st.integers(1, 8), min_size=1, max_size=5)), min_size=1, max_size=5
+)
+
+
+@given(families, st.integers(1, 200), st.integers(0, 9))
+def test_pieces_share_only_what_stands_before_the_first_trained_token(families, max_tokens, seed):
+    samples = make_families(families, seed)
+    ids, firsts = [s.ids for s in samples], [int(s.places[0]) for s in samples]
+    lengths = [len(i) for i in ids]
+    pieces = share_stems(ids, firsts, max_tokens)
+    assert sorted(i for piece in pieces for i in piece.members) == list(range(len(samples)))
+    for piece in pieces:
+        assert (piece.stem > 0) == (len(piece.members) > 1)
+        assert len({ids[i][: piece.stem] for i in piece.members}) == 1
+        assert all(piece.stem < firsts[i] for i in piece.members)
+        assert len(piece.members) == 1 or length_of(piece, lengths) <= max_tokens
+    plan = plan_pieces(ids, firsts, max_tokens, "auto", True)
+    assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
+    for batching in ("padded", "bucketed", "packed"):
+        rows = [row for batch in plan_pieces(ids, firsts, max_tokens, batching, True) for row in batch]
+        assert not any(piece.stem for row in rows for piece in row)
+
+
+def test_members_of_a_group_are_one_piece_of_half_the_tokens():
+    prompt = tuple(range(10, 60))
+    ids = [(*prompt, 100 + i, 7, 8) for i in range(4)] + [(1, 2, 3)]
+    pieces = share_stems(ids, [50, 50, 50, 50, 1], 1000)
+    assert pieces == [Piece((4,)), Piece((0, 1, 2, 3), 49)]
+    assert length_of(pieces[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
+
+
+def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):
+    assert engine.shares_prefixes
+    samples = make_families([(20, [3, 5, 1, 4]), (9, [2, 2]), (1, [6])], seed=3)
+    vocabulary = engine.logits(
+        torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
+    ).shape[1]
+    samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
+    micros = list(micro_batches(samples, 1000, 0, "cpu", "auto", stems=True))
+    assert any(m.begins is not None and m.begins.ndim == 3 for m in micros)
+    assert sum(m.ids.numel() for m in micros) < sum(len(s.ids) for s in samples)
+
+    def ask(batching, max_tokens, stems):
+        def compute(micro):
+            return logprobs_of(engine, micro, 1.0)[1]
+
+        engine.module.zero_grad()
+        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, stems):
+            (compute(micro) * micro.columns["advantages"]).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in engine.module.parameters()])
+        return token_values(samples, compute, max_tokens, 0, "cpu", batching, stems), gradient
+
+    values, gradient = ask("padded", 1, False)
+    for max_tokens in (1000, 45):
+        found, shared_gradient = ask("auto", max_tokens, True)
+        for one, other in zip(found, values, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+        torch.testing.assert_close(shared_gradient, gradient, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,99 @@
+"""Packing is tried on the model itself: models that mix the samples of a row are caught before the first update."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from tests.rollout.samplers.test_huggingface import make_engine, make_tokenizer
+
+from shoal.core.errors import ConfigError
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.train.agent.policy import packing_fault, policy_of, safe_batching
+
+SHAPE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def engine_of(config):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return policy_of(HuggingFaceEngine(model, make_tokenizer()))
+
+
+MIXING = {
+    "a state space": lambda: transformers.MambaConfig(**SHAPE, state_size=4),
+    "linear attention in every other layer": lambda: transformers.Qwen3NextConfig(
+        **SHAPE, **HEADS, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, num_experts=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
+    ),
+    "a mask of its own": lambda: transformers.OPTConfig(
+        vocab_size=258, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_a_model_that_mixes_the_samples_of_a_row_is_caught(kind, caplog):
+    engine = engine_of(MIXING[kind]())
+    assert "change by" in packing_fault(engine)
+    with pytest.raises(ConfigError, match=r"packed is wrong for this model.*set bucketed"):
+        safe_batching(engine, "packed")
+    with caplog.at_level(logging.WARNING, "shoal.train.agent.policy"):
+        assert safe_batching(engine, "auto") == "bucketed"
+    assert "samples are not packed" in caplog.text
+    assert safe_batching(engine, "padded") == "padded"
+    assert engine.shares_prefixes == (kind == "a mask of its own")  # it takes ours
+
+
+def test_models_with_causal_attention_pass():
+    engines = [
+        policy_of(make_engine()),
+        engine_of(transformers.GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4)),
+        engine_of(transformers.Gemma3TextConfig(**SHAPE, **HEADS, head_dim=8, sliding_window=8)),
+        policy_of(TinyEngine(["Up"] * 3, TinyShape(width=16, layers=2, heads=2, context=64), seed=1)),
+    ]
+    assert [engine.shares_prefixes for engine in engines] == [
+        True,
+        True,
+        False,
+        True,
+    ]  # not where a window slides
+    for engine in engines:
+        assert packing_fault(engine) is None
+        assert safe_batching(engine, "auto") == "auto"
+        assert safe_batching(engine, "packed") == "packed"
+
+
+def test_positions_that_run_on_through_a_row_are_caught():
+    class RunsOn:
+        def __init__(self, engine):
+            self.module, self.pad_id, self._engine = engine.module, engine.pad_id, engine
+
+        def logits(self, ids, lengths, where, begins=None):
+            if begins is None:
+                return self._engine.logits(ids, lengths, where)
+            places = torch.arange(ids.shape[1] - 1)[None]
+            apart = begins[:, :-1, None] == begins[:, None, :-1]
+            mask = (apart & (places[0][:, None] >= places[0][None, :]))[:, None]
+            out = self.module(input_ids=ids[:, :-1], attention_mask=mask, position_ids=places)
+            return out.logits[where[:, 1:]]
+
+    engine = RunsOn(engine_of(transformers.GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=4)))
+    assert "do not start anew" in packing_fault(engine)
+
+
+def test_a_model_that_refuses_packed_rows_is_caught():
+    class Refuses:
+        def __init__(self, engine):
+            self.module, self.pad_id, self._engine = engine.module, engine.pad_id, engine
+
+        def logits(self, ids, lengths, where, begins=None):
+            if begins is not None:
+                raise TypeError("forward() got an unexpected keyword argument 'position_ids'")
+            return self._engine.logits(ids, lengths, where)
+
+    assert "does not take packed rows" in packing_fault(Refuses(policy_of(make_engine())))

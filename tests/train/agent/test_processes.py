@@ -1,0 +1,169 @@
+"""Two processes train as one does: the same trajectories, and weights that differ by rounding alone."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from shoal.core.data import read_trajectories
+from shoal.core.errors import ConfigError
+from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.distributed import Processes
+
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.timeout(600)  # processes that start on a busy machine
+SETTINGS = [
+    "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=30", "warmup.learning_rate=0.01",
+    "es_manager.train.env_groups=3", "es_manager.train.group_size=5", "es_manager.val.env_groups=3",
+    "algorithm.filter_groups.enable=false", "algorithm.entropy_coef=0.05", "algorithm.minibatch_size=37",
+    "algorithm.kl.coef=0.01", "algorithm.adv_estimator=gae", "algorithm.weight_decay=0.01",
+    "algorithm.rollout_correction.method=truncate", "agent_proxy.format_penalty=0.2", "agent_proxy.max_turn=3",
+    "trainer.eval_every=2", "trainer.save_every=1", "trainer.tensorboard=false", "use_parallel_envs=false",
+]  # fmt: skip
+TIMES = ("seconds", "tokens_per_second", "update_tokens_per_second", "share_", "engine_busy")
+
+
+def launch(folder, n, *overrides, module="shoal", timeout=280):
+    """`torchrun` of n processes, or a plain run."""
+    command = ["train", "--config-name", "demo", *SETTINGS, f"run_dir={folder}", *overrides]
+    start = [sys.executable, "-m", module]
+    if n > 1:
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={n}",
+            "-m",
+            module,
+        ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
+    return subprocess.run([*start, *command], env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_run(one, two, atol, files=("model.safetensors", "critic.safetensors")):
+    for row, other in zip(rows_of(one), rows_of(two), strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            if not name.startswith(TIMES):
+                assert other[name] == pytest.approx(value, abs=atol), name
+    same_weights(one, two, atol, files)
+
+
+def same_weights(one, two, atol, files=("model.safetensors", "critic.safetensors")):
+    for file in files:
+        first, second = (
+            load_file(next(list_checkpoints(folder / "checkpoints")[-1].rglob(file))) for folder in (one, two)
+        )
+        assert first.keys() == second.keys()
+        for name in first:
+            np.testing.assert_allclose(second[name], first[name], atol=atol, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    done = launch(folder, 1, "trainer.iterations=3")
+    assert done.returncode == 0, done.stderr
+    assert rows_of(folder)[-1]["gradient_steps"] > 1
+    return folder
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
+    two = tmp_path / "two"
+    done = launch(two, 2, "trainer.iterations=3", f"trainer.sharding={sharding}")
+    assert done.returncode == 0, done.stderr
+    assert ("2 processes (sharded)" if sharding == "full" else "2 processes\n") in done.stdout
+    assert "Warning" not in done.stderr
+    assert done.stdout.count("run folder:") == 1  # one of them speaks
+    same_run(alone, two, 1e-5)
+    for name in ("train-000001.jsonl", "heldout-000003.jsonl"):
+        told = [list(read_trajectories(folder / "trajectories" / name)) for folder in (alone, two)]
+        assert [[turn.response_ids for turn in t.turns] for t in told[0]] == [
+            [turn.response_ids for turn in t.turns] for t in told[1]
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_a_shared_engine_that_answers_workers_trains_the_same(alone, tmp_path, sharding):
+    """Requests come from threads, while the parameters of shards are whole."""
+    settings = ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=threads"]
+    done = launch(tmp_path / "run", 2, "trainer.iterations=3", f"trainer.sharding={sharding}", *settings)
+    assert done.returncode == 0, done.stderr
+    same_weights(alone, tmp_path / "run", 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, "none"), (3, "none")), ((2, "full"), (1, "full")), ((1, "none"), (3, "full"))],
+)
+def test_a_run_goes_on_with_another_number_of_processes_and_other_shards(alone, tmp_path, before, after):
+    folder = tmp_path / "run"
+    for iterations, (n, sharding), resume in ((2, before, "false"), (3, after, "true")):
+        settings = (f"trainer.iterations={iterations}", f"trainer.sharding={sharding}", f"resume={resume}")
+        done = launch(folder, n, "trainer.eval_every=1", *settings)
+        assert done.returncode == 0, done.stderr
+    whole = rows_of(alone)[-1]
+    assert rows_of(folder)[-1]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
+    assert rows_of(folder)[-1]["heldout_reward"] == pytest.approx(whole["heldout_reward"], abs=1e-6)
+    same_weights(alone, folder, 1e-5)
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_all_with_its_reason(tmp_path, monkeypatch):
+    """An env that fails while it is made for the second process alone."""
+    (tmp_path / "failing.py").write_text(
+        "import os, runpy, sys\n"
+        "from shoal.rollout.collector import TrajectoryCollector\n"
+        "play = TrajectoryCollector.collect\n"
+        "def collect(self, *a, **k):\n"
+        "    if os.environ.get('RANK') == '1':\n"
+        "        raise OSError('the disk is on fire')\n"
+        "    return play(self, *a, **k)\n"
+        "TrajectoryCollector.collect = collect\n"
+        "from shoal.cli.main import main\n"
+        "sys.exit(main())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = launch(tmp_path / "run", 2, "trainer.iterations=2", module="failing")
+    assert done.returncode != 0
+    assert "process 1 of 2 failed: OSError: the disk is on fire" in done.stderr
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 5))
+def test_every_item_is_in_one_part_and_parts_are_even(sizes, count):
+    parts = Processes(0, count).parts(sizes)
+    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
+    loads = [sum(sizes[i] for i in part) for part in parts]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_one_gpu_for_several_processes_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="each takes its own"):
+        Processes.join("cuda:0")
+
+
+def test_without_a_launcher_a_process_is_alone(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    processes = Processes.join("cpu")
+    assert (processes.count, processes.first, processes.device("cuda")) == (1, True, "cuda")
+    assert Processes(1, 2, 1).device("cuda") == "cuda:1"
+    parameter = torch.nn.Parameter(torch.ones(2))
+    processes.sum_gradients([parameter])
+    assert parameter.grad is None

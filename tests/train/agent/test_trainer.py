@@ -1,0 +1,246 @@
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from safetensors.numpy import load_file
+
+from shoal.core.data import read_trajectories
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, verify_folder
+from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.config import compose_config, config_names
+from shoal.train.agent.trainer import AgentTrainer
+
+CLOCKS = (
+    "seconds_rollout",
+    "seconds_update",
+    "tokens_per_second",
+    "update_tokens_per_second",
+    "share_rollout",
+    "share_update",
+    "share_idle",
+)
+WORKERS = ("rollout_workers", "rollout_batches", "engine_busy", "worker_deaths", "replayed_episodes")
+SMALL = [
+    "warmup.steps=60",
+    "warmup.learning_rate=0.003",
+    "trainer.iterations=4",
+    "trainer.eval_every=2",
+    "trainer.save_every=1",
+    "es_manager.val.env_groups=3",
+    "es_manager.train.group_size=8",
+    "engine.width=32",
+]
+
+
+def train(folder, *overrides, name="demo"):
+    config = compose_config(name, [*SMALL, f"run_dir={folder}", *overrides])
+    with AgentTrainer(config) as trainer:
+        list(trainer.train())
+    return results(folder)
+
+
+def results(folder):
+    """What must be equal between runs that promise to be: metrics without clocks, and the final weights."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        for name in (*CLOCKS, *WORKERS):
+            row.pop(name, None)
+    newest = list_checkpoints(folder / "checkpoints")[-1]
+    weights = {k: v.tobytes() for k, v in load_file(newest / "engine" / "model.safetensors").items()}
+    return rows, weights
+
+
+@pytest.fixture(scope="module")
+def calm_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    train(folder, "use_parallel_envs=false")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calm(calm_folder):
+    rows, weights = results(calm_folder)
+    assert sum(row.get("gradient_steps", 0) for row in rows) >= 3  # or the tests below would compare nothing
+    return rows, weights
+
+
+@pytest.fixture
+def finished(calm_folder, tmp_path):
+    """A run that is over, in a folder that a test may spoil."""
+    return shutil.copytree(calm_folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        ["use_parallel_envs=false"],
+        *(["vector.backend=process", f"vector.num_workers={n}"] for n in (1, 2, 4)),
+        ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=3"],
+        ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=threads"],
+    ],
+)
+def test_the_same_seed_gives_the_same_metrics_and_weights_with_any_workers(calm, tmp_path, vector):
+    assert train(tmp_path / "run", *vector) == calm
+
+
+def test_another_seed_gives_another_run(calm, tmp_path):
+    assert train(tmp_path / "run", "seed=1", "use_parallel_envs=false")[1] != calm[1]
+
+
+@pytest.mark.parametrize("killed_at", [0, 2, 3])
+def test_a_killed_run_resumes_to_the_same_end(calm, tmp_path, killed_at):
+    command = [sys.executable, "-m", "shoal", "train", "--json-events", *SMALL, f"run_dir={tmp_path / 'run'}",
+               "use_parallel_envs=false"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for line in process.stdout:
+        event = json.loads(line)
+        if event["event"] == "checkpoint" and event["step"] == killed_at:
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert train(tmp_path / "run", "resume=true", "use_parallel_envs=false") == calm
+
+
+def test_a_run_leaves_what_its_folder_promises(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["command"] == "train"
+    assert summary["status"] == "completed"
+    assert 0 <= summary["metrics"]["heldout_success"] <= 1
+    assert {"config.yaml", "metrics.jsonl", "curves.png", "tensorboard"} <= set(os.listdir(finished))
+    assert any((finished / "tensorboard").iterdir())
+    played = list(read_trajectories(finished / "trajectories" / "heldout-000004.jsonl"))
+    assert [t.group for t in played] == [0, 1, 2]
+
+
+def test_a_run_folder_is_never_overwritten(finished):
+    with pytest.raises(ConfigError, match="holds a run already: pass resume=true"):
+        train(finished)
+
+
+def test_a_run_is_not_continued_with_other_settings(finished):
+    with pytest.raises(DataError, match=r"algorithm\.learning_rate was 0\.002 and is 0\.1"):
+        train(finished, "resume=true", "algorithm.learning_rate=0.1")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(finished, name):
+    newest = list_checkpoints(finished / "checkpoints")[-1]
+    target = next(newest.rglob(name))
+    target.write_bytes(target.read_bytes()[:-1] + b"?")
+    with pytest.raises(DataError, match=rf"{name} was altered or truncated.*to go on from step-000003"):
+        train(finished, "resume=true")
+
+
+def test_groups_that_differ_by_the_format_penalty_alone_are_reported(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "shoal.train.agent.trainer"):
+        rows, _ = train(
+            tmp_path / "run",
+            "agent_proxy.format_penalty=0.1",
+            "warmup.steps=5",
+            "trainer.iterations=1",
+            "warmup.learning_rate=0.001",
+            "engine.width=64",
+            "es_manager.train.group_size=16",
+        )
+    assert rows[-1]["groups_shaping_only"] > 0.5
+    assert rows[-1]["groups_trained"] < 8
+    assert "differ by the format penalty alone" in caplog.text
+
+
+def test_dynamic_sampling_plays_until_enough_groups_have_signal(tmp_path):
+    rows, _ = train(tmp_path / "run", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.iterations=1")
+    row = rows[-1]
+    assert row["generated_batches"] > 1
+    assert row["episodes"] == row["groups_played"] * 8  # whole groups
+    assert 8 < row["groups_played"] <= 24
+    assert row["groups_trained"] <= 8
+
+
+@pytest.fixture(scope="module")
+def bandit_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bandit") / "run"
+    settings = [
+        "warmup.steps=120",
+        "trainer.iterations=15",
+        "trainer.eval_every=3",
+        "trainer.keep_checkpoints=1",
+        "es_manager.val.env_groups=32",
+        "es_manager.train.group_size=4",
+        "engine.width=64",
+        "warmup.learning_rate=0.001",
+    ]
+    train(folder, *settings, "use_parallel_envs=false", name="demo-bandit")
+    return folder
+
+
+def test_the_bandit_is_learned(bandit_folder):
+    rows, _ = results(bandit_folder)
+    assert rows[0]["heldout_success"] < 0.8
+    assert rows[-1]["heldout_success"] >= 0.95
+
+
+def test_the_best_checkpoint_outlives_the_newest_ones(bandit_folder):
+    rows, _ = results(bandit_folder)
+    held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
+    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()))
+    assert first_best < 15
+    best = verify_folder(bandit_folder / "checkpoints" / "best")
+    assert read_json(best / "state.json")["iteration"] == first_best
+    assert [path.name for path in list_checkpoints(bandit_folder / "checkpoints")] == ["step-000015"]
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_shipped_config_composes(name):
+    config = compose_config(name)
+    assert config.custom_envs
+    assert config.es_manager.train.group_tags()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.gama=1", "no setting 'algorithm.gama'. Did you mean 'gamma'"),
+        ("algoritm.gamma=1", "no setting 'algoritm.gamma'. Did you mean 'algorithm'"),
+        ("engine.vllm.enforce_eager=true", r"not there yet.*use \+engine.vllm.enforce_eager=true"),
+        (
+            "engine.replicas.resources={num_gpus: 1}",
+            r"not there yet.*use \+engine.replicas.resources={num_gpus: 1}",
+        ),
+        ("algorithm.gamma=2", r"algorithm.*gamma must be in \(0, 1\], got 2"),
+        ("algorithm.adv_estimator=ppo2", "algorithm.adv_estimator: Invalid enum value 'ppo2'"),
+        ("trainer.iterations=0", "iterations must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_override_is_explained(override, message):
+    with pytest.raises(ConfigError, match=message):
+        compose_config("demo", [override])
+
+
+def test_a_users_config_builds_on_ours(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [demo, _self_]\ntrainer:\n  iterations: 7\n")
+    config = compose_config("mine", ["seed=4"], tmp_path)
+    assert (config.trainer.iterations, config.seed) == (7, 4)
+    assert config.custom_envs["FrozenLakeEnv"].env_config["desc"] == "4x4"
+
+
+def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path):
+    for schedule in ("constant", "linear"):
+        folder, settings = (
+            tmp_path / schedule,
+            (f"algorithm.lr_schedule={schedule}", "use_parallel_envs=false"),
+        )
+        train(folder, *settings, "trainer.iterations=1", "warmup.steps=1")
+        longer = (folder, *settings, "trainer.iterations=2", "warmup.steps=1", "resume=true")
+        if schedule == "constant":
+            assert train(*longer)[0][-1]["iteration"] == 2
+            continue
+        with pytest.raises(DataError, match=r"trainer\.iterations was 1 and is 2"):
+            train(*longer)

@@ -1,0 +1,214 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.data import Trajectory, Turn
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
+from shoal.train.agent.losses import aggregation_weights
+from shoal.train.agent.policy import Critic, logprobs_of, policy_of
+from shoal.train.agent.update import Learner, Totals, critic_loss, gradient_step, token_loss, update
+
+ENGINE = policy_of(TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1))
+CRITIC = Critic(ENGINE)
+LOSSES = [
+    Algorithm(),
+    Algorithm(policy_loss="gspo", clip_ratio_low=0.1, clip_ratio_high=0.1),
+    Algorithm(policy_loss="cispo", loss_aggregation="sequence_mean"),
+    Algorithm(dual_clip=2.0, loss_aggregation="constant", loss_constant=8.0),
+    Algorithm(kl=KLPenalty(0.1, "k3"), adv_estimator="gae"),
+]
+
+
+def random_samples(n, seed):
+    """Rows with trained stretches of one or two turns and every column that a loss may read."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(n):
+        length = int(rng.integers(4, 20))
+        places = np.sort(rng.choice(np.arange(1, length), int(rng.integers(1, length)), replace=False))
+        near = rng.normal(-4, 0.3, len(places))
+        columns = {
+            "rollout_logprobs": near,
+            "old_logprobs": near,
+            "reference_logprobs": near + rng.normal(0, 0.2, len(places)),
+            "advantages": rng.normal(size=len(places)),
+            "values": rng.normal(size=len(places)),
+            "returns": rng.normal(size=len(places)),
+            "correction": rng.uniform(0.5, 1.5, len(places)),
+        }
+        as_floats = {name: column.astype(np.float32) for name, column in columns.items()}
+        samples.append(Sample(tuple(rng.integers(6, 60, length).tolist()), places, as_floats))
+    return samples
+
+
+def gradient(samples, config, max_tokens, batching="bucketed"):
+    ENGINE.module.zero_grad()
+    CRITIC.zero_grad()
+    totals = Totals()
+    weights = aggregation_weights(
+        [len(s.places) for s in samples], config.loss_aggregation, config.loss_constant
+    )
+    weighted = [s.with_column("weights", w) for s, w in zip(samples, weights, strict=True)]
+    for micro in micro_batches(weighted, max_tokens, ENGINE.pad_id, "cpu", batching):
+        loss = token_loss(ENGINE, micro, config, 1.0, totals)
+        (loss + critic_loss(CRITIC, micro, config, totals)).backward()
+    parameters = [*ENGINE.module.parameters(), *CRITIC.parameters()]
+    return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]), totals
+
+
+@pytest.mark.parametrize("config", LOSSES)
+@given(
+    st.integers(1, 12),
+    st.integers(1, 300),
+    st.integers(0, 1000),
+    st.sampled_from(["auto", "padded", "bucketed", "packed"]),
+)
+@settings(max_examples=20, deadline=None)
+def test_the_gradient_does_not_depend_on_micro_batches_order_padding_or_packing(
+    config, n, max_tokens, seed, batching
+):
+    samples = random_samples(n, seed)
+    whole, totals = gradient(samples, config, 10**9, "padded")
+    order = np.random.default_rng(seed).permutation(n)
+    split, split_totals = gradient([samples[i] for i in order], config, max_tokens, batching)
+    torch.testing.assert_close(split, whole, atol=2e-6, rtol=1e-4)
+    assert split_totals.tokens == totals.tokens == sum(len(s.places) for s in samples)
+    assert split_totals.loss == pytest.approx(totals.loss, abs=1e-5)
+    assert split_totals.kl_to_reference == pytest.approx(totals.kl_to_reference, abs=1e-3)
+
+
+def test_the_loss_is_that_of_a_loop_over_tokens():
+    samples = random_samples(5, 3)
+    expected, n_tokens = 0.0, sum(len(s.places) for s in samples)
+    for sample in samples:
+        hidden = ENGINE.module.hidden(torch.tensor([sample.ids]), torch.zeros(1, dtype=torch.int64))
+        scores = ENGINE.module.head(hidden)[0].log_softmax(-1).detach()
+        for k, place in enumerate(sample.places):
+            row = scores[place - 1]
+            ratio = float(torch.exp(row[sample.ids[place]] - sample.columns["old_logprobs"][k]))
+            advantage = float(sample.columns["advantages"][k])
+            surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+            expected -= surrogate * float(sample.columns["correction"][k]) / n_tokens
+            expected -= 0.02 * float(-(row.exp() * row).sum()) / n_tokens
+    _, totals = gradient(samples, Algorithm(), 64)
+    assert totals.loss == pytest.approx(expected, rel=1e-5)
+
+
+def turn(prompt, response):
+    return Turn("", prompt, response, (-1.0,) * len(response), "", None, True, 0.0, "")
+
+
+def test_turns_that_extend_each_other_are_one_sample_and_others_are_their_own():
+    turns = (turn((1, 2), (3,)), turn((1, 2, 3, 4), (5, 6)), turn((9,), (7,)))
+    samples = make_samples(Trajectory("e", 0, 0, 0, 0, turns, False, True, False))
+    assert [(s.ids, s.places.tolist()) for s in samples] == [((1, 2, 3, 4, 5, 6), [2, 4, 5]), ((9, 7), [1])]
+
+
+@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=6), st.booleans())
+def test_every_token_that_was_written_is_learned_from_exactly_once(lengths, append):
+    written, turns, context = 0, [], (7,)
+    for episode in lengths:
+        for n in episode:
+            response = tuple(range(100 + written, 100 + written + n))
+            turns.append(turn(context, response))
+            context = (*context, *response, 8) if append else (7,)
+            written += n
+    samples = make_samples(Trajectory("e", 0, 0, 0, 0, tuple(turns), False, True, False))
+    assert [s.ids[place] for s in samples for place in s.places] == list(range(100, 100 + written))
+
+
+@given(st.integers(1, 300), st.sampled_from(["padded", "bucketed", "packed"]))
+@settings(max_examples=20, deadline=None)
+def test_values_of_tokens_come_back_to_their_samples(max_tokens, batching):
+    samples = random_samples(9, 1)
+    found = token_values(samples, lambda micro: micro.targets * 1.0, max_tokens, 0, "cpu", batching)
+    assert [values.tolist() for values in found] == [[s.ids[p] for p in s.places] for s in samples]
+
+
+def test_a_fresh_critic_says_zero_and_learns_a_value():
+    critic = Critic(ENGINE)
+    sample = random_samples(1, 5)[0]
+    ids, length = torch.tensor([sample.ids]), torch.tensor([len(sample.ids)])
+    where = torch.zeros(ids.shape, dtype=torch.bool)
+    where[0, sample.places] = True
+    assert not critic(ids, length, where).any()
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        ((critic(ids, length, where) - 0.7) ** 2).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(
+        critic(ids, length, where), torch.full((len(sample.places),), 0.7), atol=0.1, rtol=0
+    )
+    assert torch.equal(critic.model.head.weight, ENGINE.module.head.weight)  # only the hidden states are used
+
+
+def preference(engine):
+    scores = engine.logits(torch.tensor([[7, 8, 9]]), torch.tensor([3]), torch.tensor([[False, False, True]]))
+    return float((scores[0, 9] - scores[0, 10]).detach())
+
+
+def contrast(engine):
+    """Two one-token samples, the first good and the second bad, with their true log-probs."""
+    samples = []
+    for token, advantage in ((9, 1.0), (10, -1.0)):
+        sample = Sample((7, 8, token), np.array([2]), {"advantages": np.float32([advantage])})
+        found = token_values([sample], lambda micro: logprobs_of(engine, micro, 1.0)[1], 100, 0, "cpu")[0]
+        for name in ("rollout_logprobs", "old_logprobs"):
+            sample = sample.with_column(name, found)
+        samples.append(sample)
+    return samples
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+def test_an_update_moves_towards_what_was_good(loss):
+    engine = ENGINE.twin()
+    before, version = preference(engine), engine.weights_version
+    optimizer = torch.optim.AdamW(engine.module.parameters(), lr=0.01)
+    learner = Learner(engine, optimizer, Algorithm(policy_loss=loss), AgentProxy())
+    metrics = update(learner, contrast(engine), 0)
+    assert preference(engine) > before + 0.01
+    assert metrics["trained_tokens"] == 2
+    assert metrics["logprob_gap_max"] < 1e-5  # they were computed in another batch
+    assert metrics["clip_fraction"] == 0.0
+    assert engine.weights_version == version + 1
+
+
+def test_frozen_parameters_stay_as_they_are():
+    engine = ENGINE.twin()
+    engine.module.embedding.requires_grad_(False)
+    before = engine.module.embedding.weight.clone()
+    optimizer = torch.optim.AdamW([p for p in engine.module.parameters() if p.requires_grad], lr=0.1)
+    gradient_step(Learner(engine, optimizer, Algorithm(), AgentProxy()), contrast(engine), Totals())
+    assert torch.equal(engine.module.embedding.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("loss", "share"),
+    # bounds 0.9 and 1.1; ratios of the tokens of three samples: (2, 0.5) with geometric mean 1, (3, 3), and (0.5)
+    [("clip", 5 / 5), ("gspo", 3 / 5), ("cispo", 3 / 5)],
+)
+def test_the_clip_fraction_is_of_the_ratio_that_the_loss_bounds(loss, share):
+    config = Algorithm(policy_loss=loss, clip_ratio_low=0.1, clip_ratio_high=0.1)
+    bare = [Sample((7, 8, 9), np.array([1, 2]), {}), Sample((8, 9, 7), np.array([1, 2]), {})]
+    bare.append(Sample((9, 7), np.array([1]), {}))
+    totals = Totals()
+    for sample, ratios in zip(bare, ([2, 0.5], [3, 3], [0.5]), strict=True):
+        (micro,) = micro_batches([sample], 99, ENGINE.pad_id, "cpu")
+        now = logprobs_of(ENGINE, micro, 1.0)[1].detach().numpy()
+        columns = {
+            "old_logprobs": now - np.log(ratios),
+            "advantages": np.ones(len(ratios)),
+            "weights": now * 0,
+        }
+        filled = sample
+        for name, column in columns.items():
+            filled = filled.with_column(name, column)
+        filled = filled.with_column("rollout_logprobs", columns["old_logprobs"])
+        (micro,) = micro_batches([filled], 99, ENGINE.pad_id, "cpu")
+        token_loss(ENGINE, micro, config, 1.0, totals)
+    assert totals.metrics(config)["clip_fraction"] == pytest.approx(share)

@@ -1,0 +1,72 @@
+"""The warm-up teaches the format from random play, or an expert's moves from the expert's."""
+
+import json
+
+import pytest
+
+from shoal.core.errors import ConfigError
+from shoal.envs import make
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.trainer import AgentTrainer
+
+SOLVED_ENVS = [
+    ("sokoban", {"max_pushes": 3}),
+    ("countdown", {}),
+    ("metamathqa", {}),
+    ("webshop", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SOLVED_ENVS)
+def test_an_env_is_solved_by_its_own_expert(name, settings):
+    env = make(name, **settings)
+    for seed in range(5):
+        _, info = env.reset(seed=seed)
+        over = False
+        while not over:
+            action = env.projection.action_of(env.expert_action())
+            _, _, terminated, truncated, info = env.step(action)
+            over = terminated or truncated
+        assert info["success"], (name, seed)
+
+
+def test_an_env_without_expert_says_none():
+    env = make("bandit")
+    env.reset(seed=0)
+    assert env.expert_action() is None
+
+
+def test_the_sokoban_expert_gives_up_a_lost_room():
+    env = make("sokoban", levels="#####\n#$  #\n#@ .#\n#####")  # the box stands in a corner
+    env.reset(seed=0)
+    assert env.expert_action() is None
+
+
+def first_row(folder, *overrides, name="sokoban"):
+    settings = ["trainer.iterations=1", "es_manager.val.env_groups=48", "es_manager.train.env_groups=2"]
+    with AgentTrainer(compose_config(name, [*settings, f"run_dir={folder}", *overrides])) as trainer:
+        next(iter(trainer.train()))
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.slow
+def test_imitating_the_expert_starts_where_random_play_does_not(tmp_path):
+    steps = "warmup.steps=250"
+    imitator = first_row(tmp_path / "expert", steps, "warmup.expert=1")
+    random = first_row(tmp_path / "random", steps, "warmup.expert=0")
+    assert imitator["heldout_success"] > random["heldout_success"] + 0.08
+    assert imitator["warmup_loss"] < 0.8 * random["warmup_loss"]
+
+
+def test_free_text_needs_an_expert_to_warm_up(tmp_path):
+    with pytest.raises(ConfigError, match="or warmup.expert=1 where the env has an expert"):
+        first_row(tmp_path / "a", "warmup.steps=1", "warmup.expert=0", "engine.context=512", name="countdown")
+    row = first_row(
+        tmp_path / "b", "warmup.steps=1", "warmup.expert=1", "engine.context=512", name="countdown"
+    )
+    assert row["warmup_loss"] > 0
+
+
+def test_the_experts_share_is_a_share():
+    with pytest.raises(ConfigError, match=r"warmup.expert must be in \[0, 1\], got 2"):
+        compose_config("sokoban", ["warmup.expert=2"])

@@ -1,0 +1,139 @@
+"""A sampler writes by the policy's weights, however they changed, and gets them only when they have."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.core.errors import ConfigError
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.policy import policy_of
+from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.weights import WeightSync
+
+
+def ask(sampler, n=6):
+    start = sampler.tokenizer.start
+    requests = [
+        Request(start([{"role": "user", "content": f"say {i}"}]), Key(0, 0, i, 0, 0), Sampling(5))
+        for i in range(n)
+    ]
+    return sampler.generate(requests)
+
+
+def words_of(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def test_a_sampler_writes_by_the_weights_of_the_policy_however_they_changed():
+    local, there = TinyEngine(["Up"], seed=1), TinyEngine(["Up"], seed=2)
+    policy = policy_of(local)
+    sync = WeightSync(policy, there)
+    assert words_of(ask(there)) != words_of(ask(local))
+    sync.carry()
+    assert ask(there) == ask(local)
+    with torch.no_grad():  # as an optimizer does, with the version still to come
+        for parameter in policy.module.parameters():
+            parameter.mul_(-1.3)
+    sync.carry()
+    assert ask(there) == ask(local)
+    policy.weights_version += 1
+    sync.carry()
+    assert {completion.weights_version for completion in ask(there)} == {1}
+    fresh = TinyEngine(["Up"], seed=3)
+    policy.load_weights(fresh.model.state_dict(), 7)
+    sync.carry()
+    assert words_of(ask(there)) == words_of(ask(fresh))
+
+
+def test_weights_that_did_not_change_are_not_carried_again():
+    policy, taken = policy_of(TinyEngine(["Up"])), []
+    sync = WeightSync(policy, SimpleNamespace(load_weights=lambda weights, version: taken.append(version)))
+    for _ in range(3):
+        sync.carry()
+    assert taken == [0]
+    policy.weights_version += 1
+    sync.carry()
+    sync.carry()
+    assert taken == [0, 1]
+    sync.changed()
+    sync.carry()
+    assert taken == [0, 1, 1]
+
+
+class OnGpu:
+    """A parameter on a device that a sampler elsewhere may not have."""
+
+    device, _version = "cuda", 0
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        whole = OnGpu()
+        whole.device = "cpu"
+        return whole
+
+
+class InShards(OnGpu):
+    gathered = 0
+
+    def full_tensor(self):
+        self.gathered += 1
+        return OnGpu()
+
+
+@pytest.mark.parametrize("kind", [OnGpu, InShards])
+def test_what_is_carried_lies_in_memory_of_the_cpu_and_shards_are_gathered_once(kind):
+    weight, taken = kind(), []
+    module = SimpleNamespace(parameters=lambda: [weight], state_dict=lambda keep_vars: {"w": weight})
+    policy = SimpleNamespace(module=module, weights_version=3)
+    sampler = SimpleNamespace(load_weights=lambda weights, version: taken.append(weights))
+    sync = WeightSync(policy, sampler)
+    for _ in range(3):
+        sync.carry()
+    assert [weights["w"].device for weights in taken] == ["cpu"]
+    assert kind is OnGpu or weight.gathered == 1
+
+
+def test_a_sampler_of_the_same_network_is_told_the_version():
+    sampler = TinyEngine(["Up"])
+    policy = policy_of(sampler)
+    sync = WeightSync(policy, sampler)
+    policy.weights_version = 5
+    sampler.load_weights = None  # there is nothing to carry
+    sync.carry()
+    assert sync.shared
+    assert sampler.weights_version == 5
+
+
+SMALL = [
+    "trainer.iterations=2", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
+    "es_manager.val.env_groups=2", "trainer.tensorboard=false", "use_parallel_envs=false",
+]  # fmt: skip
+
+
+def test_a_trainer_takes_a_policy_and_a_sampler_from_outside(tmp_path):
+    ways = []
+    for name in ("config", "shared", "apart"):
+        config = compose_config("demo", [*SMALL, f"run_dir={tmp_path / name}"])
+        with AgentTrainer(config) as trainer:
+            words, shape = trainer.policy.tokenizer.words, trainer.policy.module.shape
+            given = {}
+        if name != "config":
+            sampler = TinyEngine(words, shape, seed=config.seed)
+            given = {"sampler": sampler}
+        if name == "apart":
+            given = {"policy": policy_of(TinyEngine(words, shape, seed=config.seed)), "sampler": sampler}
+        with AgentTrainer(config, **given) as trainer:
+            list(trainer.train())
+            ways.append([tensor.clone() for tensor in trainer.policy.module.state_dict().values()])
+    for other in ways[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(ways[0], other, strict=True))
+
+
+def test_a_policy_without_a_sampler_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="give AgentTrainer the sampler too"):
+        AgentTrainer(compose_config("demo", [f"run_dir={tmp_path}"]), policy=policy_of(TinyEngine(["Up"])))
