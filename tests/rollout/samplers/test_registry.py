@@ -117,7 +117,9 @@ def test_a_model_of_this_machine_is_no_name_for_the_model_of_a_server(server, lo
 
 def test_rows_at_once_and_the_settings_of_the_template_come_from_the_config(tmp_path):
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n{{ thinking }}{% endif %}")
-    make_llama(template).save(tmp_path)
+    made = make_llama(template)
+    made.model.save_pretrained(tmp_path)
+    made.tokenizer.tokenizer.save_pretrained(tmp_path)
     settings = EngineConfig(
         name="huggingface", model=str(tmp_path), max_batch=3, template={"thinking": "<no>"}
     )
@@ -125,6 +127,11 @@ def test_rows_at_once_and_the_settings_of_the_template_come_from_the_config(tmp_
     assert engine.max_batch == 3
     prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
     assert engine.tokenizer.spell(prompt).endswith("<no>")
+    checkpointed = load_engine(tmp_path, config=settings)
+    assert (checkpointed.max_batch, checkpointed.tokenizer.start([{"role": "user", "content": "x"}])) == (
+        3,
+        prompt,
+    )
     there = load_tokenizer(str(tmp_path), **settings.template)
     assert there.start([{"role": "user", "content": "x"}]) == prompt
 
