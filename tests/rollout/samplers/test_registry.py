@@ -23,7 +23,7 @@ from shoal.rollout.samplers.registry import (
 )
 from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
-from shoal.train.agent.policy import make_policy
+from shoal.train.agent.policy import load_engine, make_policy
 
 
 @pytest.fixture
