@@ -377,3 +377,65 @@ def test_no_turn_is_lost_and_positions_count_on_for_any_chat(
         assert seen == [
             list(range(first, min(first + window, len(turns)))) for first in range(0, len(turns), stride)
         ]
+
+
+# --- how far a sample looks back
+def answers_in(messages):
+    """The model's words in a sample."""
+    return [
+        item["content"] if isinstance(item["content"], str) else item["content"][0]["text"]
+        for item in messages
+        if item["role"] == "assistant"
+    ]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    before=st.lists(
+        st.lists(st.sampled_from(["user", "tool"]), min_size=1, max_size=4), min_size=1, max_size=14
+    ),
+    system=st.booleans(),
+    tail=st.lists(st.sampled_from(["user", "tool"]), max_size=2),
+    window=st.integers(1, 4),
+    stride=st.integers(1, 4),
+    turns=st.integers(1, 5),
+)
+def test_a_sample_looks_back_over_turns_however_many_messages_they_have(
+    processor, tmp_path_factory, before, system, tail, window, stride, turns
+):
+    """An agent that uses tools gets several messages in a turn; what is counted are its own words."""
+    folder = tmp_path_factory.mktemp("chat")
+    chat = [{"role": "system", "content": "be brief"}] if system else []
+    chat.append({"role": "user", "content": "the task"})
+    for number, roles in enumerate(before):
+        chat += [{"role": role, "content": f"seen in turn {number}"} for role in roles]
+        chat.append({"role": "assistant", "content": str(number)})
+    chat += [{"role": role, "content": "too late"} for role in tail]
+    (folder / "chat.json").write_text(json.dumps(chat))
+    reader, stride, n = ChatReader(folder / "chat.json"), min(stride, window), len(before)
+
+    def split(cls, *sizes):
+        splitter = cls(processor, folder, *sizes, reader=reader, limit_messages=turns, padding="longest")
+        return [answers_in(messages) for messages in splitter.split(reader.ids())["raw_messages"]]
+
+    def looked_back(first, last):
+        """The turns `first` to `last` and all that the last of them looks back on."""
+        return [str(turn) for turn in range(n) if last - turns <= turn <= last or first <= turn <= last]
+
+    assert split(StepwiseTrajectorySplitter) == [looked_back(turn, turn) for turn in range(n)]
+    windows = [(first, min(first + window, n) - 1) for first in range(0, n, stride)]
+    assert split(TrajectorySplitter, window, stride) == [looked_back(*span) for span in windows]
+    assert split(LastNTrajectorySplitter, window, stride) == [looked_back(max(0, n - window), n - 1)]
+
+
+def test_a_window_of_an_agent_with_tools_keeps_its_history(processor, tmp_path):
+    """Two turns back from turn 4 is turn 2, though six messages lie between them."""
+    chat = [{"role": "user", "content": "the task"}]
+    for number in range(5):
+        chat += [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}] if number else []
+        chat.append({"role": "assistant", "content": str(number)})
+    (tmp_path / "chat.json").write_text(json.dumps(chat))
+    reader = ChatReader(tmp_path / "chat.json")
+    batch = TrajectorySplitter(processor, tmp_path, 1, 1, reader=reader, limit_messages=2).split(reader.ids())
+    seen = [answers_in(messages) for messages in batch["raw_messages"]]
+    assert seen == [["0"], ["0", "1"], ["0", "1", "2"], ["1", "2", "3"], ["2", "3", "4"]]

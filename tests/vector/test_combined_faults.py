@@ -225,6 +225,24 @@ def test_after_a_failure_in_flight_all_others_are_received_and_a_reset_repairs_t
         assert drain(envs) == ({1: 12.0, 3: 12.0}, [])
 
 
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_an_env_that_was_lost_while_others_were_in_flight_tells_what_it_showed_last(
+    fault: str, steps: int
+) -> None:
+    options = {"num_workers": 1, "threads": True, "on_failure": "restart", "step_timeout": 0.5}
+    with closing(make_vec([functools.partial(Misbehaving, fault)] * 2, backend="process", **options)) as envs:
+        envs.reset(seed=5)
+        for _ in range(steps):
+            envs.step([1, 2])
+        envs.send([1], [FAULT])
+        while envs.in_flight:
+            envs.recv()
+        _, _, _, truncated, infos = envs.step([3, 4])
+        assert truncated.tolist() == [True, False]
+        assert infos["final_obs"][0].tolist() == [5, 1, steps, 1 if steps else 0]
+
+
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 def test_an_end_is_received_with_its_last_observation_though_a_neighbour_ended_their_worker(
     mode: str,

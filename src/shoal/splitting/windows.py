@@ -127,8 +127,8 @@ def _window(
     if fixes.trim_tail and answers[first:]:
         end = answers[min(last, len(answers)) - 1] + 1
     turn_of = {at: turn for turn, at in enumerate(answers)}
-    oldest = max(0, end - 2 * limits.messages - 1)
-    history = [Piece(index) for index in range(oldest, begin) if index in turn_of]
+    begun = sum(at < end for at in answers) + (messages[end - 1].role != "assistant")  # turns up to `end`
+    history = [Piece(at) for at in answers[max(0, begun - limits.messages - 1) : first]]
     if first == 0:
         at = _instruction(messages)
         keep = None if whole_instruction else (0,)

@@ -639,7 +639,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             known = {item.env: item for item in told}
             for i in decision.hurt:
                 if i not in before:
-                    before[i] = self._before(i, i in stepped, known.get(i), decision.hurt[i])
+                    took_part = i in stepped, i in given
+                    before[i] = self._before(i, *took_part, known.get(i), decision.hurt[i])
             self._mask(decision.masked)
             fresh, failures = self._make_anew(decision.hurt, given)
             again = {failure.env for failure in failures}
@@ -661,10 +662,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             return []
         return [other for mate in self.backend.housemates(worker) for other in mate.ids]
 
-    def _before(self, i: int, stepped: bool, told: Told | None, failure: Failure) -> _Before:
-        """What an env showed last, before it is made anew."""
+    def _before(self, i: int, stepped: bool, given: bool, told: Told | None, failure: Failure) -> _Before:
+        """What an env showed last, before it is made anew; it was stepped or `given` a seed, or took no part."""
         worker, buffers = self._by_env[i], self.buffers
-        last = self._observations.leaves(i, worker.before)
+        last = self._observations.leaves(i, worker.before if stepped or given else worker.place)
         if not stepped or not (buffers.terminated[i] or buffers.truncated[i]):
             return _Before(last, None)
         final, info = (told.final, told.final_info) if told is not None else (IN_BUFFER, {})

@@ -23,7 +23,8 @@ from shoal.rollout.samplers.registry import (
 )
 from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
-from shoal.train.agent.policy import load_engine, make_policy
+from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.train.agent.policy import TinyPolicy, load_engine, make_policy, policy_of
 
 
 @pytest.fixture
@@ -97,6 +98,24 @@ def test_a_sampler_is_registered_by_name_and_made_from_the_settings_of_a_run():
         del SAMPLERS._items["test_hash"]
 
 
+def test_a_sampler_from_outside_writes_for_a_model_that_trains_here(monkeypatch):
+    class Follows(HashEngine):
+        def load_weights(self, weights, version):
+            self.weights_version = version
+
+    @sampler("test_follows")
+    def make(settings, words, seed):
+        return Follows()
+
+    monkeypatch.setitem(SAMPLERS._items, "huggingface", lambda *_: TinyEngine(["Up"]))
+    try:
+        policy, follower = make_policy(EngineConfig(name="test_follows", model="somewhere"), (), 0)
+        assert isinstance(policy, TinyPolicy)
+        assert isinstance(follower, Follows)
+    finally:
+        del SAMPLERS._items["test_follows"]
+
+
 @pytest.mark.parametrize("local", ["smollm2", "a folder"])
 def test_a_model_of_this_machine_is_no_name_for_the_model_of_a_server(server, local, tmp_path, caplog):
     """As when `engine.name=openai` is said beside a config that trains `smollm2`."""
@@ -117,9 +136,7 @@ def test_a_model_of_this_machine_is_no_name_for_the_model_of_a_server(server, lo
 
 def test_rows_at_once_and_the_settings_of_the_template_come_from_the_config(tmp_path):
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n{{ thinking }}{% endif %}")
-    made = make_llama(template)
-    made.model.save_pretrained(tmp_path)
-    made.tokenizer.tokenizer.save_pretrained(tmp_path)
+    policy_of(make_llama(template)).save(tmp_path)
     settings = EngineConfig(
         name="huggingface", model=str(tmp_path), max_batch=3, template={"thinking": "<no>"}
     )

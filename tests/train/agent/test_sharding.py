@@ -68,16 +68,19 @@ def told_slowly(tmp_path_factory):
 
 def check(told, case):
     tolerance = 3e-3 if case in ROUGH else 2e-5 if case in RARE else 2e-6
+    weights = (
+        2**-7 if case == "llama-bfloat16" else tolerance
+    )  # masters as near as that may round to neighbours
     for seen in (process[case] for process in told):
         assert seen["moved"] > 5e-3
-        assert seen["gap"] <= tolerance
+        assert seen["gap"] <= weights
         assert seen["state_gap"] <= tolerance
         for row, other in zip(*seen["metrics"], strict=True):
             assert row == pytest.approx(other, abs=10 * tolerance if case in ROUGH else 1e-5)
         # checkpoints have the same files, and each goes on from that of the other
         assert seen["files"]
-        assert seen["file_gap"] <= tolerance
-        assert seen["resumed_gap"] <= tolerance
+        assert seen["file_gap"] <= weights
+        assert seen["resumed_gap"] <= weights
         # what this process holds is half, to a row of each parameter: parameters, gradients and optimizer state at
         # the optimizer's step, and parameters between the forward and the backward pass
         for held, whole in seen["held"]:

@@ -70,14 +70,13 @@ def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
 def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
-    engine = HuggingFaceEngine.load(
+    return HuggingFaceEngine.load(
         _folder(config),
         device=config.device,
         dtype=config.dtype,
         max_batch=config.max_batch,
         **config.template,
     )
-    return engine
 
 
 @sampler("vllm")

@@ -30,6 +30,10 @@ from shoal.train.agent.losses import LOSSES, Aggregation, KLEstimator
 T = TypeVar("T")
 GROUP = "shoal.extensions"
 """The group of entry points in which installed packages name modules that register what is theirs."""
+OWN = "over-the-defaults"
+"""What Hydra is asked for in the place of a config that has no defaults list."""
+MOST_BYTES, MOST_VALUES = 2**20, 20_000
+"""Of a config file; more is a mistake or an attack (aliases of aliases), and takes minutes to compose."""
 _BY_NAME: Any = None
 """Left out: what the names of estimator and loss set, else `_PLAIN`."""
 _PLAIN: dict[str, Any] = {
@@ -602,7 +606,8 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     Args:
         name: one of `config_names()`, or of a YAML file in `folder`.
         overrides: applied last.
-        folder: a folder of the user's YAML; its files may name shoal's in their defaults list.
+        folder: a folder of the user's YAML; its files may name shoal's in their defaults list. One without such a
+            list changes the defaults of the settings.
 
     Raises:
         UnknownNameError: no such config.
@@ -627,7 +632,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
         else:
             with initialize_config_dir(str(folder.resolve()), version_base=None):
                 composed = compose(
-                    name,
+                    _with_defaults(name, folder),
                     overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"],
                     return_hydra_config=True,
                 )
@@ -638,12 +643,23 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
         raise ConfigError(f"config {name!r} needs one that is not there: {error}") from error
     except (ConfigCompositionException, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(_explain(error)) from error
-    values["custom_envs"] = {tag: kind for tag, kind in values["custom_envs"].items() if kind is not None}
-    algorithm = values["algorithm"]
-    for settings, names in ((algorithm, _PLAIN), (algorithm["filter_groups"], ("enable",))):
-        for name in [name for name in names if settings[name] is None]:
-            del settings[name]
-    return AgentConfig.read(values)
+    kinds = values.get("custom_envs")
+    if isinstance(kinds, dict):
+        values["custom_envs"] = {tag: kind for tag, kind in kinds.items() if kind is not None}
+    return AgentConfig.read(_without_open(values))
+
+
+def _without_open(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings less those that are left open for a name to set."""
+    algorithm = values.get("algorithm")
+    if isinstance(algorithm, dict):
+        groups = algorithm.get("filter_groups")
+        for settings, names in ((algorithm, tuple(_PLAIN)), (groups, ("enable",))):
+            if isinstance(settings, dict):
+                for name in names:
+                    if settings.get(name, 0) is None:
+                        del settings[name]
+    return values
 
 
 def _defaults() -> dict[str, Any]:
@@ -652,6 +668,36 @@ def _defaults() -> dict[str, Any]:
     values["algorithm"] |= dict.fromkeys(_PLAIN)
     values["algorithm"]["filter_groups"]["enable"] = None
     return values
+
+
+def _with_defaults(name: str, folder: Path) -> str:
+    """The name under which Hydra finds a config of the user's, over the defaults if it names none itself."""
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        return name
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path} must be at most {MOST_BYTES} bytes, got {path.stat().st_size}")
+    import yaml
+    from hydra.core.config_store import ConfigStore
+
+    try:
+        own = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
+    if not isinstance(own, dict | None):
+        raise ConfigError(f"{path} must be a mapping of settings, got {type(own).__name__}")
+    todo: list[Any] = [own]
+    for _ in range(MOST_VALUES):  # as they are with every alias in full
+        if not todo:
+            break
+        value = todo.pop()
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if todo:
+        raise ConfigError(f"{path} must hold at most {MOST_VALUES} values, aliases in full, got more")
+    if own and "defaults" in own:
+        return name
+    ConfigStore.instance().store(name=OWN, node={"defaults": ["defaults", name, "_self_"]})
+    return OWN
 
 
 def _explain(error: Exception) -> str:

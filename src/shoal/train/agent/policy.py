@@ -21,14 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
-from shoal.rollout.samplers.huggingface import read_weights
 from shoal.rollout.samplers.models import resolve_model
 from shoal.rollout.samplers.registry import make_engine
 from shoal.rollout.samplers.sampler import require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
 from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
-from shoal.train.agent.weights import MasterAdamW
 
 logger = logging.getLogger(__name__)
 
@@ -316,6 +314,8 @@ class HuggingFacePolicy(Policy):
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, for `load_weights`."""
+        from shoal.rollout.samplers.huggingface import read_weights
+
         return read_weights(folder, self.module)
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
@@ -377,13 +377,13 @@ def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[
             "update. Train with engine.name=huggingface, or vllm to sample faster (both with "
             "engine.model=FOLDER), and play a server with `shoal rollout`"
         )
-    here = config.replicas.engine if config.name == "ray" else config.name
-    there = config.name in ("vllm", "ray")
-    local: Any = make_engine(replace(config, name="huggingface" if here == "vllm" else here), words, seed)
+    named = config.replicas.engine if config.name == "ray" else config.name
+    here = "tiny" if named == "tiny" else "huggingface"
+    local: Any = make_engine(replace(config, name=here), words, seed)
     policy = policy_of(local)
     if isinstance(policy, HuggingFacePolicy) and config.train_last_layers is not None:
         policy.freeze_all_but_last(config.train_last_layers)
-    if not there:
+    if config.name == here:
         return policy, local
     sampler: Any = make_engine(config, words, seed)
     try:
@@ -546,6 +546,59 @@ class Critic(nn.Module):
         """Values `[N]` of the contexts before the true places of `where [B, T]`, in row-major order."""
         hidden = self._body.hidden(ids, lengths, where, begins)
         return cast(Tensor, self.output(hidden.float())[:, 0].clone())  # hooks on the result want no view
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
+
+    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
+    parameters are their own masters.
+
+    Args:
+        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
+        weight_decay: of all groups.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
+        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
+        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        super().__init__(mastered, weight_decay=weight_decay, fused=True)
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+        self._rounded.append((parameter, master))
+        return master
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Begin anew from the network's weights, which something else has set."""
+        for parameter, master in self._rounded:
+            master.copy_(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        super().zero_grad(set_to_none)
+        for parameter, _ in self._rounded:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the masters by the network's gradients, and round them into the network."""
+        for parameter, master in self._rounded:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        result = super().step(closure)
+        for parameter, master in self._rounded:
+            parameter.copy_(master)
+            master.grad = None
+        return result
+
+    def masters(self) -> dict[str, Tensor]:
+        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
+        own = {id(master) for _, master in self._rounded}
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
 
 
 def split_optimizer(
