@@ -21,6 +21,7 @@ from shoal.rollout.parallel.transport import (
     Ask,
     Frames,
     Hello,
+    LinkLostError,
     SocketLink,
     decode_request,
     frame,
@@ -294,6 +295,10 @@ def test_an_asker_notices_that_the_engine_is_gone(shared):
         shared.generate([request()])
     with pytest.raises(OSError, match="No such file"):
         SocketLink(Address("/nowhere/engine", b""))
+    with pytest.raises(
+        LinkLostError, match="gone .*No such file"
+    ):  # a worker that comes too late is no failure
+        Address("/nowhere/engine", b"").connect(0)
 
 
 def test_uid_of_the_peer_is_checked(shared, monkeypatch):

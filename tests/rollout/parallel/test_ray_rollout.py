@@ -96,6 +96,24 @@ def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", ["greedy", "barrier"])
+def test_a_mailbox_that_is_lost_costs_time_and_no_episode(cluster, schedule):
+    import ray
+
+    settings = config(n_jobs=2, nap=0.1, parallel={"schedule": schedule})
+    with ParallelRolloutManager(settings, HashEngine(), backend="ray") as manager:
+        assert manager.collect(3)[0].status == "ok"
+        first = manager._pool._mailbox
+        thread = threading.Timer(1.0, ray.kill, (first.actor,))
+        thread.start()
+        played = manager.collect(4)
+        thread.join()
+        assert manager.collect(4) == played
+        assert manager._pool._mailbox is not first
+    assert played == play("serial")[0]
+
+
+@pytest.mark.timeout(300)
 def test_the_mailbox_is_on_the_node_of_the_engine_whatever_nodes_there_are(cluster):
     import ray
 

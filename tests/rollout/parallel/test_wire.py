@@ -11,7 +11,13 @@ REQUESTS = st.builds(
     st.lists(st.integers(0, 2**20), max_size=5).map(tuple),
     st.builds(Key, *[st.integers(0, 2**62)] * 5),
     st.builds(
-        Sampling, st.integers(1, 99), st.floats(0, 3), st.lists(st.text(max_size=4), max_size=2).map(tuple)
+        Sampling,
+        st.integers(1, 99),
+        st.floats(0, 3),
+        st.lists(st.text(max_size=4), max_size=2).map(tuple),
+        st.floats(0.1, 1),
+        st.integers(0, 50),
+        st.floats(0, 1),
     ),
     st.lists(st.text(max_size=8), max_size=2).map(tuple),
 )

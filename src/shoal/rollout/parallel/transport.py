@@ -227,7 +227,10 @@ class Address:
 
     def connect(self, asker: int) -> SocketLink:
         """A link for a worker in another process."""
-        return SocketLink(self, asker)
+        try:
+            return SocketLink(self, asker)
+        except OSError as error:  # it ended while the worker was on its way
+            raise LinkLostError(f"the shared engine is gone ({error})") from error
 
 
 class SocketLink:
