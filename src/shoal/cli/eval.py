@@ -179,7 +179,8 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()
-        return load_engine(checkpoint / "engine", device=options.device or run.engine.device), run
+        device = options.device or run.engine.device
+        return load_engine(checkpoint / "engine", device=device, config=run.engine), run
     if folder.exists() and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"

@@ -125,7 +125,7 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
             raise DataError(f"{source} is not a run folder")
         own = source / "engine"
         folder = own if own.is_dir() else newest_checkpoint(source / "checkpoints") / "engine"
-        return load_engine(folder, device=config.engine.device)
+        return load_engine(folder, device=config.engine.device, config=config.engine)
     tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
     roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
     words = sorted({word for role in roles.values() for word in role.projection.words()})

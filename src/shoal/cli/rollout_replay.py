@@ -81,7 +81,7 @@ def _replay_training(run: Path, config: Any, recordings: Sequence[_Recording]) -
     held = []
     for recording in recordings:
         checkpoint = verify_folder(recording.checkpoint)
-        engine = load_engine(checkpoint / "engine", device=config.engine.device)
+        engine = load_engine(checkpoint / "engine", device=config.engine.device, config=config.engine)
         engine.weights_version = int(read_json(checkpoint / "state.json")["weights_version"])
         promised: Level = "L0" if config.engine.name in ("vllm", "openai") else engine.level
         name = f"{run}: {recording.file.name} with {checkpoint.name}"

@@ -24,7 +24,7 @@ from shoal.rollout.samplers.registry import (
 from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.rollout.samplers.tiny import TinyEngine
-from shoal.train.agent.policy import TinyPolicy, make_policy, policy_of
+from shoal.train.agent.policy import TinyPolicy, load_engine, make_policy, policy_of
 
 
 @pytest.fixture
@@ -144,6 +144,11 @@ def test_rows_at_once_and_the_settings_of_the_template_come_from_the_config(tmp_
     assert engine.max_batch == 3
     prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
     assert engine.tokenizer.spell(prompt).endswith("<no>")
+    checkpointed = load_engine(tmp_path, config=settings)
+    assert (checkpointed.max_batch, checkpointed.tokenizer.start([{"role": "user", "content": "x"}])) == (
+        3,
+        prompt,
+    )
     there = load_tokenizer(str(tmp_path), **settings.template)
     assert there.start([{"role": "user", "content": "x"}]) == prompt
 

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.rollout.samplers.test_huggingface import make_engine
 
-from shoal.train.agent.policy import Critic, policy_of, split_optimizer, trained_parameters
-from shoal.train.agent.weights import MasterAdamW, fill_optimizer, whole_optimizer
+from shoal.train.agent.policy import Critic, MasterAdamW, policy_of, split_optimizer, trained_parameters
+from shoal.train.agent.weights import fill_optimizer, whole_optimizer
 
 RATE, STEPS = 1e-6, 30
 

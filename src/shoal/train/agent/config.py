@@ -486,7 +486,8 @@ def refuse_without_signal(config: AgentConfig) -> None:
     """Check that groups can differ within, where that is what is learned from; a mere rollout may do without.
 
     Raises:
-        ConfigError: nothing would ever be learned, or nothing but the format.
+        ConfigError: nothing would ever be learned, or nothing but the format, or from other probabilities than the
+            policy's.
     """
     _refuse_other_distribution(config)
     groups, algorithm = config.es_manager.train, config.algorithm

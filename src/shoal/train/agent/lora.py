@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,14 +132,20 @@ def add_lora(policy: Policy, lora: Lora, base: str | None, seed: int) -> LoraPol
     return LoraPolicy(policy, lora, str(where.resolve()) if where.exists() else base, seed)
 
 
-def load_lora(folder: Path, device: str = "cpu") -> tuple[LoraPolicy, HuggingFaceEngine]:
+def load_lora(folder: Path, device: str = "cpu", **options: Any) -> tuple[LoraPolicy, HuggingFaceEngine]:
     """The policy in a folder that `LoraPolicy.save` wrote, and a sampler; the base model must still be where it was.
+
+    Args:
+        folder: what was written.
+        device: where the network lives.
+        **options: of the sampler.
 
     Raises:
         DataError: the base model is not the one that the adapters were trained on.
     """
     described, settings = read_json(folder / "engine.json"), read_json(folder / "adapter_config.json")
-    engine = HuggingFaceEngine.load(resolve_model(described["base"]), device=device, dtype=described["dtype"])
+    base = resolve_model(described["base"])
+    engine = HuggingFaceEngine.load(base, device=device, dtype=described["dtype"], **options)
     modules = settings["target_modules"]
     lora = Lora(settings["r"], settings["lora_alpha"], modules, settings["lora_dropout"])
     adapted = add_lora(policy_of(engine), lora, described["base"], 0)

@@ -27,7 +27,6 @@ from shoal.rollout.samplers.sampler import require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
 from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
-from shoal.train.agent.weights import MasterAdamW
 
 logger = logging.getLogger(__name__)
 
@@ -396,8 +395,17 @@ def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[
     return policy, sampler
 
 
-def load_policy(folder: Path, *, device: str = "cpu") -> tuple[Policy, Any]:
-    """The policy in a model folder or the `engine` folder of a checkpoint, and a sampler with its network."""
+def load_policy(
+    folder: Path, *, device: str = "cpu", config: EngineConfig | None = None
+) -> tuple[Policy, Any]:
+    """The policy in a model folder or the `engine` folder of a checkpoint, and a sampler with its network.
+
+    Args:
+        folder: what `Policy.save` or transformers wrote.
+        device: where the network lives.
+        config: of the run, for what its sampler is set to beside its weights.
+    """
+    options = {} if config is None else {"max_batch": config.max_batch, **config.template}
     described: dict[str, Any] = {}
     if (folder / "engine.json").exists() or not (folder / "config.json").exists():  # a bare model has none
         described = read_json(folder / "engine.json")
@@ -409,17 +417,19 @@ def load_policy(folder: Path, *, device: str = "cpu") -> tuple[Policy, Any]:
     elif described.get("engine") == "huggingface-lora":
         from shoal.train.agent.lora import load_lora
 
-        return load_lora(folder, device)
+        return load_lora(folder, device, **options)
     else:
         from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
-        sampler = HuggingFaceEngine.load(folder, device=device, dtype=described.get("dtype", "float32"))
+        sampler = HuggingFaceEngine.load(
+            folder, device=device, dtype=described.get("dtype", "float32"), **options
+        )
     return policy_of(sampler), sampler
 
 
-def load_engine(folder: Path, *, device: str = "cpu") -> Any:
-    """The sampler in the `engine` folder of a checkpoint, to play with."""
-    return load_policy(folder, device=device)[1]
+def load_engine(folder: Path, *, device: str = "cpu", config: EngineConfig | None = None) -> Any:
+    """The sampler in the `engine` folder of a checkpoint, to play with; see `load_policy`."""
+    return load_policy(folder, device=device, config=config)[1]
 
 
 def load_teacher(folder: str, student: Policy) -> Policy:
@@ -536,6 +546,59 @@ class Critic(nn.Module):
         """Values `[N]` of the contexts before the true places of `where [B, T]`, in row-major order."""
         hidden = self._body.hidden(ids, lengths, where, begins)
         return cast(Tensor, self.output(hidden.float())[:, 0].clone())  # hooks on the result want no view
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
+
+    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
+    parameters are their own masters.
+
+    Args:
+        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
+        weight_decay: of all groups.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
+        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
+        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        super().__init__(mastered, weight_decay=weight_decay, fused=True)
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+        self._rounded.append((parameter, master))
+        return master
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Begin anew from the network's weights, which something else has set."""
+        for parameter, master in self._rounded:
+            master.copy_(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        super().zero_grad(set_to_none)
+        for parameter, _ in self._rounded:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the masters by the network's gradients, and round them into the network."""
+        for parameter, master in self._rounded:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        result = super().step(closure)
+        for parameter, master in self._rounded:
+            parameter.copy_(master)
+            master.grad = None
+        return result
+
+    def masters(self) -> dict[str, Tensor]:
+        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
+        own = {id(master) for _, master in self._rounded}
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
 
 
 def split_optimizer(

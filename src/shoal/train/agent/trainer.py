@@ -45,6 +45,7 @@ from shoal.train.agent.distributed import (
 from shoal.train.agent.evaluation import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
 from shoal.train.agent.policy import (
     Critic,
+    MasterAdamW,
     Policy,
     can_checkpoint,
     load_teacher,
@@ -57,7 +58,7 @@ from shoal.train.agent.policy import (
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
 from shoal.train.agent.update import Learner, prepare_samples, update
 from shoal.train.agent.warmup import warm_up
-from shoal.train.agent.weights import MasterAdamW, WeightSync
+from shoal.train.agent.weights import WeightSync
 from shoal.train.schedules import decayed
 
 logger = logging.getLogger(__name__)

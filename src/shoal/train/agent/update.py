@@ -47,7 +47,6 @@ from shoal.train.agent.policy import (
     trained_parameters,
     training_mode,
 )
-from shoal.train.agent.weights import whole
 
 
 @dataclass
@@ -93,8 +92,8 @@ class Totals:
         }
         return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
 
-    def metrics(self, config: Algorithm) -> dict[str, float]:
-        """Means a token, and means a step for loss and gradient."""
+    def metrics(self, config: Algorithm, *, critic: bool = False) -> dict[str, float]:
+        """Means a token, and means a step for loss and gradient; with a `critic`, its loss too."""
         tokens, steps = max(self.tokens, 1), max(self.steps, 1)
         row = {
             "loss": self.loss / steps,
@@ -108,7 +107,7 @@ class Totals:
         }
         if config.kl.coef:
             row["kl_to_reference"] = self.kl_to_reference / tokens
-        if config.needs_critic:
+        if critic:
             row["value_loss"] = self.value_loss / tokens
         if config.rollout_correction.method != "none":
             row["rollout_correction_mean"] = self.correction / tokens
@@ -137,7 +136,7 @@ def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[
                     learner, [samples[i] for i in order[first : first + algorithm.minibatch_size]], totals
                 )
     learner.policy.weights_version += 1
-    return totals.over(learner.processes).metrics(algorithm)
+    return totals.over(learner.processes).metrics(algorithm, critic=learner.critic is not None)
 
 
 def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals) -> None:
@@ -181,7 +180,7 @@ def refuse_diverged(norm: Tensor, of: str) -> float:
     Raises:
         DivergedError: it is NaN or infinite; no step was made with it.
     """
-    size = float(whole(norm))
+    size = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the former of shards
     if not math.isfinite(size):
         raise DivergedError(
             f"the gradient of the {of} is {size} (its norm): training diverged, and the weights are those from before "

@@ -20,8 +20,7 @@ from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Sampling
 from shoal.train.agent.batch import Sample, make_samples, micro_batches
 from shoal.train.agent.config import Warmup
-from shoal.train.agent.policy import Policy, trained_parameters
-from shoal.train.agent.weights import MasterAdamW
+from shoal.train.agent.policy import MasterAdamW, Policy, trained_parameters
 
 MAX_EPISODE_TURNS = 32
 """Random play is cut here: later states of an env with few endings add nothing to the format."""

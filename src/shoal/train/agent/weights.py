@@ -6,7 +6,7 @@ what it is: each function is then free, and no process waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +68,7 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict
             gathered = whole(value)
             if keep:
                 found[f"{index}.{name}"] = gathered
-    for name, master in optimizer.masters().items() if isinstance(optimizer, MasterAdamW) else ():
+    for name, master in getattr(optimizer, "masters", dict)().items():
         gathered = whole(master)
         if keep:
             found[name] = gathered
@@ -110,59 +110,6 @@ class WeightSync:
             self._carried = stamp
 
 
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
-
-    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
-    parameters are their own masters.
-
-    Args:
-        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
-        weight_decay: of all groups.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
-        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
-        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
-        super().__init__(mastered, weight_decay=weight_decay, fused=True)
-
-    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dtype in (torch.float32, torch.float64):
-            return parameter
-        master = nn.Parameter(parameter.detach().float())
-        self._rounded.append((parameter, master))
-        return master
-
-    @torch.no_grad()
-    def take_weights(self) -> None:
-        """Begin anew from the network's weights, which something else has set."""
-        for parameter, master in self._rounded:
-            master.copy_(parameter)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        super().zero_grad(set_to_none)
-        for parameter, _ in self._rounded:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Step the masters by the network's gradients, and round them into the network."""
-        for parameter, master in self._rounded:
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-        result = super().step(closure)
-        for parameter, master in self._rounded:
-            parameter.copy_(master)
-            master.grad = None
-        return result
-
-    def masters(self) -> dict[str, Tensor]:
-        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
-        own = {id(master) for _, master in self._rounded}
-        every = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
-
-
 def without_twins(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """One name of each tensor, the first in the alphabet, as files of tensors want it; and for the others, which."""
     first: dict[int, str] = {}
@@ -199,8 +146,7 @@ def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     """Put back what `whole_optimizer` gave; masters that it did not give are the network's weights."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.take_weights()
+    getattr(optimizer, "take_weights", lambda: None)()
     for key, value in tensors.items():
         index, _, name = key.partition(".")
         parameter = parameters[int(index)]
