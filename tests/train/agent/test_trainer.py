@@ -215,7 +215,7 @@ def test_every_shipped_config_composes(name):
             r"not there yet.*use \+engine.replicas.resources={num_gpus: 1}",
         ),
         ("algorithm.gamma=2", r"algorithm.*gamma must be in \(0, 1\], got 2"),
-        ("algorithm.adv_estimator=ppo2", "algorithm.adv_estimator: Invalid enum value 'ppo2'"),
+        ("algorithm.adv_estimator=ppo2", "no advantage named 'ppo2'"),
         ("trainer.iterations=0", "iterations must be at least 1, got 0"),
     ],
 )

@@ -31,6 +31,10 @@ ROUNDING = 1e-3
 """By how much a log-probability may be above 0: what servers compute in bfloat16 may be, a little."""
 
 
+NO_NUMBERS = "must have finite log-probabilities of at most 0"
+"""What is said of an answer whose log-probabilities are none, as those of spoiled weights."""
+
+
 class Message(TypedDict):
     """One message of a chat."""
 
@@ -157,7 +161,7 @@ def _wrong(
     if len(values) != len(ids) and (logprobs or values):
         return f"must have a log-probability for each of {len(ids)} tokens, it has {len(values)}"
     if not all(map(math.isfinite, values)) or max(values, default=0.0) > ROUNDING:
-        return "must have finite log-probabilities of at most 0"
+        return NO_NUMBERS
     return None
 
 

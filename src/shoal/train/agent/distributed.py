@@ -28,7 +28,7 @@ from shoal.core.executors import connect_ray
 from shoal.core.files import verify_folder, write_folder
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.rollout.samplers.settings import ReplicaConfig
 from shoal.train.agent.policy import Around, Critic, Policy
 from shoal.train.agent.weights import cut_like, whole_weights
@@ -548,13 +548,8 @@ def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
         DivergedError: NaN or infinity, as from weights that a too large step has spoiled.
     """
     for trajectory in trajectories:
-        for turn in trajectory.turns:
-            if not all(map(math.isfinite, turn.logprobs)):
-                raise DivergedError(
-                    f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
-                    f"{trajectory.member}): its weights are spoiled. Lower the learning rate (algorithm.learning_rate, "
-                    f"or warmup.learning_rate at the start); resume=true goes on from the last checkpoint"
-                )
+        if not all(math.isfinite(logprob) for turn in trajectory.turns for logprob in turn.logprobs):
+            raise _spoiled(trajectory)
 
 
 def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
@@ -562,12 +557,23 @@ def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
 
     Raises:
         EngineError: not one was played to its end (`EnvError` if it was the env that failed first).
+        DivergedError: the same, because the engine's log-probabilities are no numbers.
     """
     if any(trajectory.status == "ok" for trajectory in trajectories):
         return
     first = trajectories[0]
+    if first.status == "engine_error" and NO_NUMBERS in (first.error or ""):
+        raise _spoiled(first)
     kind = EnvError if first.status == "env_error" else EngineError
     raise kind(f"all {len(trajectories)} episodes of {what} failed; the first: {first.error or first.status}")
+
+
+def _spoiled(trajectory: Trajectory) -> DivergedError:
+    return DivergedError(
+        f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
+        f"{trajectory.member}): its weights are spoiled. Lower the learning rate (algorithm.learning_rate, "
+        f"or warmup.learning_rate at the start); resume=true goes on from the last checkpoint"
+    )
 
 
 _NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
