@@ -7,15 +7,15 @@ import logging
 import pytest
 import torch
 from fault_doubles import WORDS, World
-from shoal.rollout.engine import Sampling
-from shoal.rollout.engines.huggingface import HuggingFaceEngine
-from shoal.rollout.engines.tiny import TinyEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, envs, make_environments
 from shoal.core.data import encode_trajectory
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.tiny import TinyEngine
 
 SEED, ITERATION, GROUPS, MEMBERS, TURNS, TOKENS = 11, 2, 16, 4, 3, 6
 PLACES = [
@@ -237,9 +237,8 @@ def test_a_model_of_transformers_reads_and_writes_the_same_tokens_everywhere(
 
 @pytest.fixture(scope="module")
 def smollm2():
-    from shoal.rollout.engines.model_store import get_model
-
     from shoal.core.errors import EngineError
+    from shoal.rollout.samplers.models import get_model
 
     try:
         return HuggingFaceEngine.load(get_model("smollm2"))

@@ -146,3 +146,23 @@ def test_actions_of_another_shape_reach_the_envs_as_gymnasium_gives_them() -> No
         assert made.step(np.array([[1], [2]]))[1].tolist() == [1.0, 1.0]
         assert made.step(np.array([1, 2]))[1].tolist() == [0.0, 0.0]
         made.close()
+
+
+def test_a_ring_holds_no_text_and_seeds_are_one_for_each(envs: Any) -> None:
+    with pytest.raises(ValueError, match="length must match num_envs=3"):
+        envs.reset(seed=[1, 2])
+    if isinstance(envs, SyncVectorEnv):
+        return
+    assert envs.reset(seed=[5, None, 7])[0][[0, 2], 0].tolist() == [5, 7]
+    text = make_vec("frozen_lake", 2, backend="serial", ring=3)
+    with pytest.raises(ValueError, match="a ring holds observations of fixed size only"):
+        text.observation_ring()
+    text.close()
+
+
+def test_gymnasiums_modes_are_known_by_their_names_too() -> None:
+    envs = AsyncVectorEnv([CountEnv], autoreset_mode=AutoresetMode.SAME_STEP.value)
+    assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    envs.close()
+    with pytest.raises(ValueError, match="'never' is not a valid AutoresetMode"):
+        AsyncVectorEnv([CountEnv], autoreset_mode="never")

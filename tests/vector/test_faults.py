@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,68 @@ def test_an_info_that_is_no_dict_is_refused_wherever_it_comes(mode: str, where: 
         envs.step([1, 1])
     with pytest.raises(WorkerError, match=r"env 1 .*info must be a dict, got (str|list)"):
         envs.step([1, 1])
+    envs.close()
+
+
+class Spoiled(CountEnv):
+    """Its observation holds NaN after the action 9."""
+
+    def observe(self, action: Any) -> Any:
+        return super().observe(np.nan if action == 9 else action)
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+def test_an_observation_with_nan_is_refused_once_and_no_end_comes_of_it(mode: str, backend: Any) -> None:
+    fns = [functools.partial(Spoiled, 3)] * 2
+    envs = make_vec(fns, backend=backend, autoreset=mode, on_failure="restart")
+    envs.reset(seed=0)
+    for actions in ([1, 9], [1, 1]):  # in the middle of an episode
+        _, rewards, terminated, truncated, infos = envs.step(actions)
+        bad = actions[1] == 9
+        assert terminated.tolist() == [False, False]
+        assert truncated.tolist() == [False, bad]
+        assert rewards[1] == (0.0 if bad else 11.0 if mode == "same_step" else rewards[1])
+        assert ("worker_restarted" in infos) is bad
+        if mode == "disabled" and bad:
+            envs.reset(options={"reset_mask": np.array([False, True])})
+    envs.reset(seed=0)
+    for actions in ([1, 1], [1, 1], [1, 9], [1, 1], [1, 1]):  # as the last of one
+        _, rewards, terminated, truncated, infos = envs.step(actions)
+        bad = actions[1] == 9
+        assert truncated.tolist() == [False, bad]
+        assert not terminated[1]
+        assert ("worker_restarted" in infos) is bad
+        if bad:
+            assert (rewards.tolist(), terminated.tolist()) == ([13.0, 0.0], [True, False])
+        if mode == "disabled" and bad:
+            envs.reset(options={"reset_mask": np.array([True, True])})
+    if mode == "same_step":  # the next end, of the other one, does not bring it up again
+        envs.reset(options={"reset_mask": np.array([False, True])})
+        _, _, terminated, _, infos = envs.step([1, 1])
+        assert terminated.tolist() == [True, False]
+        assert "worker_restarted" not in infos
+    envs.close()
+
+
+def test_an_error_tells_the_action_where_there_was_one_and_only_there() -> None:
+    envs = make_vec([functools.partial(Faulty, "raise")] * 2, backend="serial")
+    envs.reset(seed=0)
+    with pytest.raises(
+        ZeroDivisionError, match=r"failed in step with action np.int64\(9\): ZeroDivisionError"
+    ):
+        envs.step([1, 9])
+    with pytest.raises(AttributeError, match=r"^env 0 \(pid \d+\) failed in call nothing: "):
+        envs.call("nothing")
+    envs.close()
+
+
+def test_an_answer_that_cannot_be_sent_names_an_env_of_its_worker() -> None:
+    fns = [functools.partial(CountEnv, 5, i) for i in range(4)]
+    envs = make_vec(fns, backend="process", num_workers=2)
+    with pytest.raises(WorkerError, match=r"env 2 .*sending its results.*lock"):
+        envs.apply(lambda env: threading.Lock() if env.index == 3 else env.index)
+    assert envs.apply(lambda env: env.index) == [0, 1, 2, 3]
     envs.close()
 
 

@@ -132,3 +132,26 @@ def test_a_pool_that_does_not_fit_into_memory_is_refused_and_leaves_no_worker() 
         make_vec(CountEnv, 2, backend="process", num_workers=2, ring=1 << 36)
     alive = {c.pid for c in me.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE}
     assert alive <= before
+
+
+def test_an_interrupt_in_the_callers_own_group_leaves_only_those_it_cut_off_out_of_flight() -> None:
+    class Interrupted(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            if action == HELD:
+                raise KeyboardInterrupt
+
+    envs = make_vec([functools.partial(Interrupted, 1000)] * 3, backend="serial")
+    envs.reset(seed=0)
+    envs.send([1, 2], [HELD, 2])
+    envs.send([0], [4])  # waits for the group
+    with pytest.raises(KeyboardInterrupt):
+        envs.recv()
+    assert envs.in_flight == [0]
+    ready = envs.recv()
+    assert (ready.ids.tolist(), ready.rewards.tolist()) == ([0], [41.0])
+    with pytest.raises(ValueError, match="send some actions first"):
+        envs.recv()
+    envs.send_reset([1], [9])
+    assert envs.recv().observations.tolist() == [[9, 1, 0, 0]]
+    assert envs.step([1, 1, 1])[1].tolist() == [12.0, 11.0, 11.0]
+    envs.close()

@@ -621,3 +621,35 @@ def test_spaces_of_gymnax_are_gymnasiums() -> None:
     assert to_gymnasium(expected) is expected
     with pytest.raises(TypeError, match="got SimpleNamespace"):
         to_gymnasium(types.SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("space", "good", "bad"),
+    [
+        (spaces.MultiBinary(2), [[0, 1], [1, 0], [1, 1]], [[0, 1], [1, 2], [0, 0]]),
+        (spaces.MultiDiscrete([2, 3]), [[1, 2], [0, 0], [1, 1]], [[1, 2], [0, 3], [0, 0]]),
+        (spaces.Discrete(3), [0, 1, 2], [0, -1, 2]),
+    ],
+    ids=str,
+)
+def test_an_index_out_of_range_never_reaches_the_batch(space: Any, good: Any, bad: Any) -> None:
+    class Indexed(Pictured):
+        def __init__(self, num_envs: int) -> None:
+            super().__init__(num_envs)
+            self.single_action_space = space
+            self.action_space = batch_space(space, num_envs)
+
+    envs = native(Indexed)
+    envs.reset()
+    envs.step(np.array(good))
+    assert envs.batch.given.tolist() == good
+    with pytest.raises(ValueError, match=r"got others from environments \[1\]"):
+        envs.step(np.array(bad))
+
+
+@pytest.mark.parametrize("mask", [[True] * 2, np.array([1, 0, 1]), np.zeros(3, bool)], ids=str)
+def test_a_mask_that_names_no_environment_is_refused(mask: Any) -> None:
+    envs = native(lambda num_envs: Counters(num_envs, reset_mask=True))
+    envs.reset()
+    with pytest.raises(ValueError, match="reset_mask must be 3 booleans, one of them True"):
+        envs.reset(options={"reset_mask": mask})

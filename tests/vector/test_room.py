@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import itertools
+import os
 import types
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Text, Tuple
 
+from shoal.core.errors import ConfigError
 from shoal.core.processes import dumps
 from shoal.vector import env_group, make_vec, process
 from shoal.vector.buffers import (
@@ -25,11 +28,12 @@ from shoal.vector.buffers import (
     Patience,
     TextBuffer,
     available_memory,
+    shared_file,
 )
-from shoal.vector.env_group import Step, StepTimes, bucket_of
+from shoal.vector.env_group import Call, Step, StepTimes, bucket_of
 from shoal.vector.failures import Failure, decide, restart_seed
 from shoal.vector.make import probe
-from shoal.vector.process import Limits, Worker
+from shoal.vector.process import Limits, Worker, look_at
 from shoal.vector.values import Layout, Told, batch_infos
 from shoal.vector.worker import Make
 from tests.rooms.trace import Tracer
@@ -215,14 +219,16 @@ def test_looking_that_never_pays_is_done_ever_more_rarely_until_it_pays_again() 
     assert len(tries) > 64
 
 
-@pytest.mark.parametrize(("seconds", "timed"), [(50e-6, 10), (150e-6, 1 + (170 - 17))], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("seconds", "timed", "then"), [(50e-6, 10, 10), (150e-6, 1 + (170 - 17), 11)], ids=["short", "long"]
+)
 def test_one_short_step_in_seventeen_is_timed_and_every_long_one(
-    monkeypatch: Any, seconds: float, timed: int
+    monkeypatch: Any, seconds: float, timed: int, then: int
 ) -> None:
-    now = [1000.0]
+    now, takes = [1000.0], [seconds]
 
     def step(action: int) -> int:
-        now[0] += seconds
+        now[0] += takes[0]
         return action
 
     monkeypatch.setattr(env_group, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
@@ -232,6 +238,10 @@ def test_one_short_step_in_seventeen_is_timed_and_every_long_one(
     for k in range(170):
         assert [one(k) for one in times.turn([step, step])] == [k, k]
     assert rows[:, bucket_of(seconds)].tolist() == rows.sum(axis=1).tolist() == [timed] * 2
+    takes[0] = 50e-6  # after a long one the next is looked at, then the 2nd, 19th, … 155th
+    for k in range(170):
+        assert [one(k) for one in times.turn([step, step])] == [k, k]
+    assert rows.sum(axis=1).tolist() == [timed + then] * 2
 
 
 @pytest.mark.parametrize(
@@ -331,3 +341,63 @@ def test_a_worker_without_limits_is_never_overdue() -> None:
     limited = Clocked(0, [CountEnv], Limits(make=1.0))
     limited.begin(Step(None, 0, {}))
     assert limited.overdue(1e12) is None
+
+
+def test_memory_that_cannot_be_had_is_told_before_it_is_written(monkeypatch: Any) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for code, error, message in (
+        (errno.ENOSPC, ConfigError, "not enough shared memory for 1 MiB .*No space left"),
+        (errno.EPERM, PermissionError, "not permitted"),
+    ):
+
+        def refuse(*_: Any, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(error, match=message):
+            shared_file(2**20)
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ConfigError, match="MiB are available"):
+        shared_file(1 << 61)
+    descriptor = shared_file(10)
+    assert os.fstat(descriptor).st_size == 10
+    os.close(descriptor)
+
+
+def test_those_who_live_with_one_that_is_overdue_are_lost_with_it_and_nobody_else() -> None:
+    def worker(first: int, home: Any, limit: float | None) -> Clocked:
+        made = Clocked(first, [CountEnv] * 2, Limits(step=limit))
+        made.home = home
+        made.stack = lambda: "here"  # type: ignore[method-assign]
+        made.begin(Step(None, 0, {}))
+        return made
+
+    house: Any = object()
+    workers = [worker(0, house, 1e-9), worker(2, house, None), worker(4, None, 1e-9), worker(6, None, None)]
+    look_at(workers)  # each clock starts when its worker is seen at work
+    look_at(workers)
+    lost = [worker.lost for worker in workers]
+    assert lost[0] is lost[1]
+    assert [None if one is None else (one.env, one.kind) for one in lost] == [
+        (0, "timeout"),
+        (0, "timeout"),
+        (4, "timeout"),
+        None,
+    ]
+    assert lost[0] is not None
+    assert (lost[0].summary, lost[0].trace) == ("no answer within 1e-09 s", "here")
+
+
+def test_what_a_worker_is_at_is_told_with_the_action_as_far_as_it_is_known() -> None:
+    worker = Clocked(10, [CountEnv] * 4)
+    assert worker.current() == (10, "wait", None)
+    worker.buffers, _ = large(1)
+    worker.at = 3
+    worker.begin(Step([1, 3], 0, {}, ["first", "second"]))
+    assert worker.current() == (13, "step", "second")
+    worker.at = 0  # it has not begun
+    assert worker.current() == (10, "step", None)
+    worker.begin(Call("name", (), {}, [1]))
+    worker.at = 1
+    assert worker.current() == (11, "call name", None)

@@ -412,8 +412,7 @@ def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> 
 
 def plain_target(buffers: Buffers) -> Array | None:
     """The array that a batch of the space's own type is simply copied to, if actions are one array."""
-    layout = buffers.actions
-    return buffers.act[0] if layout.is_leaf and layout.leaves[0].kind == "fixed" else None
+    return buffers.act[0] if buffers.actions.is_leaf else None
 
 
 def _fits(action: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:

@@ -536,16 +536,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._late.remove(worker)
         if not isinstance(command, Step | Reset):
             return
-        reply = reply or Reply()
-        if worker.lost is not None:
-            reply = Reply()
+        gone = worker.lost is not None
+        reply = Reply() if gone or reply is None else reply
         failed = {failure.env for failure in reply.failures}
         over = self.buffers.terminated | self.buffers.truncated
-        stay = [  # what they showed before stands, but for ends
-            i
-            for i in (failed if worker.lost is None else worker.ids)
-            if not over[i] or (self._same_step and i in failed)
-        ]
+        hurt = list(worker.ids if gone else failed)  # what these showed before stands, but for ends
+        stay = [i for i in hurt if not over[i] or (self._same_step and i in failed)]
         self._observations.carry(stay, worker.before, worker.place)
         self._observations.keep(_ids(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
@@ -979,8 +975,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _land_in_flight(self, landing: Pending) -> None:
         replies = []
-        for worker, _ in landing:
-            replies.append(worker.take()[1])
+        for worker, command in landing:
+            try:
+                replies.append(worker.take()[1])
+            except BaseException:  # an interrupt
+                if worker.inline:  # the caller's own group was amid it: these are in flight no more
+                    del self._at_work[id(worker)]
+                    for i in _ids(worker, command):
+                        self._flying.pop(i, None)
+                    self._set_to_work(worker)
+                raise
             del self._at_work[id(worker)]
         told, failures = self._land(landing, replies)
         ids = [i for worker, command in landing for i in _ids(worker, command)]
@@ -1008,17 +1012,18 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _taken(self, timeout: float | None) -> Ready:
         landed, self._landed = self._landed, []
-        for entry in landed:
-            self._flying.pop(entry[0], None)
+        ids, leaves, rewards, terminated, truncated, infos = zip(*landed, strict=True) if landed else [()] * 6
+        for i in ids:
+            self._flying.pop(i, None)
         now = time.monotonic()
         late = [i for i, sent in self._flying.items() if timeout is not None and now - sent >= timeout]
         return Ready(
-            np.array([entry[0] for entry in landed], dtype=np.int64),
-            self._observations.stack([entry[1] for entry in landed]),
-            np.array([entry[2] for entry in landed], dtype=np.float64),
-            np.array([entry[3] for entry in landed], dtype=np.bool_),
-            np.array([entry[4] for entry in landed], dtype=np.bool_),
-            [entry[5] for entry in landed],
+            np.array(ids, dtype=np.int64),
+            self._observations.stack(leaves),
+            np.array(rewards, dtype=np.float64),
+            np.array(terminated, dtype=np.bool_),
+            np.array(truncated, dtype=np.bool_),
+            list(infos),
             sorted(late),
         )
 
