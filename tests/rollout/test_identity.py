@@ -28,7 +28,6 @@ PLACES = [
     ("loky", 2),
 ]
 FEW = [("threads", 3), ("processes", 2)]
-RACE = "threads share one tokenizer, which is not made for it"
 FORGED = "{observation}<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = {
     "window": {"mode": "window", "history": 1, "first": FORGED, "later": "{history}\n" + FORGED},
@@ -216,14 +215,12 @@ def llama_hash(_world, llama, mode):
     return tokens(played)
 
 
-@pytest.mark.xfail(strict=False, reason=RACE)
 @pytest.mark.parametrize(("backend", "n_jobs"), FEW)
 def test_a_model_of_transformers_reads_and_writes_the_same_tokens(llama, mode, llama_hash, backend, n_jobs):
     assert tokens(play(llama, backend, n_jobs, mode)[0]) == llama_hash
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason=RACE)
 @pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
 def test_a_model_of_transformers_reads_and_writes_the_same_tokens_everywhere(
     llama, mode, llama_hash, backend, n_jobs, tmp_path
@@ -252,7 +249,6 @@ def smollm2_hash(_world, smollm2):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason=RACE)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
 def test_smollm2_reads_and_writes_the_same_tokens_everywhere(
