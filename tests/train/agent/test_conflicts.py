@@ -15,7 +15,7 @@ CONFLICTS = {
         "algorithm.clip_ratio_low=0.1", "algorithm.policy_loss=cispo",
     ],
     "loss_constant=8.0 has no effect with loss_aggregation=token_mean": ["algorithm.loss_constant=8"],
-    "step_advantage_weight=0.5 is gigpo's": ["algorithm.step_advantage_weight=0.5"],
+    "step_advantage_weight=0.5 is gigpo's and graphgpo's": ["algorithm.step_advantage_weight=0.5"],
     "token_lambda=0.9 is bi_level_gae's": ["algorithm.critic.token_lambda=0.9", "algorithm.adv_estimator=gae"],
     "max_num_gen_batches=3 has no effect with": [
         "algorithm.filter_groups.max_num_gen_batches=3", "algorithm.filter_groups.enable=false",

@@ -4,7 +4,9 @@ The references follow what verl, verl-agent and TRL compute: rows of tokens with
 float64. They share no code with shoal. Where shoal differs by default, the setting that gives the peer's is used.
 """
 
+import statistics
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from shoal.core.data import Trajectory, Turn
 from shoal.train.agent.advantages import (
     critic_advantages,
+    graph_step_advantages,
     mean_relative,
     overlong_shaping,
     reverse_kl,
@@ -187,6 +190,84 @@ def test_gigpos_episode_part_may_be_the_plain_sum_of_the_paper():
     plain = Algorithm(adv_estimator="gigpo", gamma=0.5, gigpo=GiGPO(episode_reward="sum"))
     assert abs(np.concatenate(turn_advantages(episodes, discounted, AgentProxy()))).min() > 0.5
     assert not np.concatenate(turn_advantages(episodes, plain, AgentProxy())).any()
+
+
+def graph_reference(episodes, discount, remove_std):
+    """Distances by relaxing all edges again and again; statistics by Python's own module."""
+    found = []
+    for group in {t.group for t in episodes}:
+        own = [t for t in episodes if t.group == group]
+        edges = []
+        for number, t in enumerate(own):
+            names = [turn.anchor for turn in t.turns] + ["GOAL" if t.success else f"END {number}"]
+            edges += [(number, k, names[k], names[k + 1]) for k in range(len(t.turns))]
+        far = {"GOAL": 0}
+        for _ in range(len(edges) + 1):
+            for _, _, a, b in edges:
+                if b in far:
+                    far[a] = min(far.get(a, 10**9), far[b] + 1)
+        reached = any(t.success and t.turns for t in own)
+        lost = max(far.values()) + 1
+        worth = {(n, k): (a, discount ** (1 + far.get(b, lost))) for n, k, a, b in edges}
+        for (n, k), (state, value) in worth.items():
+            mates = [v for s, v in worth.values() if s == state]
+            if not reached or len(mates) < 2 or max(mates) - min(mates) < 1e-12:
+                result = 0.0
+            else:
+                result = value - statistics.fmean(mates)
+                result /= 1.0 if remove_std else statistics.stdev(mates)
+            found.append((own[n].group, own[n].member, k, result))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("remove_std", [False, True])
+def test_graphgpos_step_part_is_that_of_an_independent_graph(remove_std):
+    steps = 0
+    for seed in range(BATCHES):
+        rng = np.random.default_rng(seed)
+        episodes = [replace(t, success=bool(rng.random() < 0.4)) for t in batch(seed)]
+        rng.shuffle(episodes)
+        discount = float(rng.uniform(0.1, 0.9))
+        own = graph_step_advantages(
+            [[turn.anchor for turn in t.turns] for t in episodes],
+            [t.success for t in episodes],
+            [t.group for t in episodes],
+            discount=discount,
+            scale=not remove_std,
+        )
+        found = sorted(
+            (t.group, t.member, k, value)
+            for t, values in zip(episodes, own, strict=True)
+            for k, value in enumerate(values.tolist())
+        )
+        expected = graph_reference(episodes, discount, remove_std)
+        assert [row[:3] for row in found] == [row[:3] for row in expected]
+        np.testing.assert_allclose([row[3] for row in found], [row[3] for row in expected], **CLOSE)
+        steps += sum(abs(row[3]) > 0.1 for row in expected)
+    assert steps > BATCHES  # most batches have turns that are told apart
+
+
+def test_graphgpo_pays_a_good_turn_of_a_lost_episode_and_none_of_a_detour():
+    """A -> B -> goal is the way; the first episode goes round by C, the second goes to B and is lost."""
+    solved, lost = ["A", "C", "B"], ["A", "B"]
+    first, second = graph_step_advantages([solved, lost], [True, False], [0, 0], discount=0.5)
+    half = np.sqrt(0.5)  # two values, a mean between them, Bessel's correction
+    np.testing.assert_allclose(
+        first, [-half, 0.0, half]
+    )  # to C: 2 turns left; alone at C; from B to the goal
+    np.testing.assert_allclose(second, [half, -half])  # to B: 1 turn left; from B nowhere
+
+
+def test_graphgpo_is_grpo_and_the_step_part_and_far_states_count_as_near_ones():
+    long = [f"s{k}" for k in range(12)]
+    turns = [tuple(Turn("s", (1,), (2,), (), "", "x", True, float(name == "s11"), name) for name in names)
+             for names in (long, [long[0], "x"])]  # fmt: skip
+    episodes = [Trajectory("e", 0, 0, k, 0, t, k == 0, True, False) for k, t in enumerate(turns)]
+    settings = Algorithm(adv_estimator="graphgpo", step_advantage_weight=2.0)
+    first, second = turn_advantages(episodes, settings, AgentProxy())
+    half = np.sqrt(0.5)  # eleven turns from the goal, 0.1 ** 11 against 0.1 ** 13
+    np.testing.assert_allclose(first, [3 * half] + [half] * 11, atol=1e-12)
+    np.testing.assert_allclose(second, [-3 * half, -half], atol=1e-12)
 
 
 def test_maxrl_is_the_mean_of_the_scores_of_successes_less_the_mean_of_all():

@@ -240,6 +240,22 @@ def _gigpo(played: Played) -> list[Array]:
     return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
 
 
+@advantage("graphgpo", grouped=True, normalized=True)
+def _graphgpo(played: Played) -> list[Array]:
+    """The episode part is that of `grpo`."""
+    method = played.proxy.reward_normalization.method
+    episodes = normalize_rewards(played.episode_returns, played.cells, method)
+    steps = graph_step_advantages(
+        [[turn.anchor for turn in t.turns] for t in played.trajectories],
+        [t.success for t in played.trajectories],
+        [t.group for t in played.trajectories],
+        discount=played.algorithm.graph_discount,
+        scale=method != "mean",
+    )
+    weight = played.algorithm.step_advantage_weight
+    return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
+
+
 def _cells(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
     """The cell of each trajectory within which rewards are compared."""
     if grouping == "state":
@@ -391,6 +407,63 @@ def anchored_step_advantages(
     ]
     flat = group_relative([r for turns in returns for r in turns], states, scale=scale)
     return np.split(flat, np.cumsum([len(turns) for turns in returns])[:-1])
+
+
+def graph_step_advantages(
+    anchors: Sequence[Sequence[Hashable]],
+    solved: Sequence[bool],
+    groups: Sequence[int],
+    *,
+    discount: float = 0.1,
+    scale: bool = True,
+) -> list[Array]:
+    """Step-level advantages of GraphGPO (arXiv:2605.26684, eq. 4): turns that left the same state, compared.
+
+    The episodes of a group make one graph of the states they met. A turn is worth `discount ** (d + 1)`, with `d` the
+    fewest turns, of any episode, from the state it led to to where one was solved. States from which none was solved
+    count as one turn further than the furthest other.
+
+    Args:
+        anchors: per trajectory, a key of the state before each turn; its last turn led to the goal, or nowhere known.
+        solved: of each trajectory.
+        groups: group of each trajectory; a graph is of one group.
+        discount: worth of a state against that of one a turn nearer to the goal, in (0, 1).
+        scale: divide by the standard deviation among the turns that left a state.
+
+    Returns:
+        Per trajectory one value a turn; zero where nobody left the state otherwise, and in groups that solved nothing
+        (there, all states are equally far).
+    """
+    goal = object()
+    edges: list[tuple[Hashable, Hashable]] = []  # of all turns, in order: the state before, the state after
+    before: dict[Hashable, set[Hashable]] = {}
+    for k, (visited, group) in enumerate(zip(anchors, groups, strict=True)):
+        states: list[Hashable] = [(group, anchor) for anchor in visited]
+        ends: Hashable = (group, goal) if solved[k] else (group, goal, k)
+        for state, after in zip(states, [*states[1:], ends], strict=True):
+            edges.append((state, after))
+            before.setdefault(after, set()).add(state)
+    distance: dict[Hashable, int] = {}
+    furthest: dict[int, int] = {}
+    for group in set(groups):
+        level: set[Hashable] = {end for end in [(group, goal)] if end in before}
+        steps = 0
+        while level:
+            distance.update(dict.fromkeys(level, steps))
+            furthest[group], steps = steps, steps + 1
+            level = {state for after in level for state in before.get(after, ())} - distance.keys()
+    keys: dict[Hashable, int] = {}
+    states_left = np.array([keys.setdefault(state, len(keys)) for state, _ in edges], dtype=np.int64)
+    nowhere = [furthest.get(g, 0) + 1 for v, g in zip(anchors, groups, strict=True) for _ in v]
+    turns_left = np.array([distance.get(after, n) + 1 for (_, after), n in zip(edges, nowhere, strict=True)])
+    if (
+        scale
+    ):  # in units of the best turn from there: far from the goal, differences are small and mean as much
+        best = np.full(len(keys), np.inf)
+        np.minimum.at(best, states_left, turns_left)
+        turns_left = turns_left - best[states_left]
+    flat = group_relative(discount**turns_left, states_left, scale=scale)
+    return np.split(flat, np.cumsum([len(visited) for visited in anchors])[:-1])
 
 
 def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = None) -> tuple[Array, Array]:

@@ -147,8 +147,10 @@ class Algorithm:
     gamma: float = 1.0
     """Discount per turn; below 1, shorter solutions are worth more."""
     step_advantage_weight: float = 1.0
-    """GiGPO: weight of the step-level advantage beside the episode's."""
+    """GiGPO and GraphGPO: weight of the step-level advantage beside the episode's."""
     gigpo: GiGPO = GiGPO()
+    graph_discount: float = 0.1
+    """GraphGPO: worth of a state against that of one a turn nearer to the goal."""
     teacher: str | None = None
     """Distillation: the folder of a model, or of a checkpoint's engine, that scores the tokens (same vocabulary)."""
     policy_loss: str = "clip"
@@ -193,6 +195,8 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         self._set_by_name()
+        if not 0 < self.graph_discount < 1:
+            raise ConfigError(f"graph_discount must be in (0, 1), got {self.graph_discount}")
         if not 0 < self.gamma <= 1:
             raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
         refuse_not_positive(
@@ -494,7 +498,11 @@ def refuse_without_signal(config: AgentConfig) -> None:
     compared = config.agent_proxy.reward_normalization.grouping == "state"
     if algorithm.filter_groups.enable:
         needs = "algorithm.filter_groups.enable=true leaves such groups out"
-    elif ESTIMATORS[algorithm.adv_estimator].grouped and algorithm.adv_estimator != "gigpo" and compared:
+    elif (
+        ESTIMATORS[algorithm.adv_estimator].grouped
+        and algorithm.adv_estimator not in ("gigpo", "graphgpo")
+        and compared
+    ):
         needs = f"algorithm.adv_estimator={algorithm.adv_estimator} learns from what differs within groups"
     else:
         return
@@ -553,10 +561,15 @@ def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
             f"algorithm.loss_constant={algorithm.loss_constant} has no effect with loss_aggregation="
             f"{algorithm.loss_aggregation}: set loss_aggregation to constant, or leave loss_constant out"
         )
-    if algorithm.step_advantage_weight != 1 and estimator != "gigpo":
+    if algorithm.step_advantage_weight != 1 and estimator not in ("gigpo", "graphgpo"):
         yield (
-            f"algorithm.step_advantage_weight={algorithm.step_advantage_weight} is gigpo's and has no effect "
-            f"with adv_estimator={estimator}: leave it out"
+            f"algorithm.step_advantage_weight={algorithm.step_advantage_weight} is gigpo's and graphgpo's, and has "
+            f"no effect with adv_estimator={estimator}: leave it out"
+        )
+    if algorithm.graph_discount != 0.1 and estimator != "graphgpo":
+        yield (
+            f"algorithm.graph_discount={algorithm.graph_discount} is graphgpo's and has no effect with "
+            f"adv_estimator={estimator}: leave it out"
         )
     if algorithm.gigpo != GiGPO() and estimator != "gigpo":
         yield f"algorithm.gigpo has no effect with adv_estimator={estimator}: leave it out"
