@@ -7,6 +7,7 @@ shaping would blow it up to a full-sized gradient, which is how GRPO unlearns th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -440,7 +441,7 @@ def graph_step_advantages(
     for k, (visited, group) in enumerate(zip(anchors, groups, strict=True)):
         states: list[Hashable] = [(group, anchor) for anchor in visited]
         ends: Hashable = (group, goal) if solved[k] else (group, goal, k)
-        for state, after in zip(states, [*states[1:], ends], strict=True):
+        for state, after in itertools.pairwise([*states, ends]):
             edges.append((state, after))
             before.setdefault(after, set()).add(state)
     distance: dict[Hashable, int] = {}
