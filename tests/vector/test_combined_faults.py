@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -46,6 +46,7 @@ from tests.vector.misbehaving import (
     SlowToMake,
     StartsAProgram,
     TellsItsSeed,
+    do,
 )
 
 pytestmark = pytest.mark.timeout(30)
@@ -241,6 +242,54 @@ def test_an_env_that_was_lost_while_others_were_in_flight_tells_what_it_showed_l
         _, _, _, truncated, infos = envs.step([3, 4])
         assert truncated.tolist() == [True, False]
         assert infos["final_obs"][0].tolist() == [5, 1, steps, 1 if steps else 0]
+
+
+class KillsAmidARestart(CountEnv):
+    """Env 0 raises, and takes a while to be made anew; env 1 ends their process meanwhile."""
+
+    made: ClassVar[int] = 0
+
+    def __init__(self, index: int) -> None:
+        super().__init__(1000)
+        self.number = index
+        if index == 0:
+            type(self).made += 1
+            time.sleep(0.6 if type(self).made > 1 else 0.0)
+
+    def misbehave(self, action: Any) -> None:
+        if int(action) == FAULT and self.number == 1:
+            time.sleep(0.3)
+        if int(action) == FAULT:
+            do("raise" if self.number == 0 else "kill")
+
+
+@pytest.mark.parametrize("what", ["step", "reset"])
+def test_an_env_whose_worker_is_replaced_while_it_is_in_flight_is_received_all_the_same(what: str) -> None:
+    fns = [functools.partial(KillsAmidARestart, i) for i in (0, 1, 2)]
+    options = {"num_workers": 1, "threads": True, "on_failure": "restart", "max_restarts": 5}
+    with closing(make_vec(fns, backend="process", **options)) as envs:
+        envs.reset(seed=5)
+        envs.send([0, 1], [FAULT, FAULT])
+        if what == "step":
+            envs.send([2], [3])
+        else:
+            envs.send_reset([2], [50])
+        seen: dict[int, Any] = {}
+        while envs.in_flight:
+            ready = envs.recv(timeout=10.0)
+            assert not ready.late, f"never received: {ready.late}"
+            seen.update(
+                {int(i): (ready.observations[k], ready.truncated[k]) for k, i in enumerate(ready.ids)}
+            )
+        assert sorted(seen) == [0, 1, 2]
+        assert seen[0][1]
+        assert seen[1][1]
+        if what == "reset":
+            assert seen[2][0].tolist() == [50, 1, 0, 0]
+        assert envs.step([1, 1, 1])[1][:2].tolist() == [
+            11.0,
+            11.0,
+        ]  # env 2 may have been lost after it was received
 
 
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])

@@ -989,16 +989,25 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         told, failures = self._land(landing, replies)
         ids = [i for worker, command in landing for i in _ids(worker, command)]
         if failures:
+            failed: set[int] = set()
             try:
-                self._recover(failures, told, landing, set())
+                self._recover(failures, told, [*landing, *self._at_work.values()], set())
             except Exception as error:
                 self._errors.append(error)
                 ended = self.buffers.terminated | self.buffers.truncated
                 failed = {failure.env for failure in failures}
                 failed |= {i for i in ids if self._by_env[i].lost is not None and not ended[i]}
-                for i in failed:
-                    self._flying.pop(i, None)
-                ids = [i for i in ids if i not in failed]
+            # Workers that were replaced meanwhile, with those who failed, never answer what they were at.
+            gone = [pair for pair in self._at_work.values() if pair[0].command is not pair[1]]
+            for worker, command in gone:
+                del self._at_work[id(worker)]
+                landing.append((worker, command))
+                ids += _ids(worker, command)
+                if failed:
+                    failed.update(_ids(worker, command))
+            for i in failed:
+                self._flying.pop(i, None)
+            ids = [i for i in ids if i not in failed]
         self._deliver(ids, told)
         for worker, _ in landing:
             self._set_to_work(worker)
