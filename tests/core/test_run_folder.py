@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,16 @@ def test_what_a_killed_ppo_run_left_half_written_is_swept(tmp_path):
     )
     assert main([*line.split(), "--run-dir", str(tmp_path / "r")]) == 0
     assert not any(path.exists() for path in left)
+
+
+def test_who_has_just_taken_a_lock_and_not_yet_signed_it_is_named(tmp_path):
+    path = tmp_path / "lock"
+    holder = FolderLock(path)
+    holder.take()
+    os.truncate(path, 0)
+    signing = threading.Timer(0.2, path.write_text, [str(os.getpid())])
+    signing.start()
+    with pytest.raises(WorkerError, match=f"process {os.getpid()}"):
+        FolderLock(path).take()
+    signing.join()
+    holder.release()

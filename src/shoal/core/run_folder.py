@@ -40,6 +40,16 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
+def _named_in(descriptor: int, patience: float = 1.0) -> str:
+    """The process that a lock file names; who has just taken the lock is given a moment to write its number down."""
+    deadline = time.monotonic() + patience
+    while True:
+        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+        if (owner.isdecimal() and Path(f"/proc/{owner}").exists()) or time.monotonic() > deadline:
+            return owner or "unknown"
+        time.sleep(0.01)
+
+
 class FolderLock:
     """A lock that the kernel drops when its holder dies, however it dies; processes forked off never hold it.
 
@@ -59,7 +69,7 @@ class FolderLock:
             return
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not _locked(descriptor, self.path):
-            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            owner = _named_in(descriptor)
             os.close(descriptor)
             here = ", which this process has open" if owner == str(os.getpid()) else ""
             raise WorkerError(
