@@ -377,9 +377,10 @@ class EnvGroup:
             _checked(info)
         # An end is whole in the buffers, and looked at, before anything else can go wrong: who ends this worker
         # meanwhile leaves it to the caller.
-        if type(reward) is not float or reward - reward != 0.0:
+        if type(reward) is float and reward - reward == 0.0:
+            self.rewards[j] = reward
+        else:
             self._note_reward(j, reward)
-        self.rewards[j] = reward
         if self._examines:
             if not (self._plain and type(obs) is np.ndarray):
                 self._check_final(obs)

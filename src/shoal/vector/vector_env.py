@@ -999,12 +999,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 failed |= {i for i in ids if self._by_env[i].lost is not None and not ended[i]}
             # Workers that were replaced meanwhile, with those who failed, never answer what they were at.
             gone = [pair for pair in self._at_work.values() if pair[0].command is not pair[1]]
-            for worker, command in gone:
+            also = [i for worker, command in gone for i in _ids(worker, command)]
+            for worker, _ in gone:
                 del self._at_work[id(worker)]
-                landing.append((worker, command))
-                ids += _ids(worker, command)
-                if failed:
-                    failed.update(_ids(worker, command))
+            landing, ids = [*landing, *gone], [*ids, *also]
+            if failed:  # what they tell went with the error
+                failed.update(also)
             for i in failed:
                 self._flying.pop(i, None)
             ids = [i for i in ids if i not in failed]

@@ -447,7 +447,7 @@ def graph_step_advantages(
     distance: dict[Hashable, int] = {}
     furthest: dict[int, int] = {}
     for group in set(groups):
-        level: set[Hashable] = {end for end in [(group, goal)] if end in before}
+        level: set[Hashable] = {(group, goal)} if (group, goal) in before else set()
         steps = 0
         while level:
             distance.update(dict.fromkeys(level, steps))
@@ -457,9 +457,8 @@ def graph_step_advantages(
     states_left = np.array([keys.setdefault(state, len(keys)) for state, _ in edges], dtype=np.int64)
     nowhere = [furthest.get(g, 0) + 1 for v, g in zip(anchors, groups, strict=True) for _ in v]
     turns_left = np.array([distance.get(after, n) + 1 for (_, after), n in zip(edges, nowhere, strict=True)])
-    if (
-        scale
-    ):  # in units of the best turn from there: far from the goal, differences are small and mean as much
+    if scale:
+        # In units of the best turn from there: far from the goal, differences are small and mean as much.
         best = np.full(len(keys), np.inf)
         np.minimum.at(best, states_left, turns_left)
         turns_left = turns_left - best[states_left]
