@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.core.seeding import stream
-from shoal.skills.network import Network, sample
+from shoal.maths.distributions import sample
+from shoal.skills.network import Network
 from shoal.skills.plan import Step
 from shoal.skills.spec import Features, Skill, is_relative
 from shoal.skills.worlds import Bank, Bools, Floats, Ints, World, make_world

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 
 from shoal.core.seeding import stream
+from shoal.maths.adam import Adam
+from shoal.maths.distributions import sample
+from shoal.maths.gae import gae
 from shoal.skills.chain import Course, fresh_worlds, walk
-from shoal.skills.network import Adam, Network, Shape, gae, sample
+from shoal.skills.network import Network, Shape
 from shoal.skills.tasks import Result, Rollout, Task
 from shoal.skills.worlds import Bank, Floats, Ints, World, make_world
 
@@ -267,7 +270,7 @@ class Trainer:
         config = self.task.config
         advantages = gae(
             rollout.rewards, rollout.values, rollout.next_values, rollout.terminal, rollout.ends,
-            gamma=config.gamma, lam=config.gae_lambda,
+            gamma=config.gamma, gae_lambda=config.gae_lambda, dtype=np.float32,
         )  # fmt: skip
         fall = (
             min(self.frames / min(config.anneal_frames, config.total_timesteps), 1.0)
