@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import DataError
-from shoal.skills.learning.network import Adam, Network, Shape, gae, sample
+from shoal.maths.adam import Adam
+from shoal.maths.distributions import sample
+from shoal.maths.gae import gae
+from shoal.skills.learning.network import Network, Shape
 
 torch = pytest.importorskip("torch")
 SHAPE = Shape(7, 5, 4)
@@ -72,7 +75,7 @@ def test_advantages_are_discounted_sums_of_errors_within_a_segment() -> None:
     rewards, values, following = (rng.normal(size=(steps, lanes)).astype(np.float32) for _ in range(3))
     ends = (rng.random((steps, lanes)) < 0.3).astype(np.float32)
     terminal = ends * (rng.random((steps, lanes)) < 0.5)
-    ours = gae(rewards, values, following, terminal.astype(np.float32), ends, gamma=gamma, lam=lam)
+    ours = gae(rewards, values, following, terminal.astype(np.float32), ends, gamma=gamma, gae_lambda=lam)
     for lane in range(lanes):
         for t in range(steps):
             total, weight = 0.0, 1.0

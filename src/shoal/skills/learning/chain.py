@@ -10,8 +10,9 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeding import stream
+from shoal.maths.distributions import sample
 from shoal.skills.jobs.store import Store
-from shoal.skills.learning.network import Network, decode, sample
+from shoal.skills.learning.network import Network, decode
 from shoal.skills.learning.plan import Step, covering_plan
 from shoal.skills.learning.spec import Features, Skill, is_relative
 from shoal.skills.learning.worlds import (

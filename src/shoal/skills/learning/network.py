@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import DataError, did_you_mean, missing_extra
+from shoal.maths.distributions import log_softmax
+from shoal.maths.initial_weights import orthogonal
+from shoal.maths.losses import clipped_surrogate
 from shoal.skills.learning.worlds import Floats, Ints
 
 Params = dict[str, Floats]
@@ -63,10 +66,10 @@ class Network:
     def initial(cls, shape: Shape, rng: np.random.Generator) -> Network:
         """Orthogonal weights; a nearly uniform policy."""
         net = cls(shape)
-        net.w0[:] = _orthogonal(net.w0.shape, 2**0.5, rng)
-        net.w1[:] = _orthogonal(net.w1.shape, 2**0.5, rng)
-        net.wh[:, :-1] = _orthogonal((shape.hidden, shape.actions), 0.01, rng)
-        net.wh[:, -1:] = _orthogonal((shape.hidden, 1), 1.0, rng)
+        net.w0[:] = orthogonal(net.w0.shape, 2**0.5, rng)
+        net.w1[:] = orthogonal(net.w1.shape, 2**0.5, rng)
+        net.wh[:, :-1] = orthogonal((shape.hidden, shape.actions), 0.01, rng)
+        net.wh[:, -1:] = orthogonal((shape.hidden, 1), 1.0, rng)
         return net
 
     @classmethod
@@ -115,7 +118,7 @@ class Network:
         hidden = np.maximum(observations @ self.w0 + self.b0, 0)
         hidden = np.maximum(hidden @ self.w1 + self.b1, 0)
         heads = hidden @ self.wh + self.bh
-        return _log_softmax(heads[:, :-1]), heads[:, -1]
+        return log_softmax(heads[:, :-1]), heads[:, -1]
 
     def value(self, observations: Floats) -> Floats:
         """`[B]` values."""
@@ -141,13 +144,10 @@ class Network:
         before1 = hidden0 @ self.w1 + self.b1
         hidden1 = np.maximum(before1, 0)
         heads = hidden1 @ self.wh + self.bh
-        logprobs, values = _log_softmax(heads[:, :-1]), heads[:, -1]
+        logprobs, values = log_softmax(heads[:, :-1]), heads[:, -1]
         probs = np.exp(logprobs)
         entropy = -(probs * logprobs).sum(1)
-        ratio = np.exp(logprobs[every, actions] - old_logprobs)
-        # The minimum of the two surrogates has a slope only where the unclipped one is the smaller.
-        slope = np.where(advantages >= 0, ratio <= 1 + clip, ratio >= 1 - clip) * advantages * ratio
-        surrogate = np.minimum(ratio * advantages, np.clip(ratio, 1 - clip, 1 + clip) * advantages)
+        surrogate, slope = clipped_surrogate(logprobs[every, actions], old_logprobs, advantages, clip)
         d_heads = np.empty_like(heads)
         d_logits = probs * (slope[:, None] + entropy_coef * (logprobs + entropy[:, None]))
         d_logits[every, actions] -= slope
@@ -169,64 +169,6 @@ class Network:
         return out, losses
 
 
-class Adam:
-    """Adam (arXiv:1412.6980) on a flat vector, with the gradient clipped by its norm."""
-
-    def __init__(self, size: int) -> None:
-        self.mean = np.zeros(size, np.float32)
-        self.square = np.zeros(size, np.float32)
-        self.count = 0
-
-    def step(self, flat: Floats, gradient: Floats, lr: float, max_norm: float) -> None:
-        """Move `flat` in place."""
-        norm = float(np.sqrt(np.dot(gradient, gradient)))
-        if norm > max_norm:
-            gradient = gradient * np.float32(max_norm / norm)
-        self.count += 1
-        self.mean += np.float32(0.1) * (gradient - self.mean)
-        self.square += np.float32(0.001) * (gradient * gradient - self.square)
-        rate = np.float32(lr / (1 - 0.9**self.count))
-        spread = np.sqrt(self.square * np.float32(1 / (1 - 0.999**self.count)))
-        flat -= rate * self.mean / (spread + np.float32(1e-5))
-
-
-def sample(logprobs: Floats, uniforms: Floats) -> Ints:
-    """One action per row by inverting the cumulative distribution at `uniforms` in [0, 1)."""
-    cumulative = np.cumsum(np.exp(logprobs), axis=1)
-    chosen: Ints = np.minimum((cumulative < uniforms[:, None]).sum(1), logprobs.shape[1] - 1)
-    return chosen
-
-
-def gae(
-    rewards: Floats,
-    values: Floats,
-    next_values: Floats,
-    terminal: Floats,
-    ends: Floats,
-    *,
-    gamma: float,
-    lam: float,
-) -> Floats:
-    """Generalised advantage estimates (arXiv:1506.02438, eq. 16), all `[T, N]`.
-
-    `next_values` is V of the true successor, even where a new segment begins; `terminal` is 1 where there is
-    no successor, `ends` where a segment ends for whatever reason.
-    """
-    advantages = np.zeros_like(rewards)
-    carried = np.zeros(rewards.shape[1], np.float32)
-    for t in range(len(rewards) - 1, -1, -1):
-        delta = rewards[t] + gamma * next_values[t] * (1 - terminal[t]) - values[t]
-        carried = delta + gamma * lam * (1 - ends[t]) * carried
-        advantages[t] = carried
-    return advantages
-
-
-def _log_softmax(logits: Floats) -> Floats:
-    shifted = logits - logits.max(1, keepdims=True)
-    out: Floats = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-    return out
-
-
 def _views(flat: Floats, shape: Shape) -> list[Floats]:
     views, at = [], 0
     for layer in shape.layers:
@@ -234,13 +176,6 @@ def _views(flat: Floats, shape: Shape) -> list[Floats]:
         views.append(flat[at : at + size].reshape(layer))
         at += size
     return views
-
-
-def _orthogonal(shape: tuple[int, ...], gain: float, rng: np.random.Generator) -> Floats:
-    rows, columns = shape
-    q, r = np.linalg.qr(rng.standard_normal((max(rows, columns), min(rows, columns))))
-    q = q * np.sign(np.diag(r))
-    return (gain * (q if rows >= columns else q.T)).astype(np.float32)
 
 
 Arrays = dict[str, NDArray]

@@ -14,8 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from shoal.core.seeding import stream
+from shoal.maths.adam import Adam
+from shoal.maths.distributions import sample
+from shoal.maths.gae import gae
 from shoal.skills.learning.chain import Course, fresh_worlds, walk
-from shoal.skills.learning.network import Adam, Network, Shape, gae, sample
+from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.plan import Step
 from shoal.skills.learning.spec import Skill
 from shoal.skills.learning.worlds import Bank, Floats, Ints, World, make_world
@@ -379,7 +382,7 @@ class Trainer:
         config = self.task.config
         advantages = gae(
             rollout.rewards, rollout.values, rollout.next_values, rollout.terminal, rollout.ends,
-            gamma=config.gamma, lam=config.gae_lambda,
+            gamma=config.gamma, gae_lambda=config.gae_lambda, dtype=np.float32,
         )  # fmt: skip
         fall = (
             min(self.frames / min(config.anneal_frames, config.total_timesteps), 1.0)

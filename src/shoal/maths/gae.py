@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 Array = np.ndarray
 
@@ -16,6 +17,7 @@ def gae(
     *,
     gamma: float,
     gae_lambda: float,
+    dtype: DTypeLike = np.float64,
 ) -> Array:
     """Advantages (eq. 16); value targets are `advantages + values`.
 
@@ -28,13 +30,14 @@ def gae(
         done: `[T, N]` terminated or truncated; what follows belongs to another episode.
         gamma: discount.
         gae_lambda: 0 for one-step differences, 1 for returns less values.
+        dtype: in which the sum over steps is carried.
 
     Returns:
         `[T, N]`, in the dtype of `rewards`.
     """
     ahead = np.where(terminated, 0.0, next_values)
     deltas = rewards + gamma * ahead - values
-    keep = gamma * gae_lambda * ~done
+    keep = (gamma * gae_lambda * np.logical_not(done)).astype(dtype)
     advantages = np.empty_like(rewards)
     running = np.zeros_like(deltas[0])
     for t in range(len(rewards) - 1, -1, -1):

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.train import distributions
-from shoal.train.gae import explained_variance, gae, next_values_of
-from shoal.train.normalizer import ObservationNormalizer, RewardNormalizer, RunningMoments
-from shoal.train.ppo_losses import clipped_policy_loss, normalized, value_loss
-from shoal.train.schedules import decayed
+from shoal.maths import distributions
+from shoal.maths.gae import explained_variance, gae, next_values_of
+from shoal.maths.initial_weights import orthogonal
+from shoal.maths.losses import clipped_policy_loss, clipped_surrogate, normalized, value_loss
+from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer, RunningMoments
+from shoal.maths.schedules import decayed
 
 
 def column(*values: float) -> np.ndarray:
@@ -225,3 +226,35 @@ def test_explained_variance_of_perfect_useless_and_undefined_critics():
     assert explained_variance(returns, returns) == 1.0
     assert explained_variance(np.zeros(3), returns) == 0.0
     assert math.isnan(explained_variance(returns, np.ones(3)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_surrogate_of_arrays_has_the_value_and_slope_of_the_one_of_tensors(seed):
+    rng = np.random.default_rng(seed)
+    new, old, advantages = (rng.standard_normal(64) for _ in range(3))
+    logprob = torch.tensor(new, requires_grad=True)
+    theirs = clipped_policy_loss(logprob, torch.tensor(old), torch.tensor(advantages), 0.2).loss
+    theirs.backward()
+    value, slope = clipped_surrogate(new, old, advantages, 0.2)
+    assert -value.mean() == pytest.approx(theirs.item(), rel=1e-12)
+    np.testing.assert_allclose(-slope / 64, logprob.grad, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (3, 6), (4, 4)])
+def test_first_weights_are_orthogonal_and_of_the_wanted_length(shape):
+    matrix = orthogonal(shape, 1.5, np.random.default_rng(0)).astype(np.float64)
+    small = matrix.T @ matrix if shape[0] >= shape[1] else matrix @ matrix.T
+    np.testing.assert_allclose(small, 1.5**2 * np.eye(min(shape)), atol=1e-6)
+    assert not np.array_equal(matrix, orthogonal(shape, 1.5, np.random.default_rng(1)))
+
+
+def test_the_sum_of_gae_is_carried_in_the_dtype_asked_for():
+    """0.1 has no end in binary: carried in float32, three steps of it differ from those in float64."""
+    rewards, zeros = np.full((40, 1), 0.1, np.float32), np.zeros((40, 1), np.float32)
+    exact = sum(np.float64(np.float32(0.1)) * 0.9**k for k in range(40))
+    carried = {
+        dtype: gae(rewards, zeros, zeros, zeros, zeros, gamma=0.9, gae_lambda=1.0, dtype=dtype)[0, 0]
+        for dtype in (np.float32, np.float64)
+    }
+    assert carried[np.float64] == np.float32(exact)
+    assert carried[np.float32] != carried[np.float64]

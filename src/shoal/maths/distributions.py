@@ -1,4 +1,4 @@
-"""Action distributions in torch, without classes: log-probability and entropy of choices and of points.
+"""Action distributions without classes: drawn on arrays, judged (log-probability and entropy) on tensors.
 
 Choices are one categorical per group of logits, with optional masks; points are a diagonal Gaussian. Chance
 comes in from outside as noise, so the same noise gives the same actions on every path.
@@ -7,11 +7,12 @@ comes in from outside as noise, so the same noise gives the same actions on ever
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # tensors bring their own arithmetic: torch is not needed to read this module
+    from torch import Tensor
 
 Array = np.ndarray
 
@@ -40,7 +41,7 @@ def judge_choices(
     logits = masked_logits(logits, masks)
     judged: Judged | None = None
     for g, part in enumerate(logits.split(groups, dim=1) if len(groups) > 1 else (logits,)):
-        logs = torch.log_softmax(part, dim=1)
+        logs = part.log_softmax(dim=1)
         logprob = logs.gather(1, actions[:, g : g + 1]).squeeze(1)
         entropy = -(logs.exp() * logs).sum(dim=1)
         judged = (
@@ -52,7 +53,7 @@ def judge_choices(
 
 def judge_points(mean: Tensor, log_std: Tensor, actions: Tensor) -> Judged:
     """Log-density and entropy of points `[B, A]` under a Gaussian with these means and one deviation each."""
-    z = (actions - mean) * torch.exp(-log_std)
+    z = (actions - mean) * (-log_std).exp()
     logprob = (-0.5 * z * z - log_std - _LOG_ROOT_2PI).sum(dim=1)
     entropy = (log_std + 0.5 + _LOG_ROOT_2PI).sum().expand(len(mean))
     return Judged(logprob, entropy)
@@ -94,3 +95,17 @@ def draw(mean: Array, log_std: Array, noise: Array, deterministic: bool = False)
     z = np.zeros_like(noise) if deterministic else noise
     logprob = (np.float32(-0.5) * z * z - log_std - np.float32(_LOG_ROOT_2PI)).sum(axis=1)
     return mean + np.exp(log_std) * z, logprob
+
+
+def log_softmax(logits: Array) -> Array:
+    """Log-probabilities `[B, n]` of logits."""
+    shifted = logits - logits.max(1, keepdims=True)
+    out: Array = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return out
+
+
+def sample(logprobs: Array, uniforms: Array) -> Array:
+    """One choice `[B]` per row of log-probabilities, by inverting the cumulative sum at `uniforms` in [0, 1)."""
+    cumulative = np.cumsum(np.exp(logprobs), axis=1)
+    chosen: Array = np.minimum((cumulative < uniforms[:, None]).sum(1), logprobs.shape[1] - 1)
+    return chosen
