@@ -24,8 +24,11 @@ KINDS = {
     "window": TrajectorySplitter,
     "last-n": LastNTrajectorySplitter,
 }
-WORDS = ("go", " ", "\n", "\n\n", "é", "e\u0301", "水", "👩‍👩‍👧", "\u2028", "\ufeff", "\x00", "ﷺ", "1234", "a\tb", "'s", "<|box_start|>",
-         "<think>", "</think>", "<tool_call>", '{"x": 1}', "İ", "\u200b", "  ", "\r\n", "🏴", "ß", "\U0010ffff", "assistant\n")  # fmt: skip
+WORDS = (
+    "go", " ", "\n", "\n\n", "é", "e\u0301", "水", "👩‍👩‍👧", "\u2028", "\ufeff", "\x00", "ﷺ", "1234", "a\tb", "'s",
+    "<|box_start|>", "<think>", "</think>", "<tool_call>", '{"x": 1}', "İ", "\u200b", "  ", "\r\n", "🏴", "ß",
+    "\U0010ffff", "assistant\n",
+)  # fmt: skip
 SIZES = ((56, 56), (28, 84), (90, 61), (130, 40), (27, 29))
 
 GROUPING = """\

@@ -7,14 +7,20 @@ that look back (they drop the thoughts of earlier turns, say) are rendered per s
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shoal.core.errors import DataError
-from shoal.splitting.recordings import Message, Part
+from shoal.splitting.cut import Cut, Piece, places_of
+from shoal.splitting.place import ImageTokens, Layout, lay_out
+from shoal.splitting.readers.recordings import Message, Part, Recording
+
+if TYPE_CHECKING:
+    from shoal.splitting.splitters import Plan
 
 BREAK = (
     "\ufdd0"  # a noncharacter: cut the text here before encoding, so that no control token spans the place
@@ -44,6 +50,8 @@ class ChatTemplate:
         model_text: special tokens that are exempt from escaping.
     """
 
+    end_mark = END
+
     def __init__(
         self, processor: Any, *, escape: bool = True, model_text: Sequence[str] = MODEL_TEXT
     ) -> None:
@@ -69,6 +77,7 @@ class ChatTemplate:
         self.header_ids = self.encode(self.header)
         self.closing_ids = self._closing_ids()
         self.image_frame_ids = self._image_frame_ids()
+        self._adjoining: dict[tuple[str, str], bool] = {}
         self.concatenates = self._probe()
 
     # --- text
@@ -195,6 +204,34 @@ class ChatTemplate:
         ]
         return self.joins(chat)
 
+    def adjoin(self, before: str, role: str) -> bool:
+        """Whether a message of one role is written as ever behind one of another."""
+        if (before, role) not in self._adjoining:
+            messages = [Message(each, "Say.") for each in (before, role)]
+            chat: list[Message] = (
+                [] if before == "system" else [*(message for message, _ in self._lead), _USER]
+            )
+            chat += [_ANSWER] if before in ("user", "tool") else []
+            try:
+                texts = [
+                    self.message_text(message, None, not chat and not i) for i, message in enumerate(messages)
+                ]
+                start = self._render([(message, None) for message in chat], False) if chat else ""
+                whole = self._render([(message, None) for message in (*chat, *messages)], False)
+                self._adjoining[before, role] = None not in texts and whole == start + "".join(
+                    map(str, texts)
+                )
+            except (
+                Exception
+            ):  # the template refuses such a pair, and says why when the sample is rendered whole
+                self._adjoining[before, role] = False
+        return self._adjoining[before, role]
+
+    def first_header_ids(self) -> Array:
+        """Tokens that open an answer with nothing before it: some templates begin with a system prompt."""
+        text = self.message_text(_ANSWER, None, True) or ""
+        return self.encode(text.partition(self.header)[0] + self.header)
+
     def joins(self, messages: Sequence[Message]) -> bool:
         """Whether the chat's text is its messages' texts joined, at borders that no token can cross."""
         texts = [self.message_text(message, None, index == 0) for index, message in enumerate(messages)]
@@ -218,3 +255,54 @@ def _ids_of(tokenizer: Any) -> tuple[int, int]:
     if eos is None or pad is None:
         raise DataError("the tokenizer has neither a padding nor an end token; set tokenizer.eos_token")
     return int(pad), int(eos)
+
+
+# --- a recording
+
+
+class Encoder:
+    """Encodes each message of a recording once, in each form it is needed."""
+
+    def __init__(
+        self, plan: Plan, recording: Recording, image_of: dict[str, int], tokens: Sequence[ImageTokens]
+    ) -> None:
+        self.template, self.rows, self.tokens = plan.template, plan.images.rows, tokens
+        self.recording, self.image_of = recording, image_of
+        self.joins = plan.template.concatenates and plan.template.joins(recording.messages)
+        self._known: dict[tuple[Piece, bool], Layout] = {}
+
+    def joins_in(self, cut: Cut) -> bool:
+        """Whether the messages of a sample can be joined: it may set side by side what was recorded apart."""
+        roles = [self.recording.messages[piece.message].role for piece in cut.pieces]
+        return self.joins and all(self.template.adjoin(*pair) for pair in itertools.pairwise(roles))
+
+    def header(self, first: bool) -> Layout:
+        """What opens an answer; where the answer comes first, what the template writes before it too."""
+        return self.plain(self.template.first_header_ids() if first else self.template.header_ids)
+
+    def as_context(self, piece: Piece, first: bool) -> Layout:
+        """The whole message as the template writes it."""
+        key = (piece._replace(turn=None), first)
+        if key not in self._known:
+            message = self.recording.messages[piece.message]
+            text = self.template.message_text(message, piece.keep, first)
+            if text is None:
+                raise DataError(f"the chat template rewrites what stands before message {piece.message}")
+            self._known[key] = self.lay_out(text, [piece])
+        return self._known[key]
+
+    def lay_out(self, text: str, pieces: Sequence[Piece]) -> Layout:
+        """Tokens and positions of rendered text that shows the images of the pieces."""
+        images = [
+            self.image_of[place] for piece in pieces for place in places_of(self.recording.messages, piece)
+        ]
+        return self.text(self.template.encode(text), images)
+
+    def text(self, ids: Array, images: Sequence[int] = ()) -> Layout:
+        """Tokens and positions of encoded text."""
+        image_token = self.template.image_token_id
+        return lay_out(ids, image_token if image_token is not None else -1, images, self.tokens, self.rows)
+
+    def plain(self, ids: Array) -> Layout:
+        """Tokens and positions of encoded text in which no token stands for an image."""
+        return lay_out(ids, -1, (), self.tokens, self.rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_bytes
-from shoal.splitting.recordings import Recording
+from shoal.splitting.readers.recordings import Recording
 
 SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 IMAGE = "<image>"
