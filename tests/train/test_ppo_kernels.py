@@ -9,10 +9,10 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.maths.gae import gae
 from shoal.rollout.arrays.spaces import ActionRows
 from shoal.train.compiled_learner import CompiledLearner
 from shoal.train.compiled_network import NO_MASKS, UpdateBatch, UpdateRates
-from shoal.train.gae import gae
 from shoal.train.policy_networks import MLPActorCritic
 from shoal.train.torch_learner import TorchLearner
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.grammar import count_of, duration, print_json
-from shoal.core.data import Trajectory, Turn, read_trajectories
+from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
 from shoal.core.run_folder import FolderLock
+from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 
 _TAG = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
 
@@ -81,23 +83,17 @@ def main(argv: list[str]) -> int:
     file = _pick_file(options.run / "trajectories", options.file)
     if file is None:
         return 0
-    trajectories = list(read_trajectories(file))
-    if not trajectories:
-        raise DataError(f"{file} holds no episodes")
-    number = pick_episode(trajectories, options.episode, best=options.best, worst=options.worst)
+    with contextlib.closing(EpisodeIndex(options.run)) as index:
+        index.refresh(file.name)
+        episode = pick_episode(index, file, options.episode, best=options.best, worst=options.worst)
+        total, trajectory = index.count(Filter(file=file.name)), index.read(episode)
     decode = None
     if options.prompt:
         from shoal.testing.replay import Replay
 
         with Replay(options.run) as replay:
             decode = replay.tokenizer().decode
-    print_episode(
-        console,
-        trajectories[number],
-        f"episode {number} of {len(trajectories)} in {file.name}",
-        options,
-        decode,
-    )
+    print_episode(console, trajectory, f"episode {episode.row} of {total} in {file.name}", options, decode)
     return 0
 
 
@@ -179,16 +175,16 @@ def _pick_file(folder: Path, wanted: str | None) -> Path | None:
     return candidates[-1] if candidates else None
 
 
-def pick_episode(trajectories: Sequence[Trajectory], number: int | None, *, best: bool, worst: bool) -> int:
-    """The index of the episode that was asked for; the first if nothing was said."""
-    if number is not None:
-        if not 0 <= number < len(trajectories):
-            raise DataError(f"--episode must be in [0, {len(trajectories) - 1}], got {number}")
-        return number
-    order = sorted(
-        range(len(trajectories)), key=lambda i: (-trajectories[i].reward, len(trajectories[i].turns), i)
-    )
-    return order[-1] if worst else order[0] if best else 0
+def pick_episode(index: EpisodeIndex, file: Path, number: int | None, *, best: bool, worst: bool) -> Episode:
+    """The episode of a file that was asked for; the first if nothing was said."""
+    wanted = Filter(file=file.name)
+    total = index.count(wanted)
+    if not total:
+        raise DataError(f"{file} holds no episodes")
+    if number is not None and not 0 <= number < total:
+        raise DataError(f"--episode must be in [0, {total - 1}], got {number}")
+    order: Order = "best" if best else "worst" if worst else "file"
+    return index.episodes(wanted, order, limit=1, offset=number or 0)[0]
 
 
 def outcome(trajectory: Trajectory) -> str:

@@ -36,8 +36,11 @@ class SplitOptions:
     """one reward per trajectory: .json ({id: reward}, or a list) or .csv (id,reward)"""
     ids: tuple[str, ...] = ()
     """only these trajectories"""
-    reader: Literal["auto", "folder", "chat", "osworld", "shoal"] = "auto"
-    """what ROOT holds; "auto" looks"""
+    reader: str = "auto"
+    """what ROOT holds: folder, chat, osworld, agentnet, litesample, atif, shoal, or a reader of --imports; "auto"
+    looks"""
+    imports: tuple[str, ...] = ()
+    """Python files or modules that register readers of your own"""
     num_cpus: int = 1
     """trajectories at a time"""
     backend: Literal["thread", "process", "ray"] = "thread"
@@ -117,8 +120,13 @@ def main(argv: Sequence[str]) -> int:
 def _split(options: SplitOptions) -> tuple[Any, Any]:
     """The batch and the tokenizer that reads it."""
     from shoal.splitting import LastNTrajectorySplitter, StepwiseTrajectorySplitter, TrajectorySplitter
-    from shoal.splitting.readers import READERS, FolderReader, find_reader
+    from shoal.splitting.readers import READERS, find_reader
+    from shoal.splitting.readers.recordings import FolderReader
 
+    if options.imports:
+        from shoal.train.agent.config import import_extensions
+
+        import_extensions(options.imports)
     reader = find_reader(options.root) if options.reader == "auto" else READERS[options.reader](options.root)
     if isinstance(reader, FolderReader):
         reader.rollout_tokens = options.use_vllm_logp

@@ -178,7 +178,7 @@ class CompiledNetwork:
         self, rewards: Array, values: Array, next_values: Array, terminated: Array, done: Array,
         gamma: float, gae_lambda: float,
     ) -> Array:  # fmt: skip
-        """`shoal.train.gae.gae` in float32."""
+        """`shoal.maths.gae.gae` in float32."""
         advantages = np.empty_like(rewards)
         self._kernels.gae(rewards, values, next_values, terminated, done, gamma, gae_lambda, advantages)
         return advantages

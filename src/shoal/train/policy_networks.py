@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from shoal.core.seeding import derive_seed
+from shoal.maths.initial_weights import initialize
 from shoal.rollout.arrays.spaces import ActionRows, Leaf, ObservationRows
 from shoal.train.compiled_network import NetworkShape
 
@@ -180,23 +180,6 @@ class OwnNetwork(ActorCritic):
                 inner = inner.setdefault(key, {})
             inner[leaf.path[-1]] = part
         return whole
-
-
-def initialize(module: nn.Module, seed: int, name: str, *, last_gain: float) -> None:
-    """Orthogonal weights (gain sqrt 2, `last_gain` at the end) and zero biases, from the run's seed."""
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the bits of a QR decomposition depend on how many threads share it
-    try:
-        with torch.no_grad():
-            for i, layer in enumerate(layers):
-                gain = last_gain if i == len(layers) - 1 else 2**0.5
-                nn.init.orthogonal_(layer.weight, gain, generator=generator)
-                if layer.bias is not None:
-                    layer.bias.zero_()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _tower(leaf: Leaf, features: int) -> nn.Sequential:

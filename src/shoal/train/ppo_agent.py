@@ -14,15 +14,15 @@ from torch import nn
 
 from shoal.core.errors import DivergedError, EnvError
 from shoal.core.seeding import stream
+from shoal.maths.gae import explained_variance, next_values_of
+from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
+from shoal.maths.schedules import decayed
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.compiled_network import UpdateBatch, UpdateRates
-from shoal.train.gae import explained_variance, next_values_of
-from shoal.train.normalizer import ObservationNormalizer, RewardNormalizer
 from shoal.train.policy_networks import build_network
 from shoal.train.ppo_config import PPOConfig
 from shoal.train.ppo_learners import Learner, make_learner
-from shoal.train.schedules import decayed
 
 Array = np.ndarray
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.core.errors import ConfigError
-from shoal.train.schedules import Decay
+from shoal.maths.schedules import Decay
 
 Activation = Literal["tanh", "relu"]
 

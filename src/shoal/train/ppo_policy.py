@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, missing_extra
+from shoal.maths.normalizer import ObservationNormalizer
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.train.normalizer import ObservationNormalizer
 from shoal.train.ppo_checkpoints import Checkpoint, load_checkpoint, read_space
 
 Array = np.ndarray

@@ -14,10 +14,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from shoal.maths.normalizer import ObservationNormalizer
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import EnvSlice
 from shoal.train.compiled_network import CompiledNetwork, NetworkShape
-from shoal.train.normalizer import ObservationNormalizer
 from shoal.train.ppo_envs import EnvFactory
 
 Array = np.ndarray

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ConfigError
+from shoal.maths import distributions
+from shoal.maths.gae import gae
+from shoal.maths.losses import clipped_policy_loss, normalized, value_loss
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.train import distributions
 from shoal.train.compiled_network import (
     UpdateBatch,
     UpdateRates,
     UpdateStats,
 )
-from shoal.train.gae import gae
 from shoal.train.policy_networks import ActorCritic
-from shoal.train.ppo_losses import clipped_policy_loss, normalized, value_loss
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray

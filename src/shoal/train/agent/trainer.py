@@ -22,6 +22,7 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
+from shoal.maths.schedules import decayed
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
@@ -59,7 +60,6 @@ from shoal.train.agent.records import DEFAULT_FOLDER, Records
 from shoal.train.agent.update import Learner, prepare_samples, update
 from shoal.train.agent.warmup import warm_up
 from shoal.train.agent.weights import WeightSync
-from shoal.train.schedules import decayed
 
 logger = logging.getLogger(__name__)
 
