@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal import __version__
@@ -102,9 +102,24 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] not in COMMANDS:
         raise unknown_name("command", arguments[0], COMMANDS)
     try:
-        return int(importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]) or 0)
+        command = importlib.import_module(COMMANDS[arguments[0]][0]).main
+        if {"-h", "--help", "--help-all"} & {*arguments}:
+            return _help(command, arguments)
+        return int(command(arguments[1:]) or 0)
     except ModuleNotFoundError as error:
         raise explain_import(f"shoal {arguments[0]}", error) from error
+
+
+def _help(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """The help of a command, on one screen unless all was asked for."""
+    from shoal.cli.helping import BRIEFS, brief
+
+    for length in (2, 1):
+        name = " ".join(arguments[:length])
+        if "--help-all" not in arguments and name in BRIEFS:
+            print(brief(name, command, arguments[1:length]))
+            return 0
+    return int(command(["--help" if word == "--help-all" else word for word in arguments[1:]]) or 0)
 
 
 def _tell(error: Exception) -> int:
