@@ -43,6 +43,12 @@ def checkpoint_folder(root: Path | str, step: int) -> Path:
     return Path(root) / f"step_{step:012d}"
 
 
+def checkpoint_step(folder: Path) -> int:
+    """The env steps after which a checkpoint was made, by its name; 0 for a folder of another name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else 0
+
+
 def save_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint so that it exists whole or not at all, and return its folder."""
     from safetensors.numpy import save_file

@@ -62,9 +62,10 @@ class Experience:
         n_steps = self.agent.config.n_steps
         noise = self.agent.noise(n_steps)
         for attempt in range(MAX_RECOVERIES + 1):
-            if self.collector is None:
-                self.collector = self._start(total_timesteps)
             try:
+                if self.collector is None:
+                    self._start(total_timesteps)
+                assert self.collector is not None
                 return self.collector.collect(self.agent, noise)
             except WorkerError as error:
                 if not isinstance(error, WorkerDiedError | WorkerTimeoutError):  # it would raise again
@@ -79,9 +80,17 @@ class Experience:
                 self.close()
         raise AssertionError("unreachable")
 
-    def _start(self, total_timesteps: int | None) -> Collector:
+    def _start(self, total_timesteps: int | None) -> None:
         self.workers = self._choose_workers(total_timesteps)
         collector = self._make_collector()
+        try:
+            self._begin(collector)
+        except BaseException:
+            collector.close()
+            raise
+        self.collector, self.goes_on = collector, False
+
+    def _begin(self, collector: Collector) -> None:
         collector.reset()
         if self.goes_on and self.agent.iteration > 0:
             histories = [self._env_actions(i) for i in range(self.n_envs)]
@@ -96,8 +105,6 @@ class Experience:
                     )
                     collector.restart(strangers)
                     self.log.restarted(strangers)
-        self.goes_on = False
-        return collector
 
     def _env_actions(self, i: int) -> list[Any]:
         rows = self.log.actions_since_reset(i)
@@ -143,15 +150,15 @@ class Experience:
         """Begin new episodes in these environments."""
         if self.collector is not None:
             self.collector.restart(envs)
-            self.log.restarted(envs)
-            self.now = None
+        self.log.restarted(envs)
+        self.now = None
 
     def close(self) -> None:
         """End workers and environments; the next rollout goes on where they were."""
-        if self.collector is not None:
-            self.collector.close()
-            self.collector = None
+        collector, self.collector = self.collector, None
+        if collector is not None:
             self.goes_on = True
+            collector.close()
 
 
 START_SECONDS = 2.0  # of worker processes with numpy and gymnasium

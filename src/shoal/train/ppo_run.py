@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError
-from shoal.core.files import remove_leftovers, write_text
-from shoal.core.run_folder import RunFolder
+from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError
+from shoal.core.files import read_json, remove_leftovers, verify_folder, write_text
+from shoal.core.run_folder import FolderLock, RunFolder
 from shoal.envs.catalogue import parse_env_kwargs
 from shoal.train.ppo import PPO, Metrics
 from shoal.train.ppo_checkpoints import (
     checkpoint_folder,
+    checkpoint_step,
+    find_checkpoint,
+    list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
@@ -38,7 +43,10 @@ class PPORun:
     options: RunOptions
     config: PPOConfig
     on_event: Callable[[dict[str, Any]], None] | None = None
+    ppo: PPO = field(init=False)
     summary: dict[str, Any] = field(default_factory=dict, init=False)
+    trained: bool = field(default=False, init=False)
+    """Whether this call made any update; a run that is resumed at its end makes none."""
 
     def __post_init__(self) -> None:
         options = self.options
@@ -49,12 +57,24 @@ class PPORun:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(options, name)}")
         self.path = Path(options.run_dir or f"runs/ppo-{safe_name(options.env)}")
         self.checkpoints = Path(options.checkpoint_dir or self.path / "checkpoints")
-        self.ppo = self._make()
+        self._open_things = contextlib.ExitStack()
         try:
-            self.folder = RunFolder(self.path, "train-ppo", options.seed, self.on_event)
+            self._open()
         except BaseException:
-            self.ppo.close()
+            self.close()
             raise
+
+    def _open(self) -> None:
+        """Hold the folder, then read what is in it; a folder that is not there is made last, if all is well."""
+        made = self.path.exists()
+        if made:
+            self._hold()
+        self._check_room()
+        self.ppo = self._make()
+        self._open_things.callback(self.ppo.close)
+        if not made:
+            self._hold()
+        options = self.options
         self._best = self._best_so_far()
         self._last_eval: Metrics = {}
         self._boards = (
@@ -63,6 +83,47 @@ class PPORun:
                 self.path, options.wandb or "", dataclasses.asdict(options), bool(options.wandb), "--wandb"
             ),
         )
+        for board in self._boards:
+            self._open_things.callback(board.close)
+
+    def _hold(self) -> None:
+        self.folder = RunFolder(self.path, "train-ppo", self.options.seed, self.on_event)
+        self._open_things.callback(self.folder.close)
+        if not self.checkpoints.resolve().is_relative_to(self.path.resolve()):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.checkpoints / ".lock", "another train-ppo")
+            lock.take()
+            self._open_things.callback(lock.release)
+
+    def _check_room(self) -> None:
+        """Refuse a folder whose checkpoints are later than what is to be written: they would be taken for newer.
+
+        Broken ones are put aside under another name.
+        """
+        there = list_checkpoints(self.checkpoints)
+        if self.options.resume_from is None:
+            if there:
+                raise ConfigError(
+                    f"{self.checkpoints} holds a run of {checkpoint_step(there[-1])} steps: go on with it by "
+                    f"--resume-from {self.path}, or take another --run-dir"
+                )
+            return
+        found = find_checkpoint(self.options.resume_from)
+        for other in there:
+            if checkpoint_step(other) <= checkpoint_step(found):
+                continue
+            try:
+                verify_folder(other)
+            except DataError:
+                aside = other.with_name(f"broken-{other.name}")
+                logger.warning("%s is broken and is put aside as %s", other, aside)
+                shutil.rmtree(aside, ignore_errors=True)
+                other.rename(aside)
+                continue
+            raise ConfigError(
+                f"{other.name} is later than {found}, from which to go on: give the branch a --run-dir of its own, "
+                f"or leave the earlier one out: --resume-from {self.path}"
+            )
 
     def rows(self) -> Iterator[Metrics]:
         """Train; yields the metrics of every update, with evaluations where there were any.
@@ -71,6 +132,8 @@ class PPORun:
         goes on.
         """
         ppo, options = self.ppo, self.options
+        if self.is_done:
+            return
         self._sweep()
         self._write_settings()
         steps = ppo.log.n_steps
@@ -83,14 +146,16 @@ class PPORun:
         try:
             for row in ppo.updates(options.total_timesteps, num_episodes=options.num_episodes):
                 now = int(row["steps"])
-                if _passed(every_eval, steps, now):
+                self.trained = True
+                last = self._reached(row) or self._progress() >= 1.0
+                if last or _passed(every_eval, steps, now):
                     row |= self._evaluate()
                 if _passed(every_save, steps, now):
                     self._save()
                 steps = now
                 self._report(row)
                 yield row
-                if self._reached(row):
+                if last:
                     break
         except (EnvError, DivergedError, WorkerError) as error:
             self._emergency(error)
@@ -100,24 +165,44 @@ class PPORun:
             raise
         finally:
             if status == "interrupted":
-                self._save()
+                if ppo.is_whole:
+                    self._save()
                 self._finish(row, status)
-        if not row:
-            row = {"steps": ppo.log.n_steps, "episodes": ppo.log.n_episodes}
-        self._save()
-        if "eval_return_mean" not in row:
-            row |= self._evaluate()
-            self._report(row)
+        if self.trained or not checkpoint_folder(self.checkpoints, ppo.log.n_steps).exists():
+            self._save()
+        if not self.trained:
+            row = {**self._standing(), **self._evaluate()}
         if options.record_video:
             self._record()
         self._finish(row, status)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to train or to write: the run was resumed at its end."""
+        if self._progress() < 1.0:
+            return False
+        path = self.path / "summary.json"
+        summary = read_json(path) if path.exists() else {}
+        same = summary.get("metrics", {}).get("steps") == self.ppo.log.n_steps
+        if summary.get("status") != "completed" or not same:
+            return False
+        self.summary = summary
+        return True
+
+    def _progress(self) -> float:
+        return self.ppo.progress(self.options.total_timesteps, self.options.num_episodes)
+
+    def _standing(self) -> Metrics:
+        """What is known of a run whose updates were made before it was resumed."""
+        log = self.ppo.log
+        return {
+            "steps": log.n_steps, "episodes": log.n_episodes, "iteration": self.ppo.agent.iteration,
+            "reward_mean": log.mean_reward, "length_mean": log.mean_length,
+        }  # fmt: skip
+
     def close(self) -> None:
         """End workers and writers."""
-        self.ppo.close()
-        for board in self._boards:
-            board.close()
-        self.folder.close()
+        self._open_things.close()
 
     def _make(self) -> PPO:
         options = self.options
@@ -214,11 +299,9 @@ class PPORun:
         self.summary = self.folder.finish(metrics, status)
 
     def _sweep(self) -> None:
-        """Remove what killed writers left, in the folders that this run alone writes."""
-        remove_leftovers(self.path)
-        remove_leftovers(self.path / "best")
-        if self.checkpoints.resolve().is_relative_to(self.path.resolve()):
-            remove_leftovers(self.checkpoints)
+        """Remove what killed writers left; this run alone writes there now."""
+        for folder in (self.path, self.path / "best", self.path / "emergency", self.checkpoints):
+            remove_leftovers(folder)
 
     def _write_settings(self) -> None:
         from omegaconf import OmegaConf

@@ -164,17 +164,24 @@ class TorchLearner:
         self.network.load_state_dict(
             {name: torch.from_numpy(value.copy()) for name, value in weights.items()}
         )
-        self.optimizer.state.clear()
+        self.load_moments(optimizer)
+
+    def load_moments(self, optimizer: Arrays) -> None:
+        """The part of a state that is the optimizer's; torch puts each number on the device that reads it."""
         step = int(optimizer["step"])
-        for name, parameter in self.network.named_parameters():
-            if step and parameter.requires_grad:
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(step), dtype=torch.float32),
-                    **{
-                        key: torch.from_numpy(optimizer[f"{key}.{name}"].copy()).to(self.device)
-                        for key in ("exp_avg", "exp_avg_sq")
-                    },
-                }
+        names = [name for name, p in self.network.named_parameters() if p.requires_grad] if step else []
+        moments = {
+            i: {
+                "step": torch.tensor(float(step)),
+                **{
+                    key: torch.from_numpy(optimizer[f"{key}.{name}"].copy())
+                    for key in ("exp_avg", "exp_avg_sq")
+                },
+            }
+            for i, name in enumerate(names)
+        }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
     def _rows(self, obs: Array, keep_bytes: bool = False) -> Tensor:
         rows = torch.from_numpy(np.ascontiguousarray(obs)).to(self.device)
