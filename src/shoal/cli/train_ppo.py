@@ -16,11 +16,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from shoal.train.compiled_network import kernels_cached
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_options import RunOptions, safe_name, saved_options
-from shoal.train.ppo_run import PPORun
-from shoal.train.presets import preset_for
+from shoal.train.ppo.compiled.network import kernels_cached
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.presets import preset_for
+from shoal.train.ppo.run import PPORun, RunOptions, safe_name, saved_options
 
 DESCRIPTION = """Train a policy by PPO on parallel environments.
 

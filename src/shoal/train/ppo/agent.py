@@ -19,10 +19,10 @@ from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
 from shoal.maths.schedules import decayed
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import StepRollout
-from shoal.train.compiled_network import UpdateBatch, UpdateRates
-from shoal.train.policy_networks import build_network
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_learners import Learner, make_learner
+from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.learner import Learner, make_learner
+from shoal.train.ppo.networks import build_network
 
 Array = np.ndarray
 

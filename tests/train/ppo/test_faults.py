@@ -13,20 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.train.ppo_envs import CountingEnv
+from tests.train.ppo.ppo_envs import CountingEnv
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.files import read_json
 from shoal.core.run_folder import RunFolder
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.train.ppo import PPO
-from shoal.train.ppo_checkpoints import list_checkpoints, load_checkpoint
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_options import RunOptions
-from shoal.train.ppo_run import PPORun
+from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.ppo import PPO
+from shoal.train.ppo.run import PPORun, RunOptions
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 SMALL = [
     "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
     "--tensorboard", "False", "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1",
@@ -290,8 +289,8 @@ def test_adams_counter_is_put_where_the_fused_optimizer_reads_it():
     """On CUDA the fused Adam refuses a step counter that lies on the CPU; a meta device shows where it is put."""
     import gymnasium
 
-    from shoal.train.policy_networks import MLPActorCritic
-    from shoal.train.torch_learner import TorchLearner
+    from shoal.train.ppo.learner import TorchLearner
+    from shoal.train.ppo.networks import MLPActorCritic
 
     actions = ActionRows(gymnasium.spaces.Discrete(2))
     saved = TorchLearner(MLPActorCritic(3, actions, hidden=(4,)), actions)

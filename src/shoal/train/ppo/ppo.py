@@ -18,10 +18,8 @@ from torch import nn
 from shoal.core.errors import ConfigError
 from shoal.core.processes import StartMethod
 from shoal.envs.catalogue import Wrapper, wrapper_name
-from shoal.train.compiled_learner import CompiledLearner
-from shoal.train.policy_networks import ActorCritic, n_weights
-from shoal.train.ppo_agent import make_agent
-from shoal.train.ppo_checkpoints import (
+from shoal.train.ppo.agent import make_agent
+from shoal.train.ppo.checkpoint import (
     Checkpoint,
     check_same,
     checkpoint_folder,
@@ -29,12 +27,12 @@ from shoal.train.ppo_checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from shoal.train.ppo_checks import check_call, choose_device, read_config
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_envs import EnvFactory, EnvSource, try_env
-from shoal.train.ppo_episodes import EpisodeLog
-from shoal.train.ppo_evaluation import Evaluation, evaluate
-from shoal.train.ppo_experience import Experience
+from shoal.train.ppo.collect import EpisodeLog, Experience
+from shoal.train.ppo.compiled.learner import CompiledLearner
+from shoal.train.ppo.config import PPOConfig, check_call, choose_device, read_config
+from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
+from shoal.train.ppo.evaluation import Evaluation, evaluate
+from shoal.train.ppo.networks import ActorCritic, n_weights
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]

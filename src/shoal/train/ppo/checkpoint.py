@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, restore_folders, verify_folder, write_folder, write_json
-from shoal.train.ppo_config import PPOConfig
+from shoal.train.ppo.config import PPOConfig
 
 Array = np.ndarray
 Arrays = dict[str, Array]
