@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,11 +16,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from shoal.train.compiled_network import kernels_cached
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_options import RunOptions, safe_name, saved_options
-from shoal.train.ppo_run import PPORun
-from shoal.train.presets import preset_for
+from shoal.train.ppo.compiled.network import kernels_cached
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.presets import preset_for
+from shoal.train.ppo.run import PPORun, RunOptions, safe_name, saved_options
 
 DESCRIPTION = """Train a policy by PPO on parallel environments.
 
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
             _watch(rows, run, call.progress, out)
         except KeyboardInterrupt:
             rows.close()  # type: ignore[attr-defined]
-            print(f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}", file=out)
+            _say(f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}", out)
             return 130
         _say_results(run, out)
     finally:
@@ -101,20 +101,28 @@ def _run_dir(options: RunOptions) -> Path:
 
 
 def _print_event(event: dict[str, Any]) -> None:
-    print(json.dumps(event), flush=True)
+    _say(json.dumps(event), sys.stdout)
+
+
+def _say(text: str, out: Any) -> None:
+    """Print; when the reader went away, as `| head` does, training goes on without one."""
+    try:
+        print(text, file=out, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _greet(run: PPORun, out: Any) -> None:
     ppo, options = run.ppo, run.options
     if ppo.n_envs > 1:
-        print(f"Using {ppo.n_envs} parallel environments for training", file=out)
-    print(f"   Start method: {options.parallel_start_method or 'default'}", file=out)
+        _say(f"Using {ppo.n_envs} parallel environments for training", out)
+    _say(f"   Start method: {options.parallel_start_method or 'default'}", out)
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
-    print(f"   {options.env}, {how}, run folder {run.path}", file=out)
+    _say(f"   {options.env}, {how}, run folder {run.path}", out)
     if ppo.path == "compiled" and not kernels_cached():
-        print("   compiling the kernels, once on this machine: about ten seconds", file=out, flush=True)
+        _say("   compiling the kernels, once on this machine: about ten seconds", out)
     if options.resume_from:
-        print(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", file=out)
+        _say(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", out)
 
 
 def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: Any) -> None:
@@ -125,11 +133,31 @@ def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: A
     if progress and console.is_terminal:
         _watch_live(rows, run, console)
         return
-    said = 0.0
+    said, since = 0.0, Since()
     for row in rows:
+        since.add(row)
         if time.monotonic() - said >= 2.0 or "eval_return_mean" in row:
-            said = time.monotonic()
-            print(_block(row, run), file=out, flush=True)
+            _say(_block(row, run, since), out)
+            said, since = time.monotonic(), Since()
+
+
+class Since:
+    """The episodes that ended since the last block of lines."""
+
+    def __init__(self) -> None:
+        self.n, self._rewards, self._lengths = 0, 0.0, 0.0
+
+    def add(self, row: dict[str, float]) -> None:
+        """Take the row of an update in."""
+        if n := int(row["n_completed_episodes"]):
+            self.n += n
+            self._rewards += n * row["reward"]
+            self._lengths += n * row["length"]
+
+    def __str__(self) -> str:
+        if not self.n:
+            return "no episode has ended since the last lines"
+        return f"Reward: {self._rewards / self.n:.2f}  |  Length: {self._lengths / self.n:.0f}"
 
 
 def _watch_live(rows: Iterator[dict[str, float]], run: PPORun, console: Any) -> None:
@@ -152,17 +180,16 @@ def _watch_live(rows: Iterator[dict[str, float]], run: PPORun, console: Any) -> 
                 bar.console.print(f"{int(row['steps']):>10,} steps: evaluation {row['eval_return_mean']:.1f}")
 
 
-def _block(row: dict[str, float], run: PPORun) -> str:
-    """The reference's lines about a rollout."""
-    total = run.options.num_episodes
+def _block(row: dict[str, float], run: PPORun, since: Since) -> str:
+    """The reference's lines about the rollouts since the last block."""
+    total, episodes = run.options.num_episodes, int(row["episodes"])
     lines = [
         f"Parallel mode: {int(row['n_envs'])} environments" if row["n_envs"] > 1 else "One environment",
-        f"Episode {int(row['episodes'])}{f'/{total}' if total else ''}  "
+        f"Episode {episodes}{f'/{total}' if total and episodes <= total else ''}  "
         f"({int(row['steps'])} steps, {row['steps_per_second']:.0f} steps/s)",
-        f"  Reward: {_number(row['reward'])}  |  Length: {_number(row['length'], 0)}  |  "
-        f"Mean(100): {_number(row['reward_mean'])}",
-        f"  n_completed_episodes: {int(row['n_completed_episodes'])}  |  n_envs: {int(row['n_envs'])}",
-        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.4f}  "
+        f"  {since}  |  Mean(100): {_number(row['reward_mean'])}",
+        f"  n_completed_episodes: {since.n}  |  n_envs: {int(row['n_envs'])}",
+        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.3g}  "
         f"entropy {row['entropy']:.3f}  KL {row['approx_kl']:.4f}  clipped {row['clip_fraction']:.3f}  "
         f"explained variance {_number(row['explained_variance'])}",
     ]
@@ -187,6 +214,7 @@ def _say_results(run: PPORun, out: Any) -> None:
     }
     further = " ".join(f"{option} {limit}" for option, limit in limits.items() if limit)
     lines = [
+        *_at_its_end(run, metrics),
         "",
         f"evaluation {metrics['eval_return_mean']:.2f} +- {metrics['eval_return_std']:.2f} over "
         f"{run.options.eval_episodes} episodes, after {metrics['steps']:,} steps in "
@@ -195,4 +223,14 @@ def _say_results(run: PPORun, out: Any) -> None:
         f"checkpoint  {run.checkpoints}",
         f"go on with  shoal train-ppo --resume-from {_kept_in(run)} {further}",
     ]
-    print("\n".join(lines), file=out)
+    _say("\n".join(lines), out)
+
+
+def _at_its_end(run: PPORun, metrics: dict[str, Any]) -> list[str]:
+    if run.trained:
+        return []
+    pairs = (("steps", run.options.total_timesteps), ("episodes", run.options.num_episodes))
+    done = [
+        f"{metrics[what]} {what} are done already, {asked} were asked for" for what, asked in pairs if asked
+    ]
+    return [f"nothing to train: {'; '.join(done)}"]

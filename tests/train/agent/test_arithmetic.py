@@ -10,7 +10,7 @@ from shoal.core.errors import MissingExtraError
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, micro_batches
 from shoal.train.agent.policy import policy_of, score, training_mode
-from shoal.train.wandb_log import WandB
+from shoal.train.boards import WandB
 
 
 def gradient(engine, samples, checkpointing=False, precision="float32"):
