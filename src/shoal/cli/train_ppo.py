@@ -15,12 +15,11 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.agent_options import refuse_device
-from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json
-from shoal.train.compiled_network import kernels_cached
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_options import RunOptions, safe_name, saved_options
-from shoal.train.ppo_run import PPORun
-from shoal.train.presets import preset_for
+from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, say
+from shoal.train.ppo.compiled.network import kernels_cached
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.presets import preset_for
+from shoal.train.ppo.run import PPORun, RunOptions, safe_name, saved_options
 
 DESCRIPTION = """Train a policy by PPO on parallel environments.
 
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
             _watch(rows, run, call.progress, out)
         except KeyboardInterrupt:
             rows.close()  # type: ignore[attr-defined]
-            print(f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}", file=out)
+            say(f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}", out)
             return 130
         _say_results(run, out)
         if call.json:
@@ -118,21 +117,22 @@ def _resumed(argv: list[str]) -> list[str]:
 def _greet(run: PPORun, out: Any) -> None:
     ppo, options = run.ppo, run.options
     if ppo.n_envs > 1:
-        print(f"Using {ppo.n_envs} parallel environments for training", file=out)
-    print(f"   Start method: {options.parallel_start_method or 'default'}", file=out)
+        say(f"Using {ppo.n_envs} parallel environments for training", out)
+    say(f"   Start method: {options.parallel_start_method or 'default'}", out)
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
-    print(f"   {options.env}, {how}, run folder {run.path}", file=out)
+    say(f"   {options.env}, {how}, run folder {run.path}", out)
     if ppo.path == "compiled" and not kernels_cached():
-        print("   compiling the kernels, once on this machine: about ten seconds", file=out, flush=True)
+        say("   compiling the kernels, once on this machine: about ten seconds", out)
     if options.resume_from:
-        print(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", file=out)
+        say(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", out)
 
 
 def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: Any) -> None:
     """A progress bar on a terminal; elsewhere a block of lines, at most one every two seconds."""
-    said = 0.0
+    said, since = 0.0, Since()
     with Progress("training", out, bar=progress) as shown:
         for row in rows:
+            since.add(row)
             share = run.ppo.progress(run.options.total_timesteps, run.options.num_episodes)
             evaluated = "eval_return_mean" in row
             if shown.on_terminal:
@@ -141,23 +141,41 @@ def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: A
                 if evaluated:
                     shown.say(f"{int(row['steps']):>10,} steps: evaluation {row['eval_return_mean']:.1f}")
             elif time.monotonic() - said >= 2.0 or evaluated:
-                said = time.monotonic()
-                shown.at(share, line=_block(row, run))
+                shown.at(share, line=_block(row, run, since))
+                said, since = time.monotonic(), Since()
             else:
                 shown.at(share)
 
 
-def _block(row: dict[str, float], run: PPORun) -> str:
-    """The reference's lines about a rollout."""
-    total = run.options.num_episodes
+class Since:
+    """The episodes that ended since the last block of lines."""
+
+    def __init__(self) -> None:
+        self.n, self._rewards, self._lengths = 0, 0.0, 0.0
+
+    def add(self, row: dict[str, float]) -> None:
+        """Take the row of an update in."""
+        if n := int(row["n_completed_episodes"]):
+            self.n += n
+            self._rewards += n * row["reward"]
+            self._lengths += n * row["length"]
+
+    def __str__(self) -> str:
+        if not self.n:
+            return "no episode has ended since the last lines"
+        return f"Reward: {self._rewards / self.n:.2f}  |  Length: {self._lengths / self.n:.0f}"
+
+
+def _block(row: dict[str, float], run: PPORun, since: Since) -> str:
+    """The reference's lines about the rollouts since the last block."""
+    total, episodes = run.options.num_episodes, int(row["episodes"])
     lines = [
         f"Parallel mode: {int(row['n_envs'])} environments" if row["n_envs"] > 1 else "One environment",
-        f"Episode {int(row['episodes'])}{f'/{total}' if total else ''}  "
+        f"Episode {episodes}{f'/{total}' if total and episodes <= total else ''}  "
         f"({int(row['steps'])} steps, {row['steps_per_second']:.0f} steps/s)",
-        f"  Reward: {_number(row['reward'])}  |  Length: {_number(row['length'], 0)}  |  "
-        f"Mean(100): {_number(row['reward_mean'])}",
-        f"  n_completed_episodes: {int(row['n_completed_episodes'])}  |  n_envs: {int(row['n_envs'])}",
-        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.4f}  "
+        f"  {since}  |  Mean(100): {_number(row['reward_mean'])}",
+        f"  n_completed_episodes: {since.n}  |  n_envs: {int(row['n_envs'])}",
+        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.3g}  "
         f"entropy {row['entropy']:.3f}  KL {row['approx_kl']:.4f}  clipped {row['clip_fraction']:.3f}  "
         f"explained variance {_number(row['explained_variance'])}",
     ]
@@ -182,6 +200,7 @@ def _say_results(run: PPORun, out: Any) -> None:
     }
     further = " ".join(f"{option} {limit}" for option, limit in limits.items() if limit)
     lines = [
+        *_at_its_end(run, metrics),
         "",
         f"evaluation {metrics['eval_return_mean']:.2f} +- {metrics['eval_return_std']:.2f} over "
         f"{run.options.eval_episodes} episodes, after {metrics['steps']:,} steps in "
@@ -190,4 +209,14 @@ def _say_results(run: PPORun, out: Any) -> None:
         f"checkpoint  {run.checkpoints}",
         f"go on with  shoal train-ppo --resume-from {_kept_in(run)} {further}",
     ]
-    print("\n".join(lines), file=out)
+    say("\n".join(lines), out)
+
+
+def _at_its_end(run: PPORun, metrics: dict[str, Any]) -> list[str]:
+    if run.trained:
+        return []
+    pairs = (("steps", run.options.total_timesteps), ("episodes", run.options.num_episodes))
+    done = [
+        f"{metrics[what]} {what} are done already, {asked} were asked for" for what, asked in pairs if asked
+    ]
+    return [f"nothing to train: {'; '.join(done)}"]

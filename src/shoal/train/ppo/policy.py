@@ -10,7 +10,7 @@ import numpy as np
 from shoal.core.errors import ConfigError, missing_extra
 from shoal.maths.normalizer import ObservationNormalizer
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.train.ppo_checkpoints import Checkpoint, load_checkpoint, read_space
+from shoal.train.ppo.checkpoint import Checkpoint, load_checkpoint, read_space
 
 Array = np.ndarray
 
@@ -81,7 +81,7 @@ class Policy:
         """The torch network with these weights."""
         import torch
 
-        from shoal.train.policy_networks import build_network
+        from shoal.train.ppo.networks import build_network
 
         described = self._checkpoint.policy
         if described["network"] not in ("MLPActorCritic", "CNNActorCritic") and self._network is None:
@@ -108,7 +108,7 @@ class Policy:
             raise missing_extra("ONNX export", "onnx") from error
         import torch
 
-        from shoal.train.onnx_graph import ExportedPolicy, write_onnx
+        from shoal.train.ppo.networks import ExportedPolicy, write_onnx
 
         mean = scale = None
         if self.norm is not None and self.norm.moments.count:

@@ -19,10 +19,10 @@ from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
 from shoal.maths.schedules import decayed
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import StepRollout
-from shoal.train.compiled_network import UpdateBatch, UpdateRates
-from shoal.train.policy_networks import build_network
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_learners import Learner, make_learner
+from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.learner import Learner, make_learner
+from shoal.train.ppo.networks import build_network
 
 Array = np.ndarray
 
@@ -114,6 +114,15 @@ class PPOAgent:
             DivergedError: NaN or infinity in the losses; the weights are those from before.
         """
         check_finite(rollout)
+        before, iteration = self._snapshot(), self.iteration
+        try:
+            return self._improve(rollout, progress)
+        except BaseException:  # Ctrl-C too: half an update must not be saved
+            self._restore(before)
+            self.iteration = iteration
+            raise
+
+    def _improve(self, rollout: StepRollout, progress: float) -> dict[str, float]:
         config, learner = self.config, self.learner
         n_steps, n_envs = rollout.rewards.shape
         done = rollout.done
@@ -128,15 +137,9 @@ class PPOAgent:
         )
         returns = advantages + values
         batch = self._batch(rollout, obs[:-1], advantages, returns, values)
-        before = learner.snapshot()
         rates = self._rates(progress)
-        try:
-            stats = learner.update(batch, rates)
-        except BaseException:  # Ctrl-C too: half an update must not be saved
-            learner.restore(before)
-            raise
+        stats = learner.update(batch, rates)
         if not all(map(math.isfinite, stats)):
-            learner.restore(before)
             bad = [name for name, value in stats._asdict().items() if not math.isfinite(value)]
             raise DivergedError(
                 f"iteration {self.iteration}: {', '.join(bad)} became NaN or infinite; the update was "
@@ -152,6 +155,25 @@ class PPOAgent:
             "clip_range": rates.clip,
             "ent_coef": rates.ent_coef,
         }
+
+    def _snapshot(self) -> Any:
+        norms = [norm and (*vars(norm.moments).values(), getattr(norm, "sums", None)) for norm in self._norms]
+        return self.learner.snapshot(), norms
+
+    def _restore(self, snapshot: Any) -> None:
+        learned, norms = snapshot
+        self.learner.restore(learned)
+        for norm, kept in zip(self._norms, norms, strict=True):
+            if norm is not None:
+                norm.moments.count, norm.moments.mean, norm.moments.square, sums = kept
+                if sums is None:
+                    norm.refresh()
+                else:
+                    norm.sums = sums
+
+    @property
+    def _norms(self) -> tuple[Any, Any]:
+        return self.obs_norm, self.reward_norm
 
     def _seen(self, obs: Array) -> Array:
         return obs if self.obs_norm is None else self.obs_norm(obs)

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.train.compiled_network import (
+from shoal.train.ppo.compiled.network import (
     CompiledNetwork,
     n_parameters,
 )
-from shoal.train.policy_networks import MLPActorCritic
-from shoal.train.torch_learner import copied
+from shoal.train.ppo.networks import MLPActorCritic, copied
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray

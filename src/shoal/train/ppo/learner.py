@@ -1,9 +1,13 @@
-"""PPO's mathematics by torch autograd: for any network, on any device."""
+"""PPO's mathematics behind one face: by torch autograd for any network and device, by kernels where those fit.
+
+Both act, judge and update from the same arrays and noise, and keep their state under the same names, so a
+checkpoint of one is a checkpoint of the other.
+"""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,16 +18,62 @@ from shoal.maths import distributions
 from shoal.maths.gae import gae
 from shoal.maths.losses import clipped_policy_loss, normalized, value_loss
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.train.compiled_network import (
+from shoal.train.ppo.compiled.learner import CompiledLearner
+from shoal.train.ppo.compiled.network import (
     UpdateBatch,
     UpdateRates,
     UpdateStats,
+    kernels_available,
 )
-from shoal.train.policy_networks import ActorCritic
+from shoal.train.ppo.networks import ActorCritic, MLPActorCritic, copied
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray
 Arrays = dict[str, Array]
+
+
+class Learner(Protocol):
+    """What the PPO loop asks of the mathematics."""
+
+    @property
+    def network(self) -> ActorCritic:
+        """The torch module with the current weights."""
+        ...
+
+    def act(
+        self,
+        obs: Array,
+        masks: Array,
+        noise: Array,
+        actions: Array,
+        logprobs: Array,
+        deterministic: bool = False,
+    ) -> None:
+        """Write actions and their log-probabilities for normalised observations."""
+
+    def values(self, obs: Array) -> Array:
+        """The critic's values of normalised observations."""
+
+    def gae(
+        self, rewards: Array, values: Array, next_values: Array, terminated: Array, done: Array,
+        gamma: float, gae_lambda: float,
+    ) -> Array:  # fmt: skip
+        """Advantages `[T, N]`."""
+
+    def update(self, batch: UpdateBatch, rates: UpdateRates) -> UpdateStats:
+        """All epochs over one rollout."""
+
+    def snapshot(self) -> Any:
+        """A cheap copy of everything an update changes, for `restore`."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Undo the update since `snapshot`."""
+
+    def state(self) -> tuple[Arrays, Arrays]:
+        """(weights, optimizer moments) by name, copied."""
+
+    def load_state(self, weights: Arrays, optimizer: Arrays) -> None:
+        """What `state` gave."""
 
 
 class TorchLearner:
@@ -164,17 +214,24 @@ class TorchLearner:
         self.network.load_state_dict(
             {name: torch.from_numpy(value.copy()) for name, value in weights.items()}
         )
-        self.optimizer.state.clear()
+        self.load_moments(optimizer)
+
+    def load_moments(self, optimizer: Arrays) -> None:
+        """The part of a state that is the optimizer's; torch puts each number on the device that reads it."""
         step = int(optimizer["step"])
-        for name, parameter in self.network.named_parameters():
-            if step and parameter.requires_grad:
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(step), dtype=torch.float32),
-                    **{
-                        key: torch.from_numpy(optimizer[f"{key}.{name}"].copy()).to(self.device)
-                        for key in ("exp_avg", "exp_avg_sq")
-                    },
-                }
+        names = [name for name, p in self.network.named_parameters() if p.requires_grad] if step else []
+        moments = {
+            i: {
+                "step": torch.tensor(float(step)),
+                **{
+                    key: torch.from_numpy(optimizer[f"{key}.{name}"].copy())
+                    for key in ("exp_avg", "exp_avg_sq")
+                },
+            }
+            for i, name in enumerate(names)
+        }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
     def _rows(self, obs: Array, keep_bytes: bool = False) -> Tensor:
         rows = torch.from_numpy(np.ascontiguousarray(obs)).to(self.device)
@@ -189,6 +246,27 @@ class TorchLearner:
         return self.network.log_std
 
 
-def copied(tensor: Tensor) -> Array:
-    """The values of a tensor as an array of their own."""
-    return np.array(tensor.detach().cpu().numpy(), copy=True)
+def fits_kernels(network: ActorCritic, device: str) -> str | None:
+    """Why the compiled path cannot take this network, or None if it can."""
+    if not isinstance(network, MLPActorCritic):
+        return f"it knows perceptrons only, got {type(network).__name__}"
+    if device != "cpu":
+        return f"it runs on the CPU, got device {device!r}"
+    if not kernels_available():
+        return "numba is not installed (pip install numba)"
+    return None
+
+
+def make_learner(
+    network: ActorCritic, actions: ActionRows, *, path: str, device: str, adam_eps: float
+) -> Learner:
+    """The learner for `path`: "compiled", "torch" or "auto" (compiled where it fits)."""
+    if path not in ("auto", "compiled", "torch"):
+        raise ConfigError(f"path must be 'auto', 'compiled' or 'torch', got {path!r}")
+    obstacle = fits_kernels(network, device)
+    if path == "compiled" and obstacle:
+        raise ConfigError(f"path='compiled' is not possible: {obstacle}; use path='torch' or 'auto'")
+    if path == "torch" or obstacle:
+        return TorchLearner(network, actions, device, adam_eps)
+    assert isinstance(network, MLPActorCritic)
+    return CompiledLearner(network)

@@ -15,11 +15,11 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.core.files import read_json, verify_folder
-from shoal.train.ppo_checkpoints import list_checkpoints, load_checkpoint
-from shoal.train.ppo_policy import load_policy
-from shoal.train.presets import PRESETS
+from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
+from shoal.train.ppo.policy import load_policy
+from shoal.train.ppo.presets import PRESETS
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 SMALL = [
     "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
     "--tensorboard", "False", "--eval-episodes", "2",
@@ -134,7 +134,7 @@ def test_events_are_json_lines_after_the_data_is_safe(tmp_path, capsys):
 
 
 def test_nan_leaves_an_emergency_checkpoint_of_the_last_good_weights(tmp_path, capsys):
-    broken = ["--env", "tests.train.ppo_envs:NaNLaterEnv"]
+    broken = ["--env", "tests.train.ppo.ppo_envs:NaNLaterEnv"]
     assert train(tmp_path / "run", "--total-timesteps", "6400", *broken) == 1
     assert "observation must be finite, got [nan, 0.0]" in capsys.readouterr().err
     (emergency,) = list_checkpoints(tmp_path / "run" / "emergency")
@@ -218,7 +218,7 @@ def test_help_shows_the_presets_values_as_defaults(capsys):
 
 
 def test_every_preset_is_a_valid_config():
-    from shoal.train.ppo_config import PPOConfig
+    from shoal.train.ppo.config import PPOConfig
 
     for preset in PRESETS.values():
         PPOConfig(**preset.settings)

@@ -18,10 +18,8 @@ from torch import nn
 from shoal.core.errors import ConfigError
 from shoal.core.processes import StartMethod
 from shoal.envs.catalogue import Wrapper, wrapper_name
-from shoal.train.compiled_learner import CompiledLearner
-from shoal.train.policy_networks import ActorCritic, n_weights
-from shoal.train.ppo_agent import make_agent
-from shoal.train.ppo_checkpoints import (
+from shoal.train.ppo.agent import make_agent
+from shoal.train.ppo.checkpoint import (
     Checkpoint,
     check_same,
     checkpoint_folder,
@@ -29,12 +27,12 @@ from shoal.train.ppo_checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from shoal.train.ppo_checks import check_call, choose_device, read_config
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_envs import EnvFactory, EnvSource, try_env
-from shoal.train.ppo_episodes import EpisodeLog
-from shoal.train.ppo_evaluation import Evaluation, evaluate
-from shoal.train.ppo_experience import Experience
+from shoal.train.ppo.collect import EpisodeLog, Experience
+from shoal.train.ppo.compiled.learner import CompiledLearner
+from shoal.train.ppo.config import PPOConfig, check_call, choose_device, read_config
+from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
+from shoal.train.ppo.evaluation import Evaluation, evaluate
+from shoal.train.ppo.networks import ActorCritic, n_weights
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -84,6 +82,7 @@ class PPO:
         self.obs_rows, self.action_rows = self.agent.obs_rows, self.agent.action_rows
         self._single_thread = n_weights(self.network) < 300_000
         self.log = EpisodeLog(n_envs)
+        self._booked = 0  # updates whose rollouts are in the log
         self._experience = Experience(
             self.factory, self.facts, self.agent, self.log, self.action_rows, n_envs=n_envs,
             backend=backend, num_workers=num_workers, start_method=start_method,
@@ -132,11 +131,16 @@ class PPO:
         while self.progress(total_timesteps, num_episodes) < 1.0:
             progress = self.progress(total_timesteps, num_episodes)
             started = time.perf_counter()
-            with self._threads():
-                rollout = self._experience.collect(total_timesteps)
-                metrics = self.agent.improve(rollout, progress)
-            ended = self.log.add(rollout)
-            self._experience.now = rollout.obs[-1]
+            try:
+                with self._threads():
+                    rollout = self._experience.collect(total_timesteps)
+                    metrics = self.agent.improve(rollout, progress)
+                ended = self.log.add(rollout)
+                self._experience.now = rollout.obs[-1]
+            except BaseException:  # the environments went on, the log did not: they are played again from it
+                self._experience.close()
+                raise
+            self._booked = self.agent.iteration
             seconds += time.perf_counter() - started
             yield {
                 "iteration": self.agent.iteration,
@@ -178,10 +182,22 @@ class PPO:
 
         Episodes longer than 10,000 steps are broken off here, in this run too: playing them again would take
         too long.
+
+        Raises:
+            ConfigError: Ctrl-C came between an update and its books: the last checkpoint is what there is.
         """
+        if not self.is_whole:
+            raise ConfigError(
+                "the run was interrupted between an update and its books; load the last checkpoint to go on"
+            )
         if long := self.log.longer_than(REPLAY_LIMIT):
             self._experience.break_off(long)
         return save_checkpoint(checkpoint_folder(root, self.log.n_steps), self.checkpoint(**extra))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether weights and episodes are of one moment; only Ctrl-C at a rare moment makes them differ."""
+        return self._booked == self.agent.iteration
 
     def checkpoint(self, **extra: Any) -> Checkpoint:
         """All of the run, as it would be saved."""
@@ -196,7 +212,7 @@ class PPO:
         )  # fmt: skip
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,
-            "begun": self._experience.collector is not None, **values, **extra,
+            "begun": self._experience.collector is not None or self._experience.goes_on, **values, **extra,
         }  # fmt: skip
         return Checkpoint(policy, training, weights, optimizer, statistics, episodes)
 
@@ -237,6 +253,7 @@ class PPO:
         check_same(saved, ppo.checkpoint())
         ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
         ppo.log.load_state(training, saved.episodes)
+        ppo._booked = ppo.agent.iteration
         ppo._experience.now = saved.episodes.get("now")
         ppo._experience.goes_on = bool(training["begun"])
         return ppo

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from shoal.maths.gae import gae
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.train.compiled_learner import CompiledLearner
-from shoal.train.compiled_network import NO_MASKS, UpdateBatch, UpdateRates
-from shoal.train.policy_networks import MLPActorCritic
-from shoal.train.torch_learner import TorchLearner
+from shoal.train.ppo.compiled.learner import CompiledLearner
+from shoal.train.ppo.compiled.network import NO_MASKS, UpdateBatch, UpdateRates
+from shoal.train.ppo.learner import TorchLearner
+from shoal.train.ppo.networks import MLPActorCritic
 
 SPACES = {
     "discrete": spaces.Discrete(2),

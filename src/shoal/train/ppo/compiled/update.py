@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.train.kernel_tiles import dot
-from shoal.train.kernels import Array, _compiled, backward, forward
+from shoal.train.ppo.compiled.kernels import Array, _compiled, backward, forward
+from shoal.train.ppo.compiled.tiles import dot
 
 _F = np.float32
 

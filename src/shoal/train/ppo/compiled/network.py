@@ -74,10 +74,10 @@ def kernels_available() -> bool:
 
 def kernels_cached() -> bool:
     """Whether compiled kernels of this version lie in numba's cache, so that the first use is quick."""
-    from shoal.train import kernel_update
+    from shoal.train.ppo.compiled import update
 
-    folder = Path(kernel_update.update.stats.cache_path)
-    return any(folder.glob("kernel_update.update-*.nbi"))
+    folder = Path(update.update.stats.cache_path)
+    return any(folder.glob("update.update-*.nbi"))
 
 
 @dataclass
@@ -91,9 +91,9 @@ class CompiledNetwork:
     count: int = 0  # Adam steps taken
 
     def __post_init__(self) -> None:
-        from shoal.train import kernel_update, kernels
+        from shoal.train.ppo.compiled import kernels, update
 
-        self._kernels, self._updates = kernels, kernel_update
+        self._kernels, self._updates = kernels, update
         padded = [-(-units // 16) * 16 for units in self.shape.hidden]
         self.actor = np.array([self.shape.inputs, *padded, self.shape.outputs], np.int64)
         self.critic = np.array([self.shape.inputs, *padded, 1], np.int64)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from shoal.train.kernel_tiles import dot, tanh_16, tanh_slope_16, tile_1x1, tile_1x4, tile_4x1, tile_4x4
+from shoal.train.ppo.compiled.tiles import dot, tanh_16, tanh_slope_16, tile_1x1, tile_1x4, tile_4x1, tile_4x4
 
 Array = np.ndarray
 TANH, RELU = 0, 1

@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, restore_folders, verify_folder, write_folder, write_json
-from shoal.train.ppo_config import PPOConfig
+from shoal.train.ppo.config import PPOConfig
 
 Array = np.ndarray
 Arrays = dict[str, Array]
@@ -41,6 +41,12 @@ class Checkpoint:
 def checkpoint_folder(root: Path | str, step: int) -> Path:
     """Where the checkpoint after `step` env steps belongs; names sort by step."""
     return Path(root) / f"step_{step:012d}"
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The env steps after which a checkpoint was made, by its name; 0 for a folder of another name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else 0
 
 
 def save_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> Path:

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tests.train.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
+from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
 from torch import nn
 
 from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, UnknownNameError
 from shoal.train import ppo as ppo_module
-from shoal.train.ppo import PPO
-from shoal.train.ppo_checkpoints import list_checkpoints
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_experience import workers_pay
-from shoal.train.ppo_policy import load_policy
-from shoal.train.ppo_trainer import PPOTrainer
+from shoal.train.ppo.checkpoint import list_checkpoints
+from shoal.train.ppo.collect import workers_pay
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.policy import load_policy
+from shoal.train.ppo.ppo import PPO
+from shoal.train.ppo.trainer import PPOTrainer
 
 FAST = {"n_steps": 32, "batch_size": 64, "n_epochs": 4, "learning_rate": 3e-3, "gamma": 0.5}
 
@@ -452,7 +452,7 @@ def test_an_own_env_that_cannot_be_imported_is_named():
 
 
 def test_an_own_env_is_found_by_module_and_class():
-    with PPO("tests.train.ppo_envs:IdentityEnv", n_envs=2, backend="serial", **FAST) as ppo:
+    with PPO("tests.train.ppo.ppo_envs:IdentityEnv", n_envs=2, backend="serial", **FAST) as ppo:
         ppo.learn(64)
 
 
@@ -684,7 +684,7 @@ def test_the_default_config_is_valid_and_frozen():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["compiled", "torch"])
 def test_cartpole_reaches_475(path):
-    from shoal.train.presets import PRESETS
+    from shoal.train.ppo.presets import PRESETS
 
     preset = PRESETS["CartPole-v1"]
     for seed in (1, 2, 3):  # the seeds of the benchmark

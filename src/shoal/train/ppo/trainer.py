@@ -18,17 +18,16 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
 from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
-from shoal.train.ppo_agent import PPOAgent, make_agent
-from shoal.train.ppo_checkpoints import (
+from shoal.train.ppo.agent import PPOAgent, make_agent
+from shoal.train.ppo.checkpoint import (
     Checkpoint,
     checkpoint_folder,
     describe_policy,
     load_checkpoint,
     save_checkpoint,
 )
-from shoal.train.ppo_checks import choose_device, read_config
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_episodes import EpisodeLog
+from shoal.train.ppo.collect import EpisodeLog
+from shoal.train.ppo.config import PPOConfig, choose_device, read_config
 
 Array = np.ndarray
 LONGEST_EPISODE = 10_000
@@ -198,7 +197,7 @@ class PPOTrainer:
 
     def load(self, path: Path | str) -> None:
         """Take over weights, optimizer, statistics and counters from a checkpoint."""
-        from shoal.train.ppo_checkpoints import read_space
+        from shoal.train.ppo.checkpoint import read_space
 
         saved = load_checkpoint(path)
         obs, act = (read_space(saved.policy[key]) for key in ("observation_space", "action_space"))
