@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,23 @@ SERVER = "openai:"
 """What the name of a model on a server begins with."""
 
 
+PANELS: dict[str, dict[str, dict[str, Any]]] = {
+    "core": {
+        "sokoban": {"dim_room": [6, 6], "num_boxes": 1, "max_pushes": 4, "max_steps": 12},
+        "frozen_lake": {"size": 4, "p": 0.8, "is_slippery": False, "max_steps": 12},
+        "webshop": {"num_products": 200, "page_size": 5, "max_steps": 8, "split": "test"},
+        "countdown": {"difficulty": "easy"},
+    },
+}
+PANELS["all"] = PANELS["core"] | {  # those of the extra "envs" too
+    "textworld": {"nb_rooms": 2, "nb_objects": 3, "quest_length": 2, "max_steps": 8, "game_seed": 1000},
+    "reasoning_gym": {"dataset": "leg_counting", "dataset_config": {"max_animals": 3}, "dataset_seed": 1},
+}
+"""Envs and their settings; never changed, since tables of one name are compared."""
+PANEL_SEED = 20_260_101
+"""Names the episodes of all panels."""
+
+
 DESCRIPTION = """Play held-out episodes and report the success rate with its 95% interval.
 
 Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
@@ -27,6 +44,7 @@ examples:
   shoal eval runs/demo --episodes 400                a run, on its own held-out envs
   shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
   shoal eval smollm2 --env bandit                    a language model that was never trained here
+  shoal eval runs/demo --panel core                  pinned episodes of pinned envs, as a table
   shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown"""
 
 
@@ -40,8 +58,10 @@ class EvalOptions:
     """Env to play (`shoal envs list`); the run's own held-out envs if not given."""
     env_config: Annotated[dict[str, str], tyro.conf.arg(metavar="KEY VALUE …")] = field(default_factory=dict)
     """Settings of the env, as `--env-config key value …`; values are read as JSON where they can be."""
+    panel: Literal["core", "all"] | None = None
+    """Play pinned episodes of several envs: the same table, to the last digit, for whoever plays the same weights."""
     episodes: int = 200
-    """How many to play; more give a narrower interval."""
+    """How many to play (of each env of a panel); more give a narrower interval."""
     seed: int = 0
     """Names the episodes: the same seed plays the same ones."""
     temperature: float = 0.0
@@ -77,22 +97,49 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
     if options.device is not None and not options.model.startswith(SERVER):
         refuse_device(options.device)
-    from shoal.train.agent.evaluation import mean_interval, success_by_kind, success_rate
-
+    if options.panel is not None:
+        return _panel(options)
     here = (
         options.out is not None and options.out.is_dir()
     )  # a new one is made when there is something to keep
     folder = RunFolder(options.out, "eval", options.seed) if here and options.out else None
     trajectories, played_as = _play(options)
+    result = _result(trajectories)
+    if options.json or options.format == "json":
+        print_json(result)
+    else:
+        low, high = result["success_low"], result["success_high"]
+        print(f"success        {result['success']:.3f}   95% interval {low:.3f} to {high:.3f}")
+        for name in (name for name in result if name.startswith("success/")):
+            print(f"  {name.removeprefix('success/')}: {result[name]:.3f}")
+        print(f"reward         {result['reward']:.3f} ± {result['reward_half_width']:.3f}")
+        print(f"turns          {result['turns']:.2f}")
+        print(f"valid actions  {result['valid_actions']:.3f}")
+        print(f"episodes       {result['episodes']} whole, {result['failed_episodes']} failed")
+    if options.out is not None:
+        _write(
+            options, folder or RunFolder(options.out, "eval", options.seed), trajectories, result, played_as
+        )
+    return 0
+
+
+def _result(trajectories: list[Any]) -> dict[str, Any]:
+    """What is said of episodes; failed ones are told and left out."""
+    from shoal.train.agent.evaluation import mean_interval, success_by_kind, success_rate
+
     whole = [t for t in trajectories if t.status == "ok"]
     failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
     if not whole:
         raise EngineError(f"none of {len(trajectories)} episodes came to an end; the first: {failures[0]}")
+    if failures:
+        print(
+            f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}", file=sys.stderr
+        )
     rate = success_rate(trajectories)
     reward, half = mean_interval([t.reward for t in whole])
     turns, _ = mean_interval([float(len(t.turns)) for t in whole])
     valid = [turn.action_is_valid for t in whole for turn in t.turns]
-    result = {
+    return {
         "success": rate.value,
         "success_low": rate.low,
         "success_high": rate.high,
@@ -104,24 +151,43 @@ def main(argv: list[str]) -> int:
         "failed_episodes": len(failures),
         **success_by_kind(whole),
     }
-    if failures:
-        print(
-            f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}", file=sys.stderr
-        )
+
+
+def _panel(options: EvalOptions) -> int:
+    """Play every env of a panel, and print and keep the table."""
+    from shoal.core.data import write_trajectories
+    from shoal.core.files import write_json
+
+    repeatable = not options.model.startswith(SERVER)
+    assert options.panel is not None
+    if options.env is not None or options.env_config or options.seed:
+        raise ConfigError("a panel has its own envs and seed: leave --env, --env-config and --seed out")
+    if not repeatable and options.out is None:
+        raise ConfigError("a server's answers do not repeat: keep them beside the table with --out FOLDER")
+    folder = RunFolder(options.out, "eval", PANEL_SEED) if options.out else None
+    rows = []
+    for env, settings in PANELS[options.panel].items():
+        told = {key: json.dumps(value) for key, value in settings.items()}
+        played, _ = _play(replace(options, env=env, env_config=told, seed=PANEL_SEED))
+        if folder is not None:
+            write_trajectories(folder.path / "trajectories" / f"{env}.jsonl", played)
+        rows.append({"env": env, **_result(played)})
+    table = {"panel": options.panel, "model": options.model, "repeatable": repeatable, "rows": rows}
+    if folder is not None:
+        write_json(folder.path / "panel.json", table)
+        folder.finish({f"success/{row['env']}": row["success"] for row in rows})
     if options.json or options.format == "json":
-        print_json(result)
-    else:
-        print(f"success        {rate.value:.3f}   95% interval {rate.low:.3f} to {rate.high:.3f}")
-        for name, share in success_by_kind(whole).items():
-            print(f"  {name.removeprefix('success/')}: {share:.3f}")
-        print(f"reward         {reward:.3f} ± {half:.3f}")
-        print(f"turns          {turns:.2f}")
-        print(f"valid actions  {result['valid_actions']:.3f}")
-        print(f"episodes       {len(whole)} whole, {result['failed_episodes']} failed")
-    if options.out is not None:
-        _write(
-            options, folder or RunFolder(options.out, "eval", options.seed), trajectories, result, played_as
+        print_json(table)
+        return 0
+    print(f"{'env':<14} {'success':>8}  {'95% interval':<18} {'reward':>8}  {'±':>7}  {'episodes':>8}")
+    for row in rows:
+        interval = f"{row['success_low']:.4f} to {row['success_high']:.4f}"
+        print(
+            f"{row['env']:<14} {row['success']:>8.4f}  {interval:<18} {row['reward']:>8.4f}  "
+            f"{row['reward_half_width']:>7.4f}  {row['episodes']:>8}"
         )
+    if not repeatable:
+        print("not repeatable: a server's batches decide its rounding, and its model may change")
     return 0
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.rollout.samplers.fake_server import FakeServer
 from tests.train.agent.tiny_model import write_tiny_model
 
+from shoal.cli.eval import PANEL_SEED
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
 
@@ -116,7 +117,7 @@ def test_a_device_is_for_models_that_run_here(server, capsys, tmp_path):
     assert "--device cuda:0 has no effect on a server's model" in capsys.readouterr().err
     folder = tmp_path / "model"
     write_tiny_model(folder)
-    assert main(["eval", str(folder), *OPTIONS, "--device", "meta"]) == 1  # where weights have no values
+    assert main(["eval", str(folder), *OPTIONS, "--device", "meta"]) == 2  # where weights have no values
     assert "meta" in capsys.readouterr().err
 
 
@@ -127,3 +128,42 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path, capsys):
     assert main(["eval", str(folder), *options]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[0])
     assert result["episodes"] == 4
+
+
+# --- panels
+PANEL = ["--panel", "core", "--episodes", "5", "--json"]
+
+
+def test_a_panel_gives_two_people_the_same_table_and_each_row_is_that_of_its_env_played_alone(
+    tmp_path, capsys
+):
+    folder = tmp_path / "model"
+    write_tiny_model(folder)
+    tables = []
+    for person in "ab":
+        assert main(["eval", str(folder), *PANEL, "--max-tokens", "3", "--out", str(tmp_path / person)]) == 0
+        tables.append(json.loads(capsys.readouterr().out))
+    assert tables[0] == tables[1] == json.loads((tmp_path / "a" / "panel.json").read_text())
+    assert tables[0]["repeatable"]
+    rows = {row.pop("env"): row for row in tables[0]["rows"]}
+    assert list(rows) == ["sokoban", "frozen_lake", "webshop", "countdown"]
+    assert {row["episodes"] for row in rows.values()} == {5}
+    files = [(tmp_path / person / "trajectories" / "webshop.jsonl").read_bytes() for person in "ab"]
+    assert files[0] == files[1]
+    alone = ["--env", "countdown", "--env-config", "difficulty", "easy", "--seed", str(PANEL_SEED)]
+    assert main(["eval", str(folder), *alone, "--episodes", "5", "--max-tokens", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == rows["countdown"]
+
+
+def test_a_panel_of_a_server_is_marked_and_kept_with_its_answers(server, tmp_path, capsys):
+    url = ["--base-url", f"{server.url}/v1"]
+    server.change = lambda reply: reply
+    assert main(["eval", "openai:m", *PANEL, *url]) == 2
+    assert "keep them beside the table with --out FOLDER" in capsys.readouterr().err
+    options = ["--panel", "core", "--episodes", "2", "--out", str(tmp_path / "out")]
+    assert main(["eval", "openai:m", *options, *url]) == 0
+    assert "not repeatable" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "panel.json").read_text())["repeatable"] is False
+    assert len(list(read_trajectories(tmp_path / "out" / "trajectories" / "sokoban.jsonl"))) == 2
+    assert main(["eval", "openai:m", *options, *url, "--env", "bandit"]) == 2
+    assert "leave --env, --env-config and --seed out" in capsys.readouterr().err
