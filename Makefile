@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout bench-update test-integrations bench-learning
+.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout bench-update bench-gpu test-integrations bench-learning
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -68,6 +68,10 @@ bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3,
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/rollout_tables.py
+
+bench-gpu:        ## one GPU with $(PYTHON) as it is, no network: exactness, tokens/s, memory, resume
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py -p no:cacheprovider
 
 bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
 	.venv-trl/bin/python benchmarks/trl_update.py

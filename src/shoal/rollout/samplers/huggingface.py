@@ -1,7 +1,8 @@
 """Any causal language model of `transformers` as a sampler in this process; what trains it may share its network.
 
-Prompts that are equal are computed once, the next turn of an episode starts from what is known of the ones
-before, rows that have ended leave the batch, and the picks are keyed Gumbel noise over log-probabilities (level L1).
+Prompts that are equal are computed once, and so is what all prompts of a batch begin with; the next turn of an episode
+starts from what is known of the ones before, rows that have ended leave the batch, and the picks are keyed Gumbel noise
+over log-probabilities (level L1), made where the network is: a GPU sends tokens, not scores.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import DataError, missing_extra
+from shoal.rollout.samplers.noise import picks
 from shoal.rollout.samplers.sampler import Completion, Key, Level, Noise, Request, restricted, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
@@ -24,6 +26,7 @@ try:
     import torch
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers.cache_utils import DynamicLayer
 except ImportError as error:
     raise missing_extra("the Hugging Face engine", "llm") from error
 
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 Episode = tuple[int, int, int, int]
 MIN_SHARED = 8
 """Tokens below which starting from an entry saves nothing."""
+SPARE = 16
+"""Tokens that keys and values have room for before they are copied to a larger place."""
 
 
 class HuggingFaceEngine:
@@ -61,9 +66,12 @@ class HuggingFaceEngine:
         self.max_batch = max_batch
         self.weights_version = 0
         self.prefixes = PrefixStore(prefix_tokens)
+        self.picks_here = next(self.model.parameters()).device.type != "cuda"
+        """Whether tokens are picked from arrays in memory, or on the device of the network."""
         self._alone = (
             threading.Lock()
         )  # what is known of episodes is found, used and replaced by one call at a time
+        self._can_share = True  # until the network is found to keep more than keys and values
         self.prompt_tokens = self.computed_tokens = 0
         """Tokens of all prompts so far, and how many of them had to be computed."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -131,13 +139,11 @@ class HuggingFaceEngine:
             if not keep:
                 return [row.completion(self.weights_version) for row in rows]
             if len(keep) < len(live):
+                keep = with_few_moves(keep)
                 chosen = torch.tensor(keep, device=mask.device)
-                cache.batch_select_indices(chosen)
-                mask, live, picks = (
-                    mask[chosen],
-                    [live[place] for place in keep],
-                    [picks[place] for place in keep],
-                )
+                keep_rows(cache, chosen)
+                mask = mask[chosen]
+                live, picks = [live[place] for place in keep], [picks[place] for place in keep]
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
             out = self._forward(torch.tensor(picks, device=mask.device)[:, None], mask, cache)
             cache, scores = out.past_key_values, out.logits[:, -1]
@@ -146,7 +152,7 @@ class HuggingFaceEngine:
         """The cache, the next token's scores and the mask of each request; equal prompts are computed once."""
         known = {r.prompt_ids: self.prefixes.find(r.key, r.prompt_ids) for r in reversed(requests)}
         prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
-        prefixes = [known[prompt] for prompt in prompts]
+        prefixes = self._with_shared(prompts, [known[prompt] for prompt in prompts])
         rest = [p[len(k.tokens) :] if k else p for p, k in zip(prompts, prefixes, strict=True)]
         self.prompt_tokens += sum(map(len, prompts))
         self.computed_tokens += sum(map(len, rest))
@@ -158,8 +164,27 @@ class HuggingFaceEngine:
         out = self._forward(ids, mask, cache)
         index = {prompt: place for place, prompt in enumerate(prompts)}
         select = torch.tensor([index[request.prompt_ids] for request in requests], device=ids.device)
-        out.past_key_values.batch_select_indices(select)
+        keep_rows(out.past_key_values, select, with_room=True)
         return out.past_key_values, out.logits[:, -1][select], mask[select]
+
+    def _with_shared(
+        self, prompts: list[tuple[int, ...]], prefixes: list[Prefix | None]
+    ) -> list[Prefix | None]:
+        """Prefixes of prompts, where what all of them begin with is more than is known of their own episodes."""
+        length = min(min(shared_length(prompts[0], prompt), len(prompt) - 1) for prompt in prompts)
+        wanting = [prefix is None or len(prefix.tokens) < length for prefix in prefixes]
+        if sum(wanting) < 2 or length < MIN_SHARED or not self.prefixes.max_tokens or not self._can_share:
+            return prefixes
+        tokens, shared = prompts[0][:length], self.prefixes.shared
+        if shared is None or shared.tokens[:length] != tokens:
+            ids, mask = self._pad_left([tokens])
+            cache = self._forward(ids, mask, None).past_key_values
+            self.computed_tokens += length
+            self._can_share = can_be_cropped(cache)
+            if not self._can_share:
+                return prefixes
+            self.prefixes.shared = shared = take_row(cache, 0, mask[0], tokens)
+        return [shared.cropped(length) if wants else p for p, wants in zip(prefixes, wanting, strict=True)]
 
     def _weights_stamp(self) -> tuple[int, int]:
         """A value that changes whenever weights do, by `load_weights` or in place by an optimizer."""
@@ -168,8 +193,20 @@ class HuggingFaceEngine:
     def _pick(self, scores: Tensor, rows: Sequence[Row]) -> list[int]:
         """Sample or choose the next token of each row and note it."""
         heat = torch.tensor([row.request.sampling.temperature or 1.0 for row in rows], device=scores.device)
-        logprobs = (scores.float() / heat[:, None]).log_softmax(-1).cpu().numpy()
-        return [row.take(logprobs[place]) for place, row in enumerate(rows)]
+        logprobs = (scores.float() / heat[:, None]).log_softmax(-1)
+        if self.picks_here or any(row.request.sampling.restricted for row in rows):
+            arrays = logprobs.cpu().numpy()
+            return [row.take(arrays[place]) for place, row in enumerate(rows)]
+        chosen = logprobs.argmax(1)
+        noisy = [place for place, row in enumerate(rows) if row.noise is not None]
+        if noisy:
+            keys = [row.noise.key for row in rows if row.noise is not None]
+            written = [len(rows[place].written) for place in noisy]
+            at = torch.tensor(noisy, device=logprobs.device)
+            chosen[at] = picks(logprobs[at], keys, written)
+        values = logprobs.gather(1, chosen[:, None])[:, 0]
+        both = zip(rows, chosen.tolist(), values.tolist(), strict=True)
+        return [row.note(token, value) for row, token, value in both]
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -260,7 +297,7 @@ class Row:
         self.request = request
         self.ended = False
         self._tokenizer, self._room = tokenizer, room
-        self._noise = Noise(request.key) if request.sampling.temperature else None
+        self.noise = Noise(request.key) if request.sampling.temperature else None
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._finish: Any = "length"
@@ -268,14 +305,18 @@ class Row:
     def take(self, logprobs: np.ndarray) -> int:
         """Choose a token from `[V]` log-probabilities, and see whether the response ends with it."""
         logprobs = restricted(logprobs, self.request.sampling)
-        noisy = logprobs if self._noise is None else logprobs + self._noise.rows(1, len(logprobs))[0]
-        pick = int(noisy.argmax())
-        self._ids.append(pick)
-        self._logprobs.append(float(logprobs[pick]))
-        if pick in self._tokenizer.end_ids or self._stopped():
+        noisy = logprobs if self.noise is None else logprobs + self.noise.rows(1, len(logprobs))[0]
+        token = int(noisy.argmax())
+        return self.note(token, float(logprobs[token]))
+
+    def note(self, token: int, logprob: float) -> int:
+        """Write a token down, and see whether the response ends with it."""
+        self._ids.append(token)
+        self._logprobs.append(logprob)
+        if token in self._tokenizer.end_ids or self._stopped():
             self.ended, self._finish = True, "stop"
         self.ended = self.ended or len(self._ids) >= self._room
-        return pick
+        return token
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -322,6 +363,8 @@ class PrefixStore:
             raise ValueError(f"prefix_tokens must be at least 0, got {max_tokens}")
         self.max_tokens = max_tokens
         self.tokens = 0
+        self.shared: Prefix | None = None
+        """What the prompts of a batch began with, whatever their episodes."""
         self._entries: OrderedDict[Episode, Prefix] = OrderedDict()
         self._weights: Any = None
 
@@ -334,6 +377,7 @@ class PrefixStore:
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
+        self.shared = None
         self.tokens = 0
 
     def find(self, key: Key, prompt: tuple[int, ...]) -> Prefix | None:
@@ -393,6 +437,77 @@ def fill_cache(cache: Any, prefixes: Sequence[Prefix | None]) -> Tensor:
     return mask
 
 
+class RoomyLayer(DynamicLayer):
+    """Keys and values of a layer with room behind them: a token is written there, and nothing else copied.
+
+    Args:
+        layer: what is there already.
+        rows: of it, in their new order.
+    """
+
+    def __init__(self, layer: Any, rows: Tensor) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        length = layer.keys.shape[-2]
+        self._places = [self._roomy(old.index_select(0, rows), length) for old in (layer.keys, layer.values)]
+        self._show(len(rows), length)
+
+    def _roomy(self, old: Tensor, length: int) -> Tensor:
+        rows, heads, _, width = old.shape
+        place = old.new_empty(rows, heads, length + max(SPARE, length // 4), width)
+        place[:, :, :length] = old[:, :, :length]
+        return place
+
+    def _show(self, rows: int, length: int) -> None:
+        self.keys, self.values = (place[:rows, :, :length] for place in self._places)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Write further tokens; all keys and values so far."""
+        rows, _, before, _ = self.keys.shape
+        length = before + key_states.shape[-2]
+        if length > self._places[0].shape[-2]:
+            self._places = [self._roomy(old[:rows], before) for old in self._places]
+            if length > self._places[0].shape[-2]:
+                raise ValueError(f"{key_states.shape[-2]} tokens at once are more than one answer's next")
+        for place, states in zip(self._places, (key_states, value_states), strict=True):
+            place[:rows, :, before:length] = states
+        self._show(rows, length)
+        return self.keys, self.values
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Only these rows, in this order; each goes to a place that is its own or that of one that leaves."""
+        length = self.keys.shape[-2]
+        for place in self._places:
+            for here, there in enumerate(rows):
+                if here != there:
+                    place[here, :, :length] = place[there, :, :length]
+        self._show(len(rows), length)
+
+
+def with_few_moves(keep: Sequence[int]) -> list[int]:
+    """Rows that stay, in an order in which few move: the last ones fill the gaps.
+
+    >>> with_few_moves([0, 2, 3, 5])
+    [0, 5, 2, 3]
+    """
+    n = len(keep)
+    late = [row for row in keep if row >= n]
+    staying = set(keep)
+    return [row if row in staying else late.pop() for row in range(n)]
+
+
+def keep_rows(cache: Any, rows: Tensor, *, with_room: bool = False) -> None:
+    """Only these rows of a cache, in this order; `with_room` makes room for answers, where the cache is a plain one."""
+    layers = getattr(cache, "layers", ())
+    if with_room and can_be_cropped(cache):
+        cache.layers = [RoomyLayer(layer, rows) for layer in layers]
+    elif layers and all(isinstance(layer, RoomyLayer) for layer in layers):
+        for layer in layers:
+            layer.keep(rows.tolist())
+    else:
+        cache.batch_select_indices(rows)
+
+
 def take_row(cache: Any, row: int, mask: Tensor, tokens: tuple[int, ...]) -> Prefix:
     """Copy one row out of a cache whose real columns `mask [P]` names, for the `tokens` they hold."""
     columns = mask.nonzero()[:, 0]
@@ -407,7 +522,7 @@ def take_row(cache: Any, row: int, mask: Tensor, tokens: tuple[int, ...]) -> Pre
 def can_be_cropped(cache: Any) -> bool:
     """Whether every layer keeps all tokens: sliding windows and recurrent states cannot be taken apart."""
     layers = getattr(cache, "layers", ())
-    return bool(layers) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+    return bool(layers) and all(type(layer) in (DynamicLayer, RoomyLayer) for layer in layers)
 
 
 def _episode(key: Key) -> Episode:

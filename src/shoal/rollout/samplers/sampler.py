@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shoal.core.errors import ConfigError, EngineError
-from shoal.core.seeding import stream
+from shoal.core.seeding import stream, stream_key
 
 Level = Literal["L0", "L1", "L2"]
 """L0 no promise; L1 the same tokens whatever the batching (up to float ties); L2 bit-equal log-probs too."""
@@ -459,10 +459,13 @@ def restricted(logprobs: np.ndarray, sampling: Sampling) -> np.ndarray:
 class Noise:
     """The Gumbel noise of one response, token after token."""
 
-    __slots__ = ("_rng",)
+    __slots__ = ("_rng", "key")
 
     def __init__(self, key: Key) -> None:
-        self._rng = stream(key.seed, "sampling", key.iteration, key.group, key.member, key.turn)
+        names = ("sampling", key.iteration, key.group, key.member, key.turn)
+        self.key = stream_key(key.seed, *names)
+        """Two words that key the stream."""
+        self._rng = stream(key.seed, *names)
 
     def rows(self, n_tokens: int, vocabulary: int) -> np.ndarray:
         """`[n_tokens, vocabulary]` float64 for the next tokens of the response."""

@@ -1,0 +1,90 @@
+"""Small parts by definition: the tiny network beside one in NumPy, settings, engines around others."""
+
+import numpy as np
+import pytest
+import torch
+from parallel_doubles import HashEngine
+
+from shoal.core.errors import ConfigError, UnknownNameError
+from shoal.core.files import write_folder
+from shoal.rollout.samplers.models import get_model, resolve_model
+from shoal.rollout.samplers.sampler import EngineAround
+from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig
+from shoal.rollout.samplers.tiny import TinyNetwork, TinyShape
+
+
+def by_definition(network, ids):
+    """Scores `[T, V]` of one row: pre-norm blocks with learned positions, computed place by place in float64."""
+    weights = {name: value.double().numpy() for name, value in network.state_dict().items()}
+    shape = network.shape
+    eps = torch.finfo(torch.float32).eps
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weights[f"{name}.weight"]
+
+    def gelu(x):
+        return x * 0.5 * (1 + torch.erf(torch.from_numpy(x) / 2**0.5).numpy())
+
+    x = weights["embedding.weight"][ids] + weights["position.weight"][: len(ids)]
+    size = shape.width // shape.heads
+    for n in range(shape.layers):
+        own = f"blocks.{n}"
+        qkv = norm(x, f"{own}.norm_attention") @ weights[f"{own}.qkv.weight"].T
+        query, key, value = (
+            qkv[:, : shape.width],
+            qkv[:, shape.width : 2 * shape.width],
+            qkv[:, 2 * shape.width :],
+        )
+        attended = np.zeros_like(x)
+        for head in range(shape.heads):
+            part = slice(head * size, (head + 1) * size)
+            for t in range(len(ids)):
+                scores = key[: t + 1, part] @ query[t, part] / np.sqrt(size)
+                odds = np.exp(scores - scores.max())
+                attended[t, part] = odds / odds.sum() @ value[: t + 1, part]
+        x = x + attended @ weights[f"{own}.out.weight"].T
+        up = norm(x, f"{own}.norm_feed") @ weights[f"{own}.up.weight"].T + weights[f"{own}.up.bias"]
+        x = x + gelu(up) @ weights[f"{own}.down.weight"].T + weights[f"{own}.down.bias"]
+    return norm(x, "norm") @ weights["head.weight"].T
+
+
+@pytest.mark.parametrize("shape", [TinyShape(16, 2, 2, 32), TinyShape(24, 1, 3, 32), TinyShape(8, 1, 1, 32)])
+def test_the_tiny_network_computes_what_its_definition_says(shape):
+    network = TinyNetwork(shape, 40, seed=5)
+    ids = np.random.default_rng(0).integers(40, size=11)
+    with torch.no_grad():
+        found = network.head(network.hidden(torch.from_numpy(ids)[None], torch.zeros(1, dtype=torch.int64)))[
+            0
+        ]
+        joined = torch.tensor([[*ids[:4], *ids[4:7], *ids[7:]]])
+        begins = torch.tensor([[[0] * 4 + [4] * 3 + [7] * 4], [[0] * 11], [[0] * 4 + [4] * 7]])
+        branches = network.head(network.hidden(joined, begins))[0]
+    np.testing.assert_allclose(found, by_definition(network, ids), atol=1e-4)
+    np.testing.assert_allclose(branches[:7], by_definition(network, ids[:7]), atol=1e-4)
+    np.testing.assert_allclose(branches[7:], by_definition(network, [*ids[:4], *ids[7:]])[4:], atol=1e-4)
+
+
+def test_settings_of_samplers_have_their_bounds():
+    assert ReplicaConfig(retries=0).retries == 0
+    assert EngineConfig().max_batch == 32
+    for wrong in ({"retries": -1}, {"count": 0}):
+        with pytest.raises(ConfigError, match="count >= 1 and retries >= 0"):
+            ReplicaConfig(**wrong)
+
+
+def test_an_engine_around_another_has_its_version_and_sets_it():
+    inner = HashEngine()
+    inner.weights_version = 4
+    around = EngineAround(inner)
+    assert around.weights_version == 4
+    around.weights_version = 6
+    assert inner.weights_version == 6
+
+
+def test_a_model_that_was_fetched_is_not_fetched_again_and_an_unknown_one_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UnknownNameError, match="smollm2"):
+        get_model("smollm3")
+    with write_folder(tmp_path / "shoal" / "models" / "smollm2") as folder:
+        (folder / "config.json").write_text("{}")
+    assert get_model("smollm2") == resolve_model("smollm2") == tmp_path / "shoal" / "models" / "smollm2"

@@ -1,0 +1,59 @@
+"""The script of `make bench-gpu`, tried on a CPU; what needs a GPU is marked."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_huggingface import make_engine, requests
+
+from shoal.core.seeding import stream, stream_key
+from shoal.rollout.samplers.noise import uniforms
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
+
+
+def bench(out, *more):
+    command = [sys.executable, SCRIPT, "--out", out, "--runs", "1", *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {(row["case"], row["subject"]): row["value"] for row in json.loads(out.read_text())["rows"]}
+
+
+@pytest.mark.slow
+def test_the_script_of_the_gpu_benchmark_runs_and_what_it_checks_holds_on_a_cpu(tmp_path):
+    found = bench(tmp_path / "out.json", "--device", "cpu", "--small", "--episodes", "16")
+    assert found["noise", "words equal; a logarithm apart"] <= 2
+    assert found["the same tokens alone", "in a batch of 16"] == 1
+    assert found["resume", "metrics and weights are equal"] == 1
+    assert found["log-probs", "greatest gap, rollout to update"] < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [8, 64, 256])
+def test_a_gpu_writes_what_a_cpu_writes_alone_and_in_any_batch(n):
+    here, there = make_engine(max_batch=n), make_engine(max_batch=n)
+    there.model.to("cuda")
+    there.picks_here = False
+    asked = requests(here, n)
+    together = there.generate(asked)
+    for request, a, b in zip(asked, here.generate(asked), together, strict=True):
+        assert a.token_ids == b.token_ids == there.generate([request])[0].token_ids
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_words_of_noise_are_the_same_on_a_gpu():
+    there = uniforms([stream_key(1, "noise")], [2], 49_152, "cuda")[0]
+    assert np.array_equal(there.cpu().numpy(), stream(1, "noise").random((3, 49_152))[2])
+
+
+@pytest.mark.gpu
+def test_the_gpu_benchmark_runs_on_a_gpu(tmp_path):
+    assert torch.cuda.is_available()
+    found = bench(tmp_path / "out.json", "--device", "cuda", "--small", "--episodes", "64")
+    assert found["noise", "words equal; a logarithm apart"] <= 2
+    assert found["resume", "metrics and weights are equal"] == 1

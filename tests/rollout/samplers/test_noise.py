@@ -1,0 +1,103 @@
+"""Tokens are picked by the same noise in memory and on a device; keys and values in place are those that are copied."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from test_huggingface import make_engine, requests
+
+from shoal.core.seeding import stream, stream_key
+from shoal.rollout.samplers import huggingface
+from shoal.rollout.samplers.huggingface import RoomyLayer, keep_rows, with_few_moves
+from shoal.rollout.samplers.noise import philox, picks, uniforms
+from shoal.rollout.samplers.sampler import Key, Noise
+
+
+@pytest.mark.parametrize("vocabulary", [1, 4, 5, 258, 49_152])
+def test_words_of_a_device_are_those_of_numpys_generator_bit_for_bit(vocabulary):
+    """NumPy's Philox is the oracle: its integers, and its doubles in the order in which it gives them."""
+    names = [("a", 3), ("sampling", 0, 1, 2, 3)]
+    keys = [stream_key(7, *name) for name in names]
+    tokens = [5, 2]
+    found = uniforms(keys, tokens, vocabulary)
+    for row, (name, token) in enumerate(zip(names, tokens, strict=True)):
+        expected = stream(7, *name).random((token + 1, vocabulary))[token]
+        assert np.array_equal(found[row].numpy(), expected)
+    bits = np.random.Philox(key=np.array(keys[0], dtype=np.uint64)).random_raw(40)
+    words = philox(
+        torch.arange(1, 11)[None], torch.tensor([list(keys[0])], dtype=torch.uint64).view(torch.int64)
+    )
+    assert np.array_equal(words.flatten().numpy().view(np.uint64), bits)
+
+
+def test_a_device_picks_what_arrays_pick():
+    logprobs = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)).mul(3).log_softmax(-1)
+    keys = [Key(1, 0, group, 0, 0) for group in range(6)]
+    for token in range(4):
+        found = picks(logprobs, [Noise(key).key for key in keys], [token] * 6)
+        plain = [
+            (row + Noise(key).rows(token + 1, 1000)[token]).argmax()
+            for row, key in zip(logprobs.numpy(), keys, strict=True)
+        ]
+        assert found.tolist() == plain
+
+
+def test_an_engine_that_picks_on_its_device_writes_what_one_in_memory_writes():
+    here, there = make_engine(max_batch=7), make_engine(max_batch=7)
+    there.picks_here = False
+    asked = requests(here, 30)
+    for a, b in zip(here.generate(asked), there.generate(asked), strict=True):
+        assert (a.token_ids, a.finish) == (b.token_ids, b.finish)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-6)
+
+
+# --- keys and values
+@given(st.integers(1, 40).flatmap(lambda n: st.sets(st.integers(0, n - 1), min_size=1)))
+def test_rows_that_stay_are_all_there_and_few_of_them_move(kept):
+    order = with_few_moves(sorted(kept))
+    assert sorted(order) == sorted(kept)
+    assert all(row >= len(kept) for place, row in enumerate(order) if row != place)
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_a_layer_with_room_holds_what_one_that_copies_holds(seed):
+    rng = np.random.default_rng(seed)
+    cache, plain = huggingface.DynamicCache(), huggingface.DynamicCache()
+
+    def states(rows, length):
+        return [torch.from_numpy(rng.normal(size=(rows, 2, length, 3))) for _ in range(2)]
+
+    first = states(5, int(rng.integers(1, 9)))
+    for each in (cache, plain):
+        each.update(*first, 0)
+    rows = torch.from_numpy(rng.integers(5, size=8))
+    keep_rows(cache, rows, with_room=True)
+    plain.batch_select_indices(rows)
+    assert isinstance(cache.layers[0], RoomyLayer)
+    n = 8
+    for _ in range(60):
+        if n > 1 and rng.random() < 0.1:
+            keep = torch.tensor(with_few_moves(sorted(rng.choice(n, n - 1, replace=False).tolist())))
+            keep_rows(cache, keep)
+            plain.batch_select_indices(keep)
+            n -= 1
+        new = states(n, 1)
+        for found, expected in zip(cache.update(*new, 0), plain.update(*new, 0), strict=True):
+            assert torch.equal(found, expected)
+    assert cache.get_seq_length() == plain.get_seq_length()
+
+
+def test_what_all_prompts_begin_with_is_computed_once():
+    sharing, alone = make_engine(), make_engine(prefix_tokens=0)
+    start = tuple(range(60, 80))
+    asked = [structs.replace(r, prompt_ids=start + r.prompt_ids) for r in requests(sharing, 60)]
+    own = {request.prompt_ids for request in asked}
+    for a, b in zip(sharing.generate(asked), alone.generate(asked), strict=True):
+        assert a.token_ids == b.token_ids
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+    batches = -(-len(asked) // sharing.max_batch)
+    assert alone.computed_tokens >= sum(map(len, own))
+    assert sharing.computed_tokens <= alone.computed_tokens - len(start) * (len(own) - batches)
