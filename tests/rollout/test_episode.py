@@ -7,7 +7,7 @@ from shoal.core.errors import ConfigError, EngineError
 from shoal.envs import make
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.drift import find_drift
-from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_environments
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import Completion, Request, Sampling
@@ -226,7 +226,7 @@ def test_a_prompt_that_does_not_extend_the_one_before_is_refused_with_the_place(
     engine = RandomEngine(WORDS)
     env = make("frozen_lake", **LAKE)
     role = Role("Lake", env.instructions, env.projection, 5)
-    episode = Episode(Place(0, 0, 0, 0, 0), role, Rewrites(append(), engine.tokenizer), Sampling(20))
+    episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Rewrites(append(), engine.tokenizer), Sampling(20))
     episode.begin(*env.reset(seed=0))
     request = episode.request()
     assert isinstance(request, Request)
@@ -241,6 +241,6 @@ def test_a_prompt_that_does_not_extend_the_one_before_is_refused_with_the_place(
 def test_arrays_that_are_no_pictures_are_refused():
     env = make("frozen_lake", **LAKE, observation="grid")
     role = Role("Lake", env.instructions, env.projection, 5)
-    episode = Episode(Place(0, 0, 0, 0, 0), role, Prompter(append(), ChatCodec()), Sampling(20))
+    episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Prompter(append(), ChatCodec()), Sampling(20))
     with pytest.raises(ValueError, match="a picture must be"):
         episode.begin(*env.reset(seed=0))

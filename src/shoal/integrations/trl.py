@@ -16,7 +16,7 @@ from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episodes, token_rows
 from shoal.rollout.collector import place_of
-from shoal.rollout.episode import Place
+from shoal.rollout.episode import EpisodeId
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Sampling
@@ -142,7 +142,7 @@ class TRLRollout:
                 )
             seed = derive_seed(self.config.seed, "held-out") if held_out else self.config.seed
             env_seed = place_of(seed, 0, group, member).env_seed
-            assignments.append(Assignment(index, Place(seed, iteration, group, member, env_seed), tag))
+            assignments.append(Assignment(index, EpisodeId(seed, iteration, group, member, env_seed), tag))
         return assignments
 
     def _iteration(self, trainer: Any) -> int:

@@ -15,7 +15,7 @@ from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, EnvError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
-from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import Completion, Engine, Sampling, generate_each
@@ -252,9 +252,9 @@ def _mixed(tags: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(slot for _, slot in sorted(keys))
 
 
-def place_of(seed: int, iteration: int, group: int, member: int) -> Place:
+def place_of(seed: int, iteration: int, group: int, member: int) -> EpisodeId:
     """Where an episode stands in the run; the members of a group share their env seed."""
-    return Place(seed, iteration, group, member, derive_seed(seed, "env", iteration, group))
+    return EpisodeId(seed, iteration, group, member, derive_seed(seed, "env", iteration, group))
 
 
 def role_of(tag: str, env: TextEnv[Any], max_turns: int) -> Role:

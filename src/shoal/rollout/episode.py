@@ -34,7 +34,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EpisodeId:
     """Which episode of a run this is; all its randomness follows from it."""
 
     seed: int  # of the run, or of its evaluation
@@ -51,7 +51,7 @@ class Place:
 class Episode:
     """From reset to the end; `begin`, then `request`/`respond`/`observe` in turn until `over`."""
 
-    def __init__(self, place: Place, role: Role, prompter: Prompter, sampling: Sampling) -> None:
+    def __init__(self, place: EpisodeId, role: Role, prompter: Prompter, sampling: Sampling) -> None:
         self.place = place
         self.role = role
         self.over = False

@@ -21,7 +21,7 @@ from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
 from shoal.envs.text import TextEnv
-from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_roles
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
@@ -236,11 +236,11 @@ class Replay:
         self._kind(tag)
         return make_roles(self.config.custom_envs, [tag], self.config.agent_proxy.max_turn)[tag]
 
-    def _place(self, found: Found) -> Place:
+    def _place(self, found: Found) -> EpisodeId:
         seed, record = self.config.seed, found.trajectory
         named = {"heldout": "held-out", "eval": "evaluation"}.get(found.recording.kind)
         seed = seed if named is None else derive_seed(seed, named)
-        return Place(seed, record.iteration, record.group, record.member, record.env_seed)
+        return EpisodeId(seed, record.iteration, record.group, record.member, record.env_seed)
 
     def _sampling(self, found: Found) -> Sampling:
         return self.config.agent_proxy.sampling(greedy=found.recording.held_out)

@@ -10,9 +10,15 @@ import shoal
 from shoal import envs
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
-from shoal.rollout.compat.managers import MANAGERS, EnvironmentManager, make_manager, multi_turn_loop
+from shoal.rollout.compat.managers import (
+    MANAGERS,
+    TEMPLATES,
+    EnvironmentManager,
+    make_manager,
+    multi_turn_loop,
+    template_of,
+)
 from shoal.rollout.compat.projections import create_projection_function
-from shoal.rollout.compat.templates import TEMPLATES, template_of
 from shoal.rollout.images import PREFIX, as_url, picture_url, png_bytes
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.scripted import RandomEngine

@@ -15,7 +15,7 @@ from shoal.train.agent.batch import (
     micro_batches,
     plan_batches,
     plan_pieces,
-    share_stems,
+    share_prefixes,
     token_values,
 )
 from shoal.train.agent.policy import policy_of, score
@@ -82,7 +82,7 @@ def test_packed_samples_do_not_see_each_other(engine):
         return token_values(chosen, lambda m: score(engine, m, 1.0).logprobs, 1000, 0, "cpu", batching)
 
     packed = ask(samples, "packed")
-    begins = [m.begins for m in micro_batches(samples, 1000, 0, "cpu", "packed", stems=True)]
+    begins = [m.begins for m in micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True)]
     assert all(b is not None and b.ndim == 2 for b in begins)
     for sample, found in zip(samples, packed, strict=True):
         np.testing.assert_allclose(found, ask([sample], "padded")[0], atol=1e-5)
@@ -111,9 +111,9 @@ def make_families(families, seed=0):
     rng = np.random.default_rng(seed)
     samples = []
     for shared, own in families:
-        stem = tuple(rng.integers(6, 200, shared).tolist())
+        prefix = tuple(rng.integers(6, 200, shared).tolist())
         for length in own:
-            ids = stem + tuple(rng.integers(6, 200, length).tolist())
+            ids = prefix + tuple(rng.integers(6, 200, length).tolist())
             first = int(rng.integers(max(1, shared - 1), len(ids)))
             places = np.unique([first, *rng.integers(first, len(ids), 3).tolist()])
             samples.append(Sample(ids, places, {"advantages": np.ones(len(places), np.float32)}))
@@ -130,24 +130,24 @@ def test_pieces_share_only_what_stands_before_the_first_trained_token(families, 
     samples = make_families(families, seed)
     ids, firsts = [s.ids for s in samples], [int(s.places[0]) for s in samples]
     lengths = [len(i) for i in ids]
-    pieces = share_stems(ids, firsts, max_tokens)
+    pieces = share_prefixes(ids, firsts, max_tokens)
     assert sorted(i for piece in pieces for i in piece.members) == list(range(len(samples)))
     for piece in pieces:
-        assert (piece.stem > 0) == (len(piece.members) > 1)
-        assert len({ids[i][: piece.stem] for i in piece.members}) == 1
-        assert all(piece.stem < firsts[i] for i in piece.members)
+        assert (piece.prefix > 0) == (len(piece.members) > 1)
+        assert len({ids[i][: piece.prefix] for i in piece.members}) == 1
+        assert all(piece.prefix < firsts[i] for i in piece.members)
         assert len(piece.members) == 1 or length_of(piece, lengths) <= max_tokens
     plan = plan_pieces(ids, firsts, max_tokens, "auto", True)
     assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
     for batching in ("padded", "bucketed", "packed"):
         rows = [row for batch in plan_pieces(ids, firsts, max_tokens, batching, True) for row in batch]
-        assert not any(piece.stem for row in rows for piece in row)
+        assert not any(piece.prefix for row in rows for piece in row)
 
 
 def test_members_of_a_group_are_one_piece_of_half_the_tokens():
     prompt = tuple(range(10, 60))
     ids = [(*prompt, 100 + i, 7, 8) for i in range(4)] + [(1, 2, 3)]
-    pieces = share_stems(ids, [50, 50, 50, 50, 1], 1000)
+    pieces = share_prefixes(ids, [50, 50, 50, 50, 1], 1000)
     assert pieces == [Piece((4,)), Piece((0, 1, 2, 3), 49)]
     assert length_of(pieces[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
 
@@ -159,19 +159,19 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
     ).shape[1]
     samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
-    micros = list(micro_batches(samples, 1000, 0, "cpu", "auto", stems=True))
+    micros = list(micro_batches(samples, 1000, 0, "cpu", "auto", prefixes=True))
     assert any(m.begins is not None and m.begins.ndim == 3 for m in micros)
     assert sum(m.ids.numel() for m in micros) < sum(len(s.ids) for s in samples)
 
-    def ask(batching, max_tokens, stems):
+    def ask(batching, max_tokens, prefixes):
         def compute(micro):
             return score(engine, micro, 1.0).logprobs
 
         engine.module.zero_grad()
-        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, stems):
+        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, prefixes):
             (compute(micro) * micro.columns["advantages"]).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in engine.module.parameters()])
-        return token_values(samples, compute, max_tokens, 0, "cpu", batching, stems), gradient
+        return token_values(samples, compute, max_tokens, 0, "cpu", batching, prefixes), gradient
 
     values, gradient = ask("padded", 1, False)
     for max_tokens in (1000, 45):

@@ -24,7 +24,7 @@ import msgspec
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerError
-from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.parallel.transport import Link
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import (
@@ -46,7 +46,7 @@ class Assignment:
     """One episode to play; `index` is its place among all of the rollout."""
 
     index: int
-    place: Place
+    place: EpisodeId
     tag: str
 
 

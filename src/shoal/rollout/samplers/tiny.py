@@ -119,20 +119,20 @@ class TinyNetwork(nn.Module):
         Args:
             ids: tokens; in a left-padded batch the first `start[b]` of the whole context are padding.
             start: `[B]` where each row's context begins, or `[B, 1 or T]` where that of each token does, or `[3, B, T]`
-                with the first place and the end of a stem before it in the row that it continues.
+                with the first place and the end of a prefix before it in the row that it continues.
             cache: one `[2, B, H, S, W/H]` a layer, filled from `at` on.
             at: how many tokens stand in the cache already.
         """
         length = ids.shape[1]
         places = torch.arange(at, at + length, device=ids.device)
         seen = torch.arange(at + length, device=ids.device)
-        stem, stem_end = (start[1], start[2]) if start.ndim == 3 else (None, None)
+        prefix, prefix_end = (start[1], start[2]) if start.ndim == 3 else (None, None)
         first = start[:, None] if start.ndim == 1 else start[0] if start.ndim == 3 else start
         allowed = (seen[None, None] <= places[None, :, None]) & (seen[None, None] >= first[:, :, None])
         offset: Tensor | int = 0
-        if stem is not None and stem_end is not None:
-            allowed |= (seen[None, None] >= stem[:, :, None]) & (seen[None, None] < stem_end[:, :, None])
-            offset = stem_end - stem
+        if prefix is not None and prefix_end is not None:
+            allowed |= (seen[None, None] >= prefix[:, :, None]) & (seen[None, None] < prefix_end[:, :, None])
+            offset = prefix_end - prefix
         allowed = allowed | (seen[None, None] == places[None, :, None])  # a padding query sees itself: no NaN
         mask = torch.zeros(allowed.shape, dtype=self.head.weight.dtype, device=ids.device)
         mask = mask.masked_fill(~allowed, float("-inf"))[:, None]

@@ -117,22 +117,22 @@ def _cut(
 
 
 WORTH = 0.9
-"""Share of the cost below which stems are used: they need a mask, which attention without them does not."""
+"""Share of the cost below which prefixes are used: they need a mask, which attention without them does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Samples, by number, that share their first `stem` tokens; a sample of its own has no stem."""
+    """Samples, by number, that share their first `prefix` tokens; a sample of its own has no prefix."""
 
     members: tuple[int, ...]
-    stem: int = 0
+    prefix: int = 0
 
 
 PieceRow = list[Piece]
 
 
 def plan_pieces(
-    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, batching: Batching, stems: bool
+    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, batching: Batching, prefixes: bool
 ) -> list[list[PieceRow]]:
     """Micro-batches of rows of pieces; each sample is in exactly one piece.
 
@@ -141,14 +141,14 @@ def plan_pieces(
         firsts: where the first trained token of each sample stands.
         max_tokens: of a micro-batch, see `plan_batches`.
         batching: see `plan_batches`.
-        stems: whether the network can read them. They are used where `batching` is `auto` and they save time.
+        prefixes: whether the network can read them. They are used where `batching` is `auto` and they save time.
     """
     alone = [Piece((i,)) for i in range(len(ids))]
     lengths = [len(sample) for sample in ids]
     plan = plan_batches(lengths, max_tokens, batching)
     pieces = alone
-    if stems and batching == "auto":
-        shared = share_stems(ids, firsts, max_tokens)
+    if prefixes and batching == "auto":
+        shared = share_prefixes(ids, firsts, max_tokens)
         shared_lengths = [length_of(piece, lengths) for piece in shared]
         shared_plan = plan_batches(shared_lengths, max_tokens, batching)
         if cost(shared_plan, shared_lengths) < WORTH * cost(plan, lengths):
@@ -156,17 +156,17 @@ def plan_pieces(
     return [[[pieces[i] for i in row] for row in batch] for batch in plan]
 
 
-def share_stems(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Piece]:
+def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Piece]:
     """Pieces that together cost less than their samples, found among neighbours in the order of the tokens."""
     lengths = [len(sample) for sample in ids]
     pieces: list[Piece] = []
     for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
         if pieces:
             last = pieces[-1]
-            joined = Piece((*last.members, i), _stem(last, i, ids, firsts))
+            joined = Piece((*last.members, i), _prefix(last, i, ids, firsts))
             together = length_of(joined, lengths)
             apart = row_cost(length_of(last, lengths)) + row_cost(lengths[i])
-            if joined.stem and together <= max_tokens and row_cost(together) < apart:
+            if joined.prefix and together <= max_tokens and row_cost(together) < apart:
                 pieces[-1] = joined
                 continue
         pieces.append(Piece((i,)))
@@ -176,19 +176,19 @@ def share_stems(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens:
 def length_of(piece: Piece, lengths: Sequence[int]) -> int:
     """Tokens that go through the network for a piece.
 
-    >>> length_of(Piece((0, 2), stem=3), [5, 9, 4])
+    >>> length_of(Piece((0, 2), prefix=3), [5, 9, 4])
     6
     """
-    return piece.stem + sum(lengths[i] - piece.stem for i in piece.members)
+    return piece.prefix + sum(lengths[i] - piece.prefix for i in piece.members)
 
 
-def _stem(piece: Piece, i: int, ids: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
+def _prefix(piece: Piece, i: int, ids: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
     """How many tokens `i` has in common with a piece, up to the token before its first trained one.
 
     That token stands in the branch itself, because what it predicts must stand behind it in the row.
     """
     first = piece.members[0]
-    known = piece.stem if len(piece.members) > 1 else firsts[first] - 1
+    known = piece.prefix if len(piece.members) > 1 else firsts[first] - 1
     limit = max(0, min(known, firsts[i] - 1))
     ours, theirs = ids[i], ids[first]
     if ours[:limit] == theirs[:limit]:
@@ -234,8 +234,8 @@ class MicroBatch:
     samples: Tensor  # [N] int64, which sample each trained token is of
     columns: Mapping[Column, Tensor]  # [N] float32 each
     begins: Tensor | None = None
-    """Where the sample of each token begins, `[B, T]` int64; None: each row is one sample. With stems `[3, B, T]`:
-    where the branch of each token begins, and the first place and end of the stem that it continues (equal: none)."""
+    """Where the sample of each token begins, `[B, T]` int64; None: each row is one sample. With prefixes `[3, B, T]`:
+    where the branch of each token begins, and the first place and end of the prefix that it continues (equal: none)."""
 
 
 def make_samples(trajectory: Trajectory) -> list[Sample]:
@@ -278,16 +278,16 @@ def micro_batches(
     pad: int,
     device: str,
     batching: Batching = "bucketed",
-    stems: bool = False,
+    prefixes: bool = False,
 ) -> Iterator[MicroBatch]:
     """Samples in rows, see `plan_pieces`; each batch at most `max_tokens` with padding (or one sample)."""
-    for plan in _plan(samples, max_tokens, batching, stems):
+    for plan in _plan(samples, max_tokens, batching, prefixes):
         yield _fill(plan, samples, pad, device)
 
 
-def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, stems: bool) -> list[Plan]:
+def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool) -> list[Plan]:
     firsts = [int(sample.places[0]) for sample in samples]
-    return plan_pieces([sample.ids for sample in samples], firsts, max_tokens, batching, stems)
+    return plan_pieces([sample.ids for sample in samples], firsts, max_tokens, batching, prefixes)
 
 
 def token_values(
@@ -297,7 +297,7 @@ def token_values(
     pad: int,
     device: str,
     batching: Batching = "bucketed",
-    stems: bool = False,
+    prefixes: bool = False,
     in_step: Callable[[list[Plan]], Iterable[Plan | None]] = list,
     idle: Sample | None = None,
 ) -> list[Floats]:
@@ -307,7 +307,7 @@ def token_values(
     """
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for plan in in_step(_plan(samples, max_tokens, batching, stems)):
+        for plan in in_step(_plan(samples, max_tokens, batching, prefixes)):
             if plan is None:
                 if idle is not None:
                     compute(_fill([[Piece((0,))]], [idle], pad, device))
@@ -321,35 +321,35 @@ def token_values(
 
 
 def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
-    """Lay pieces out behind each other in their rows: stems, and behind each its branches."""
+    """Lay pieces out behind each other in their rows: prefixes, and behind each its branches."""
     sizes = [len(sample.ids) for sample in samples]
     lengths = [sum(length_of(piece, sizes) for piece in row) for row in rows]
     ids = np.full((len(rows), max(lengths)), pad, dtype=np.int64)
     begins = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
-    stems = np.zeros((2, *ids.shape), dtype=np.int64)
+    prefixes = np.zeros((2, *ids.shape), dtype=np.int64)
     where = np.zeros(ids.shape, dtype=bool)
     members: list[Sample] = []
     for place, row in enumerate(rows):
         end = 0
         for piece in row:
-            stem, first = end, end + piece.stem
-            ids[place, stem:first] = samples[piece.members[0]].ids[: piece.stem]
-            begins[place, stem:first] = stem
+            prefix, first = end, end + piece.prefix
+            ids[place, prefix:first] = samples[piece.members[0]].ids[: piece.prefix]
+            begins[place, prefix:first] = prefix
             end = first
             for sample in (samples[i] for i in piece.members):
-                first, end = end, end + len(sample.ids) - piece.stem
-                ids[place, first:end] = sample.ids[piece.stem :]
+                first, end = end, end + len(sample.ids) - piece.prefix
+                ids[place, first:end] = sample.ids[piece.prefix :]
                 begins[place, first:end] = first
-                stems[0, place, first:end], stems[1, place, first:end] = stem, stem + piece.stem
-                where[place, first - piece.stem + sample.places] = True
+                prefixes[0, place, first:end], prefixes[1, place, first:end] = prefix, prefix + piece.prefix
+                where[place, first - piece.prefix + sample.places] = True
                 members.append(sample)
     columns = {
         name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
         for name in members[0].columns
     }
     trained = [len(sample.places) for sample in members]
-    if (stems[1] > stems[0]).any():
-        begins = np.concatenate([begins[None], stems])
+    if (prefixes[1] > prefixes[0]).any():
+        begins = np.concatenate([begins[None], prefixes])
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),
         lengths=torch.tensor(lengths, device=device),

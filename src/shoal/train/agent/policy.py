@@ -235,7 +235,7 @@ class HuggingFacePolicy(Policy):
         """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
 
         With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
-        `[3, B, T]` a sample may go on from a stem before it, of which the other two tell the first place and the end.
+        `[3, B, T]` a sample may go on from a prefix before it, of which the other two tell the first place and the end.
         """
         if self.head is not None:
             return self.head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
@@ -262,13 +262,13 @@ class HuggingFacePolicy(Policy):
         return self._shares_prefixes
 
     def _prefixes_change_nothing(self) -> bool:
-        """Try it: two samples with a stem in one row, and each in a row of its own."""
+        """Try it: two samples with a prefix in one row, and each in a row of its own."""
         device = next(self.module.parameters()).device
         apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
         joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
         begins = torch.tensor([[0, 0, 2, 2, 4, 4, 6]], device=device)
-        stems = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
-        spans = torch.cat([begins[None], stems])
+        prefixes = torch.tensor([[[0] * 7], [[0, 0, 2, 2, 2, 2, 0]]], device=device)
+        spans = torch.cat([begins[None], prefixes])
         try:
             decoder: Any = self.module.get_decoder()  # type: ignore[operator]
             with torch.no_grad():
@@ -349,21 +349,21 @@ def _reads(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> 
     """What a model reads of rows without their last column.
 
     Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
-    positions, stems and branches by a mask of our own.
+    positions, prefixes and branches by a mask of our own.
     """
     if begins is None:
         return {"input_ids": ids[:, :-1]}
     places = torch.arange(ids.shape[1] - 1, device=ids.device)
     if begins.ndim == 2:
         return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}
-    first, stem, end = begins[:, :, :-1, None]
-    seen = (places <= places[:, None]) & (places >= first) | (places >= stem) & (places < end)
+    first, prefix, end = begins[:, :, :-1, None]
+    seen = (places <= places[:, None]) & (places >= first) | (places >= prefix) & (places < end)
     mask = seen[:, None]
     if implementation != "sdpa":  # the plain attention adds its mask to the scores
         mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
     return {
         "input_ids": ids[:, :-1],
-        "position_ids": places - (first - (end - stem))[..., 0],
+        "position_ids": places - (first - (end - prefix))[..., 0],
         "attention_mask": mask,
     }
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
-from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Sampling
 from shoal.train.agent.batch import Sample, make_samples, micro_batches
@@ -71,7 +71,7 @@ def _play(
     context = policy.context
     for number in range(2**63):
         rng = stream(seed, "warmup", role.tag, number)
-        place = Place(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
+        place = EpisodeId(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
         episode = Episode(place, role, prompter, Sampling())
         episode.begin(*env.reset(seed=place.env_seed))
         turns = 0
