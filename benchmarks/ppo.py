@@ -260,7 +260,13 @@ def check_paths() -> None:
     after = {}
     for path in ("compiled", "torch"):
         with PPO(
-            "CartPole-v1", n_envs=4, seed=0, path=path, backend="serial", batch_size=128, preset="none",
+            "CartPole-v1",
+            n_envs=4,
+            seed=0,
+            path=path,
+            backend="serial",
+            batch_size=128,
+            preset="none",
             **THROUGHPUT,
         ) as ppo:
             rows = list(ppo.updates(512))

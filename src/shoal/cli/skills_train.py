@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -15,21 +16,21 @@ from typing import Any
 
 import tyro
 
+from shoal.cli.grammar import count_of, print_json
 from shoal.cli.skills import DEFAULT, GraphPath, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
-from shoal.skills.draw import draw_chain, draw_graph
-from shoal.skills.evaluation import evaluate_chain
-from shoal.skills.frontier import Frontier
-from shoal.skills.launchers import compilation_cache, make_launcher
-from shoal.skills.merge import Rule
-from shoal.skills.plan import dependencies, plan_for
-from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, knowledge_base
-from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import load_skills
-from shoal.skills.tasks import TrainingConfig
-from shoal.skills.worlds import default_config, world_features, world_of
+from shoal.skills.jobs.launchers import compilation_cache, make_launcher
+from shoal.skills.learning.chain import evaluate_chain
+from shoal.skills.learning.merge import Rule
+from shoal.skills.learning.plan import dependencies, plan_for
+from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, knowledge_base
+from shoal.skills.learning.scheduler import Frontier, SkillScheduler
+from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.learning.views import draw_chain, draw_graph
+from shoal.skills.learning.worlds import default_config, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 
@@ -80,6 +81,8 @@ class TrainOptions:
     """print what would be trained, and stop"""
     json_events: bool = False
     """print one JSON line per durable moment instead of a table"""
+    json: bool = False
+    """print the summary as JSON at the end instead of a table"""
     use_wandb: bool = False
     """also log finished skills to Weights & Biases"""
     gpu_ids: str | None = None
@@ -147,14 +150,15 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="shoal: %(message)s")
     try:
         with ExitStack() as stack:
-            if not options.json_events:
+            if not (options.json_events or options.json):
                 stack.enter_context(_Show(scheduler))
             finished = Frontier(scheduler, proposer, options.max_nodes, told, told).run()
     except KeyboardInterrupt:
         going = ", ".join(scheduler.get_running_skills())
         run.finish(_counts(scheduler, began), "interrupted")
+        words = [*argv, *([] if options.resume else ["--resume"])]
         print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
-        print(f"shoal: --resume --graph-path {options.graph_path} takes them over", file=sys.stderr)
+        print(f"shoal: go on with: {shlex.join(['shoal', 'skills', 'train', *words])}", file=sys.stderr)
         return 130
     return _conclude(options, scheduler, run, finished, began)
 
@@ -178,15 +182,18 @@ def _conclude(
                 metrics["film_finished"] = draw_chain(store, options.graph_path / "chain.gif", UNSEEN)
             except MissingExtraError as error:
                 print(f"shoal: no chain.gif: {error}", file=sys.stderr)
-    run.finish(metrics, "completed" if finished else "failed")
-    if not options.json_events:
+    summary = run.finish(metrics, "completed" if finished else "failed")
+    if options.json:
+        print_json(summary)
+    elif not options.json_events:
         if "chain_success" in metrics:
             for name, success in metrics["skill_success"].items():
                 print(f"{success:7.3f}  {name}")
             worlds = options.evaluation_worlds
             print(f"{metrics['chain_success']:7.3f}  the whole chain on {worlds} unseen worlds")
         print(
-            f"{metrics['skills_completed']} skills in {metrics['makespan']:.1f} s; see {options.graph_path}"
+            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s; "
+            f"see {options.graph_path}"
         )
     for name, reason in scheduler.get_failed_skills().items():
         print(f"shoal: {name}: {scheduler.get_status(name)}: {reason}", file=sys.stderr)

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,22 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
                 if archive.getinfo(name).file_size > LARGEST:
                     raise DataError(f"{path}: {name} is larger than {LARGEST} bytes")
             data = json.loads(archive.read("data"))
-            tensors = torch.load(
-                io.BytesIO(archive.read("policy.pth")), map_location="cpu", weights_only=True
-            )
+            stored = io.BytesIO(archive.read("policy.pth"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other pickles than its own, which it then refuses
+            tensors = torch.load(stored, map_location="cpu", weights_only=True)
         if not isinstance(data, dict) or not isinstance(tensors, dict):
             raise ValueError("its parts are not dicts")
-        return data, {name: np.array(tensor, np.float32) for name, tensor in tensors.items()}
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, RuntimeError, RecursionError) as error:
+        return data, {name: tensor.numpy().astype(np.float32) for name, tensor in tensors.items()}
+    except (
+        zipfile.BadZipFile,
+        AttributeError,
+        KeyError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        RecursionError,
+    ) as error:
         raise DataError(f"{path} is no model that Stable-Baselines3 saved: {error}") from error
     except pickle.UnpicklingError as error:
         raise DataError(
