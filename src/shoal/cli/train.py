@@ -22,6 +22,7 @@ examples:
   shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
   shoal train --config-name demo resume=true          go on with the newest run of that name
   shoal train --config-name base --cfg                print all settings and stop
+  shoal train --config-name recorded recordings=DIR   imitate recordings (recorded-grpo: learn from their rewards)
 
 Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
 """
@@ -40,6 +41,10 @@ def main(argv: list[str]) -> int:
         "--json-events", action="store_true", help="one JSON line per durable moment on stdout"
     )
     options = parser.parse_intermixed_args(argv)
+    if options.config_name in ("recorded", "recorded-grpo"):
+        from shoal.cli.train_recorded import train_recorded
+
+        return train_recorded(options)
     config = composed(options)
     if options.cfg:
         from omegaconf import OmegaConf
