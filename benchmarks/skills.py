@@ -31,14 +31,17 @@ import numpy as np  # noqa: E402
 
 from shoal.core.files import write_json  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.skills.crafting import FEATURES, CraftingWorld  # noqa: E402
-from shoal.skills.plan import Step  # noqa: E402
-from shoal.skills.proposers import knowledge_base  # noqa: E402
-from shoal.skills.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.spec import load_skills  # noqa: E402
-from shoal.skills.store import Store  # noqa: E402
-from shoal.skills.tasks import Task, TrainingConfig  # noqa: E402
-from shoal.skills.trainer import Trainer  # noqa: E402
+from shoal.skills.jobs.store import Store  # noqa: E402
+from shoal.skills.learning.crafting import FEATURES, CraftingWorld  # noqa: E402
+from shoal.skills.learning.plan import Step  # noqa: E402
+from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
+from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
+from shoal.skills.learning.spec import load_skills  # noqa: E402
+from shoal.skills.learning.trainer import (  # noqa: E402
+    Task,
+    Trainer,
+    TrainingConfig,
+)
 
 RESULTS = REPO / "benchmarks" / "results" / "skills.json"
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
@@ -191,7 +194,7 @@ def world_speed() -> None:
             "1/s",
         )
         return
-    from shoal.skills.craftax import CraftaxWorld
+    from shoal.skills.learning.craftax import CraftaxWorld
 
     classic = CraftaxWorld("craftax-classic", 64)
     rng = stream(0, "benchmark")

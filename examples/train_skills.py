@@ -4,7 +4,7 @@ import tempfile
 
 from shoal import SkillScheduler
 from shoal.skills import Frontier, KnowledgeBase, evaluate_chain
-from shoal.skills.proposers import knowledge_base
+from shoal.skills.learning.proposers import knowledge_base
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ ADAPTERS = ("sb3.py",)  # subclasses of another library's classes, imported by n
 ROOMS = [
     "shoal",
     "shoal.core",
+    "shoal.maths",
     "shoal.envs",
     "shoal.vector",
     "shoal.splitting",
@@ -38,7 +39,7 @@ def test_every_module_of_the_light_rooms_imports_without_heavy_packages():
     root = Path(__file__).parents[1] / "src"
     modules = [
         ".".join(path.relative_to(root).with_suffix("").parts)
-        for room in ("core", "envs", "vector", "rollout")
+        for room in ("core", "maths", "envs", "vector", "rollout")
         for path in sorted((root / "shoal" / room).rglob("*.py"))
         if "samplers" not in path.parts and path.name not in ("__init__.py", *ADAPTERS)
     ]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from shoal.core.seeding import stream
-from shoal.skills.crafting import CraftingWorld
-from shoal.skills.network import Network, Shape
-from shoal.skills.runs import Run, fail_training, finish_training
-from shoal.skills.tasks import TrainingConfig
+from shoal.skills.learning.crafting import CraftingWorld
+from shoal.skills.learning.network import Network, Shape
+from shoal.skills.learning.run import Run, fail_training, finish_training
+from shoal.skills.learning.trainer import TrainingConfig
 
 QUICK = TrainingConfig(
     total_timesteps=2048,

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from shoal.skills.store import Store
+from shoal.skills.jobs.store import Store
 
 seen: Counter[str] = Counter()
 armed = ["", 0]
@@ -61,7 +61,7 @@ def tell(event: dict) -> None:
 
 
 def train(folder: str, attempt: str) -> None:
-    from shoal.skills.training import run_training
+    from shoal.skills.learning.run import run_training
 
     run_training(folder, int(attempt))
     tell({"event": "trained"})
@@ -69,7 +69,7 @@ def train(folder: str, attempt: str) -> None:
 
 def merge(base: str, *numbers: str) -> None:
     """Merge these attempts of finished runs, one after another."""
-    from shoal.skills.processing import process_completed_training
+    from shoal.skills.learning.merge import process_completed_training
 
     store = Store(base)
     for number in numbers:
@@ -85,8 +85,8 @@ def merge(base: str, *numbers: str) -> None:
 
 
 def schedule(base: str, config: str) -> None:
-    from shoal.skills.scheduler import SkillScheduler
-    from shoal.skills.tasks import TrainingConfig
+    from shoal.skills.learning.scheduler import SkillScheduler
+    from shoal.skills.learning.trainer import TrainingConfig
 
     settings = TrainingConfig(**json.loads(config))
     scheduler = SkillScheduler(

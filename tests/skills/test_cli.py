@@ -9,7 +9,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cli.skills_train import parse
-from shoal.skills.store import Store
+from shoal.skills.jobs.store import Store
 
 QUICK = [
     "--num_envs", "32", "--num-steps", "16", "--layer_size", "8", "--bank-worlds", "64", "--evaluation_episodes", "32",

@@ -15,17 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.crafting import FEATURES
-from shoal.skills.experts import decode, encode
-from shoal.skills.launchers import kill_group, training_environment
-from shoal.skills.network import Network
-from shoal.skills.plan import dependencies
-from shoal.skills.proposers import knowledge_base
-from shoal.skills.records import NewVersion
-from shoal.skills.runs import finish_training, prepare_training_run, read_outcome
-from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import load_skills, parse_skill
-from shoal.skills.store import Store
+from shoal.skills.jobs.launchers import kill_group, training_environment
+from shoal.skills.jobs.records import NewVersion
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.crafting import FEATURES
+from shoal.skills.learning.network import Network, decode, encode
+from shoal.skills.learning.plan import dependencies
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.run import finish_training, prepare_training_run, read_outcome
+from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.learning.spec import load_skills, parse_skill
 
 CRASH = Path(__file__).with_name("crash.py")
 ENV = {**os.environ, **training_environment(2)}

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.crafting import FEATURES
-from shoal.skills.launchers import training_environment
-from shoal.skills.proposers import knowledge_base
-from shoal.skills.runs import prepare_training_run
-from shoal.skills.spec import load_skills
-from shoal.skills.store import Store
+from shoal.skills.jobs.launchers import training_environment
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.crafting import FEATURES
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.run import prepare_training_run
+from shoal.skills.learning.spec import load_skills
 
 CRASH = Path(__file__).with_name("crash.py")
 LINE = re.compile(r"^(\d+) +(\w+)\((.*)\) += +(-?\d+)")

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.crafting import FEATURES
-from shoal.skills.launchers import TmuxLauncher, start_time, training_environment
-from shoal.skills.proposers import knowledge_base
-from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import load_skills
-from shoal.skills.store import Store
-from shoal.skills.tasks import TrainingConfig
+from shoal.skills.jobs.launchers import TmuxLauncher, start_time, training_environment
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.crafting import FEATURES
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.trainer import TrainingConfig
 
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
 LONG = {"patience_frames": 1e9, "success_state_rate": 2.0, "evaluate_every": 16, "checkpoint_every": 4}
 SCHEDULE = """
 import json, sys
-from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.tasks import TrainingConfig
+from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.learning.trainer import TrainingConfig
 s = SkillScheduler(sys.argv[1], 2, 0.2, config=TrainingConfig(**json.loads(sys.argv[2])), analyse=False,
                    on_event=lambda e: print(json.dumps(e), flush=True))
 s.run()
@@ -145,7 +145,7 @@ def test_experts_do_not_depend_on_how_many_train_at_once(tmp_path: Path, quick) 
 
 
 def _weights(base: Path, sha: str) -> str:
-    from shoal.skills.experts import decode
+    from shoal.skills.learning.network import decode
 
     arrays, _ = decode((base / "experts" / f"{sha}.safetensors").read_bytes(), sha)
     return "".join(arrays[key].tobytes().hex()[:64] for key in sorted(arrays))
@@ -241,7 +241,7 @@ def test_names_reach_tmux_as_names_and_not_as_commands(tmp_path: Path) -> None:
 @pytest.mark.ray
 def test_ray_trainings_are_the_same(tmp_path: Path, quick) -> None:
     ray = pytest.importorskip("ray")
-    from shoal.skills.launchers import RayLauncher
+    from shoal.skills.jobs.launchers import RayLauncher
 
     try:
         s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(cpus=0.5), config=quick, analyse=False)

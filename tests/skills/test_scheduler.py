@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.runs import Run, finish_training
-from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import Skill, parse_skill
+from shoal.skills.learning.run import Run, finish_training
+from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.learning.spec import Skill, parse_skill
 
 
 def skill(
@@ -292,7 +292,7 @@ def test_memory_holds_back_a_second_training_but_never_the_first(tmp_path: Path,
 
 
 def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripted) -> None:
-    from shoal.skills.store import Store
+    from shoal.skills.jobs.store import Store
 
     told = []
 

@@ -17,8 +17,8 @@ import tyro
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.files import write_json
 from shoal.core.run_folder import FolderLock, RunFolder
-from shoal.skills.records import AttemptRow, SkillRow
-from shoal.skills.store import Store
+from shoal.skills.jobs.records import AttemptRow, SkillRow
+from shoal.skills.jobs.store import Store
 
 GraphPath = Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])]
 DEFAULT = Path("runs/skills")
@@ -94,7 +94,7 @@ class ExportOptions(Folder):
 
 @dataclass(frozen=True)
 class MigrateOptions(Folder):
-    """Import a folder of the original project; only arrays are read from its pickles, no code."""
+    """Say why a folder of the original project is not imported."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = tyro.MISSING
     """a folder with skills/ and checkpoints/ in it"""
@@ -149,7 +149,7 @@ def status(argv: list[str]) -> int:
     options = tyro.cli(StatusOptions, args=argv, prog="shoal skills status")
     store = Store(options.graph_path, create=False)
     if options.json:
-        from shoal.skills.views import scheduler_state
+        from shoal.skills.learning.views import scheduler_state
 
         print(json.dumps(scheduler_state(store, 0), indent=2))
         return 0
@@ -195,7 +195,7 @@ def cancel(argv: list[str]) -> int:
     if row.status not in ("waiting", "blocked", "running"):
         raise ConfigError(f"{row.name!r} is {row.status}; there is nothing to cancel")
     if row.status == "running":
-        from shoal.skills.launchers import make_launcher
+        from shoal.skills.jobs.launchers import make_launcher
 
         store.update_skill(row.name, cancel=1)
         attempt = _latest(store, row)
@@ -267,7 +267,7 @@ def attach(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """Success per skill and of the whole chain on unseen worlds."""
-    from shoal.skills.evaluation import evaluate_chain
+    from shoal.skills.learning.chain import evaluate_chain
 
     options = tyro.cli(EvalOptions, args=argv, prog="shoal skills eval")
     store = Store(options.graph_path, create=False)
@@ -312,7 +312,7 @@ def history(argv: list[str]) -> int:
 
 def rollback(argv: list[str]) -> int:
     """Make an older version the head."""
-    from shoal.skills.views import export_views
+    from shoal.skills.learning.views import export_views
 
     options = tyro.cli(RollbackOptions, args=argv, prog="shoal skills rollback")
     store = Store(options.graph_path, create=False)
@@ -325,7 +325,7 @@ def rollback(argv: list[str]) -> int:
 
 def export(argv: list[str]) -> int:
     """Copy what is for people."""
-    from shoal.skills.views import export_state, export_views, scheduler_state
+    from shoal.skills.learning.views import export_state, export_views, scheduler_state
 
     options = tyro.cli(ExportOptions, args=argv, prog="shoal skills export")
     store = Store(options.graph_path, create=False)
@@ -344,13 +344,12 @@ def export(argv: list[str]) -> int:
 
 
 def migrate(argv: list[str]) -> int:
-    """Import an original folder."""
-    from shoal.skills.migrate import migrate_folder
+    """Say why an original folder is not imported."""
+    from shoal.skills.learning.views import migrate_folder
 
     options = tyro.cli(MigrateOptions, args=argv, prog="shoal skills migrate")
-    for line in migrate_folder(options.source, options.graph_path):
-        print(line)
-    return 0
+    migrate_folder(options.source, options.graph_path)
+    return 2
 
 
 def train(argv: list[str]) -> int:
@@ -371,7 +370,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "history": (history, "list the versions of an expert"),
     "rollback": (rollback, "make an older version the head again"),
     "export": (export, "copy skills, checkpoints and state for others"),
-    "migrate": (migrate, "import a folder of the original project"),
+    "migrate": (migrate, "say why a folder of the original project is not imported"),
 }
 
 

@@ -19,17 +19,16 @@ from shoal.cli.skills import DEFAULT, GraphPath, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
-from shoal.skills.draw import draw_chain, draw_graph
-from shoal.skills.evaluation import evaluate_chain
-from shoal.skills.frontier import Frontier
-from shoal.skills.launchers import compilation_cache, make_launcher
-from shoal.skills.merge import Rule
-from shoal.skills.plan import dependencies, plan_for
-from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, knowledge_base
-from shoal.skills.scheduler import SkillScheduler
-from shoal.skills.spec import load_skills
-from shoal.skills.tasks import TrainingConfig
-from shoal.skills.worlds import default_config, world_features, world_of
+from shoal.skills.jobs.launchers import compilation_cache, make_launcher
+from shoal.skills.learning.chain import evaluate_chain
+from shoal.skills.learning.merge import Rule
+from shoal.skills.learning.plan import dependencies, plan_for
+from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, knowledge_base
+from shoal.skills.learning.scheduler import Frontier, SkillScheduler
+from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.learning.views import draw_chain, draw_graph
+from shoal.skills.learning.worlds import default_config, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 

@@ -1,0 +1,1 @@
+"""Learning skills: the first client of the job graph."""

@@ -1,0 +1,220 @@
+"""Craftax-Classic and Craftax (JAX) as worlds for skills: the same specs and the same code as the crafting world.
+
+The states live as NumPy arrays between jitted steps, so a bank or a checkpoint is a copy and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.errors import missing_extra
+from shoal.skills.learning.spec import Features
+from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints
+
+ENV_NAMES = {"craftax-classic": "Craftax-Classic-Symbolic-v1", "craftax": "Craftax-Symbolic-v1"}
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_envs": 64,
+        "num_steps": 32,
+        "update_epochs": 2,
+        "lr": 1e-3,
+        "gamma": 0.98,
+        "layer_size": 128,
+        "anneal_frames": 4e5,
+        "success_state_rate": 0.95,
+        "patience_frames": 8e4,
+        "evaluation_episodes": 128,
+        "bank_worlds": 256,
+        "evaluate_every": 8,
+        "evaluate_from": 0.88,
+    }
+)
+_TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
+_CLASSIC = ("wood", "stone", "coal", "iron", "diamond", "sapling")
+_FULL = (
+    "wood", "stone", "coal", "iron", "diamond", "sapphire", "ruby", "sapling", "torches", "arrows", "books",
+)  # fmt: skip
+_LEVELS = ("pickaxe", "sword")  # in Craftax, how good the tool is: 0 to 4
+_CLASSIC_ACHIEVEMENTS = (
+    "collect_wood", "place_table", "eat_cow", "collect_sapling", "collect_drink", "make_wood_pickaxe",
+    "make_wood_sword", "place_plant", "defeat_zombie", "collect_stone", "place_stone", "eat_plant",
+    "defeat_skeleton", "make_stone_pickaxe", "make_stone_sword", "wake_up", "place_furnace", "collect_coal",
+    "collect_iron", "collect_diamond", "make_iron_pickaxe", "make_iron_sword",
+)  # fmt: skip
+_MORE_ACHIEVEMENTS = (
+    "make_arrow", "make_torch", "place_torch", "make_diamond_sword", "make_iron_armour", "make_diamond_armour",
+    "enter_gnomish_mines", "enter_dungeon",
+)  # fmt: skip
+
+
+def features_of(name: str) -> Features:
+    """The features of "craftax-classic" or "craftax": what is held, and achievements of the overworld."""
+    if name == "craftax-classic":
+        return Features(
+            name,
+            (*_CLASSIC, *_TOOLS, *_CLASSIC_ACHIEVEMENTS),
+            dict.fromkeys(_CLASSIC, 9),
+            frozenset(_CLASSIC),
+        )
+    return Features(
+        name,
+        (*_FULL, *_LEVELS, *_CLASSIC_ACHIEVEMENTS, *_MORE_ACHIEVEMENTS),
+        {**dict.fromkeys(_FULL, 99), **dict.fromkeys(_LEVELS, 4)},
+        frozenset(_FULL),
+    )
+
+
+class CraftaxWorld:
+    """`lanes` Craftax worlds; see `shoal.skills.learning.worlds.World`."""
+
+    fresh_is_cheap = False
+    moves = (1, 2, 3, 4)
+    wait = 0
+
+    def __init__(self, name: str, lanes: int) -> None:
+        try:
+            import jax
+            from craftax.craftax_env import make_craftax_env_from_name
+        except ImportError as error:
+            raise missing_extra(f"the world {name!r}", "craftax") from error
+        self._jax = jax
+        self.name, self.lanes = name, lanes
+        self.features = features_of(name)
+        env = make_craftax_env_from_name(ENV_NAMES[name], auto_reset=False)
+        params = env.default_params
+        self.n_actions = int(env.action_space(params).n)
+        self.obs_size = int(env.observation_space(params).shape[0])
+        held = [*_CLASSIC, *_TOOLS] if name == "craftax-classic" else [*_FULL, *_LEVELS]
+        # The inventory stands in front of what ends an observation: 10 numbers in Classic, 38 in Craftax
+        # (of whose 16 numbers of inventory the first 13 are features).
+        first = self.obs_size - (22 if name == "craftax-classic" else 51)
+        self.feature_columns = {feature: first + number for number, feature in enumerate(held)}
+        self.action_names = _action_names(name)
+        self._read = _reader(self.features, name)
+        self._fresh = jax.jit(jax.vmap(lambda key: env.reset(key, params)[1]))
+        self._look = jax.jit(jax.vmap(lambda state: (env.get_obs(state), self._read(state))))
+
+        def step(key: Any, state: Any, action: Any) -> Any:
+            observation, state, _, done, _ = env.step(key, state, action, params)
+            return observation, state, done, self._read(state)
+
+        self._step = jax.jit(jax.vmap(step))
+        self._leaves: list[NDArray] = []
+        self._observations: Floats = np.zeros((lanes, self.obs_size), np.float32)
+        self._values: Floats = np.zeros((lanes, len(self.features.names)), np.float32)
+
+    def _keys(self, count: int, rng: np.random.Generator) -> NDArray[np.uint32]:
+        return rng.integers(0, 2**32, (count, 2), dtype=np.uint32)
+
+    def _tree(self) -> Any:
+        return self._jax.tree.unflatten(self._structure(), self._leaves)
+
+    def _structure(self) -> Any:
+        if not hasattr(self, "_treedef"):
+            shapes = self._jax.eval_shape(self._fresh, np.zeros((self.lanes, 2), np.uint32))
+            self._treedef = self._jax.tree.structure(shapes)
+        return self._treedef
+
+    def fresh(self, count: int, rng: np.random.Generator) -> Bank:
+        """New worlds, made `lanes` at a time so that one compiled program serves any number."""
+        parts = []
+        for first in range(0, count, self.lanes):
+            state = self._fresh(self._keys(self.lanes, rng))
+            leaves = [np.asarray(leaf) for leaf in self._jax.tree.leaves(state)]
+            parts.append(_bank(leaves).take(np.arange(min(self.lanes, count - first))))
+        return Bank.join(parts)
+
+    def load(self, bank: Bank, rows: Ints, mask: Bools) -> None:
+        """Put state `rows[i]` of `bank` into lane `i` where `mask[i]`."""
+        if not self._leaves:
+            self._leaves = [bank.arrays[key][rows] for key in sorted(bank.arrays)]
+        chosen = rows[mask]
+        for number, key in enumerate(sorted(bank.arrays)):
+            leaf = np.array(self._leaves[number])
+            leaf[mask] = bank.arrays[key][chosen]
+            self._leaves[number] = leaf
+        observations, values = self._look(self._tree())
+        self._observations = np.asarray(observations, np.float32)
+        self._values = np.asarray(values, np.float32)
+
+    def save(self) -> Bank:
+        """The states of all lanes, copied."""
+        return _bank([np.array(leaf) for leaf in self._leaves])
+
+    def observe(self) -> Floats:
+        """`[lanes, obs_size]`."""
+        return self._observations
+
+    def values(self) -> Floats:
+        """`[lanes, features]`, copied."""
+        return self._values.copy()
+
+    def step(self, actions: Ints, rng: np.random.Generator) -> Bools:
+        """Act in every lane; True where the agent died."""
+        keys = self._keys(self.lanes, rng)
+        observations, state, died, values = self._step(keys, self._tree(), actions.astype(np.int32))
+        self._leaves = [np.asarray(leaf) for leaf in self._jax.tree.leaves(state)]
+        self._observations = np.asarray(observations, np.float32)
+        self._values = np.asarray(values, np.float32)
+        return np.asarray(died)
+
+    def state_of(self, bank: Bank) -> Any:
+        """The first state of a bank as Craftax knows it."""
+        leaves = [bank.arrays[key][0] for key in sorted(bank.arrays)]
+        return self._jax.tree.unflatten(self._structure(), leaves)
+
+
+def picture(name: str, bank: Bank) -> NDArray[np.uint8]:
+    """`[height, width, 3]` of the first state of a bank, as Craftax draws it."""
+    import jax
+
+    if name not in _PAINTERS:
+        world = CraftaxWorld(name, 1)
+        if name == "craftax-classic":
+            from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
+        else:
+            from craftax.craftax.renderer import make_craftax_pixel_renderer
+        _PAINTERS[name] = (world, jax.jit(make_craftax_pixel_renderer(16)))
+    world, paint = _PAINTERS[name]
+    pixels = np.asarray(paint(world.state_of(bank)), np.float32)
+    return np.clip(pixels * (255 if pixels.max() <= 1.0 else 1), 0, 255).astype(np.uint8)
+
+
+_PAINTERS: dict[str, tuple[CraftaxWorld, Any]] = {}
+
+
+def _bank(leaves: list[NDArray]) -> Bank:
+    return Bank({f"{number:03d}": leaf for number, leaf in enumerate(leaves)})
+
+
+def _action_names(name: str) -> tuple[str, ...]:
+    if name == "craftax-classic":
+        from craftax.craftax_classic.constants import Action
+    else:
+        from craftax.craftax.constants import Action
+    return tuple(action.name.lower() for action in Action)
+
+
+def _reader(features: Features, name: str) -> Any:
+    """A function from a Craftax state to the values of the features."""
+    import jax.numpy as jnp
+
+    if name == "craftax-classic":
+        from craftax.craftax_classic.constants import Achievement
+    else:
+        from craftax.craftax.constants import Achievement
+    numbers = {achievement.name.lower(): achievement.value for achievement in Achievement}
+
+    def read(state: Any) -> Any:
+        values = [
+            state.achievements[numbers[feature]] if feature in numbers else getattr(state.inventory, feature)
+            for feature in features.names
+        ]
+        return jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
+
+    return read

@@ -1,0 +1,183 @@
+"""From requirements and gains to a plan: which skills, how often, in which order.
+
+A plan is only ever returned after a simulation of it, so that capacity, consumption and order are right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.core.errors import ConfigError, did_you_mean
+from shoal.skills.learning.spec import Features, Skill
+
+MAX_STEPS = 500
+MAX_WORK = 20_000  # applications tried while resolving; a graph that needs more is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Apply `skill` `count` times in a row."""
+
+    skill: str
+    count: int
+
+
+def providers(item: str, skills: Iterable[Skill]) -> list[Skill]:
+    """All skills that gain `item`, cheapest first: fewest requirements, then shortest, then in given order."""
+    return sorted(
+        (skill for skill in skills if skill.gain.get(item, 0) > 0),
+        key=lambda skill: (sum(skill.requirements.values()), skill.horizon),
+    )
+
+
+def dependencies(skill: Skill, skills: Sequence[Skill]) -> list[str]:
+    """Names of the skills whose experts a training of `skill` needs: those of its plan, in plan order."""
+    steps = plan_for(skill.name, skills, features=None)
+    return list(dict.fromkeys(step.skill for step in steps if step.skill != skill.name))
+
+
+def plan_for(
+    target: str, skills: Sequence[Skill], features: Features | None = None, times: int | None = None
+) -> list[Step]:
+    """The plan that starts with empty hands and ends with `target` applied `times` (default: its practice).
+
+    Raises:
+        ConfigError: the target or a required item cannot be had; the message names it, or the cycle.
+    """
+    by_name = {skill.name: skill for skill in skills}
+    if target not in by_name:
+        raise ConfigError(f"no skill named {target!r}.{did_you_mean(target, by_name)}")
+    resolver = _Resolver(skills, features)
+    resolver.apply(by_name[target], times or by_name[target].practice, ())
+    return _merge_repeats(resolver.steps, by_name, features)
+
+
+def covering_plan(
+    skills: Sequence[Skill], features: Features | None = None, only: Iterable[str] | None = None
+) -> list[Step]:
+    """A plan in which every skill (or those named in `only`) is applied at least once."""
+    by_name = {skill.name: skill for skill in skills}
+    resolver = _Resolver(skills, features)
+    wanted = list(by_name) if only is None else list(only)
+    for name in sorted(wanted, key=lambda name: len(plan_for(name, skills, features))):
+        if name not in {step.skill for step in resolver.steps}:
+            resolver.apply(by_name[name], 1, ())
+    return _merge_repeats(resolver.steps, by_name, features)
+
+
+def simulate(
+    steps: Iterable[Step], skills: Mapping[str, Skill], features: Features | None = None
+) -> Counter[str] | None:
+    """What is in the hands after the plan, or None if a step could not start or hands would overflow."""
+    hands: Counter[str] = Counter()
+    for step in steps:
+        skill = skills[step.skill]
+        for item in skill.requirements:
+            if hands[item] < skill.needs(item, step.count):
+                return None
+        for item, amount in skill.consumption.items():
+            hands[item] -= amount * step.count
+        for item, amount in skill.gain.items():
+            total = hands[item] + amount * step.count
+            limit = features.holds(item) if features else total
+            if total > limit and (features is None or item in features.counters):
+                return None
+            hands[item] = min(total, limit)
+    return hands
+
+
+def check_graph(skills: Sequence[Skill], features: Features | None = None) -> None:
+    """Raise if some skill can never be reached: an item nobody gains, or skills that wait for each other."""
+    for skill in skills:
+        plan_for(skill.name, skills, features)
+
+
+class _Resolver:
+    """Builds steps backwards from needs, keeping count of what is in the hands."""
+
+    def __init__(self, skills: Sequence[Skill], features: Features | None) -> None:
+        self.skills, self.features = skills, features
+        self.steps: list[Step] = []
+        self.hands: Counter[str] = Counter()
+        self.work = 0
+
+    def apply(self, skill: Skill, times: int, path: tuple[str, ...]) -> None:
+        """Have everything `skill` needs, then apply it."""
+        self.work += 1
+        if self.work > MAX_WORK:
+            raise ConfigError(f"the graph behind {skill.name!r} is too tangled to resolve")
+        if skill.name in path:
+            cycle = " -> ".join([*path[path.index(skill.name) :], skill.name])
+            raise ConfigError(f"skills wait for each other: {cycle}")
+        left = times
+        while left:
+            batch = min(left, self._fits(skill))
+            for _ in range(len(skill.requirements) + 1):
+                # Providing one item may use up another, so ask again until all are there together;
+                # what is only held (tools) first, since making it usually costs counters.
+                for item in sorted(skill.requirements, key=lambda item: -skill.held(item)):
+                    self._provide(item, skill.needs(item, batch), (*path, skill.name))
+                if all(self.hands[item] >= skill.needs(item, batch) for item in skill.requirements):
+                    break
+            else:
+                raise ConfigError(f"skill {skill.name!r}: its requirements use each other up")
+            self._step(skill, batch)
+            left -= batch
+
+    def _fits(self, skill: Skill) -> int:
+        """How many applications in a row the hands can hold the requirements for."""
+        limits = [
+            (self._holds(item) - skill.held(item)) // amount for item, amount in skill.consumption.items()
+        ]
+        return max(1, min(limits, default=MAX_STEPS))
+
+    def _provide(self, item: str, amount: int, path: tuple[str, ...]) -> None:
+        if amount > self._holds(item):
+            raise ConfigError(
+                f"{path[-1]!r} needs {amount} {item!r} at once, only {self._holds(item)} can be held"
+            )
+        while self.hands[item] < amount:
+            errors = []
+            saved = list(self.steps), Counter(self.hands)
+            for provider in providers(item, self.skills):
+                missing = amount - self.hands[item]
+                try:
+                    self.apply(provider, -(-missing // provider.gain[item]), path)
+                    break
+                except ConfigError as error:
+                    errors.append(str(error))
+                    self.steps, self.hands = list(saved[0]), Counter(saved[1])
+            else:
+                reason = "; ".join(errors) or "no skill gains it"
+                raise ConfigError(f"{path[-1]!r} requires {item!r}, which cannot be had: {reason}")
+
+    def _step(self, skill: Skill, times: int) -> None:
+        for item, amount in skill.consumption.items():
+            self.hands[item] -= amount * times
+        for item, amount in skill.gain.items():
+            self.hands[item] = min(self.hands[item] + amount * times, self._holds(item))
+        self.steps.append(Step(skill.name, times))
+        if len(self.steps) > MAX_STEPS:
+            raise ConfigError(f"the plan for {skill.name!r} has more than {MAX_STEPS} steps")
+
+    def _holds(self, item: str) -> int:
+        return self.features.holds(item) if self.features else 1 << 30
+
+
+def _merge_repeats(steps: list[Step], skills: Mapping[str, Skill], features: Features | None) -> list[Step]:
+    """Do at one go what the plan does in several, where a simulation says it may: fewer ways, fewer failures."""
+    merged = True
+    while merged:
+        merged = False
+        for late in range(len(steps) - 1, 0, -1):
+            early = next((i for i in range(late) if steps[i].skill == steps[late].skill), None)
+            if early is None:
+                continue
+            joined = Step(steps[late].skill, steps[early].count + steps[late].count)
+            trial = [*steps[:early], joined, *steps[early + 1 : late], *steps[late + 1 :]]
+            if simulate(trial, skills, features) is not None:
+                steps, merged = trial, True
+                break
+    return steps

@@ -1,0 +1,208 @@
+"""Where skills come from: a knowledge base, or a language model that returns specs as checked JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.core.errors import ConfigError, EngineError
+from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
+from shoal.skills.learning.spec import Features, Skill, check_skill, load_skills, parse_skill, slug
+
+logger = logging.getLogger(__name__)
+MAX_REPLY = 20_000  # characters of a model's reply that are looked at
+
+
+class Proposer(Protocol):
+    """Names the next skill to train."""
+
+    def next_skill(
+        self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]
+    ) -> Skill | None:
+        """A skill that is not in `known`, or None when there are no more."""
+
+
+def knowledge_base(world: str) -> Path:
+    """The skills that come with shoal for a world."""
+    from importlib import resources
+
+    return Path(str(resources.files("shoal") / "configs" / "skills" / f"{world}.yaml"))
+
+
+class KnowledgeBase:
+    """Skills from a file, in its order; of those wanted, one that can be trained now goes first.
+
+    Args:
+        path: a YAML file of skills.
+        features: of the world.
+        max_nodes: use the first so many skills.
+        target: use only this skill and what its plan needs.
+    """
+
+    def __init__(
+        self, path: Path | str, features: Features, max_nodes: int | None = None, target: str | None = None
+    ) -> None:
+        skills = load_skills(path, features)
+        if target is not None:
+            needed = {step.skill for step in plan_for(target, skills, features)}
+            skills = [skill for skill in skills if skill.name in needed]
+        self.skills = skills[:max_nodes]
+        covering_plan(
+            self.skills, features
+        )  # a cycle or an item nobody gains is an error now, not in an hour
+
+    def next_skill(
+        self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]
+    ) -> Skill | None:
+        """The next skill of the file."""
+        names = {skill.name for skill in known}
+        left = [skill for skill in self.skills if skill.name not in names]
+        for skill in left:
+            if set(dependencies(skill, self.skills)) <= set(completed):
+                return skill
+        return left[0] if left else None
+
+
+class LanguageModel:
+    """Asks a chat model behind an OpenAI-compatible server for the next skill.
+
+    Its reply is data: the first JSON object in it, checked like a skill from a file. What is wrong with a reply
+    is told to the model, `tries` times; then the error is raised. Nothing it writes is run.
+
+    Args:
+        model: name of the model.
+        base_url: of the server, up to `/v1`.
+        features: of the world.
+        api_key: sent as a bearer token.
+        tries: replies asked for per skill.
+        timeout: seconds to wait for one reply.
+        examples: skills shown to the model.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str,
+        features: Features,
+        *,
+        api_key: str = "none",
+        tries: int = 3,
+        timeout: float = 120.0,
+        examples: Sequence[Skill] = (),
+    ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"the model's base_url must start with http:// or https://, got {base_url!r}")
+        self.model, self.base_url, self.features = model, base_url.rstrip("/"), features
+        self.api_key, self.tries, self.timeout, self.examples = api_key, tries, timeout, examples
+
+    def next_skill(
+        self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]
+    ) -> Skill | None:
+        """Ask for one more skill; None when the model says there is none."""
+        messages = [
+            {"role": "system", "content": self._instructions()},
+            {"role": "user", "content": self._situation(known, completed, failed)},
+        ]
+        problem = ""
+        for _ in range(self.tries):
+            reply = self._ask(messages)
+            try:
+                return self._read(reply, known)
+            except (ConfigError, ValueError) as error:
+                problem = str(error)
+                logger.warning("the model's skill was refused: %s", problem)
+                messages += [
+                    {"role": "assistant", "content": reply[:MAX_REPLY]},
+                    {
+                        "role": "user",
+                        "content": f"That skill is refused: {problem}\nReply with a corrected JSON object.",
+                    },
+                ]
+        raise EngineError(
+            f"{self.model} gave no usable skill in {self.tries} replies; the last problem: {problem}"
+        )
+
+    def _instructions(self) -> str:
+        counters = ", ".join(
+            f"{name} (0-{self.features.holds(name)})" for name in sorted(self.features.counters)
+        )
+        others = ", ".join(name for name in self.features.names if name not in self.features.counters)
+        example = json.dumps((self.examples[0] if self.examples else _EXAMPLE).as_dict())
+        return (
+            f"You extend a tree of skills for an agent in the world {self.features.world}.\n"
+            f"Counters: {counters}.\nTools and achievements (had or not): {others}.\n"
+            "Reply with one JSON object and nothing else. Keys: name, requirements, consumption, gain (each an "
+            "object from the names above to amounts per application; requirements include what is consumed), done "
+            '({"feature", "count", "op": ">=" or "<="}), horizon (steps allowed), practice (applications in a row '
+            "per training episode), reward ({weights, bonus, step_cost}, optional).\n"
+            f"Example: {example}\n"
+            'When there is nothing useful left to learn reply {"name": null}.'
+        )
+
+    def _situation(self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]) -> str:
+        lines = ["Skills so far:"] if known else ["There are no skills yet."]
+        for skill in known:
+            state = "learned" if skill.name in completed else "in training"
+            if skill.name in failed:
+                state = f"failed: {failed[skill.name]}"
+            lines.append(
+                f"- {skill.name} ({state}): requires {dict(skill.requirements)}, uses up {dict(skill.consumption)}, "
+                f"gains {dict(skill.gain)}"
+            )
+        lines.append("Propose the next skill: new, and possible with what the skills above gain.")
+        return "\n".join(lines)
+
+    def _read(self, reply: str, known: Sequence[Skill]) -> Skill | None:
+        data = first_object(reply[:MAX_REPLY])
+        if data.get("name", "") is None:
+            return None
+        skill = check_skill(parse_skill(data), self.features)
+        if slug(skill.name) in {slug(other.name) for other in known}:
+            raise ConfigError(f"there is a skill named {skill.name!r} already")
+        plan_for(skill.name, [*known, skill], self.features)
+        return skill
+
+    def _ask(self, messages: Sequence[Mapping[str, str]]) -> str:
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "temperature": 0.2,
+            "response_format": {"type": "json_object"},
+        }
+        request = urllib.request.Request(
+            f"{self.base_url}/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                answer = json.loads(response.read(1 << 22))
+            return str(answer["choices"][0]["message"]["content"])
+        except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"no reply from {self.base_url}: {type(error).__name__}: {error}") from error
+
+
+def first_object(text: str) -> dict[str, Any]:
+    """The first JSON object in a text, whatever stands around it."""
+    decoder = json.JSONDecoder()
+    at = text.find("{")
+    while at >= 0:
+        try:
+            value, _ = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            at = text.find("{", at + 1)
+            continue
+        if isinstance(value, dict):
+            return value
+        at = text.find("{", at + 1)
+    raise ConfigError("the reply holds no JSON object")
+
+
+_EXAMPLE = parse_skill(
+    {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}, "horizon": 60}
+)

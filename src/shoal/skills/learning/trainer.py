@@ -1,0 +1,488 @@
+"""Train one skill: PPO from a bank of start states, the expert of each plan step learning from its own steps.
+
+A training is a function of (plan, experts, config, seed): killed and resumed from a checkpoint it ends with the
+same bytes, because every update draws from a stream named by its number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from shoal.core.seeding import stream
+from shoal.maths.adam import Adam
+from shoal.maths.distributions import sample
+from shoal.maths.gae import gae
+from shoal.skills.learning.chain import Course, fresh_worlds, walk
+from shoal.skills.learning.network import Network, Shape
+from shoal.skills.learning.plan import Step
+from shoal.skills.learning.spec import Skill
+from shoal.skills.learning.worlds import Bank, Floats, Ints, World, make_world
+
+STROLL = 8  # most random steps between the end of a prefix and the start of practice
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """How an expert is trained; the defaults are tuned for the crafting world on one core."""
+
+    total_timesteps: float = 5e7
+    """most env steps of one training; it stops earlier when the skill is learned"""
+    num_envs: int = 128
+    """worlds stepped together"""
+    num_steps: int = 32
+    """env steps per world between updates"""
+    update_epochs: int = 3
+    """passes over what was collected"""
+    num_minibatches: int = 4
+    """parts of each pass, with a gradient step each"""
+    lr: float = 1.5e-3
+    """learning rate of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate fall to a tenth over `anneal_frames`"""
+    anneal_frames: float = 8e5
+    """env steps until the learning rate has fallen"""
+    gamma: float = 0.97
+    """discount of a reward per step"""
+    gae_lambda: float = 0.95
+    """of generalised advantage estimation"""
+    clip_eps: float = 0.2
+    """how far the probability ratio of an action may leave 1"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the critic's loss"""
+    max_grad_norm: float = 0.5
+    """the gradient's global norm is clipped to this"""
+    layer_size: int = 64
+    """width of both hidden layers"""
+    success_state_rate: float = 0.98
+    """stop when this share of evaluation episodes succeeds"""
+    patience_frames: float = 1.6e5
+    """stop when the evaluation has not improved for this many env steps and `min_success` is reached"""
+    min_success: float = 0.3
+    """a training that ends below this success rate has failed"""
+    evaluation_episodes: int = 512
+    """episodes of an evaluation, in worlds of their own"""
+    bank_worlds: int = 2048
+    """new worlds from which the plan's prefix is played to get start states"""
+    evaluate_every: int = 8
+    """updates between evaluations, once training episodes succeed often enough"""
+    evaluate_from: float = 0.5
+    """training success from which on every evaluation is made; below it, down to `min_success`, every fifth"""
+    checkpoint_every: int = 8
+    """updates between checkpoints"""
+    train_deps: Literal["off", "on"] = "off"
+    """let the experts of earlier plan steps go on learning; half of the worlds then start from nothing"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train: the plan up to the skill, and the experts its steps use, by local index."""
+
+    world: str
+    skill: str
+    skills: Mapping[str, Skill]
+    plan: tuple[Step, ...]  # ends with the skill to train
+    experts: tuple[Network | None, ...]  # by local index; None for one to be made
+    route: tuple[int, ...]  # local expert of each plan step
+    seed: int
+    config: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+@dataclass
+class Result:
+    """What a training gave."""
+
+    experts: list[Network]  # by local index; the best ones by evaluation
+    acted_frames: list[int]  # env steps in which each acted while learning
+    success: float  # of the best, on evaluation episodes
+    frames: int
+    stopped: str  # "learned" | "plateau" | "budget"
+    episodes: dict[str, Floats]  # "start", "before" (the last action), "end" [E, features], "success" [E]
+    bank_size: int = 0
+
+
+@dataclass
+class Rollout:
+    """Experience of one update; all but observations are `[T, N]`."""
+
+    observations: Floats  # [T, N, inputs]
+    actions: Ints
+    experts: Ints
+    logprobs: Floats
+    values: Floats
+    next_values: Floats
+    rewards: Floats
+    terminal: Floats
+    ends: Floats
+    ended: int = 0
+    succeeded: int = 0
+
+    @staticmethod
+    def empty(steps: int, lanes: int, inputs: int) -> Rollout:
+        """Room for `steps` steps of `lanes` lanes."""
+
+        def zeros() -> Floats:
+            return np.zeros((steps, lanes), np.float32)
+
+        return Rollout(
+            np.empty((steps, lanes, inputs), np.float32), np.zeros((steps, lanes), np.int64),
+            np.zeros((steps, lanes), np.int64), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(),
+        )  # fmt: skip
+
+
+class Trainer:
+    """One training; `state` and `restore` carry it across processes."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, config = task, task.config
+        self.world = make_world(task.world, config.num_envs)
+        shape = Shape(self.world.obs_size, config.layer_size, self.world.n_actions)
+        self.nets = [
+            net.copy() if net is not None else Network.initial(shape, self._stream("init"))
+            for net in task.experts
+        ]
+        self.course = Course(task.plan, task.skills, self.world.features, task.route)
+        self.target = len(task.plan) - 1
+        self.own = task.route[self.target]
+        self.deps_learn = config.train_deps == "on"
+        self.masks = self._masks()
+        self.adams = [Adam(net.flat.size) for net in self.nets]
+        self.update = self.frames = self.best_at = 0
+        self.acted = np.zeros(len(self.nets), np.int64)
+        self.best, self.best_success = [net.copy() for net in self.nets], -1.0
+        self.best_acted = self.acted.copy()
+        self.recent: deque[tuple[int, int]] = deque(maxlen=6)
+        self.at = np.full(config.num_envs, self.target)
+        self.elapsed = np.zeros(config.num_envs, np.int64)
+        self.begun = False
+        self.episodes: dict[str, Floats] = {}
+
+    def _stream(self, *names: str | int) -> np.random.Generator:
+        return stream(self.task.seed, "skill", self.task.skill, *names)
+
+    def _masks(self) -> list[Floats]:
+        """Where each expert may learn: not on what its skill does not speak of, so that other things in the
+        hands, which it never met in practice, cannot confuse it later.
+        """  # noqa: D205
+        masks = []
+        for index, net in enumerate(self.nets):
+            name = next(
+                step.skill
+                for step, local in zip(self.task.plan, self.task.route, strict=True)
+                if local == index
+            )
+            known = self.task.skills[name].speaks_of()
+            masks.append(net.listening([c for f, c in self.world.feature_columns.items() if f not in known]))
+        return masks
+
+    def prepare(self) -> None:
+        """Make the banks: start states for practice, and others for evaluation that practice never sees."""
+        config = self.task.config
+        self.bank = self._starts(config.bank_worlds, "practice")
+        # A prefix that mostly fails leaves few states; play more new worlds rather than evaluate on a handful.
+        self.test_bank = self._starts(config.evaluation_episodes, "evaluation")
+        for name, bank in (("practice", self.bank), ("evaluation", self.test_bank)):
+            if not len(bank):
+                raise RuntimeError(
+                    f"no start state for {self.task.skill!r} ({name}): the experts before it never reach it, or "
+                    f"it is already done wherever they do"
+                )
+
+    def _starts(self, worlds: int, name: str) -> Bank:
+        prefix = self.task.plan[: self.target]
+        fixed = None if self.world.fresh_is_cheap else self.world
+        new = fresh_worlds(self.world, worlds, self.task.seed, self.task.skill, name)
+        if prefix:
+            course = Course(prefix, self.task.skills, self.world.features, self.task.route[: self.target])
+            new = walk(self.task.world, new, course, self.nets, self._stream("bank", name), fixed).ends
+            new = self._stroll(new, self._stream("stroll", name))
+        if not len(new):
+            return new
+        # A state in which the skill is done already teaches nothing.
+        values = self._values_of(new)
+        target = np.full(len(new), self.target)
+        return new.take(np.flatnonzero(self.course.skip(target, values) == self.target))
+
+    def _stroll(self, bank: Bank, rng: np.random.Generator) -> Bank:
+        """Walk a few steps at random from half of the states: in a longer plan other skills may come between."""
+        parts = []
+        for first in range(0, len(bank), self.world.lanes):
+            rows = np.arange(first, min(first + self.world.lanes, len(bank)))
+            lanes = np.minimum(np.arange(self.world.lanes) + first, rows[-1])
+            self.world.load(bank, lanes, np.ones(self.world.lanes, np.bool_))
+            left = rng.integers(0, STROLL + 1, self.world.lanes) * rng.integers(0, 2, self.world.lanes)
+            alive = np.ones(self.world.lanes, np.bool_)
+            for t in range(STROLL):
+                moves = np.asarray(self.world.moves)[rng.integers(0, len(self.world.moves), self.world.lanes)]
+                alive &= ~self.world.step(np.where(t < left, moves, self.world.wait), rng)
+            parts.append(self.world.save().take(np.flatnonzero(alive[: len(rows)])))
+        return Bank.join(parts) if parts else bank
+
+    def _values_of(self, bank: Bank) -> Floats:
+        out = []
+        for first in range(0, len(bank), self.world.lanes):
+            rows = np.arange(first, min(first + self.world.lanes, len(bank)))
+            padded = np.concatenate([rows, np.full(self.world.lanes - len(rows), rows[-1])])
+            self.world.load(bank, padded, np.ones(self.world.lanes, np.bool_))
+            out.append(self.world.values()[: len(rows)])
+        return np.concatenate(out)
+
+    def train(self, report: Report, checkpoint: Callable[[Trainer], None]) -> Result:
+        """Practice until learned, or out of patience or budget; `checkpoint(self)` is called between updates."""
+        config = self.task.config
+        stopped = "budget"
+        while self.frames < config.total_timesteps:
+            metrics = self.step()
+            if self.update % config.evaluate_every == 0 and metrics["success"] >= self._worth_evaluating():
+                metrics["evaluated_success"] = self.evaluate()
+            report(metrics)
+            if self.best_success >= config.success_state_rate:
+                stopped = "learned"
+                break
+            if (
+                self.best_success >= config.min_success
+                and self.frames - self.best_at >= config.patience_frames
+            ):
+                stopped = "plateau"
+                break
+            if self.update % config.checkpoint_every == 0:
+                checkpoint(self)
+        if stopped == "budget":
+            self.evaluate()
+        return Result(
+            self.best,
+            [int(frames) for frames in self.best_acted],
+            self.best_success,
+            self.frames,
+            stopped,
+            self.episodes,
+            len(self.bank),
+        )
+
+    def _worth_evaluating(self) -> float:
+        """The training success below which an evaluation now would be wasted."""
+        if self.update // self.task.config.evaluate_every % 5 == 0:
+            return self.task.config.min_success
+        return max(
+            self.task.config.evaluate_from, min(self.best_success, self.task.config.success_state_rate) - 0.05
+        )
+
+    def step(self) -> dict[str, Any]:
+        """One rollout and its update."""
+        config = self.task.config
+        rng = self._stream("update", self.update)
+        fresh = fresh_worlds(self.world, config.num_envs, self.task.seed, self.task.skill, "fresh", self.update) if (
+            self.world.fresh_is_cheap and (self.target == 0 or self.deps_learn)
+        ) else None  # fmt: skip
+        rollout = self._collect(rng, fresh)
+        self._learn(rollout, rng)
+        self.update += 1
+        size = config.num_envs * config.num_steps
+        self.frames += size
+        self.recent.append((rollout.ended, rollout.succeeded))
+        ended, succeeded = (sum(column) for column in zip(*self.recent, strict=True))
+        return {
+            "step": self.frames,
+            "update": self.update,
+            "success": succeeded / max(ended, 1),
+            "episodes": rollout.ended,
+            "reward": float(rollout.rewards.mean()),
+            "entropy": self.losses[2],
+        }
+
+    def _restart(self, mask: np.ndarray, rng: np.random.Generator, fresh: Bank | None) -> None:
+        """Begin new episodes in the lanes of `mask`."""
+        lanes = len(mask)
+        source = fresh if fresh is not None and self.target == 0 else self.bank
+        rows = rng.integers(0, len(source), lanes)
+        whole = mask & (np.arange(lanes) % 2 == 0) if self.deps_learn and self.target else mask & False
+        self.world.load(source, rows, mask & ~whole)
+        self.at[mask] = self.target
+        if whole.any():
+            worlds = fresh if fresh is not None else self._whole_worlds()
+            self.world.load(worlds, rng.integers(0, len(worlds), lanes), whole)
+            self.at[whole] = 0
+        values = self.world.values()
+        if whole.any():
+            self.at[whole] = np.minimum(self.course.skip(self.at[whole], values[whole]), self.target)
+        self.elapsed[mask] = 0
+        self.start[mask] = values[mask]
+
+    def _whole_worlds(self) -> Bank:
+        if not hasattr(self, "_pool"):
+            self._pool = fresh_worlds(self.world, 256, self.task.seed, self.task.skill, "whole")
+        return self._pool
+
+    def _collect(self, rng: np.random.Generator, fresh: Bank | None) -> Rollout:
+        config, world, course = self.task.config, self.world, self.course
+        steps, lanes = config.num_steps, config.num_envs
+        if not self.begun:
+            self.start = np.zeros((lanes, len(world.features.names)), np.float32)
+            self._restart(np.ones(lanes, np.bool_), rng, fresh)
+            self.begun = True
+        out = Rollout.empty(steps, lanes, world.obs_size)
+        observations, values = world.observe(), world.values()
+        for t in range(steps):
+            expert = course.expert[self.at]
+            uniforms = rng.random(lanes, np.float32)
+            logprobs, out.values[t] = self._forward(observations, expert)
+            actions = sample(logprobs, uniforms)
+            out.observations[t], out.actions[t], out.experts[t] = observations, actions, expert
+            out.logprobs[t] = logprobs[np.arange(lanes), actions]
+            died = world.step(actions, rng)
+            after = world.values()
+            self.elapsed += 1
+            done = course.satisfied(self.at, after, self.start) & ~died
+            late = ~done & ~died & (self.elapsed >= course.horizon[self.at])
+            out.rewards[t] = ((after - values) * course.weights[self.at]).sum(1)
+            out.rewards[t] += course.bonus[self.at] * done - course.step_cost[self.at]
+            out.terminal[t], out.ends[t] = done | died, done | died | late
+            own = self.at == self.target
+            out.ended += int((own & (done | died | late)).sum())
+            out.succeeded += int((own & done).sum())
+            if late.any():  # we stopped watching: the value of where it stands is still to come
+                stopped = np.flatnonzero(late)
+                out.next_values[t, stopped] = self._forward(world.observe()[stopped], expert[stopped])[1]
+            values = after
+            on = done & ~own
+            if on.any():
+                self.at[on] = np.minimum(course.skip(self.at[on] + 1, after[on]), self.target)
+                self.elapsed[on], self.start[on] = 0, after[on]
+            over = (done & own) | died | late
+            if over.any():
+                self._restart(over, rng, fresh)
+                values = world.values()
+            observations = world.observe()
+        going = out.ends == 0
+        out.next_values[:-1] = np.where(going[:-1], out.values[1:], out.next_values[:-1])
+        last = self._forward(observations, course.expert[self.at])[1]
+        out.next_values[-1] = np.where(going[-1], last, out.next_values[-1])
+        return out
+
+    def _forward(self, observations: Floats, expert: Ints) -> tuple[Floats, Floats]:
+        first = int(expert[0])
+        if (expert == first).all():
+            return self.nets[first].forward(observations)
+        logprobs = np.empty((len(observations), self.world.n_actions), np.float32)
+        values = np.empty(len(observations), np.float32)
+        for index in np.unique(expert):
+            lanes = expert == index
+            logprobs[lanes], values[lanes] = self.nets[index].forward(observations[lanes])
+        return logprobs, values
+
+    def _learn(self, rollout: Rollout, rng: np.random.Generator) -> None:
+        """Update each expert that may learn from the steps in which it acted itself."""
+        config = self.task.config
+        advantages = gae(
+            rollout.rewards, rollout.values, rollout.next_values, rollout.terminal, rollout.ends,
+            gamma=config.gamma, gae_lambda=config.gae_lambda, dtype=np.float32,
+        )  # fmt: skip
+        fall = (
+            min(self.frames / min(config.anneal_frames, config.total_timesteps), 1.0)
+            if config.anneal_lr
+            else 0
+        )
+        lr = config.lr * (1 - 0.9 * fall)
+        flat = [
+            array.reshape(-1, *array.shape[2:])
+            for array in (
+                rollout.observations, rollout.actions, rollout.logprobs, advantages, advantages + rollout.values,
+            )
+        ]  # fmt: skip
+        owner = rollout.experts.reshape(-1)
+        for index in range(len(self.nets)):
+            mine = np.flatnonzero(owner == index)
+            if not len(mine) or (index != self.own and not self.deps_learn):
+                continue
+            self.acted[index] += len(mine)
+            for _ in range(config.update_epochs):
+                for chunk in np.array_split(rng.permutation(mine), config.num_minibatches):
+                    if len(chunk) < 2:
+                        continue
+                    seen, acts, old, gain, returns = (array[chunk] for array in flat)
+                    gain = (gain - gain.mean()) / (gain.std() + np.float32(1e-8))
+                    gradient, losses = self.nets[index].gradient(
+                        seen, acts, old, gain, returns,
+                        clip=config.clip_eps, entropy_coef=config.ent_coef, value_coef=config.vf_coef,
+                    )  # fmt: skip
+                    gradient *= self.masks[index]
+                    self.adams[index].step(self.nets[index].flat, gradient, lr, config.max_grad_norm)
+                    if index == self.own:
+                        self.losses = losses
+
+    def evaluate(self) -> float:
+        """Success of the skill from states that practice never sees; the best experts so far are kept."""
+        last = self.course.plan[self.target]
+        course = Course([last], self.task.skills, self.world.features, [self.own])
+        fixed = None if self.world.fresh_is_cheap else self._spare()
+        rows = np.arange(self.task.config.evaluation_episodes) % len(self.test_bank)
+        outcome = walk(
+            self.task.world, self.test_bank.take(rows), course, self.nets, self._stream("evaluate"), fixed
+        )
+        if outcome.success > self.best_success:
+            self.best = [net.copy() for net in self.nets]
+            self.best_success, self.best_at, self.best_acted = outcome.success, self.frames, self.acted.copy()
+            self.episodes = {
+                "start": outcome.last_start,
+                "before": outcome.last_before,
+                "end": outcome.last_values,
+                "success": outcome.finished.astype(np.float32),
+            }
+        return outcome.success
+
+    def _spare(self) -> World:
+        """A second world of the same size, so that evaluating leaves the practising one alone."""
+        if not hasattr(self, "_second"):
+            self._second = make_world(self.task.world, self.task.config.num_envs)
+        return self._second
+
+    def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """All that `restore` needs, as arrays and plain data."""
+        arrays = {f"world/{key}": array for key, array in self.world.save().arrays.items()}
+        for index, (net, adam, best) in enumerate(zip(self.nets, self.adams, self.best, strict=True)):
+            arrays |= {
+                f"net/{index}": net.flat, f"adam/mean/{index}": adam.mean, f"adam/square/{index}": adam.square,
+                f"best/{index}": best.flat,
+            }  # fmt: skip
+        arrays |= {f"episodes/{key}": array for key, array in self.episodes.items()}
+        arrays |= {
+            "at": self.at, "elapsed": self.elapsed, "start": self.start, "acted": self.acted,
+            "best_acted": self.best_acted,
+        }  # fmt: skip
+        plain = {
+            "update": self.update, "frames": self.frames, "best_at": self.best_at,
+            "best_success": self.best_success, "recent": [list(pair) for pair in self.recent],
+            "adam": [adam.count for adam in self.adams],
+        }  # fmt: skip
+        return arrays, plain
+
+    def restore(self, arrays: Mapping[str, np.ndarray], plain: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, after `prepare`."""
+        bank = Bank(
+            {k.removeprefix("world/"): array for k, array in arrays.items() if k.startswith("world/")}
+        )
+        lanes = self.task.config.num_envs
+        self.world.load(bank, np.arange(lanes), np.ones(lanes, np.bool_))
+        for index in range(len(self.nets)):
+            self.nets[index].flat[:] = arrays[f"net/{index}"]
+            self.best[index].flat[:] = arrays[f"best/{index}"]
+            self.adams[index].mean[:] = arrays[f"adam/mean/{index}"]
+            self.adams[index].square[:] = arrays[f"adam/square/{index}"]
+            self.adams[index].count = int(plain["adam"][index])
+        self.episodes = {
+            k.removeprefix("episodes/"): array for k, array in arrays.items() if k.startswith("episodes/")
+        }
+        self.at, self.elapsed = arrays["at"].copy(), arrays["elapsed"].copy()
+        self.start, self.acted = arrays["start"].copy(), arrays["acted"].copy()
+        self.best_acted = arrays["best_acted"].copy()
+        self.update, self.frames = int(plain["update"]), int(plain["frames"])
+        self.best_at, self.best_success = int(plain["best_at"]), float(plain["best_success"])
+        self.recent.extend((int(ended), int(won)) for ended, won in plain["recent"])
+        self.begun = True

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.skills.jobs.records import NewVersion
+from shoal.skills.jobs.store import HeadMovedError, Store
+from shoal.skills.learning.spec import parse_skill
+
+WOOD = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
+
+
+def trained(store: Store, name: str = "Collect Wood") -> int:
+    store.add_skill(parse_skill({**WOOD.as_dict(), "name": name}), [], 1000)
+    store.assign_expert(name)
+    return store.begin_attempt(name, store.root / "training_runs" / name)
+
+
+def version(store: Store, expert: int, data: bytes, frames: int = 10, accepted: bool = True) -> NewVersion:
+    return NewVersion(expert, store.put_blob(data), None, frames, frames, "run", accepted)
+
+
+def test_a_commit_brings_version_head_state_and_event_together(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    attempt = trained(store)
+    assert store.commit_training(
+        attempt, [version(store, 0, b"one")], {0: None}, result={"success": 0.9}, frames=10
+    )
+    store.close()
+    again = Store(tmp_path)
+    head = again.head(0)
+    assert head is not None
+    assert again.get_blob(head.sha256) == b"one"
+    row = again.skill("Collect Wood")
+    assert (row.status, row.budget_used, row.result) == ("completed", 10, {"success": 0.9})
+    assert [event["kind"] for event in again.events()][-2:] == ["completed", "merge"]
+
+
+def test_committing_twice_counts_once(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    attempt = trained(store)
+    made = [version(store, 0, b"one")]
+    assert store.commit_training(attempt, made, {0: None}, result={}, frames=10)
+    assert not store.commit_training(attempt, made, {0: None}, result={}, frames=10)
+    assert len(store.versions()) == 1
+    assert store.skill("Collect Wood").budget_used == 10
+
+
+def test_a_head_that_moved_refuses_the_commit_and_writes_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first, second = trained(store), trained(store, "Place Table")
+    store.commit_training(first, [version(store, 0, b"one")], {0: None}, result={}, frames=1)
+    events = len(store.events())
+    with pytest.raises(HeadMovedError, match="expert 0: head is 1, expected None"):
+        store.commit_training(second, [version(store, 0, b"two")], {0: None}, result={}, frames=1)
+    assert len(store.versions()) == 1
+    assert len(store.events()) == events
+    assert store.skill("Place Table").status == "running"
+
+
+def test_an_error_in_a_transaction_takes_all_of_it_back(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    trained(store)
+
+    def half_way() -> None:
+        with store.transaction():
+            store.update_skill("Collect Wood", status="failed")
+            store.event("something")
+            raise RuntimeError("now")
+
+    with pytest.raises(RuntimeError, match="now"):
+        half_way()
+    assert store.skill("Collect Wood").status == "running"
+    assert "something" not in [event["kind"] for event in store.events()]
+
+
+def test_an_altered_expert_file_is_noticed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    name = store.put_blob(b"weights")
+    store.blob_path(name).write_bytes(b"weightz")
+    with pytest.raises(DataError, match="altered or truncated"):
+        store.get_blob(name)
+
+
+def test_a_version_without_its_file_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(DataError, match="must be written before"):
+        store.add_version(NewVersion(0, "0" * 64, None, 1, 1, "run", True))
+
+
+def test_the_same_skill_may_be_added_again_but_not_another_of_its_name(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add_skill(WOOD, [], 10)
+    store.add_skill(WOOD, [], 10)
+    assert len(store.skills()) == 1
+    with pytest.raises(ValueError, match="another skill named 'Collect Wood'"):
+        store.add_skill(parse_skill({**WOOD.as_dict(), "horizon": 5}), [], 10)
+
+
+def test_a_skill_is_found_by_name_and_slug_and_guessed_otherwise(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add_skill(WOOD, [], 10)
+    assert store.skill("Collect_Wood").name == store.skill("Collect Wood").name == "Collect Wood"
+    with pytest.raises(ValueError, match="Did you mean 'Collect Wood'"):
+        store.skill("Collect Wod")
+
+
+def test_experts_are_numbered_once_and_never_twice(tmp_path: Path) -> None:
+    stores = [Store(tmp_path) for _ in range(4)]
+    names = [f"Skill {i}" for i in range(20)]
+    for name in names:
+        stores[0].add_skill(parse_skill({**WOOD.as_dict(), "name": name}), [], 10)
+    with ThreadPoolExecutor(4) as pool:  # four connections, each asking for every skill
+        asked = list(pool.map(lambda at: stores[at % 4].assign_expert(names[at // 4]), range(80)))
+    assert sorted(set(asked)) == list(range(20))
+    assert all(len(set(asked[i * 4 : i * 4 + 4])) == 1 for i in range(20))
+
+
+def test_rolling_back_changes_the_head_and_loses_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    one = store.add_version(version(store, 0, b"one", 10))
+    two = store.add_version(version(store, 0, b"two", 20))
+    store.rollback(0, one)
+    head = store.head(0)
+    assert head is not None
+    assert (head.id, head.frames) == (one, 10)
+    assert [row.id for row in store.versions(0)] == [one, two]
+    with pytest.raises(ValueError, match="belongs to expert 0, not 1"):
+        store.rollback(1, two)
+
+
+def test_the_sweep_removes_only_what_nothing_refers_to(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add_version(version(store, 0, b"kept"))
+    orphan = store.put_blob(b"orphan")
+    (store.blobs / ".half.tmp").write_bytes(b"x")
+    assert store.sweep(older_than=3600) == []
+    assert {path.name for path in store.sweep(older_than=-1)} == {f"{orphan}.safetensors", ".half.tmp"}
+    assert len(list(store.blobs.iterdir())) == 1
+
+
+def test_a_folder_without_skills_is_said_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no skills"):
+        Store(tmp_path, create=False)
+
+
+def test_commits_are_synced_to_disk(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store._query("pragma synchronous")[0][0] == 2  # FULL
+    assert store._query("pragma journal_mode")[0][0] == "wal"
+    with sqlite3.connect(tmp_path / "state.db") as other:
+        assert other.execute("pragma integrity_check").fetchone() == ("ok",)
+    other.close()
+
+
+def test_changes_are_seen_across_connections(tmp_path: Path) -> None:
+    one, other = Store(tmp_path), Store(tmp_path)
+    before = one.changes()
+    other.event("hello")
+    assert one.changes() != before
+
+
+def test_an_unknown_skill_error_is_not_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Known: \\(none\\)") as caught:
+        Store(tmp_path).skill("x")
+    assert not isinstance(caught.value, ConfigError)

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.skills.learning import crafting
+from shoal.skills.learning.crafting import ACTIONS, FEATURES, CraftingWorld
+from shoal.skills.learning.worlds import Bank, make_world
+
+KIND = {".": crafting.GRASS, "T": crafting.TREE, "S": crafting.STONE, "I": crafting.IRON, "~": crafting.WATER}
+KIND |= {"t": crafting.TABLE, "p": crafting.PLANT, "#": crafting.EDGE}
+AHEAD = {0: (0, -1), 1: (0, 1), 2: (-1, 0), 3: (1, 0)}
+
+
+class OneWorld:
+    """The rules again, one agent at a time and as plainly as they can be said."""
+
+    def __init__(self, cells: np.ndarray, place: np.ndarray, look: int, hands: np.ndarray) -> None:
+        self.cells, self.look = cells.copy(), int(look)
+        self.row, self.column = int(place[0]), int(place[1])
+        self.hands = dict(zip(FEATURES.names, hands.astype(int), strict=True))
+
+    def step(self, action: str, lucky: bool) -> None:
+        hands = self.hands
+        if action in ("left", "right", "up", "down"):
+            self.look = ("left", "right", "up", "down").index(action)
+        row, column = self.row + AHEAD[self.look][0], self.column + AHEAD[self.look][1]
+        kind = self.cells[row, column]
+        if action in ("left", "right", "up", "down") and kind == crafting.GRASS:
+            self.row, self.column = row, column
+        elif action == "interact":
+            got = {crafting.TREE: "wood", crafting.WATER: "drink"}.get(int(kind))
+            if kind == crafting.GRASS and lucky:
+                got = "sapling"
+            if kind == crafting.STONE and hands["wood_pickaxe"] and hands["stone"] < 9:
+                got = "stone"
+                self.cells[row, column] = crafting.GRASS
+            if kind == crafting.IRON and hands["stone_pickaxe"] and hands["iron"] < 9:
+                got = "iron"
+                self.cells[row, column] = crafting.GRASS
+            if got:
+                hands[got] = min(9, hands[got] + 1)
+        elif action == "place_table" and kind == crafting.GRASS and hands["wood"] >= 2:
+            hands["wood"] -= 2
+            hands["table"] = 1
+            self.cells[row, column] = crafting.TABLE
+        elif action == "plant_sapling" and kind == crafting.GRASS and hands["sapling"]:
+            hands["sapling"] -= 1
+            hands["plant"] = 1
+            self.cells[row, column] = crafting.PLANT
+        elif action.startswith("make_"):
+            around = self.cells[self.row - 1 : self.row + 2, self.column - 1 : self.column + 2]
+            tool = action.removeprefix("make_")
+            if (around == crafting.TABLE).any() and not hands[tool] and hands["wood"]:
+                if tool == "stone_pickaxe":
+                    if not hands["stone"]:
+                        return
+                    hands["stone"] -= 1
+                hands["wood"] -= 1
+                hands[tool] = 1
+
+
+class Lucky:
+    """A generator whose every draw is `value`."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def random(self, size: int) -> np.ndarray:
+        return np.full(size, self.value)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_many_lanes_follow_the_rules_of_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    world = CraftingWorld(16)
+    bank = world.fresh(16, rng)
+    # Tables, tools and full hands from the start, so that every rule is met within a short walk.
+    bank.arrays["hands"][:] = rng.integers(0, 10, (16, 10)) * (rng.random((16, 10)) < 0.6)
+    bank.arrays["hands"][:, 5:] = np.minimum(bank.arrays["hands"][:, 5:], 1)
+    scattered = rng.random(bank.arrays["cells"].shape)
+    grass = bank.arrays["cells"] == crafting.GRASS
+    for low, kind in (
+        (0.9, crafting.TABLE),
+        (0.8, crafting.STONE),
+        (0.75, crafting.IRON),
+        (0.7, crafting.WATER),
+    ):
+        bank.arrays["cells"][grass & (scattered > low) & (scattered <= low + 0.1)] = kind
+    world.load(bank, np.arange(16), np.ones(16, bool))
+    singles = [
+        OneWorld(*(bank.arrays[key][i] for key in ("cells", "place", "look", "hands"))) for i in range(16)
+    ]
+    for _ in range(60):
+        actions, lucky = rng.integers(0, len(ACTIONS), 16), bool(rng.random() < 0.5)
+        world.step(actions, Lucky(0.0 if lucky else 0.99))  # type: ignore[arg-type]
+        for i, single in enumerate(singles):
+            single.step(ACTIONS[actions[i]], lucky)
+            assert dict(zip(FEATURES.names, world.hands[i].astype(int), strict=True)) == single.hands
+            assert tuple(world.place[i]) == (single.row, single.column)
+            assert (world.cells[i] == single.cells).all()
+            assert world.look[i] == single.look
+
+
+def test_every_new_world_can_be_finished(rng: np.random.Generator) -> None:
+    world = CraftingWorld(1)
+    bank = world.fresh(2000, rng)
+    cells = bank.arrays["cells"]
+    for kind in (crafting.TREE, crafting.STONE, crafting.IRON, crafting.WATER):
+        assert (cells == kind).any((1, 2)).all()
+    rows = np.arange(2000)
+    assert (cells[rows, bank.arrays["place"][:, 0], bank.arrays["place"][:, 1]] == crafting.GRASS).all()
+
+
+def test_the_same_stream_gives_the_same_worlds_and_another_does_not() -> None:
+    world = CraftingWorld(1)
+    one, same, other = (world.fresh(8, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert all((one.arrays[key] == same.arrays[key]).all() for key in one.arrays)
+    assert (one.arrays["cells"] != other.arrays["cells"]).any()
+
+
+def test_an_observation_shows_what_is_around_held_and_looked_at(rng: np.random.Generator) -> None:
+    world = CraftingWorld(5)
+    world.load(world.fresh(5, rng), np.arange(5), np.ones(5, bool))
+    world.hands[:, 0] = [0, 3, 6, 9, 1]
+    seen = world.observe()
+    for i in range(5):
+        row, column = world.place[i]
+        around = world.cells[i, row - 3 : row + 4, column - 3 : column + 4]
+        one_hot = (around[:, :, None] == np.arange(8)).reshape(-1)
+        assert (seen[i, :392] == one_hot).all()
+        assert seen[i, 392] == pytest.approx(world.hands[i, 0] / 3)
+        assert list(seen[i, 402:406]) == [float(world.look[i] == k) for k in range(4)]
+
+
+def test_saved_states_go_back_into_any_lane(rng: np.random.Generator) -> None:
+    world = CraftingWorld(4)
+    world.load(world.fresh(4, rng), np.arange(4), np.ones(4, bool))
+    before = world.save()
+    for _ in range(20):
+        world.step(rng.integers(0, 11, 4), rng)
+    after = world.save()
+    world.load(before, np.array([3, 2, 1, 0]), np.array([True, False, True, False]))
+    for key in before.arrays:
+        assert (world.save().arrays[key][0] == before.arrays[key][3]).all()
+        assert (world.save().arrays[key][1] == after.arrays[key][1]).all()
+        assert (world.save().arrays[key][2] == before.arrays[key][1]).all()
+    joined = Bank.join([before, after])
+    assert len(joined) == 8
+    assert (joined.take(np.array([5])).arrays["cells"][0] == after.arrays["cells"][1]).all()
+
+
+def test_an_unknown_world_is_guessed() -> None:
+    with pytest.raises(KeyError, match="Did you mean 'crafting'"):
+        make_world("crafing", 1)

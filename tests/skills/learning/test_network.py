@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.errors import DataError
+from shoal.maths.adam import Adam
+from shoal.maths.distributions import sample
+from shoal.maths.gae import gae
+from shoal.skills.learning.network import Network, Shape
+
+torch = pytest.importorskip("torch")
+SHAPE = Shape(7, 5, 4)
+
+
+def torch_loss(flat, net: Network, batch, clip: float, entropy_coef: float, value_coef: float):
+    """The PPO loss from its definition, in another library."""
+    views, at = [], 0
+    for layer in SHAPE.layers:
+        size = int(np.prod(layer))
+        views.append(flat[at : at + size].reshape(layer))
+        at += size
+    w0, b0, w1, b1, wh, bh = views
+    seen, acts, old, gain, returns = (torch.from_numpy(np.asarray(part, None)) for part in batch)
+    heads = torch.relu(torch.relu(seen.double() @ w0 + b0) @ w1 + b1) @ wh + bh
+    distribution = torch.distributions.Categorical(logits=heads[:, :-1])
+    ratio = (distribution.log_prob(acts) - old.double()).exp()
+    surrogate = torch.min(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain)
+    value = (heads[:, -1] - returns.double()).pow(2)
+    return -surrogate.mean() + value_coef * value.mean() - entropy_coef * distribution.entropy().mean()
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_the_gradient_by_hand_is_the_one_of_autograd(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    net = Network.initial(SHAPE, rng)
+    net.flat += rng.normal(0, 0.5, net.flat.shape).astype(np.float32)
+    batch = (
+        rng.normal(size=(16, 7)).astype(np.float32),
+        rng.integers(0, 4, 16),
+        np.log(rng.uniform(0.05, 0.9, 16)).astype(np.float32),
+        rng.normal(size=16).astype(np.float32),
+        rng.normal(size=16).astype(np.float32),
+    )
+    ours, losses = net.gradient(*batch, clip=0.2, entropy_coef=0.03, value_coef=0.7)
+    flat = torch.from_numpy(net.flat.astype(np.float64)).requires_grad_()
+    loss = torch_loss(flat, net, batch, 0.2, 0.03, 0.7)
+    loss.backward()
+    np.testing.assert_allclose(ours, flat.grad.numpy(), atol=2e-5, rtol=2e-4)
+    total = losses.policy + 0.7 * losses.value - 0.03 * losses.entropy
+    assert total == pytest.approx(loss.item(), abs=1e-4, rel=1e-4)
+
+
+def test_adam_takes_the_steps_of_torch() -> None:
+    rng = np.random.default_rng(0)
+    flat = rng.normal(size=20).astype(np.float32)
+    theirs = torch.nn.Parameter(torch.from_numpy(flat.copy()))
+    optimizer = torch.optim.Adam([theirs], lr=0.01, eps=1e-5)
+    ours = Adam(20)
+    for _ in range(50):
+        gradient = rng.normal(size=20).astype(np.float32)
+        theirs.grad = torch.from_numpy(gradient.copy())
+        torch.nn.utils.clip_grad_norm_([theirs], 0.5)
+        optimizer.step()
+        ours.step(flat, gradient, 0.01, 0.5)
+    np.testing.assert_allclose(flat, theirs.detach().numpy(), atol=2e-6)
+
+
+def test_advantages_are_discounted_sums_of_errors_within_a_segment() -> None:
+    rng = np.random.default_rng(1)
+    steps, lanes, gamma, lam = 9, 3, 0.9, 0.8
+    rewards, values, following = (rng.normal(size=(steps, lanes)).astype(np.float32) for _ in range(3))
+    ends = (rng.random((steps, lanes)) < 0.3).astype(np.float32)
+    terminal = ends * (rng.random((steps, lanes)) < 0.5)
+    ours = gae(rewards, values, following, terminal.astype(np.float32), ends, gamma=gamma, gae_lambda=lam)
+    for lane in range(lanes):
+        for t in range(steps):
+            total, weight = 0.0, 1.0
+            for k in range(t, steps):  # the definition: a sum forwards that stops where the segment does
+                error = (
+                    rewards[k, lane] + gamma * following[k, lane] * (1 - terminal[k, lane]) - values[k, lane]
+                )
+                total += weight * error
+                weight *= gamma * lam
+                if ends[k, lane]:
+                    break
+            assert ours[t, lane] == pytest.approx(total, abs=1e-4)
+
+
+def test_sampling_follows_the_probabilities() -> None:
+    probs = np.array([0.1, 0.0, 0.6, 0.3], np.float32)
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(np.tile(probs, (20_000, 1)))
+    drawn = sample(logprobs, np.random.default_rng(0).random(20_000, np.float32))
+    shares = np.bincount(drawn, minlength=4) / 20_000
+    assert shares[1] == 0
+    np.testing.assert_allclose(shares, probs, atol=0.015)  # four standard deviations of 20 000 draws
+    assert sample(np.log(np.full((1, 4), 0.25, np.float32)), np.array([1.0], np.float32))[0] == 3
+
+
+def test_params_go_to_a_file_and_back() -> None:
+    net = Network.initial(SHAPE, np.random.default_rng(0))
+    assert (Network.from_params(net.params()).flat == net.flat).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.pop("actor/bias"), "wrong: actor/bias"),
+        (lambda p: p.update(extra=np.zeros(1)), "wrong: extra"),
+        (lambda p: p.update({"torso/1/weight": np.zeros((3, 3), np.float32)}), "must have shape"),
+        (lambda p: p.update({"torso/0/weight": np.zeros(3, np.float32)}), "must be a matrix"),
+    ],
+)
+def test_a_file_that_is_no_expert_is_refused(change, message: str) -> None:
+    params = Network.initial(SHAPE, np.random.default_rng(0)).params()
+    change(params)
+    with pytest.raises(DataError, match=message):
+        Network.from_params(params)
+
+
+def test_a_deaf_network_does_not_react_to_what_it_must_not_hear() -> None:
+    net = Network.initial(SHAPE, np.random.default_rng(0))
+    mask = net.listening([2, 5])
+    seen = np.random.default_rng(1).normal(size=(6, 7)).astype(np.float32)
+    other = seen.copy()
+    other[:, [2, 5]] += 100
+    assert (net.forward(seen)[0] == net.forward(other)[0]).all()
+    assert mask.sum() == mask.size - 2 * SHAPE.hidden

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.errors import ConfigError
+from shoal.skills.learning.crafting import FEATURES
+from shoal.skills.learning.plan import Step, covering_plan, dependencies, plan_for, providers, simulate
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.spec import Features, Skill, load_skills, parse_skill
+
+SKILLS = load_skills(knowledge_base("crafting"), FEATURES)
+
+
+def skill(name: str, gain: str, amount: int = 1, uses: dict[str, int] | None = None, **extra: Any) -> Skill:
+    uses = uses or {}
+    needs = {**uses, **extra.pop("holds", {})}
+    return parse_skill(
+        {
+            "name": name,
+            "gain": {gain: amount},
+            "done": {"feature": gain},
+            "consumption": uses,
+            "requirements": needs,
+            **extra,
+        }
+    )
+
+
+def test_the_stone_pickaxe_takes_four_wood_in_one_go() -> None:
+    # 2 for the table, 1 for the wood pickaxe, 1 for the stone pickaxe: 4, collected at once.
+    assert plan_for("Make Stone Pickaxe", SKILLS, FEATURES) == [
+        Step("Collect Wood", 4),
+        Step("Place Table", 1),
+        Step("Make Wood Pickaxe", 1),
+        Step("Collect Stone", 1),
+        Step("Make Stone Pickaxe", 1),
+    ]
+
+
+def test_every_plan_of_the_crafting_world_can_be_carried_out() -> None:
+    by_name = {s.name: s for s in SKILLS}
+    for s in SKILLS:
+        assert replay(plan_for(s.name, SKILLS, FEATURES), by_name, FEATURES)[s.done.feature] >= 1
+    covered = covering_plan(SKILLS, FEATURES)
+    assert {step.skill for step in covered} == set(by_name)
+    replay(covered, by_name, FEATURES)
+
+
+def replay(plan: list[Step], skills: dict[str, Skill], features: Features | None) -> Counter[str]:
+    """The plan carried out one application at a time, from the definition; asserts that each may start."""
+    hands: Counter[str] = Counter()
+    for step in plan:
+        for _ in range(step.count):
+            s = skills[step.skill]
+            assert all(hands[item] >= amount for item, amount in s.requirements.items()), (step, hands)
+            for item, amount in s.consumption.items():
+                hands[item] -= amount
+            for item, amount in s.gain.items():
+                hands[item] += amount
+                if features and item in features.counters:
+                    assert hands[item] <= features.holds(item), (step, hands)
+    return hands
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> list[Skill]:
+    """Skills i0, i1, … where each item is made from earlier ones only, so that all can be reached."""
+    count = draw(st.integers(1, 7))
+    made = []
+    for number in range(count):
+        uses = draw(
+            st.dictionaries(st.integers(0, max(number - 1, 0)), st.integers(1, 3), max_size=min(number, 2))
+        )
+        holds = draw(
+            st.dictionaries(st.integers(0, max(number - 1, 0)), st.integers(1, 2), max_size=min(number, 2))
+        )
+        uses = {f"i{n}": a for n, a in uses.items() if n < number}
+        extra = {f"i{n}": uses.get(f"i{n}", 0) + a for n, a in holds.items() if n < number}
+        made.append(skill(f"S{number}", f"i{number}", draw(st.integers(1, 3)), uses, holds={**uses, **extra}))
+    return made
+
+
+@given(graphs())
+@settings(max_examples=150, deadline=None)
+def test_a_plan_for_any_reachable_graph_can_be_carried_out_step_by_step(made: list[Skill]) -> None:
+    by_name = {s.name: s for s in made}
+    for target in made:
+        plan = plan_for(target.name, made)
+        hands = replay(plan, by_name, None)
+        assert hands[target.done.feature] >= target.gain[target.done.feature]
+        assert plan[-1].skill == target.name or target.name in {step.skill for step in plan}
+        assert simulate(plan, by_name) == hands
+
+
+def test_capacity_splits_what_hands_cannot_hold_at_once() -> None:
+    features = Features("w", ("ore", "bar", "key"), {"ore": 2, "bar": 9}, frozenset({"ore", "bar"}))
+    made = [
+        skill("Dig", "ore"),
+        skill("Smelt", "bar", uses={"ore": 2}),
+        skill("Forge", "key", uses={"bar": 3}),
+    ]
+    plan = plan_for("Forge", made, features)
+    assert Counter({s: sum(p.count for p in plan if p.skill == s) for s in ("Dig", "Smelt")}) == {
+        "Dig": 6,
+        "Smelt": 3,
+    }
+    replay(plan, {s.name: s for s in made}, features)
+    with pytest.raises(ConfigError, match="only 2 can be held"):
+        plan_for("Big", [made[0], skill("Big", "key", uses={"ore": 3})], features)
+
+
+def test_a_circle_is_an_error_that_shows_the_way_around() -> None:
+    made = [skill("A", "a", uses={"c": 1}), skill("B", "b", uses={"a": 1}), skill("C", "c", uses={"b": 1})]
+    with pytest.raises(ConfigError, match="A -> C -> B -> A"):
+        plan_for("A", made)
+
+
+def test_an_item_that_nobody_gains_is_named() -> None:
+    with pytest.raises(ConfigError, match="'Make' requires 'gold', which cannot be had: no skill gains it"):
+        plan_for("Make", [skill("Make", "ring", uses={"gold": 1})])
+
+
+def test_an_unknown_target_is_guessed() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'Collect Iron'"):
+        plan_for("Colect Iron", SKILLS, FEATURES)
+
+
+def test_another_provider_is_taken_when_the_first_cannot_be_reached() -> None:
+    made = [
+        skill("Trade", "wood", uses={"gold": 1}, horizon=1),
+        skill("Chop", "wood", uses={}, holds={"axe": 1}),
+        skill("Find Axe", "axe"),
+        skill("Build", "hut", uses={"wood": 2}),
+    ]
+    assert [s.name for s in providers("wood", made)] == ["Trade", "Chop"]
+    assert [step.skill for step in plan_for("Build", made)] == ["Find Axe", "Chop", "Build"]
+
+
+def test_dependencies_are_all_skills_of_the_plan_in_its_order() -> None:
+    by_name = {s.name: s for s in SKILLS}
+    assert dependencies(by_name["Collect Stone"], SKILLS) == [
+        "Collect Wood",
+        "Place Table",
+        "Make Wood Pickaxe",
+    ]
+    assert dependencies(by_name["Drink Water"], SKILLS) == []
+
+
+def test_requirements_that_use_each_other_up_are_provided_until_both_are_there() -> None:
+    # The pick costs wood, and making the sword needs wood and the pick at once: wood twice, then both.
+    made = [
+        skill("Chop", "wood"),
+        skill("Pick", "pick", uses={"wood": 1}),
+        skill("Sword", "sword", uses={"wood": 1}, holds={"pick": 1}),
+    ]
+    plan = plan_for("Sword", made)
+    assert plan == [Step("Chop", 2), Step("Pick", 1), Step("Sword", 1)]

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal import prepare_training_run, process_completed_training
+from shoal.core.errors import DataError
+from shoal.skills.jobs.records import NewVersion
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.network import Network, decode, encode
+from shoal.skills.learning.run import Run, finish_training, read_outcome
+from shoal.skills.learning.spec import parse_skill
+
+MILLION = 1_000_000
+
+
+def amounts(**gain: int) -> dict[str, Any]:
+    return {"skill_with_consumption": {"requirements": {}, "consumption": {}, "gain": gain}}
+
+
+def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) -> None:
+    """A completed skill with a first version, as a training would have left it."""
+    store = Store(base)
+    feature = {0: "wood", 1: "stone", 2: "iron"}.get(expert, "drink")
+    spec = parse_skill({"name": name, "gain": {feature: 1}, "done": {"feature": feature}})
+    store.add_skill(spec, [], 10**9)
+    with store.transaction() as db:
+        db.execute("update skill set expert=? where name=?", (expert, name))
+    store.add_version(
+        NewVersion(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
+    )
+    store.update_skill(name, status="completed")
+    store.close()
+
+
+def prepare(base: Path, name: str, expert: int, deps: dict[str, int], gain: str) -> Path:
+    store = Store(base)
+    spec = parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}})
+    store.add_skill(spec, list(deps), 10**9)
+    with store.transaction() as db:
+        db.execute("update skill set expert=? where name=?", (expert, name))
+    store.close()
+    done = {dep: {"expert_idx": index} for dep, index in deps.items()}
+    return prepare_training_run(name, amounts(**{gain: 1}), expert, list(deps), done, base)[0]
+
+
+def test_the_reference_conflict_keeps_150_million_frames(tmp_path: Path, net: Callable[..., Network]) -> None:
+    # expert_0 has 50M. Skill A trains it by 80M (130M), skill B by 100M (150M); both began at 50M.
+    add_expert(tmp_path, "Collect Wood", 0, net("base"), 50 * MILLION)
+    a = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
+    b = prepare(tmp_path, "Skill B", 2, {"Collect Wood": 0}, "iron")
+    for folder, acted, own in ((a, 80, 1), (b, 100, 2)):
+        finish_training(
+            folder,
+            {0: net("wood", own).params(), 1: net("own", own).params()},
+            {0: acted * MILLION, 1: acted * MILLION},
+        )
+    one = process_completed_training(a, "Skill A", 1, tmp_path)
+    assert one["expert_updates"] == {0: {"action": "updated", "frames": 130 * MILLION}}
+    assert one["new_expert"] == {"global_idx": 1, "frames": 80 * MILLION}
+    two = process_completed_training(b, "Skill B", 2, tmp_path)
+    assert two["expert_updates"] == {0: {"action": "updated", "frames": 150 * MILLION}}
+    head = Store(tmp_path).head(0)
+    assert head is not None
+    assert head.frames == 150 * MILLION
+    kept = decode(Store(tmp_path).get_blob(head.sha256), "head")[0]
+    assert (kept["actor/weight"] == net("wood", 2).params()["actor/weight"]).all()
+
+
+def test_in_the_other_order_the_loser_is_kept_as_a_version(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
+    add_expert(tmp_path, "Collect Wood", 0, net("base"), 50 * MILLION)
+    a = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
+    b = prepare(tmp_path, "Skill B", 2, {"Collect Wood": 0}, "iron")
+    for folder, acted, own in ((a, 80, 1), (b, 100, 2)):
+        finish_training(
+            folder, {0: net("wood", own).params(), 1: net("own", own).params()},
+            {0: acted * MILLION, 1: acted * MILLION},
+        )  # fmt: skip
+    process_completed_training(b, "Skill B", 2, tmp_path)
+    result = process_completed_training(a, "Skill A", 1, tmp_path)
+    assert result["expert_updates"] == {0: {"action": "kept", "frames": 150 * MILLION}}
+    store = Store(tmp_path)
+    frames = [(row.frames, row.accepted) for row in store.versions(0)]
+    assert frames == [(50 * MILLION, True), (150 * MILLION, True), (130 * MILLION, False)]
+    loser = decode(store.get_blob(store.versions(0)[-1].sha256), "loser")[0]
+    assert (loser["actor/weight"] == net("wood", 1).params()["actor/weight"]).all()
+
+
+def test_four_sparse_experts_become_four_networks_not_fifty_one(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
+    names = {"Zero": 0, "Five": 5, "Ten": 10}
+    for name, expert in names.items():
+        add_expert(tmp_path, name, expert, net("expert", expert), expert + 1)
+    folder = prepare(tmp_path, "Fifty", 50, names, "plant")
+    run = Run.open(folder)
+    assert run.local_to_global == {0: 0, 1: 5, 2: 10, 3: 50}
+    task = run.task()
+    assert len(task.experts) == 4
+    for local, expert in ((0, 0), (1, 5), (2, 10)):
+        loaded = task.experts[local]
+        assert loaded is not None
+        assert (loaded.flat == net("expert", expert).flat).all()
+    assert task.experts[3] is None  # the new one is made by the training
+    remapping = json.loads((folder / "50_policies" / "remap.json").read_text())
+    assert remapping["global_to_local"] == {"0": 0, "5": 1, "10": 2, "50": 3}
+    assert remapping["initial_frame_counts"] == {"0": 1, "5": 6, "10": 11, "50": 0}
+
+
+def test_an_expert_that_only_made_start_states_gets_no_frames(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
+    add_expert(tmp_path, "Collect Wood", 0, net("base"), 50)
+    folder = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
+    finish_training(folder, {0: net("base").params(), 1: net("own").params()}, {0: 0, 1: 70})
+    result = process_completed_training(folder, "Skill A", 1, tmp_path)
+    assert result["expert_updates"] == {}
+    assert result["new_expert"] == {"global_idx": 1, "frames": 70}
+    assert [row.frames for row in Store(tmp_path).versions(0)] == [50]
+
+
+def test_total_timesteps_credits_every_expert_as_the_reference_did(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
+    add_expert(tmp_path, "Collect Wood", 0, net("base"), 50)
+    folder = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
+    finish_training(folder, {0: net("wood").params(), 1: net("own").params()}, {0: 1, 1: 1})
+    result = process_completed_training(folder, "Skill A", 1, tmp_path, total_timesteps=100)
+    assert result["expert_updates"][0]["frames"] == 150
+    assert result["new_expert"]["frames"] == 100
+
+
+def test_the_folders_of_the_reference_are_there_and_the_run_folder_is_gone(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
+    folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
+    assert folder == tmp_path / "training_runs" / "skill_0_Collect_Wood"
+    assert (folder / "0.json").exists()
+    assert (folder / "0_policies").is_dir()
+    finish_training(folder, {0: net("own").params()}, {0: 1234}, success=0.75)
+    process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert not folder.exists()
+    policy = tmp_path / "skills" / "0_Collect_Wood" / "expert_0_policy"
+    metadata = json.loads((policy / "metadata.json").read_text())
+    assert (metadata["skill_name"], metadata["global_expert_idx"], metadata["total_frames"]) == (
+        "Collect Wood",
+        0,
+        1234,
+    )
+    arrays, _ = decode((policy / "params.safetensors").read_bytes(), "x")
+    assert (Network.from_params(arrays).flat == net("own").flat).all()
+    latest = json.loads((tmp_path / "checkpoints" / "global_latest.json").read_text())
+    assert latest["skills"]["Collect Wood"]["total_frames"] == 1234
+    assert latest["skills"]["Collect Wood"]["path"] == "skills/0_Collect_Wood"
+
+
+def test_a_merge_that_is_repeated_counts_once(tmp_path: Path, net: Callable[..., Network]) -> None:
+    folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
+    finish_training(folder, {0: net("own").params()}, {0: 10})
+    process_completed_training(folder, "Collect Wood", 0, tmp_path, keep_run=True)
+    store = Store(tmp_path)
+    attempt = store.attempts("Collect Wood")[0].id
+    again = process_completed_training(folder, "Collect Wood", 0, tmp_path, attempt=attempt)
+    assert again["already_merged"]
+    assert len(store.versions()) == 1
+    assert store.skill("Collect Wood").budget_used == 10
+
+
+def test_auto_evaluates_and_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
+    # The head interacts and walks at random, which collects wood now and then; the run only ever waits.
+    from shoal.skills.learning.crafting import CraftingWorld
+    from shoal.skills.learning.network import Shape
+
+    shape = Shape(CraftingWorld.obs_size, 8, CraftingWorld.n_actions)
+    able, useless = Network(shape), Network(shape)
+    able.bh[:5] = 9
+    useless.bh[10] = 50
+    add_expert(tmp_path, "Collect Wood", 0, able, 100)
+    folder = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
+    finish_training(folder, {0: useless.params(), 1: able.params()}, {0: 10**9, 1: 5})
+    result = process_completed_training(folder, "Skill A", 1, tmp_path, merge="auto")
+    assert result["expert_updates"][0] == {"action": "kept", "frames": 100}
+    rows = {row.kind: row for row in Store(tmp_path).versions(0)[1:]}
+    assert rows["run"].wins == 0
+    assert rows["run"].episodes >= 256
+    assert not rows["run"].accepted
+
+
+def test_a_result_that_is_missing_altered_or_of_another_launch_is_refused(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
+    folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
+    with pytest.raises(DataError, match="is not done"):
+        read_outcome(folder)
+    finish_training(folder, {0: net("own").params()}, {0: 10}, attempt=3)
+    with pytest.raises(DataError, match="mark of launch 3, not of launch 4"):
+        read_outcome(folder, 4)
+    path = folder / "0_policies" / "result.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(DataError, match="is not the file that DONE.json speaks of"):
+        read_outcome(folder, 3)
+
+
+def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    run = Run.open(prepare(tmp_path, "Collect Wood", 0, {}, "wood"))
+    assert run.load_checkpoint() is None
+    for update in (1, 2, 3):
+        run.save_checkpoint(update, {"x": np.full(8, update)}, {"update": update})
+    assert len(run.checkpoints()) == 2
+    newest = run.checkpoints()[-1]
+    for broken in (newest.read_bytes()[:50], b"", bytes([255]) + newest.read_bytes()[1:]):
+        newest.write_bytes(broken)
+        loaded = run.load_checkpoint()
+        assert loaded is not None
+        assert loaded[1] == {"update": 2}
+
+
+def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
+    from shoal.skills.learning.crafting import FEATURES
+
+    folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
+    start = np.zeros((100, len(FEATURES.names)), np.float32)
+    start[:50, FEATURES.index("iron")] = 1  # as if wood could only be had with iron, which nobody gains
+    end = start.copy()
+    end[:50, FEATURES.index("wood")] += 1
+    success = (np.arange(100) < 50).astype(np.float32)
+    finish_training(
+        folder,
+        {0: net("own").params()},
+        {0: 10},
+        episodes={"start": start, "before": start, "end": end, "success": success},
+    )
+    process_completed_training(folder, "Collect Wood", 0, tmp_path, analyse=True)
+    assert Store(tmp_path).skill("Collect Wood").spec.requirements == {}
+    assert "corrected" not in [event["kind"] for event in Store(tmp_path).events()]

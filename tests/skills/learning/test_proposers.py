@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from shoal.core.errors import ConfigError, EngineError
+from shoal.skills.learning.crafting import FEATURES
+from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, first_object, knowledge_base
+from shoal.skills.learning.scheduler import Frontier, SkillScheduler
+from shoal.skills.learning.spec import load_skills
+
+SKILLS = load_skills(knowledge_base("crafting"), FEATURES)
+WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
+
+
+class Server:
+    """An OpenAI-compatible server that says what it is told to say, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.replies: list[str] = []
+        self.asked: list[dict] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                text = outer.replies.pop(0)
+                body = (
+                    text
+                    if text.startswith("RAW")
+                    else json.dumps({"choices": [{"message": {"content": text}}]})
+                )
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self.http = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def test_a_models_skill_is_read_from_its_reply_whatever_stands_around_it(server: Server) -> None:
+    server.replies = [f"Sure! Here is {{a skill}}:\n```json\n{json.dumps(WOOD)}\n``` I hope it helps {{}}"]
+    skill = LanguageModel("m", server.url, FEATURES).next_skill([], [], {})
+    assert skill is not None
+    assert skill.name == "Collect Wood"
+    assert server.asked[0]["model"] == "m"
+    assert "wood_pickaxe" in server.asked[0]["messages"][0]["content"]
+
+
+def test_a_refused_skill_goes_back_to_the_model_with_the_reason(server: Server) -> None:
+    server.replies = [
+        json.dumps({**WOOD, "gain": {"gold": 1}}),
+        "no json at all",
+        json.dumps({**WOOD, "name": "../../etc/passwd; rm -rf ~"}),
+        json.dumps(WOOD),
+    ]
+    skill = LanguageModel("m", server.url, FEATURES, tries=4).next_skill([], [], {})
+    assert skill is not None
+    reasons = [request["messages"][-1]["content"] for request in server.asked[1:]]
+    assert "no feature named 'gold'" in reasons[0]
+    assert "holds no JSON object" in reasons[1]
+    assert "name must be" in reasons[2]
+
+
+def test_a_model_that_never_gives_a_usable_skill_is_an_error(server: Server) -> None:
+    server.replies = [json.dumps({**WOOD, "code": "__import__('os').system('x')"})] * 3
+    with pytest.raises(
+        EngineError, match="no usable skill in 3 replies; the last problem: .*unknown field `code`"
+    ):
+        LanguageModel("m", server.url, FEATURES).next_skill([], [], {})
+
+
+def test_a_skill_that_exists_or_cannot_be_reached_is_refused(server: Server) -> None:
+    server.replies = [json.dumps(WOOD), json.dumps({**WOOD, "name": "New", "requirements": {"iron": 1}})]
+    with pytest.raises(EngineError, match="'iron', which cannot be had"):
+        LanguageModel("m", server.url, FEATURES, tries=2).next_skill(SKILLS[:1], [], {})
+    assert "named 'Collect Wood' already" in server.asked[1]["messages"][-1]["content"]
+
+
+def test_a_model_may_say_that_there_is_nothing_left(server: Server) -> None:
+    server.replies = ['{"name": null}']
+    assert LanguageModel("m", server.url, FEATURES).next_skill(SKILLS, [], {}) is None
+
+
+@pytest.mark.parametrize("reply", ["RAW not json", 'RAW{"choices": []}', 'RAW{"choices": [{"message": {}}]}'])
+def test_an_answer_that_is_not_a_chat_is_an_engine_error(server: Server, reply: str) -> None:
+    server.replies = [reply]
+    with pytest.raises(EngineError, match="no reply from http"):
+        LanguageModel("m", server.url, FEATURES).next_skill([], [], {})
+
+
+def test_a_server_that_is_not_there_is_an_engine_error() -> None:
+    with pytest.raises(EngineError, match="no reply from http://127.0.0.1:9/v1"):
+        LanguageModel("m", "http://127.0.0.1:9/v1", FEATURES, timeout=2).next_skill([], [], {})
+    with pytest.raises(ConfigError, match="must start with http"):
+        LanguageModel("m", "file:///etc/passwd", FEATURES)
+
+
+def test_deeply_nested_and_endless_replies_are_only_a_config_error() -> None:
+    for text in ("{" * 5000, "[" * 20_000, '{"a":' * 3000, "", '"{"'):
+        with pytest.raises(ConfigError, match="no JSON object"):
+            first_object(text)
+
+
+def test_the_knowledge_base_gives_first_what_can_be_trained_now() -> None:
+    base = KnowledgeBase(knowledge_base("crafting"), FEATURES)
+    names = []
+    while (skill := base.next_skill([s for s in SKILLS if s.name in names], [], {})) is not None:
+        names.append(skill.name)
+    assert names[:3] == ["Collect Wood", "Drink Water", "Collect Sapling"]  # these need nothing
+    assert sorted(names) == sorted(skill.name for skill in SKILLS)
+    done = base.next_skill([s for s in SKILLS if s.name in names[:3]], ["Collect Sapling"], {})
+    assert done is not None
+    assert done.name == "Plant Sapling"  # its need is met, while the table's is not
+
+
+def test_a_target_brings_only_what_it_needs() -> None:
+    base = KnowledgeBase(knowledge_base("crafting"), FEATURES, target="Make Wood Sword")
+    assert [skill.name for skill in base.skills] == ["Collect Wood", "Place Table", "Make Wood Sword"]
+
+
+def test_a_knowledge_base_that_cannot_be_reached_is_refused_before_training(tmp_path: Path) -> None:
+    path = tmp_path / "skills.yaml"
+    path.write_text("skills: [{name: A, gain: {table: 1}, done: {feature: table}, requirements: {iron: 1}}]")
+    with pytest.raises(ConfigError, match="'iron', which cannot be had"):
+        KnowledgeBase(path, FEATURES)
+
+
+class Recording:
+    """A proposer that notes what was completed whenever it was asked."""
+
+    def __init__(self, skills) -> None:
+        self.left, self.asked = list(skills), []
+
+    def next_skill(self, known, completed, failed):
+        self.asked.append((list(completed), dict(failed)))
+        return self.left.pop(0) if self.left else None
+
+
+def test_proposing_pauses_while_the_next_skill_needs_one_in_training(tmp_path: Path, scripted) -> None:
+    by_name = {skill.name: skill for skill in SKILLS}
+    order = ["Collect Wood", "Drink Water", "Place Table", "Collect Sapling"]
+    proposer = Recording([by_name[name] for name in order])
+    launcher = scripted()
+    launcher.gate.clear()
+    s = SkillScheduler(tmp_path, 4, 0.2, launcher=launcher, analyse=False)
+    frontier = Frontier(s, proposer, max_nodes=4)
+    timer = threading.Timer(0.6, launcher.gate.set)
+    timer.start()
+    assert frontier.run()
+    timer.join()
+    # Three proposals at once; the fourth only when the wood that the table needs was there.
+    assert [len(completed) for completed, _ in proposer.asked[:3]] == [0, 0, 0]
+    assert "Collect Wood" in proposer.asked[3][0]
+    assert len(s.get_completed_skills()) == 4
+
+
+def test_a_failure_opens_the_frontier_again_and_the_proposer_is_told(tmp_path: Path, scripted) -> None:
+    def fail(folder, attempt):
+        raise RuntimeError("too hard")
+
+    by_name = {skill.name: skill for skill in SKILLS}
+    proposer = Recording([by_name["Collect Wood"], by_name["Place Table"]])
+    s = SkillScheduler(tmp_path, 2, 0.2, max_retries=0, launcher=scripted(fail), analyse=False)
+    assert not Frontier(s, proposer, max_nodes=5).run()
+    assert proposer.asked[-1][1]["Collect Wood"] == "too hard"
+
+
+def test_an_error_of_the_proposer_comes_out_after_what_was_queued(tmp_path: Path, scripted) -> None:
+    class Breaks(Recording):
+        def next_skill(self, known, completed, failed):
+            if not self.left:
+                raise EngineError("the server is gone")
+            return super().next_skill(known, completed, failed)
+
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
+    with pytest.raises(EngineError, match="the server is gone"):
+        Frontier(s, Breaks(SKILLS[:1]), max_nodes=5).run()
+    assert list(s.get_completed_skills()) == ["Collect Wood"]
+
+
+def test_no_more_than_max_nodes_are_proposed(tmp_path: Path, scripted) -> None:
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
+    assert Frontier(s, KnowledgeBase(knowledge_base("crafting"), FEATURES, 3), max_nodes=3).run()
+    assert len(s.store.skills()) == 3

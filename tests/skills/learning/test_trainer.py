@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shoal.skills.learning.chain import Course, fresh_worlds, walk
+from shoal.skills.learning.crafting import FEATURES, CraftingWorld
+from shoal.skills.learning.network import Network, Shape
+from shoal.skills.learning.plan import Step
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig
+
+SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
+
+
+def task(config: TrainingConfig, name: str = "Collect Wood", count: int = 4, seed: int = 0) -> Task:
+    return Task("crafting", name, SKILLS, (Step(name, count),), (None,), (0,), seed, config)
+
+
+def finish(trainer: Trainer, checkpoint=lambda t: None) -> bytes:
+    """Everything a training ends with: the best experts, and the last ones."""
+    result = trainer.train(lambda row: None, checkpoint)
+    return b"".join(net.flat.tobytes() for net in [*result.experts, *trainer.nets])
+
+
+def test_the_same_seed_gives_the_same_expert_and_another_does_not(quick: TrainingConfig) -> None:
+    def train(seed: int) -> bytes:
+        trainer = Trainer(task(quick, seed=seed))
+        trainer.prepare()
+        return finish(trainer)
+
+    assert train(1) == train(1)
+    assert train(1) != train(2)
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3])
+def test_a_training_resumed_anywhere_ends_with_the_same_bytes(quick: TrainingConfig, stop_at: int) -> None:
+    # One wood a time: episodes run into their horizon of 60 steps within the 64 that are trained.
+    config = replace(quick, success_state_rate=2.0, patience_frames=1e9)
+    whole = Trainer(task(config, count=1))
+    whole.prepare()
+    saved = {}
+
+    def keep(trainer: Trainer) -> None:
+        arrays, plain = trainer.state()
+        saved[trainer.update] = {key: array.copy() for key, array in arrays.items()}, plain
+
+    expected = finish(whole, keep)
+    arrays, plain = saved[stop_at]
+    second = Trainer(task(config, count=1))
+    second.prepare()
+    second.restore(arrays, plain)
+    assert finish(second) == expected
+
+
+def test_the_identity_of_an_easy_skill_is_learned_in_seconds() -> None:
+    # From states with wood in hand and grass ahead, placing a table is one action of eleven.
+    config = TrainingConfig(
+        num_envs=64, layer_size=32, bank_worlds=256, evaluation_episodes=256, total_timesteps=6e4
+    )
+    plan = (Step("Collect Wood", 2), Step("Place Table", 1))
+    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, config))
+    trainer.prepare()
+    before = trainer.evaluate()
+    result = trainer.train(lambda row: None, lambda t: None)
+    assert result.success > 0.9 > before + 0.1
+    assert result.acted_frames == [0, result.frames]  # the wood expert only made start states
+
+
+def wood_expert() -> Network:
+    """A network that turns until a tree is ahead by chance and always interacts or walks: good enough for a bank."""
+    net = Network(Shape(CraftingWorld.obs_size, 4, CraftingWorld.n_actions))
+    net.bh[:5] = [1.0, 1.0, 1.0, 1.0, 2.0]
+    net.bh[5:11] = -9
+    return net
+
+
+def test_frames_are_counted_only_where_an_expert_acted_and_learned(quick: TrainingConfig) -> None:
+    plan = (Step("Collect Wood", 2), Step("Place Table", 1))
+    config = replace(quick, train_deps="on", bank_worlds=256)
+    shared = Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, config)
+    trainer = Trainer(shared)
+    trainer.prepare()
+    result = trainer.train(lambda row: None, lambda t: None)
+    assert result.frames == 2048
+    trained = trainer.acted
+    assert sum(trained) == 2048
+    assert min(trained) > 0  # half of the lanes start from nothing, so both experts act
+    frozen = Trainer(replace(shared, config=replace(config, train_deps="off")))
+    frozen.prepare()
+    before = frozen.nets[0].flat.copy()
+    outcome = frozen.train(lambda row: None, lambda t: None)
+    assert outcome.acted_frames[0] == 0
+    assert (outcome.experts[0].flat == before).all()
+
+
+def test_what_is_kept_is_the_best_evaluation_not_the_last(quick: TrainingConfig) -> None:
+    trainer = Trainer(task(replace(quick, success_state_rate=2.0)))
+    trainer.prepare()
+    scores = iter([0.4, 0.9, 0.1, 0.2])
+    kept: dict[float, bytes] = {}
+
+    def evaluate() -> float:
+        score = next(scores)
+        kept[score] = trainer.nets[0].flat.tobytes()
+        if score > trainer.best_success:
+            trainer.best, trainer.best_success = [net.copy() for net in trainer.nets], score
+        return score
+
+    trainer.evaluate = evaluate  # type: ignore[method-assign]
+    for score in (0.4, 0.9, 0.1):
+        trainer.step()
+        assert trainer.evaluate() == score
+    assert trainer.best[0].flat.tobytes() == kept[0.9] != trainer.nets[0].flat.tobytes()
+
+
+def test_a_skill_whose_start_is_never_reached_says_so(quick: TrainingConfig) -> None:
+    useless = Network(Shape(CraftingWorld.obs_size, 4, CraftingWorld.n_actions))
+    useless.bh[10] = 50  # only ever waits
+    plan = (Step("Collect Wood", 2), Step("Place Table", 1))
+    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (useless, None), (0, 1), 0, quick))
+    with pytest.raises(RuntimeError, match="no start state for 'Place Table'"):
+        trainer.prepare()
+
+
+def test_counters_are_judged_from_the_start_of_a_step_and_tools_absolutely() -> None:
+    plan = [Step("Collect Wood", 2), Step("Place Table", 1), Step("Make Wood Pickaxe", 1)]
+    course = Course(plan, SKILLS, FEATURES, [0, 1, 2])
+    values = np.zeros((3, len(FEATURES.names)), np.float32)
+    start = values.copy()
+    values[:, FEATURES.index("wood")], start[:, FEATURES.index("wood")] = [5, 4, 9], [3, 3, 9]
+    at = np.zeros(3, np.int64)
+    assert list(course.satisfied(at, values, start)) == [True, False, False]  # +2, +1, +0
+    values[1, FEATURES.index("table")] = 1
+    assert list(course.skip(np.array([1, 1, 1]), values)) == [
+        1,
+        2,
+        1,
+    ]  # a table that stands is not placed again
+    values[1, FEATURES.index("wood_pickaxe")] = 1
+    assert list(course.skip(np.array([1, 1, 1]), values)) == [1, 3, 1]
+    assert list(course.skip(np.array([0, 0, 0]), values)) == [0, 0, 0]  # counters are never skipped
+
+
+def test_walking_gives_the_same_whether_lanes_are_dropped_or_not() -> None:
+    # Shrinking changes which random numbers a lane gets, so compare what does not depend on them: an expert
+    # whose actions are certain. It always walks left, so it ends at the left edge or before an obstacle.
+    net = Network(Shape(CraftingWorld.obs_size, 4, CraftingWorld.n_actions))
+    net.bh[4] = 60  # always interacts
+    world = CraftingWorld(300)
+    starts = fresh_worlds(world, 300, 0, "test")
+    course = Course([Step("Collect Wood", 1)], SKILLS, FEATURES, [0])
+    shrunk = walk("crafting", starts, course, [net], np.random.default_rng(0))
+    fixed = walk("crafting", starts, course, [net], np.random.default_rng(0), CraftingWorld(128))
+    cells, place, look = (starts.arrays[key] for key in ("cells", "place", "look"))
+    ahead = place + np.array([[0, -1], [0, 1], [-1, 0], [1, 0]])[look]
+    facing_tree = cells[np.arange(300), ahead[:, 0], ahead[:, 1]] == 1
+    assert (shrunk.finished == facing_tree).all()
+    assert (fixed.finished == facing_tree).all()
+    assert (shrunk.length[facing_tree] == 1).all()
+    assert (shrunk.length[~facing_tree] == 60).all()  # the horizon of one application
+    assert int(shrunk.acted[0]) == int(fixed.acted[0]) == facing_tree.sum() + 60 * (~facing_tree).sum()
+    assert (shrunk.ends.arrays["cells"] == fixed.ends.arrays["cells"]).all()
