@@ -35,8 +35,8 @@ import torch  # noqa: E402
 
 import ppo_single_file  # noqa: E402
 from shoal.core.files import read_json, write_json  # noqa: E402
-from shoal.train.ppo import PPO  # noqa: E402
-from shoal.train.presets import PRESETS  # noqa: E402
+from shoal.train.ppo.ppo import PPO  # noqa: E402
+from shoal.train.ppo.presets import PRESETS  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "ppo.json"
 ENVS = {"cartpole": "CartPole-v1", "lunarlander": "LunarLander-v3"}

@@ -10,7 +10,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "src"))
 
 from shoal.core.files import read_json  # noqa: E402
-from shoal.train.presets import PRESETS  # noqa: E402
+from shoal.train.ppo.presets import PRESETS  # noqa: E402
 
 SUBJECTS = (
     "shoal", "shoal, 2 workers", "shoal, torch path", "Stable-Baselines3", "single-file PPO", "limit: stepping only",

@@ -44,7 +44,7 @@ from shoal.rollout.samplers.models import resolve_model  # noqa: E402
 from shoal.train.agent.advantages import group_relative  # noqa: E402
 from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm  # noqa: E402
-from shoal.train.agent.policy import Policy, logprobs_of, policy_of, split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.policy import Policy, policy_of, score, split_optimizer, trained_parameters  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
@@ -156,7 +156,7 @@ def make_episodes(case: Case, seed: int) -> list[Trajectory]:
 def make_batch(episodes: Sequence[Trajectory], engine: Policy) -> list[Sample]:
     """One sample an episode, with advantages and the log-probs of the first weights."""
     samples = [sample for episode in episodes for sample in make_samples(episode)]
-    old = token_values(samples, lambda micro: logprobs_of(engine, micro, 1.0)[1], 8192, engine.pad_id, "cpu")
+    old = token_values(samples, lambda micro: score(engine, micro, 1.0).logprobs, 8192, engine.pad_id, "cpu")
     advantages = group_relative([e.reward for e in episodes], [e.group for e in episodes])
     return [
         s.with_column("rollout_logprobs", o)

@@ -26,8 +26,8 @@ from shoal.envs import resolve
 from shoal.envs.catalogue import find, name_of, parse_env_kwargs, resolve_text, spec_of
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.rollout.factory import make_set, validate_environment_config
-from shoal.train.ppo import PPO
-from shoal.train.ppo_envs import EnvFactory
+from shoal.train.ppo.envs import EnvFactory
+from shoal.train.ppo.ppo import PPO
 
 HERE = "tests.envs.named_envs"
 REGISTERED = {
@@ -277,7 +277,7 @@ def test_what_a_script_registers_is_known_to_its_worker_processes(tmp_path):
             for backend in ("serial", "process"):
                 with closing(make_vec(name, 2, backend=backend)) as envs:
                     print(name, repr(envs.reset(seed=1)[0][0]))
-        from shoal.train.ppo import PPO
+        from shoal.train.ppo.ppo import PPO
         for name in ("my_pole", "MyPole-v0"):
             with PPO(name, n_envs=2, backend="process", num_workers=2, n_steps=8, batch_size=8, hidden=(8,)) as ppo:
                 ppo.learn(32)

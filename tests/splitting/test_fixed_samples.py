@@ -17,7 +17,7 @@ from shoal.splitting import (
     StepwiseTrajectorySplitter,
     TrajectorySplitter,
 )
-from shoal.splitting.templates import MODEL_TEXT
+from shoal.splitting.encode import MODEL_TEXT
 
 
 def answers(root, name):

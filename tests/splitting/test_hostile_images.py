@@ -16,8 +16,7 @@ from PIL import Image
 from shoal.core.errors import DataError
 from shoal.core.seeding import stream
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
-from shoal.splitting.image_files import decode_rgb, image_size
-from shoal.splitting.pixels import cut_patches
+from shoal.splitting.images import cut_patches, decode_rgb, image_size
 
 
 def encoded(kind, width=56, height=56, mode="RGB"):
@@ -143,7 +142,7 @@ import io, sys, numpy as np
 from pathlib import Path
 from PIL import Image
 from shoal.core.errors import DataError
-from shoal.splitting.image_files import decode_rgb, image_size
+from shoal.splitting.images import decode_rgb, image_size
 rng = np.random.default_rng(int(sys.argv[2]))
 seeds = [path.read_bytes() for path in sorted(Path(sys.argv[1]).iterdir())]
 read = refused = 0

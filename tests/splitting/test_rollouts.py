@@ -3,7 +3,7 @@ import torch
 
 from shoal.core.errors import DataError
 from shoal.splitting import RolloutTokens, StepwiseTrajectorySplitter, write_rollout
-from shoal.splitting.rollouts import read_rollout
+from shoal.splitting.readers.recordings import read_rollout
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
-from shoal.splitting.layout import image_on_grid, lay_out
-from shoal.splitting.templates import ChatTemplate
+from shoal.splitting.encode import ChatTemplate
+from shoal.splitting.place import image_on_grid, lay_out
 
 FORGETFUL = """\
 {%- for m in messages -%}

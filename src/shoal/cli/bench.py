@@ -60,6 +60,8 @@ class BenchOptions:
     """Folder for `summary.json` (nothing is written without it)."""
     format: Literal["table", "json"] = "table"
     """How the result is printed."""
+    json: bool = False
+    """The same as `--format json`."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def main(argv: list[str]) -> int:
     if folder is not None:
         known = {speed.name: speed.steps_per_second for speed in speeds}
         folder.finish({**result, "steps_per_second": max(filter(None, known.values()), default=None)})
-    if options.format == "json":
+    if options.json or options.format == "json":
         print(json.dumps(result))
     else:
         _show(Console(highlight=False), options, result, speeds, loop)

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from shoal.cli.agent_options import hide_loading
+from shoal.cli.agent_options import hide_loading, refuse_device
+from shoal.cli.grammar import print_json
 from shoal.core.errors import ConfigError, DataError, EngineError
+from shoal.core.run_folder import RunFolder
 
 SERVER = "openai:"
 """What the name of a model on a server begins with."""
@@ -60,10 +62,12 @@ class EvalOptions:
     """Seconds that the server has for an answer."""
     retries: int = 4
     """Attempts after the first, where the server is busy or out of reach."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["--run-dir"])] = None
     """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`."""
     format: Literal["table", "json"] = "table"
     """How the result is printed."""
+    json: bool = False
+    """The same as `--format json`."""
 
 
 def main(argv: list[str]) -> int:
@@ -71,9 +75,15 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=DESCRIPTION)
     if options.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
+    if options.device is not None and not options.model.startswith(SERVER):
+        refuse_device(options.device)
     from shoal.train.agent.evaluation import mean_interval, success_by_kind, success_rate
 
-    trajectories = _play(options)
+    here = (
+        options.out is not None and options.out.is_dir()
+    )  # a new one is made when there is something to keep
+    folder = RunFolder(options.out, "eval", options.seed) if here and options.out else None
+    trajectories, played_as = _play(options)
     whole = [t for t in trajectories if t.status == "ok"]
     failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
     if not whole:
@@ -98,8 +108,8 @@ def main(argv: list[str]) -> int:
         print(
             f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}", file=sys.stderr
         )
-    if options.format == "json":
-        print(json.dumps(result))
+    if options.json or options.format == "json":
+        print_json(result)
     else:
         print(f"success        {rate.value:.3f}   95% interval {rate.low:.3f} to {rate.high:.3f}")
         for name, share in success_by_kind(whole).items():
@@ -109,13 +119,17 @@ def main(argv: list[str]) -> int:
         print(f"valid actions  {result['valid_actions']:.3f}")
         print(f"episodes       {len(whole)} whole, {result['failed_episodes']} failed")
     if options.out is not None:
-        _write(options, trajectories, result)
+        _write(
+            options, folder or RunFolder(options.out, "eval", options.seed), trajectories, result, played_as
+        )
     return 0
 
 
-def _play(options: EvalOptions) -> list[Any]:
+def _play(options: EvalOptions) -> tuple[list[Any], dict[str, Any]]:
+    """The episodes, and the settings that they were played with."""
     import torch
 
+    from shoal.core.configuration import to_mapping
     from shoal.core.seeding import derive_seed
     from shoal.rollout.collector import TrajectoryCollector
     from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager, make_set
@@ -124,7 +138,7 @@ def _play(options: EvalOptions) -> list[Any]:
 
     if options.env is None and options.model.startswith(SERVER):
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
-    engine, run = _engine(options)
+    engine, run = engine_of(options)
     torch.set_num_threads(run.engine.threads)
     if options.env is None:
         tags = run.es_manager.val.env_configs
@@ -149,7 +163,17 @@ def _play(options: EvalOptions) -> list[Any]:
         while len(played) < options.episodes:
             played += collector.collect(0, sampling, first_group=len(played))
             _say_progress(min(len(played), options.episodes), options.episodes)
-        return played[: options.episodes]
+        values = to_mapping(run)
+        values["seed"], values["run_dir"], values["resume"] = options.seed, None, False
+        values["custom_envs"] = {
+            **values["custom_envs"],
+            **{tag: to_mapping(kind) for tag, kind in kinds.items()},
+        }
+        values["es_manager"]["val"] = to_mapping(groups)
+        values["agent_proxy"] |= {
+            "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "max_turn": None,
+        }  # fmt: skip
+        return played[: options.episodes], values
     finally:
         made.pool.close()
         close_engine(engine)
@@ -160,11 +184,12 @@ def _say_progress(done: int, total: int) -> None:
         print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def _engine(options: EvalOptions) -> tuple[Any, Any]:
+def engine_of(options: EvalOptions) -> tuple[Any, Any]:
     """The engine to play with, and the settings of its run (defaults for a bare model)."""
     from omegaconf import OmegaConf
 
     from shoal.core.files import verify_folder
+    from shoal.rollout.samplers.models import KNOWN
     from shoal.rollout.samplers.registry import make_engine
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import checkpoint_of
@@ -181,6 +206,11 @@ def _engine(options: EvalOptions) -> tuple[Any, Any]:
             hide_loading()
         device = options.device or run.engine.device
         return load_engine(checkpoint / "engine", device=device, config=run.engine), run
+    if not folder.exists() and options.model not in KNOWN:
+        raise DataError(
+            f"there is no run folder and no model folder {folder}, nor is it one of {', '.join(KNOWN)} "
+            f"(shoal model list) or openai:MODEL; shoal runs lists the runs"
+        )
     if folder.exists() and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
@@ -219,12 +249,19 @@ def _value(text: str) -> Any:
         return text
 
 
-def _write(options: EvalOptions, trajectories: list[Any], result: dict[str, float]) -> None:
-    from shoal.core.data import write_trajectories
-    from shoal.core.run_folder import RunFolder
+def _write(
+    options: EvalOptions,
+    folder: Any,
+    trajectories: list[Any],
+    result: dict[str, float],
+    played_as: dict[str, Any],
+) -> None:
+    from omegaconf import OmegaConf
 
-    assert options.out is not None
-    folder = RunFolder(options.out, "eval", options.seed)
+    from shoal.core.data import write_trajectories
+
+    OmegaConf.save(OmegaConf.create(played_as), folder.path / "config.yaml")
     write_trajectories(folder.path / "trajectories" / "eval.jsonl", trajectories)
     folder.finish(result)
-    print(f"look at an episode:  shoal show {options.out} --worst")
+    out = sys.stderr if options.json or options.format == "json" else sys.stdout
+    print(f"look at an episode:  shoal show {options.out} --worst", file=out)

@@ -1,13 +1,20 @@
-"""`shoal COMMAND …`: finds the command's file, runs it, and turns shoal's errors into one readable line.
+"""`shoal COMMAND …`: finds the command's file, runs it, and turns what goes wrong into one readable line.
 
-A command is a function `main(argv) -> exit code` in a file of its own and one line in `COMMANDS`.
+A command is a function `main(argv) -> exit code` in a file of its own and one line in `COMMANDS`. Exit codes: 0 done,
+1 a run that failed or a check that did not hold, 2 a mistake in the call, 128 + N ended by signal N (130: Ctrl-C).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from shoal import __version__
 from shoal.core.errors import ShoalError, explain_import, unknown_name
@@ -21,14 +28,29 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "play episodes without training; compare sequential with parallel; replay",
     ),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
+    "runs": ("shoal.cli.runs", "list the runs of a folder"),
+    "compare": ("shoal.cli.compare", "compare runs: settings, metrics, curves, first differing token"),
+    "replay": ("shoal.cli.replay", "play a recorded episode again: check, debug, fork it"),
+    "rescore": ("shoal.cli.rescore", "score stored episodes again without playing"),
+    "prove": (
+        "shoal.cli.prove",
+        "prove here that a run is the same however it is run, and whatever is killed",
+    ),
     "eval": ("shoal.cli.eval", "play held-out episodes with a trained run or a model"),
     "export": ("shoal.cli.export", "write the model of a run as a folder of its own"),
     "model": ("shoal.cli.model", "fetch a small language model"),
     "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),
     "bench": ("shoal.cli.bench", "measure which backend steps an environment fastest here"),
     "skills": ("shoal.cli.skills", "train a graph of skills in parallel"),
+    "doctor": ("shoal.cli.doctor", "what this machine has, what it lacks, and what to do about it"),
+    "completion": ("shoal.cli.completion", "print a script that completes commands and flags in a shell"),
 }
 """name: (module with a `main(argv)`, one line of help)"""
+
+GOES_ON = ("train", "train-ppo", "rollout", "prove", "eval", "split", "bench", "skills")
+"""Commands whose work goes on when nobody reads what they say any more."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the machine has run out of; other errors of files are mistakes in the call."""
 
 
 def usage() -> str:
@@ -42,43 +64,157 @@ def usage() -> str:
             "usage: shoal COMMAND [options]     (shoal COMMAND --help tells all about one)",
             "",
             *lines,
+            "",
+            "Alike everywhere: --run-dir FOLDER  --resume  --seed N  --device NAME  --json (the result for programs)",
+            "Exit status: 0 done, 1 failed or not equal, 2 a mistake in the call, 130 Ctrl-C.",
+            "SHOAL_TRACEBACK=1 shows the whole traceback of an error that is told in one line.",
         ]
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code (2 for a mistake in the call, 1 for a failed run)."""
+    """Run one command; returns its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that "module:Class" finds the caller's own files
+    try:
+        with _signals() as got, _output(arguments[:1]):
+            try:
+                code = _run(arguments)
+                sys.stdout.flush()
+            except KeyboardInterrupt:
+                print("shoal: interrupted", file=sys.stderr)
+                code = 130
+            return 128 + got[0] if got and code == 130 else code
+    except (ShoalError, ValueError, OSError) as error:
+        if os.environ.get("SHOAL_TRACEBACK") and not isinstance(error, BrokenPipeError):
+            raise
+        return _tell(error)
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
     if arguments[0] in ("-V", "--version"):
         print(f"shoal {__version__}")
         return 0
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that "module:Class" finds the caller's own files
+    if arguments[0] not in COMMANDS:
+        raise unknown_name("command", arguments[0], COMMANDS)
     try:
-        if arguments[0] not in COMMANDS:
-            raise unknown_name("command", arguments[0], COMMANDS)
-        return _run(arguments[0], arguments[1:])
-    except (ShoalError, ValueError, FileNotFoundError) as error:
-        if os.environ.get("SHOAL_TRACEBACK"):
-            raise
-        print(f"shoal: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError | KeyError | FileNotFoundError) else 1
-    except KeyboardInterrupt:
-        print("shoal: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _run(command: str, argv: list[str]) -> int:
-    try:
-        return int(importlib.import_module(COMMANDS[command][0]).main(argv) or 0)
+        command = importlib.import_module(COMMANDS[arguments[0]][0]).main
+        if {"-h", "--help", "--help-all"} & {*arguments}:
+            return _help(command, arguments)
+        return int(command(arguments[1:]) or 0)
     except ModuleNotFoundError as error:
-        raise explain_import(f"shoal {command}", error) from error
+        raise explain_import(f"shoal {arguments[0]}", error) from error
+
+
+def _help(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """The help of a command, on one screen unless all was asked for."""
+    from shoal.cli.helping import BRIEFS, brief
+
+    for length in (2, 1):
+        name = " ".join(arguments[:length])
+        if "--help-all" not in arguments and name in BRIEFS:
+            print(brief(name, command, arguments[1:length]))
+            return 0
+    return int(command(["--help" if word == "--help-all" else word for word in arguments[1:]]) or 0)
+
+
+def _tell(error: Exception) -> int:
+    """One line about what went wrong, and the exit code."""
+    if isinstance(
+        error, BrokenPipeError
+    ):  # the reader of our output went away, as `| head` does: it has enough
+        _forget(sys.stdout)
+        return 0
+    text = str(error)
+    code = 2 if isinstance(error, ValueError | KeyError | FileNotFoundError) else 1
+    if isinstance(error, OSError) and not isinstance(error, ShoalError):
+        named = f" ({error.filename})" if error.filename is not None else ""
+        text = f"{error.strerror or error}{named}"
+        if error.errno == errno.ENOSPC or error.errno == errno.EDQUOT:
+            text += "; what was saved before is whole: make room and go on with --resume (resume=true)"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            text += "; choose another folder with --run-dir (run_dir=)"
+        code = 1 if error.errno in FULL else 2
+    with contextlib.suppress(OSError):
+        print(f"shoal: {text}", file=sys.stderr)
+    return code
+
+
+# --- output whose reader goes away, and signals
+class _Patient:
+    """A stream that goes on without its reader: a pipe that was closed, a terminal that is gone."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._gone = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Any) -> None:
+        if self._gone:
+            return
+        try:
+            act()
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self._gone = True
+            _forget(self._stream)
+            if self is sys.stdout:
+                print("shoal: nobody reads the output any more; the work goes on", file=sys.stderr)
+
+
+def _forget(stream: Any) -> None:
+    """Send a stream nowhere, so that what it still holds does not fail again when the program ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _output(command: list[str]) -> Iterator[None]:
+    """Commands that work go on without a reader; for the others a reader that has enough is the end."""
+    before = sys.stdout, sys.stderr
+    if command and command[0] in GOES_ON:
+        sys.stdout, sys.stderr = _Patient(sys.stdout), _Patient(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """A request to end, or a terminal that is closed, is like Ctrl-C: what was done is kept. Yields what came."""
+    got: list[int] = []
+
+    def end(number: int, frame: Any) -> None:
+        del frame
+        got.append(number)
+        raise KeyboardInterrupt
+
+    changed = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup and others who chose are left alone
+                changed[number] = signal.signal(number, end)
+    try:
+        yield got
+    finally:
+        for number, was in changed.items():
+            signal.signal(number, was)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+
+from shoal.cli.agent_options import hide_loading
 
 
 def main(argv: list[str]) -> int:
@@ -23,6 +26,8 @@ def main(argv: list[str]) -> int:
             here = "here" if (cache_folder() / name).is_dir() else "not fetched"
             print(f"{name:<10} {here:<12} {packed.describe}")
         return 0
+    with contextlib.suppress(ImportError):  # what is missing is told by what needs it
+        hide_loading()
     print(f"fetching {options.name} (the first time takes one to three minutes) …", flush=True)
     print(f"ready: {get_model(options.name)}")
     return 0

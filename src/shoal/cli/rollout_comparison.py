@@ -22,6 +22,11 @@ from shoal.rollout.verify import Verdict, compare
 
 ATTEMPTS = 5
 """Rollouts in which a worker is killed, until one was hit while it played."""
+LEVELS: dict[Level, str] = {
+    "L2": "promises the same log-probabilities to the bit",
+    "L1": "promises the same tokens",
+    "L0": "promises nothing: a server's batches decide its rounding",
+}
 HEADER = ["", "seconds", "speed", "failed", "success", "reward", "lost", "result"]
 
 
@@ -69,7 +74,13 @@ def compare_schedules(config: Any, options: argparse.Namespace, ending: contextl
         rows.append(_row(name, trajectories, report.seconds, sequential, report.worker_deaths, told))
         if verdict.first:
             print(f"{name}: {verdict.first}", file=sys.stderr)
-    print_table(f"{options.config_name}: {len(reference)} episodes, {engine.level} engine", HEADER, rows)
+    print_table(
+        f"{options.config_name}: {len(reference)} episodes, {engine.level} engine ({LEVELS[engine.level]})",
+        HEADER,
+        rows,
+    )
+    if not any(t.success for t in reference) and options.source is None:
+        notes.append("no episode succeeded: these weights are untrained; --from RUN plays those of a run")
     print("\n".join(notes))
     least: Level = min(verdict.level for verdict in verdicts)
     metrics = episode_metrics(reference, sequential) | {"least_level": least, "seconds_parallel": parallel}

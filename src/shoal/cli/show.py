@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,34 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from shoal.core.data import Trajectory, Turn, read_trajectories
+from shoal.cli.grammar import count_of, duration, print_json
+from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
+from shoal.core.run_folder import FolderLock
+from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 
 _TAG = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
+
+
+FIRST = (
+    "heldout_success", "best_heldout_success", "success", "success_low", "success_high", "reward", "heldout_reward",
+    "heldout_turns", "iterations", "eval_return_mean", "eval_return_std", "reward_mean", "steps", "episodes", "turns",
+    "steps_per_second", "seconds_rollout", "tokens_per_second", "valid_actions", "failed_episodes", "worker_deaths",
+    "replayed_episodes", "least_level", "samples", "trajectories", "images", "tokens", "skipped", "skills_completed",
+    "skills_failed", "chain_success", "skill_success", "frames", "makespan", "equal", "kills", "played_again",
+)  # fmt: skip
+"""Metrics that are shown, in this order; docs/metrics.md explains them, and the others."""
+EPILOG = """\
+examples:
+  shoal show runs/demo                       summary, and the first held-out episode turn by turn
+  shoal show runs/demo --worst --prompt      an episode that went wrong, with the whole prompt of each turn
+  shoal show runs/demo --file train-000003 --episode 17
+  shoal show runs/demo --all                 every metric by its own name (docs/metrics.md says what they mean)
+  shoal show runs/demo --json                the summary for a program
+
+See also: shoal runs (all runs), shoal compare A B, shoal replay RUN EPISODE.
+"""
 
 
 def main(argv: list[str]) -> int:
@@ -27,6 +51,8 @@ def main(argv: list[str]) -> int:
         prog="shoal show",
         description="Show a run's summary, and an episode turn by turn: what the agent saw, what it wrote "
         "(its action highlighted) and what the environment paid.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run folder, such as runs/demo")
     which = parser.add_mutually_exclusive_group()
@@ -38,40 +64,101 @@ def main(argv: list[str]) -> int:
         "--worst", action="store_true", help="the episode with the lowest reward (longest of them)"
     )
     parser.add_argument("--file", help="which of trajectories/*.jsonl (default: the newest held-out one)")
-    parser.add_argument("--prompt", action="store_true", help="also show how many tokens each prompt had")
+    parser.add_argument("--prompt", action="store_true", help="show the whole prompt of each turn")
     parser.add_argument("--max-turns", type=int, default=30, metavar="N", help="turns to show (default 30)")
+    parser.add_argument("--all", action="store_true", help="every metric of the summary")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON and nothing else")
     options = parser.parse_args(argv)
     if not options.run.is_dir():
         raise DataError(
             f"{options.run} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
         )
+    if options.json:
+        if not (options.run / "summary.json").exists():
+            raise DataError(f"{options.run} has no summary.json: the run is not finished")
+        print_json(read_json(options.run / "summary.json"))
+        return 0
     console = Console(highlight=False)
-    console.print(summary_table(options.run))
+    console.print(summary_table(options.run, everything=options.all))
     file = _pick_file(options.run / "trajectories", options.file)
     if file is None:
         return 0
-    trajectories = list(read_trajectories(file))
-    if not trajectories:
-        raise DataError(f"{file} holds no episodes")
-    number = pick_episode(trajectories, options.episode, best=options.best, worst=options.worst)
-    print_episode(
-        console, trajectories[number], f"episode {number} of {len(trajectories)} in {file.name}", options
-    )
+    with contextlib.closing(EpisodeIndex(options.run)) as index:
+        index.refresh(file.name)
+        episode = pick_episode(index, file, options.episode, best=options.best, worst=options.worst)
+        total, trajectory = index.count(Filter(file=file.name)), index.read(episode)
+    decode = None
+    if options.prompt:
+        from shoal.testing.replay import Replay
+
+        with Replay(options.run) as replay:
+            decode = replay.tokenizer().decode
+    print_episode(console, trajectory, f"episode {episode.row} of {total} in {file.name}", options, decode)
     return 0
 
 
-def summary_table(run: Path) -> Table:
+def summary_table(run: Path, *, everything: bool = False) -> Table:
     """The summary of a run, or of an unfinished one what is known."""
     table = Table(title=str(run), show_header=False, title_justify="left")
     if not (run / "summary.json").exists():
-        table.add_row("status", "not finished (no summary.json yet); go on with it by resume=true")
+        rows = sum(1 for _ in (run / "metrics.jsonl").open("rb")) if (run / "metrics.jsonl").exists() else 0
+        running = FolderLock(run / ".lock").is_taken()
+        now = "running now" if running else f"not finished; {how_to_go_on(run)}"
+        table.add_row("status", f"{now}; {count_of(rows, 'row')} of metrics so far")
         return table
     summary: dict[str, Any] = read_json(run / "summary.json")
-    for key in ("command", "status", "seed", "seconds", "cpu_seconds"):
+    for key in ("command", "status", "seed"):
         table.add_row(key, str(summary.get(key)))
-    for key, value in summary.get("metrics", {}).items():
-        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+    for key in ("seconds", "cpu_seconds"):
+        if isinstance(summary.get(key), int | float):
+            table.add_row({"seconds": "time", "cpu_seconds": "CPU time"}[key], duration(summary[key]))
+    metrics = flat(summary.get("metrics", {}))
+    wanted = [name for first in FIRST for name in metrics if name.split("/")[0] == first]
+    shown = list(metrics) if everything or not wanted else wanted
+    for name in shown:
+        table.add_row(name, readable(metrics[name]))
+    if len(shown) < len(metrics):
+        table.add_row("…", f"{count_of(len(metrics) - len(shown), 'more metric')}: --all")
     return table
+
+
+def how_to_go_on(run: Path) -> str:
+    """The command that goes on with an unfinished run, as far as its files tell which one made it."""
+    if (run / "state.db").exists():
+        return f"go on with: shoal skills train --resume --graph-path {run}"
+    if any((run / "checkpoints").glob("step_*")):
+        return f"go on with: shoal train-ppo --resume-from {run}"
+    return f"go on with: shoal train --config-name NAME run_dir={run} resume=true"
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested metrics as `name/inner`; lists of plain values stay, others are counted."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{before}{key}/")
+        elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+            found[f"{before}{key}"] = count_of(len(value), "entry", "entries")
+        else:
+            found[f"{before}{key}"] = value
+    return found
+
+
+def readable(value: Any) -> str:
+    """A metric for people.
+
+    >>> readable(0.123456), readable(1234567), readable(None), readable([1, 2])
+    ('0.1235', '1,234,567', '-', '1, 2')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() and abs(value) >= 1000 else f"{value:.4g}"
+    return ", ".join(map(readable, value)) if isinstance(value, list) else str(value)
 
 
 def _pick_file(folder: Path, wanted: str | None) -> Path | None:
@@ -88,40 +175,57 @@ def _pick_file(folder: Path, wanted: str | None) -> Path | None:
     return candidates[-1] if candidates else None
 
 
-def pick_episode(trajectories: Sequence[Trajectory], number: int | None, *, best: bool, worst: bool) -> int:
-    """The index of the episode that was asked for; the first if nothing was said."""
-    if number is not None:
-        if not 0 <= number < len(trajectories):
-            raise DataError(f"--episode must be in [0, {len(trajectories) - 1}], got {number}")
-        return number
-    order = sorted(
-        range(len(trajectories)), key=lambda i: (-trajectories[i].reward, len(trajectories[i].turns), i)
-    )
-    return order[-1] if worst else order[0] if best else 0
+def pick_episode(index: EpisodeIndex, file: Path, number: int | None, *, best: bool, worst: bool) -> Episode:
+    """The episode of a file that was asked for; the first if nothing was said."""
+    wanted = Filter(file=file.name)
+    total = index.count(wanted)
+    if not total:
+        raise DataError(f"{file} holds no episodes")
+    if number is not None and not 0 <= number < total:
+        raise DataError(f"--episode must be in [0, {total - 1}], got {number}")
+    order: Order = "best" if best else "worst" if worst else "file"
+    return index.episodes(wanted, order, limit=1, offset=number or 0)[0]
 
 
-def print_episode(console: Console, trajectory: Trajectory, title: str, options: argparse.Namespace) -> None:
-    """All turns of an episode, at most `options.max_turns`."""
-    outcome = "success" if trajectory.success else "failed" if trajectory.terminated else "not solved in time"
+def outcome(trajectory: Trajectory) -> str:
+    """How an episode ended, in words."""
     if trajectory.status != "ok":
-        outcome = f"{trajectory.status}: {trajectory.error}"
+        return f"{trajectory.status}: {trajectory.error}"
+    return "success" if trajectory.success else "failed" if trajectory.terminated else "not solved in time"
+
+
+def print_episode(
+    console: Console,
+    trajectory: Trajectory,
+    title: str,
+    options: argparse.Namespace,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> None:
+    """All turns of an episode, at most `options.max_turns`; whole prompts where `decode` reads them."""
     console.print(Rule(title))
     console.print(
         f"{trajectory.env}, group {trajectory.group}, member {trajectory.member}, env seed {trajectory.env_seed}: "
-        f"{outcome}, reward {trajectory.reward:g} in {len(trajectory.turns)} turns",
+        f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}",
         markup=False,
     )
     for number, turn in enumerate(trajectory.turns[: options.max_turns]):
-        _print_turn(console, number, turn, with_prompt=options.prompt)
+        print_turn(console, number, turn, decode)
     left = len(trajectory.turns) - options.max_turns
     if left > 0:
-        console.print(f"… {left} more turns (--max-turns {len(trajectory.turns)} shows all)")
+        console.print(
+            f"… {count_of(left, 'more turn')} (--max-turns {len(trajectory.turns)} shows all)", markup=False
+        )
 
 
-def _print_turn(console: Console, number: int, turn: Turn, *, with_prompt: bool) -> None:
+def print_turn(
+    console: Console, number: int, turn: Turn, decode: Callable[[Sequence[int]], str] | None = None
+) -> None:
+    """One turn (from 0): what was seen, or with `decode` the whole prompt, what was written, and what it led to."""
     console.print(Text(f"\nturn {number + 1}", style="bold"), end="")
-    console.print(f"  prompt of {len(turn.prompt_ids)} tokens" if with_prompt else "", markup=False)
-    console.print(Padding(Text(turn.observation), (0, 0, 0, 4)))
+    told = "" if decode is None else f"  prompt of {count_of(len(turn.prompt_ids), 'token')}"
+    console.print(told, markup=False)
+    shown = turn.observation if decode is None else decode(turn.prompt_ids)
+    console.print(Padding(Text(shown), (0, 0, 0, 4)))
     response = Text(turn.response.strip("\n") or "(nothing)", style="cyan")
     for match in _TAG.finditer(response.plain):
         response.stylize("bold green" if turn.action_is_valid else "bold red", *match.span())

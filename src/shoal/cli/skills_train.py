@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import tyro
 
+from shoal.cli.grammar import count_of, print_json
 from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
@@ -85,6 +87,8 @@ class TrainOptions:
     """print what would be trained, and stop"""
     json_events: bool = False
     """print one JSON line per durable moment instead of a table"""
+    json: bool = False
+    """print the summary as JSON at the end instead of a table"""
     use_wandb: bool = False
     """also log finished skills to Weights & Biases"""
     gpu_ids: str | None = None
@@ -113,7 +117,11 @@ def parse(argv: list[str]) -> TrainOptions:
 def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
     """The options that a folder was trained with, but for those that belong to one call."""
     saved = read_yaml(path)
-    kept = {key: value for key, value in saved.items() if key not in ("dry_run", "json_events", "graph_path")}
+    kept = {
+        key: value
+        for key, value in saved.items()
+        if key not in ("dry_run", "json_events", "json", "graph_path")
+    }
     known = {item.name: item for item in fields(TrainOptions)}
     config = {**asdict(default.config), **kept.pop("config", {})}
     for key in ("skills", "replay"):
@@ -185,14 +193,15 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="shoal: %(message)s")
     try:
         with ExitStack() as stack:
-            if not options.json_events:
+            if not (options.json_events or options.json):
                 stack.enter_context(_Show(scheduler))
             finished = Frontier(scheduler, proposer, options.max_nodes, told, told).run()
     except KeyboardInterrupt:
         going = ", ".join(scheduler.get_running_skills())
         run.finish(_counts(scheduler, began), "interrupted")
+        words = [*argv, *([] if options.resume else ["--resume"])]
         print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
-        print(f"shoal: go on with: {resume_command(options.graph_path)}", file=sys.stderr)
+        print(f"shoal: go on with: {shlex.join(['shoal', 'skills', 'train', *words])}", file=sys.stderr)
         print(f"shoal: end them with: shoal skills stop --graph-path {options.graph_path}", file=sys.stderr)
         return 130
     return _conclude(options, scheduler, run, finished, began)
@@ -218,8 +227,11 @@ def _conclude(
             except MissingExtraError as error:
                 print(f"shoal: no chain.gif: {error}", file=sys.stderr)
     stopped = scheduler.runner.stopped
-    run.finish(metrics, "completed" if finished else "interrupted" if stopped else "failed")
-    if not options.json_events:
+    status = "completed" if finished else "interrupted" if stopped else "failed"
+    summary = run.finish(metrics, status)
+    if options.json:
+        print_json(summary)
+    elif not options.json_events:
         if "chain_success" in metrics:
             print(
                 f"on {options.evaluation_worlds} unseen worlds, of those that got to the skill, the share that did it:"
@@ -228,7 +240,7 @@ def _conclude(
                 print(f"{success:7.3f}  {name}")
             print(f"{metrics['chain_success']:7.3f}  of all worlds: the whole chain")
         print(
-            f"{metrics['skills_completed']} skills in {metrics['makespan']:.1f} s, "
+            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s, "
             f"{metrics['training_seconds']:.1f} s of training; see {options.graph_path}"
         )
     if stopped:

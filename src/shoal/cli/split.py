@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from shoal.cli.grammar import counted, print_json
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import make_executor
 from shoal.core.files import read_json, write_text
@@ -38,13 +36,16 @@ class SplitOptions:
     """one reward per trajectory: .json ({id: reward}, or a list) or .csv (id,reward)"""
     ids: tuple[str, ...] = ()
     """only these trajectories"""
-    reader: Literal["auto", "folder", "chat", "osworld", "shoal"] = "auto"
-    """what ROOT holds; "auto" looks"""
+    reader: str = "auto"
+    """what ROOT holds: folder, chat, osworld, agentnet, litesample, atif, shoal, or a reader of --imports; "auto"
+    looks"""
+    imports: tuple[str, ...] = ()
+    """Python files or modules that register readers of your own"""
     num_cpus: int = 1
     """trajectories at a time"""
     backend: Literal["thread", "process", "ray"] = "thread"
     """where they are split, when there is more than one at a time"""
-    out: Path = Path("runs/split")
+    out: Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])] = Path("runs/split")
     """the run folder: batch/, summary.json and the page"""
     html: bool = False
     """also write OUT/sample.html, which shows one sample"""
@@ -80,6 +81,8 @@ class SplitOptions:
     """stop at a bad trajectory, or leave it out and say so"""
     json_events: bool = False
     """one JSON line on standard output for each durable moment"""
+    json: bool = False
+    """print the summary as JSON; the table goes to standard error"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,8 +90,10 @@ def main(argv: Sequence[str]) -> int:
     options = tyro.cli(SplitOptions, args=list(argv), prog="shoal split")
     if options.use_vllm_logp and options.splitter != "stepwise":
         raise ConfigError("use_vllm_logp needs --splitter stepwise: log-probabilities are recorded per step")
-    folder = RunFolder(options.out, "split", 0, _print_event if options.json_events else None)
-    say = print if not options.json_events else _say_aside
+    if not options.root.is_dir() and not options.root.is_file():
+        raise DataError(f"{options.root} does not exist: ROOT is a folder or a file of recordings")
+    folder = RunFolder(options.out, "split", 0, print_json if options.json_events else None)
+    say = _say_aside if options.json_events or options.json else print
     try:
         batch, tokenizer = _split(options)
     except BaseException:
@@ -101,10 +106,12 @@ def main(argv: Sequence[str]) -> int:
 
         write_text(options.out / "sample.html", sample_page(batch, options.sample, tokenizer))
     counts = batch.summary()
-    folder.finish(counts | {"skipped_ids": [item.dataset_id for item in batch.skipped]})
+    summary = folder.finish(counts | {"skipped_ids": [item.dataset_id for item in batch.skipped]})
     say(_table(counts, place))
     for item in batch.skipped:
         say(f"skipped {item.reason}")
+    if options.json:
+        print_json(summary)
     if options.html:
         say(f"look at {options.out / 'sample.html'}")
     return 0
@@ -113,8 +120,13 @@ def main(argv: Sequence[str]) -> int:
 def _split(options: SplitOptions) -> tuple[Any, Any]:
     """The batch and the tokenizer that reads it."""
     from shoal.splitting import LastNTrajectorySplitter, StepwiseTrajectorySplitter, TrajectorySplitter
-    from shoal.splitting.readers import READERS, FolderReader, find_reader
+    from shoal.splitting.readers import READERS, find_reader
+    from shoal.splitting.readers.recordings import FolderReader
 
+    if options.imports:
+        from shoal.train.agent.config import import_extensions
+
+        import_extensions(options.imports)
     reader = find_reader(options.root) if options.reader == "auto" else READERS[options.reader](options.root)
     if isinstance(reader, FolderReader):
         reader.rollout_tokens = options.use_vllm_logp
@@ -138,7 +150,7 @@ def _split(options: SplitOptions) -> tuple[Any, Any]:
     processor = _processor(options.processor)
     splitter = kinds[options.splitter](processor, options.root, reader=reader, **settings)
     rewards = _rewards(options.rewards, ids)
-    with _progress(len(ids)) as progress:
+    with counted("split", len(ids)) as progress:
         if options.num_cpus > 1 and options.backend == "ray":
             batch = splitter.split_parallel(ids, rewards, options.num_cpus, progress=progress)
         else:
@@ -193,26 +205,6 @@ def _is_number(text: str) -> bool:
     return True
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, ten lines elsewhere; both on standard error."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task("splitting", total=total)
-            yield lambda done, _: bar.update(task, completed=done)
-        return
-    step = math.ceil(total / 10)
-
-    def line(done: int, total: int) -> None:
-        if done % step == 0 or done == total:
-            print(f"split {done} of {total} trajectories", file=sys.stderr)
-
-    yield line
-
-
 def _table(counts: dict[str, int], place: Path) -> str:
     rows = {
         "trajectories": f"{counts['trajectories']:,}",
@@ -225,10 +217,6 @@ def _table(counts: dict[str, int], place: Path) -> str:
         "written to": str(place),
     }
     return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
-
-
-def _print_event(event: dict[str, Any]) -> None:
-    print(json.dumps(event), flush=True)
 
 
 def _say_aside(text: str) -> None:

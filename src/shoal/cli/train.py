@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.cli.agent_options import agent_parser, composed, hide_loading, show_warnings
-from shoal.core.errors import ConfigError
+from shoal.cli.grammar import Progress, count_of, duration, new_folder, newest_folder, print_json
+from shoal.core.files import read_json
 
 EPILOG = """\
 examples:
   shoal train                                         the demo: a tiny model learns FrozenLake in a minute
-  shoal train seed=1 run_dir=runs/mine                another seed, another folder
+  shoal train --seed 1 --run-dir runs/mine            another seed, another folder (seed=1 run_dir=runs/mine)
   shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
-  shoal train --config-name demo resume=true          go on with the newest run of that name
+  shoal train --config-name demo --resume             go on with the newest run of that name
   shoal train --config-name base --cfg                print all settings and stop
 
 Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--json-events", action="store_true", help="one JSON line per durable moment on stdout"
     )
+    parser.add_argument("--resume", action="store_true", help="resume=true: go on with the run in run_dir")
     options = parser.parse_intermixed_args(argv)
     config = composed(options)
     if options.cfg:
@@ -57,17 +58,24 @@ def main(argv: list[str]) -> int:
     processes = Processes.join(config.engine.device)
     run_dir = processes.together(lambda: str(_run_dir(config.run_dir, options.config_name, config.resume)))[0]
     config = replace(config, run_dir=run_dir)
+    if config.resume and (done := _finished(Path(run_dir))) is not None and done >= config.trainer.iterations:
+        told = f"{run_dir} has done {count_of(done, 'iteration')} and trainer.iterations={config.trainer.iterations}"
+        print(
+            f"{told}: there is nothing to do; ask for more with trainer.iterations={2 * done}",
+            file=sys.stderr,
+        )
+        return 0
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
         hide_loading()
-    out = sys.stderr if options.json_events else sys.stdout
+    out = sys.stderr if options.json_events or options.json else sys.stdout
     if not processes.first:
         logging.getLogger("shoal").setLevel(logging.ERROR)  # the first one says it
         with AgentTrainer(config) as trainer:
             for _ in trainer.train():
                 pass
         return 0
-    with AgentTrainer(config, _print_event if options.json_events else None) as trainer:
+    with AgentTrainer(config, print_json if options.json_events else None) as trainer:
         print(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}", file=out)
         try:
             _watch(trainer.train(), config.trainer.iterations, out)
@@ -75,6 +83,8 @@ def main(argv: list[str]) -> int:
             print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}", file=out)
             return 130
     _say_results(Path(config.run_dir or ""), config.next_step, out)
+    if options.json:
+        print_json(read_json(Path(config.run_dir or "") / "summary.json"))
     return 0
 
 
@@ -91,46 +101,32 @@ def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
     """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume."""
     if wanted is not None:
         return Path(wanted)
-    first = Path("runs") / name
-    taken = [path for path in [first, *sorted(first.parent.glob(f"{name}-[0-9]*"))] if path.exists()]
-    if resume:
-        if not taken:
-            raise ConfigError(f"resume=true, but there is no run {first}: start without it, or say run_dir=")
-        return max(taken, key=lambda path: path.stat().st_mtime)
-    number = 1
-    while (path := first if number == 1 else first.with_name(f"{name}-{number}")).exists():
-        number += 1
-    return path
+    return newest_folder(name) if resume else new_folder(name)
 
 
-def _print_event(event: dict[str, Any]) -> None:
-    print(json.dumps(event), flush=True)
+def _finished(run: Path) -> int | None:
+    """The iterations of a run that has come to its end; None of one that has not."""
+    if not (run / "summary.json").exists():
+        return None
+    summary = read_json(run / "summary.json")
+    metrics = summary.get("metrics", {})
+    return (
+        int(metrics["iterations"])
+        if summary.get("status") == "completed" and "iterations" in metrics
+        else None
+    )
 
 
 def _watch(rows: Iterator[dict[str, Any]], iterations: int, out: Any) -> None:
-    """Show each row as it comes: a progress bar on a terminal, plain lines elsewhere."""
-    from rich.console import Console
-
-    console = Console(file=out)
-    if not console.is_terminal:
+    """Show each row as it comes: a progress bar on a terminal, plain lines and a heartbeat elsewhere."""
+    with Progress("training", out) as progress:
         for row in rows:
-            print(_line(row, iterations), file=out, flush=True)
-        return
-    _watch_live(rows, iterations, console, _line)
-
-
-def _watch_live(
-    rows: Iterator[dict[str, Any]], iterations: int, console: Any, line: Callable[[dict[str, Any], int], str]
-) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("warming up", total=iterations)
-        for row in rows:
-            progress.update(task, completed=row["iteration"], description=line(row, iterations))
-            if "heldout_success" in row:
-                progress.console.print(
+            line = _line(row, iterations)
+            left = progress.left()
+            known = "" if left is None or row["iteration"] >= iterations else f"  ({duration(left)} left)"
+            progress.at(row["iteration"] / max(1, iterations), line, line + known)
+            if progress.on_terminal and "heldout_success" in row:
+                progress.say(
                     f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}"
                 )
 
@@ -153,14 +149,12 @@ def _line(row: dict[str, Any], iterations: int) -> str:
 
 
 def _say_results(run: Path, next_step: str, out: Any) -> None:
-    from shoal.core.files import read_json
-
     summary = read_json(run / "summary.json")
     metrics = summary["metrics"]
     lines = [
         "",
-        f"held-out success {metrics['heldout_success']:.2f} after {metrics['iterations']} iterations, "
-        f"{summary['seconds']:.0f} s",
+        f"held-out success {metrics['heldout_success']:.2f} after "
+        f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}",
         f"curves      {run / 'curves.png'}",
         f"episodes    {run / 'trajectories'}",
         f"checkpoint  {run / 'checkpoints'}",

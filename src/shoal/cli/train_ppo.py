@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import sys
@@ -15,11 +14,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from shoal.train.compiled_network import kernels_cached
-from shoal.train.ppo_config import PPOConfig
-from shoal.train.ppo_options import RunOptions, safe_name, saved_options
-from shoal.train.ppo_run import PPORun
-from shoal.train.presets import preset_for
+from shoal.cli.agent_options import refuse_device
+from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, say
+from shoal.train.ppo.compiled.network import kernels_cached
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.presets import preset_for
+from shoal.train.ppo.run import PPORun, RunOptions, safe_name, saved_options
 
 DESCRIPTION = """Train a policy by PPO on parallel environments.
 
@@ -31,27 +31,33 @@ defaults below are those of the chosen environment's preset."""
 class Call:
     """The whole command line."""
 
-    run: Annotated[RunOptions, tyro.conf.arg(name="")]
-    ppo: Annotated[PPOConfig, tyro.conf.arg(name="")]
-    progress: bool = True
+    run: Annotated[RunOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+    ppo: Annotated[PPOConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+    progress: Annotated[bool, tyro.conf.FlagConversionOff] = True
     """Show a progress bar on a terminal."""
-    json_events: bool = False
+    json_events: Annotated[bool, tyro.conf.FlagConversionOff] = False
     """Print one JSON line per durable moment (checkpoint, summary) on standard output."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run in --run-dir, or the newest of this env: --resume-from with that folder."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the summary as JSON at the end; the rest goes to standard error."""
 
 
 def main(argv: list[str]) -> int:
     """Parse, train, report."""
+    argv = _resumed(argv)
     options, settings = _defaults(argv)
     call = tyro.cli(
         Call, prog="shoal train-ppo", description=DESCRIPTION, args=argv, default=Call(options, settings),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+        config=(tyro.conf.OmitArgPrefixes,),
     )  # fmt: skip
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    run_options = replace(call.run, run_dir=str(_run_dir(call.run)))
-    out = sys.stderr if call.json_events else sys.stdout
-    run = PPORun(run_options, call.ppo, _print_event if call.json_events else None)
+    refuse_device(call.run.device)
+    run_options = replace(call.run, run_dir=call.run.run_dir or str(new_folder(_name(call.run.env))))
+    out = sys.stderr if call.json_events or call.json else sys.stdout
+    run = PPORun(run_options, call.ppo, print_json if call.json_events else None)
     try:
         _greet(run, out)
         rows = run.rows()
@@ -59,9 +65,11 @@ def main(argv: list[str]) -> int:
             _watch(rows, run, call.progress, out)
         except KeyboardInterrupt:
             rows.close()  # type: ignore[attr-defined]
-            print(f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}", file=out)
+            say(f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}", out)
             return 130
         _say_results(run, out)
+        if call.json:
+            print_json(run.summary)
     finally:
         run.close()
     return 0
@@ -88,81 +96,86 @@ def _defaults(argv: list[str]) -> tuple[RunOptions, PPOConfig]:
     return options, settings
 
 
-def _run_dir(options: RunOptions) -> Path:
-    """The folder asked for, or `runs/ppo-<env>` with a number when that is taken."""
-    if options.run_dir is not None:
-        return Path(options.run_dir)
-    first = Path("runs") / f"ppo-{safe_name(options.env)}"
-    number, path = 1, first
-    while path.exists():
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
-    return path
+def _name(env: str) -> str:
+    """What a run of an env is called where nothing was said."""
+    return f"ppo-{safe_name(env)}"
 
 
-def _print_event(event: dict[str, Any]) -> None:
-    print(json.dumps(event), flush=True)
+def _resumed(argv: list[str]) -> list[str]:
+    """`--resume` as `--resume-from FOLDER`: the one of `--run-dir`, or the newest run of the env."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--env", default=RunOptions().env)
+    early.add_argument("--run-dir", "--run_dir")
+    early.add_argument("--resume-from", "--resume_from")
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(argv)
+    if not known.resume or known.resume_from is not None:
+        return argv
+    return [*argv, "--resume-from", str(known.run_dir or newest_folder(_name(known.env)))]
 
 
 def _greet(run: PPORun, out: Any) -> None:
     ppo, options = run.ppo, run.options
     if ppo.n_envs > 1:
-        print(f"Using {ppo.n_envs} parallel environments for training", file=out)
-    print(f"   Start method: {options.parallel_start_method or 'default'}", file=out)
+        say(f"Using {ppo.n_envs} parallel environments for training", out)
+    say(f"   Start method: {options.parallel_start_method or 'default'}", out)
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
-    print(f"   {options.env}, {how}, run folder {run.path}", file=out)
+    say(f"   {options.env}, {how}, run folder {run.path}", out)
     if ppo.path == "compiled" and not kernels_cached():
-        print("   compiling the kernels, once on this machine: about ten seconds", file=out, flush=True)
+        say("   compiling the kernels, once on this machine: about ten seconds", out)
     if options.resume_from:
-        print(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", file=out)
+        say(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", out)
 
 
 def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: Any) -> None:
     """A progress bar on a terminal; elsewhere a block of lines, at most one every two seconds."""
-    from rich.console import Console
-
-    console = Console(file=out)
-    if progress and console.is_terminal:
-        _watch_live(rows, run, console)
-        return
-    said = 0.0
-    for row in rows:
-        if time.monotonic() - said >= 2.0 or "eval_return_mean" in row:
-            said = time.monotonic()
-            print(_block(row, run), file=out, flush=True)
-
-
-def _watch_live(rows: Iterator[dict[str, float]], run: PPORun, console: Any) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(bar_width=24),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("starting", total=1.0)
+    said, since = 0.0, Since()
+    with Progress("training", out, bar=progress) as shown:
         for row in rows:
-            done = run.ppo.progress(run.options.total_timesteps, run.options.num_episodes)
-            text = f"{int(row['steps']):,} steps  reward {_number(row['reward_mean'])}"
-            text += f"  {row['steps_per_second']:,.0f}/s"
-            bar.update(task, completed=done, description=text)
-            if "eval_return_mean" in row:
-                bar.console.print(f"{int(row['steps']):>10,} steps: evaluation {row['eval_return_mean']:.1f}")
+            since.add(row)
+            share = run.ppo.progress(run.options.total_timesteps, run.options.num_episodes)
+            evaluated = "eval_return_mean" in row
+            if shown.on_terminal:
+                text = f"{int(row['steps']):,} steps  reward {_number(row['reward_mean'])}"
+                shown.at(share, f"{text}  {row['steps_per_second']:,.0f}/s")
+                if evaluated:
+                    shown.say(f"{int(row['steps']):>10,} steps: evaluation {row['eval_return_mean']:.1f}")
+            elif time.monotonic() - said >= 2.0 or evaluated:
+                shown.at(share, line=_block(row, run, since))
+                said, since = time.monotonic(), Since()
+            else:
+                shown.at(share)
 
 
-def _block(row: dict[str, float], run: PPORun) -> str:
-    """The reference's lines about a rollout."""
-    total = run.options.num_episodes
+class Since:
+    """The episodes that ended since the last block of lines."""
+
+    def __init__(self) -> None:
+        self.n, self._rewards, self._lengths = 0, 0.0, 0.0
+
+    def add(self, row: dict[str, float]) -> None:
+        """Take the row of an update in."""
+        if n := int(row["n_completed_episodes"]):
+            self.n += n
+            self._rewards += n * row["reward"]
+            self._lengths += n * row["length"]
+
+    def __str__(self) -> str:
+        if not self.n:
+            return "no episode has ended since the last lines"
+        return f"Reward: {self._rewards / self.n:.2f}  |  Length: {self._lengths / self.n:.0f}"
+
+
+def _block(row: dict[str, float], run: PPORun, since: Since) -> str:
+    """The reference's lines about the rollouts since the last block."""
+    total, episodes = run.options.num_episodes, int(row["episodes"])
     lines = [
         f"Parallel mode: {int(row['n_envs'])} environments" if row["n_envs"] > 1 else "One environment",
-        f"Episode {int(row['episodes'])}{f'/{total}' if total else ''}  "
+        f"Episode {episodes}{f'/{total}' if total and episodes <= total else ''}  "
         f"({int(row['steps'])} steps, {row['steps_per_second']:.0f} steps/s)",
-        f"  Reward: {_number(row['reward'])}  |  Length: {_number(row['length'], 0)}  |  "
-        f"Mean(100): {_number(row['reward_mean'])}",
-        f"  n_completed_episodes: {int(row['n_completed_episodes'])}  |  n_envs: {int(row['n_envs'])}",
-        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.4f}  "
+        f"  {since}  |  Mean(100): {_number(row['reward_mean'])}",
+        f"  n_completed_episodes: {since.n}  |  n_envs: {int(row['n_envs'])}",
+        f"  policy loss {row['policy_loss']:.4f}  value loss {row['value_loss']:.3g}  "
         f"entropy {row['entropy']:.3f}  KL {row['approx_kl']:.4f}  clipped {row['clip_fraction']:.3f}  "
         f"explained variance {_number(row['explained_variance'])}",
     ]
@@ -187,6 +200,7 @@ def _say_results(run: PPORun, out: Any) -> None:
     }
     further = " ".join(f"{option} {limit}" for option, limit in limits.items() if limit)
     lines = [
+        *_at_its_end(run, metrics),
         "",
         f"evaluation {metrics['eval_return_mean']:.2f} +- {metrics['eval_return_std']:.2f} over "
         f"{run.options.eval_episodes} episodes, after {metrics['steps']:,} steps in "
@@ -195,4 +209,14 @@ def _say_results(run: PPORun, out: Any) -> None:
         f"checkpoint  {run.checkpoints}",
         f"go on with  shoal train-ppo --resume-from {_kept_in(run)} {further}",
     ]
-    print("\n".join(lines), file=out)
+    say("\n".join(lines), out)
+
+
+def _at_its_end(run: PPORun, metrics: dict[str, Any]) -> list[str]:
+    if run.trained:
+        return []
+    pairs = (("steps", run.options.total_timesteps), ("episodes", run.options.num_episodes))
+    done = [
+        f"{metrics[what]} {what} are done already, {asked} were asked for" for what, asked in pairs if asked
+    ]
+    return [f"nothing to train: {'; '.join(done)}"]

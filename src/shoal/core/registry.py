@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
 
 from shoal.core.errors import unknown_name
 
@@ -23,32 +26,62 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
+_JOURNAL: ContextVar[list[tuple[dict[str, Any], str, Any]] | None] = ContextVar("journal", default=None)
+_ABSENT = object()
+
+
+@contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """What this thread registers meanwhile is taken back if the block raises: it can then be tried again."""
+    journal: list[tuple[dict[str, Any], str, Any]] = []
+    token = _JOURNAL.set(journal)
+    try:
+        yield
+    except BaseException:
+        for items, name, before in reversed(journal):
+            if before is _ABSENT:
+                items.pop(name, None)
+            else:
+                items[name] = before
+        raise
+    finally:
+        _JOURNAL.reset(token)
+
+
 class Registry(Generic[T]):
-    """Things by name. Registering a taken name raises unless `replace=True`."""
+    """Things by name, for any number of threads. Registering a taken name raises unless `replace=True`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._items: dict[str, T] = {}
+        self._lock = threading.Lock()
 
     def register(self, name: str, item: T, *, replace: bool = False) -> T:
         """Put `item` under `name` and return it."""
         check_name(self.kind, name)
-        if name in self._items and not replace:
-            raise ValueError(f"{self.kind} {name!r} is registered already; pass replace=True to replace it")
-        self._items[name] = item
+        with self._lock:
+            before: Any = self._items.get(name, _ABSENT)
+            if before is not _ABSENT and not replace:
+                raise ValueError(
+                    f"{self.kind} {name!r} is registered already; pass replace=True to replace it"
+                )
+            self._items[name] = item
+        journal = _JOURNAL.get()
+        if journal is not None:
+            journal.append((self._items, name, before))
         return item
 
     def __getitem__(self, name: str) -> T:
         try:
             return self._items[name]
         except KeyError:
-            raise unknown_name(self.kind, name, self._items) from None
+            raise unknown_name(self.kind, name, list(self._items)) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._items
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._items))
+        return iter(sorted(list(self._items)))
 
     def __len__(self) -> int:
         return len(self._items)

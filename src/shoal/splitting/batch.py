@@ -1,21 +1,75 @@
-"""Samples as one batch: padded tensors under the original's names, and the ways out of it."""
+"""Samples as one batch: padded tensors under the original's names, the ways out of it, and batches on disk."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from shoal.core.errors import DataError, missing_extra
-from shoal.splitting.images import Pixels
-from shoal.splitting.pixels import PixelInputs, ProcessorOutputs, TrajectoryPixels
-from shoal.splitting.samples import Sample
+from shoal.core.files import read_json, verify_folder, write_folder, write_json
+from shoal.splitting.images import (
+    PatchImages,
+    PatchTable,
+    PixelInputs,
+    Pixels,
+    ProcessorOutputs,
+    TrajectoryPixels,
+)
 
 Array = np.ndarray
 Padding = Literal["max", "longest"]
+
+
+@dataclass(slots=True)
+class Sample:
+    """Tokens of one sample; `rows` is 3 for models with M-RoPE positions, else 1."""
+
+    dataset_id: str
+    uid: str
+    traj_index: int
+    step_index: int
+    n_steps: int
+    prompt_ids: Array  # [p] int32
+    response_ids: Array  # [r] int32
+    prompt_positions: Array  # [rows, p] int32
+    response_positions: Array  # [rows, r] int32
+    response_mask: Array  # [r] bool: the tokens that are trained
+    rewards: Array  # [r] float32
+    n_attended: int  # the first so many response tokens are attended to
+    pads_count_on: bool  # positions behind the response keep counting, instead of being 1
+    images: tuple[int, ...]  # images of the trajectory that it shows, in order
+    messages: list[dict[str, Any]]
+    logprobs: Array | None = None  # [r] float32 of the response, as recorded by the sampler
+    roles: tuple[
+        tuple[str, int, int], ...
+    ] = ()  # (role, first token, token behind), over prompt and response
+    image_spans: tuple[tuple[int, int, int], ...] = ()  # (image, first token, token behind), likewise
+    inputs: Any = field(default=None, repr=False)  # multi_modal_inputs, filled in when a batch is made
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether this is the last sample of its trajectory."""
+        return self.step_index == self.n_steps - 1
+
+    @property
+    def input_ids(self) -> Array:
+        """Prompt and response, `[p + r]` int32."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    @property
+    def position_ids(self) -> Array:
+        """`[rows, p + r]` int32."""
+        return np.concatenate([self.prompt_positions, self.response_positions], axis=1)
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and response together."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +191,11 @@ class Batch(dict[str, Any]):
 
     def save(self, folder: Path | str) -> Path:
         """Write safetensors and JSON; the folder appears whole or not at all."""
-        from shoal.splitting.storage import save_batch
-
         return save_batch(self, Path(folder))
 
     @staticmethod
     def load(folder: Path | str) -> Batch:
         """What `save` wrote, checked against its manifest."""
-        from shoal.splitting.storage import load_batch
-
         return load_batch(Path(folder))
 
     def _fill(self) -> None:
@@ -255,3 +305,138 @@ def _n_images(pixels: Pixels) -> int:
     if isinstance(pixels, TrajectoryPixels):
         return len(pixels.grids)
     return len(pixels.outputs) if pixels is not None else 0
+
+
+# --- on disk
+FORMAT = 1
+ARRAYS = ("prompt_ids", "response_ids", "prompt_positions", "response_positions", "response_mask", "rewards")
+VALUES = (
+    "dataset_id",
+    "uid",
+    "traj_index",
+    "step_index",
+    "n_steps",
+    "n_attended",
+    "pads_count_on",
+    "messages",
+)
+
+
+def save_batch(batch: Batch, folder: Path) -> Path:
+    """Write the unpadded samples and each trajectory's pixels once."""
+    from safetensors.numpy import save_file
+
+    samples = batch.samples()
+    names = [*ARRAYS, "logprobs"] if samples[0].logprobs is not None else list(ARRAYS)
+    arrays: dict[str, Array] = {}
+    for name in names:
+        arrays[name] = np.concatenate([getattr(sample, name) for sample in samples], axis=-1)
+    arrays["prompt_lengths"] = np.array([len(sample.prompt_ids) for sample in samples])
+    arrays["response_lengths"] = np.array([len(sample.response_ids) for sample in samples])
+    document = {
+        "format": FORMAT,
+        "shape": asdict(batch.shape),
+        "skipped": [asdict(item) for item in batch.skipped],
+        "samples": [
+            {name: getattr(sample, name) for name in VALUES}
+            | {
+                "images": list(sample.images),
+                "roles": [list(role) for role in sample.roles],
+                "image_spans": [list(span) for span in sample.image_spans],
+            }
+            for sample in samples
+        ],
+        "pixels": {str(index): _pixel_record(index, kept, arrays) for index, kept in batch.pixels.items()},
+    }
+    with write_folder(folder) as new:
+        tensors = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        save_file(tensors, new / "batch.safetensors")
+        os.chmod(new / "batch.safetensors", 0o644)  # safetensors writes for the owner alone
+        write_json(new / "batch.json", document)
+    return folder
+
+
+def load_batch(folder: Path) -> Batch:
+    """The batch in a folder; altered, missing or foreign files are a `DataError`."""
+    from safetensors.numpy import load_file
+
+    verify_folder(folder)
+    document = read_json(folder / "batch.json")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise DataError(
+            f"{folder} is not a batch of format {FORMAT}; make it again with this version of shoal"
+        )
+    arrays = load_file(folder / "batch.safetensors")
+    try:
+        samples = _samples(document["samples"], arrays)
+        pixels = {int(index): _pixels(int(index), item, arrays) for index, item in document["pixels"].items()}
+        skipped = [Skipped(**item) for item in document["skipped"]]
+        return Batch(samples, pixels, Shape(**document["shape"]), skipped)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DataError(f"{folder} is damaged ({type(error).__name__}: {error}); make it again") from error
+
+
+def _samples(records: list[dict[str, Any]], arrays: dict[str, Array]) -> list[Sample]:
+    samples = []
+    prompt_end = response_end = 0
+    for index, record in enumerate(records):
+        prompt = slice(prompt_end, prompt_end := prompt_end + int(arrays["prompt_lengths"][index]))
+        response = slice(response_end, response_end := response_end + int(arrays["response_lengths"][index]))
+        fields: dict[str, Any] = {
+            name: arrays[name][..., prompt if name.startswith("prompt") else response] for name in ARRAYS
+        }
+        if "logprobs" in arrays:
+            fields["logprobs"] = arrays["logprobs"][response]
+        fields |= {name: record[name] for name in VALUES}
+        roles = tuple((str(role), int(first), int(last)) for role, first, last in record["roles"])
+        spans = tuple((int(image), int(first), int(last)) for image, first, last in record["image_spans"])
+        samples.append(Sample(**fields, images=tuple(record["images"]), roles=roles, image_spans=spans))
+    return samples
+
+
+def _pixel_record(index: int, pixels: Pixels, arrays: dict[str, Array]) -> dict[str, Any]:
+    """What JSON keeps of a trajectory's pixels; the arrays go into `arrays`."""
+    if pixels is None:
+        return {"kind": "none"}
+    if isinstance(pixels, ProcessorOutputs):
+        for image, output in enumerate(pixels.outputs):
+            for name, array in output.items():
+                arrays[f"pixels.{index}.{image}.{name}"] = array
+        return {"kind": "processor", "names": [sorted(output) for output in pixels.outputs]}
+    arrays[f"pixels.{index}.grids"] = pixels.grids
+    record: dict[str, Any] = {"kind": "patches", "places": list(pixels.places), "merge": pixels.merge}
+    if pixels.rows is not None:
+        arrays[f"pixels.{index}.rows"] = pixels.rows
+        record["places"] = []  # not needed to make pixels, and paths of this machine are nobody's business
+    if pixels.table is not None:
+        arrays["table.float32"], arrays["table.bfloat16"] = pixels.table.float32, pixels.table.bfloat16
+        record["frames"] = pixels.table.frames
+    if pixels.reload is not None:
+        record["reload"] = {name: value for name, value in vars(pixels.reload).items() if name != "table"}
+    return record
+
+
+def _pixels(index: int, record: dict[str, Any], arrays: dict[str, Array]) -> Pixels:
+    if record["kind"] == "none":
+        return None
+    if record["kind"] == "processor":
+        return ProcessorOutputs(
+            tuple(
+                {name: arrays[f"pixels.{index}.{image}.{name}"] for name in names}
+                for image, names in enumerate(record["names"])
+            )
+        )
+    table = None
+    if "frames" in record:
+        table = PatchTable(arrays["table.float32"], arrays["table.bfloat16"], int(record["frames"]))
+    reload = (
+        PatchImages(**record["reload"], table=table) if "reload" in record and table is not None else None
+    )
+    return TrajectoryPixels(
+        grids=arrays[f"pixels.{index}.grids"],
+        rows=arrays.get(f"pixels.{index}.rows"),
+        table=table,
+        places=tuple(record["places"]),
+        merge=int(record["merge"]),
+        reload=reload,
+    )

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.splitting.batch import Batch
-from shoal.splitting.pixels import PixelInputs
-from shoal.splitting.samples import Sample
+from shoal.splitting.batch import Batch, Sample
+from shoal.splitting.images import PixelInputs
 
 THUMBNAIL = 420
 STYLE = """

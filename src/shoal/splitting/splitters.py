@@ -6,29 +6,83 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
 
 from shoal.core.errors import DataError, ShoalError, missing_extra
 from shoal.core.executors import RayExecutor, SerialExecutor, map_ordered
 from shoal.core.sharing import Shared, shared_by_ray
-from shoal.splitting.assembly import split_recording
-from shoal.splitting.batch import Batch, Padding, Shape, Skipped
-from shoal.splitting.fixes import Compat, Fixes
-from shoal.splitting.image_files import MAX_IMAGE_PIXELS
-from shoal.splitting.images import ImageReader, Pixels
-from shoal.splitting.jobs import make_jobs, without_first_turns
-from shoal.splitting.layout import Truncation
-from shoal.splitting.pixels import Store, TrajectoryPixels
-from shoal.splitting.plans import Job, Kind, Plan, SplitTrajectory
-from shoal.splitting.readers import FolderReader
-from shoal.splitting.recordings import Reader
-from shoal.splitting.samples import RewardPlacement, Sample
-from shoal.splitting.templates import MODEL_TEXT, ChatTemplate
-from shoal.splitting.windows import Limits
+from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
+from shoal.splitting.cut import Cut, Limits, answers_of, places_of
+from shoal.splitting.encode import MODEL_TEXT, ChatTemplate, Encoder
+from shoal.splitting.images import MAX_IMAGE_PIXELS, ImageReader, Pixels, Store, TrajectoryPixels
+from shoal.splitting.place import (
+    RewardPlacement,
+    Truncation,
+    Way,
+    add_step_scores,
+    place_reward,
+    untrained_before,
+)
+from shoal.splitting.readers.recordings import (
+    FolderReader,
+    Message,
+    Reader,
+    Recording,
+    RolloutTokens,
+    finite_reward,
+)
+
+if TYPE_CHECKING:
+    from shoal.splitting.original import Compat, Fixes
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+Kind = Literal["stepwise", "window", "last-n"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that turns a recording into samples; made once, sent to each worker once."""
+
+    kind: Kind
+    reader: Reader
+    template: ChatTemplate
+    images: ImageReader
+    limits: Limits
+    way: Way
+    max_prompt_length: int
+    max_response_length: int
+    truncation: Truncation
+    reward: RewardPlacement
+    use_rollout: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One trajectory to split."""
+
+    index: int
+    dataset_id: str
+    path: Path | None = None
+    reward: float | None = None  # None: as recorded, or 0
+    scores: tuple[float, ...] = ()  # one per turn, -1 for none
+    first_turn: int = 0  # earlier turns are not trained
+    store: Store = "u8"
+
+
+@dataclass(slots=True)
+class SplitTrajectory:
+    """What comes back from a worker."""
+
+    index: int
+    dataset_id: str
+    samples: list[Sample]
+    pixels: Pixels
+    n_images: int
 
 
 class TrajectorySplitter:
@@ -113,8 +167,13 @@ class TrajectorySplitter:
         _one_of("store", store, ("auto", "u8", "float32", "bfloat16", "path"))
         if not callable(reward):
             _one_of("reward", reward, ("final", "all", "last_step"))
-        switches = Fixes.resolve(compat, fixes)
-        template = ChatTemplate(processor, escape=switches.escape_control_tokens, model_text=model_text)
+        way, escape = Way(), True
+        if compat != "fixed" or fixes is not None:
+            from shoal.splitting.original import way_of
+
+            way, switches = way_of(compat, fixes)
+            escape = switches.escape_control_tokens
+        template = ChatTemplate(processor, escape=escape, model_text=model_text)
         images = ImageReader(
             processor,
             template.image_token,
@@ -135,7 +194,7 @@ class TrajectorySplitter:
             template=template,
             images=images,
             limits=Limits(window_size, stride_size, limit_images, limit_messages),
-            fixes=switches,
+            way=way,
             max_prompt_length=max_prompt_length,
             max_response_length=max_response_length,
             truncation=truncation,
@@ -316,7 +375,7 @@ class StepwiseTrajectorySplitter(TrajectorySplitter):
         limit_images: likewise.
         limit_messages: likewise.
         use_vllm_logp: take tokens and log-probabilities as the sampler recorded them (see
-            `shoal.splitting.rollouts`) instead of encoding the text again.
+            `write_rollout`) instead of encoding the text again.
         traj_filter: as for `TrajectorySplitter`.
         options: the keyword options of `TrajectorySplitter`.
     """
@@ -405,3 +464,196 @@ def _positive(**values: int) -> None:
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+# --- one trajectory
+def split_recording(plan: Plan, job: Job) -> SplitTrajectory:
+    """The samples of one trajectory, or a `DataError` that names it."""
+    try:
+        recording = plan.reader.read(job.dataset_id, job.path)
+        return _split(plan, job, recording)
+    except (DataError, OSError) as error:
+        raise DataError(f"trajectory {job.dataset_id!r}: {error}") from error
+
+
+def _split(plan: Plan, job: Job, recording: Recording) -> SplitTrajectory:
+    cuts = plan.way.cuts(plan.kind, recording, plan.limits)
+    messages = recording.messages
+    cuts = [cut for cut in cuts if _trains_after(cut, messages, job.first_turn)]
+    shown = {place for cut in cuts for piece in cut.pieces for place in places_of(messages, piece)}
+    in_order = dict.fromkeys(place for message in messages for place in message.images)
+    places = [place for place in in_order if place in shown]
+    pixels, tokens = plan.images.read(places, job.store)
+    encoder = Encoder(plan, recording, {place: index for index, place in enumerate(places)}, tokens)
+    samples = [_sample(plan, job, recording, encoder, cut) for cut in cuts]
+    return SplitTrajectory(job.index, job.dataset_id, samples, pixels, len(places))
+
+
+def _trains_after(cut: Cut, messages: Sequence[Message], first_turn: int) -> bool:
+    if first_turn == 0:
+        return True
+    return any(piece.turn is not None and piece.turn >= first_turn for piece in cut.pieces)
+
+
+def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: Cut) -> Sample:
+    step = _rollout_step(plan, recording, cut)
+    prompt, response, attended = plan.way.sides(plan, encoder, cut, step)
+    if job.first_turn:
+        response = untrained_before(response, job.first_turn)
+    prompt, response, cut_short = plan.way.fitted(plan, encoder, prompt, response)
+    if cut_short:
+        attended = min(attended, len(response.layout))
+    final = plan.way.rewarded(response.mask, attended)
+    reward = job.reward if job.reward is not None else (recording.reward or 0.0)
+    rewards = place_reward(reward, plan.reward, cut.step_index, cut.n_steps, response.mask, final)
+    add_step_scores(rewards, response.ends, job.scores)
+    start = len(prompt.layout)
+    if cut_short:
+        images = [image for side in (prompt, response) for image, _, _ in side.layout.images]
+    else:
+        places = [place for piece in cut.pieces for place in places_of(recording.messages, piece)]
+        images = [encoder.image_of[place] for place in places]
+    return Sample(
+        dataset_id=job.dataset_id,
+        uid=recording.uid,
+        traj_index=job.index,
+        step_index=cut.step_index,
+        n_steps=cut.n_steps,
+        prompt_ids=prompt.layout.ids,
+        response_ids=response.layout.ids,
+        prompt_positions=prompt.layout.positions,
+        response_positions=response.layout.positions,
+        response_mask=response.mask,
+        rewards=rewards,
+        n_attended=attended,
+        pads_count_on=plan.kind == "stepwise",
+        images=tuple(images),
+        messages=[_as_dict(recording.messages[piece.message], piece.keep) for piece in cut.pieces],
+        logprobs=None if step is None else np.asarray(step.logprobs[: len(response.layout)], np.float32),
+        image_spans=(
+            *prompt.layout.images,
+            *((image, first + start, last + start) for image, first, last in response.layout.images),
+        ),
+        roles=(*prompt.roles, *((role, first + start, last + start) for role, first, last in response.roles)),
+    )
+
+
+def _as_dict(message: Message, keep: tuple[int, ...] | None) -> dict[str, Any]:
+    """The message as JSON would have it."""
+    if keep is None and isinstance(message.content, str):
+        return {"role": message.role, "content": message.content}
+    parts = message.parts if keep is None else [message.parts[index] for index in keep]
+    return {"role": message.role, "content": [dict(part) for part in parts]}
+
+
+def _rollout_step(plan: Plan, recording: Recording, cut: Cut) -> RolloutTokens | None:
+    """What the sampler recorded for this step, where it is to be used."""
+    if not plan.use_rollout:
+        return None
+    if recording.steps is None:
+        raise DataError(f"{recording.source} has no recorded tokens; set use_vllm_logp=False")
+    turn = cut.pieces[-1].turn
+    assert turn is not None
+    if turn >= len(recording.steps):
+        raise DataError(f"{recording.source}: {len(recording.steps)} recorded steps, but more answers; "
+                        "record the missing ones or set use_vllm_logp=False")  # fmt: skip
+    return recording.steps[turn]
+
+
+# --- jobs
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A trajectory that cannot be started because of what the caller gave with it."""
+
+    dataset_id: str
+    error: DataError
+
+
+def make_jobs(
+    ids: list[str],
+    rewards: Any,
+    scores: Any,
+    paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
+    store: Store,
+) -> list[Job | Refused]:
+    """One job per trajectory, in order; `Refused` where what came with a trajectory is wrong."""
+    if not ids:
+        raise ValueError("dataset_ids is empty; give at least one trajectory")
+    reward_of = _rows("reward_tensor", rewards, len(ids))
+    scores_of = _rows("process_reward_tensor", scores, len(ids))
+    path_of = _paths(paths, ids)
+    jobs: list[Job | Refused] = []
+    for index, name in enumerate(ids):
+        where = f"trajectory {name!r}"
+        try:
+            jobs.append(
+                Job(
+                    index=index,
+                    dataset_id=name,
+                    path=path_of[index],
+                    reward=None if reward_of is None else finite_reward(reward_of[index], where),
+                    scores=() if scores_of is None else _checked_scores(scores_of[index], where),
+                    store=store,
+                )
+            )
+        except DataError as error:
+            jobs.append(Refused(name, error))
+    return jobs
+
+
+def without_first_turns(reader: Reader, jobs: list[Job | Refused]) -> list[Job | Refused]:
+    """The jobs, those of failed trajectories told from which turn on to train (`traj_filter`)."""
+    lengths, rewards = {}, {}
+    for job in jobs:
+        if isinstance(job, Job):
+            try:
+                recording = reader.read(job.dataset_id, job.path)
+            except DataError:
+                continue  # splitting it will say the same, where it is handled
+            lengths[job.index] = len(answers_of(recording.messages))
+            rewards[job.index] = job.reward if job.reward is not None else recording.reward
+    if any(reward is None for reward in rewards.values()):
+        raise ValueError("traj_filter needs rewards: pass reward_tensor")
+    good = [lengths[index] for index, reward in rewards.items() if reward is not None and reward > 0]
+    if not good:
+        return jobs
+    first = int(sum(good) / len(good))
+    return [
+        replace(job, first_turn=first) if isinstance(job, Job) and rewards.get(job.index) == 0 else job
+        for job in jobs
+    ]
+
+
+def _rows(name: str, values: Any, count: int) -> list[Any] | None:
+    """`values` as a list with one item per trajectory."""
+    if values is None:
+        return None
+    rows = values.tolist() if hasattr(values, "tolist") else list(values)
+    if not isinstance(rows, list) or len(rows) != count:
+        got = len(rows) if isinstance(rows, list) else 1
+        raise ValueError(f"{name} must have one entry per trajectory: {count} dataset_ids, got {got}")
+    return [
+        row[0] if name == "reward_tensor" and isinstance(row, list) and len(row) == 1 else row for row in rows
+    ]
+
+
+def _checked_scores(row: Any, where: str) -> tuple[float, ...]:
+    scores = tuple(finite_reward(value, f"{where}: process_reward_tensor") for value in row)
+    wrong = [score for score in scores if score != -1 and not 0 <= score <= 1]
+    if wrong:
+        raise DataError(f"{where}: process rewards must be in [0, 1], or -1 for none; got {wrong[0]}")
+    return scores
+
+
+def _paths(
+    paths: Mapping[str, Path | str] | Sequence[Path | str] | None, ids: list[str]
+) -> list[Path | None]:
+    if paths is None:
+        return [None] * len(ids)
+    if isinstance(paths, Mapping):
+        return [Path(paths[name]) if name in paths else None for name in ids]
+    if isinstance(paths, str | Path) or len(paths) != len(ids):
+        raise ValueError(
+            f"dataset_paths must map ids to folders or have one entry for each of {len(ids)} ids"
+        )
+    return [Path(path) for path in paths]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tests.train.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
+from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
 
 from shoal.core.errors import ConfigError, EnvError
 from shoal.rollout.arrays.episodes import SeededEpisodes

@@ -278,3 +278,108 @@ def test_a_chat_that_is_too_long_for_the_server_fills_the_context():
         engine.close()
         server.shutdown()
         server.server_close()
+
+
+# --- two things at once
+@pytest.fixture
+def server():
+    server = FakeServer("vllm")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+PATIENT = Patience(timeout=60, retries=3, backoff=60, max_backoff=60)
+
+
+def in_thread(work):
+    """A thread that does `work`, and a list that holds what came of it when it has ended."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came to that")
+
+
+def test_a_request_whose_retry_is_waited_for_ends_when_the_client_is_closed_and_the_next_one_is_answered(
+    server,
+):
+    server.faults = [503]
+    client = HttpClient(server.url, PATIENT)
+    thread, found = in_thread(lambda: client.post("/v1/completions", {}))
+    until(lambda: len(server.seen) == 1 and not server.busy)
+    client.close()
+    thread.join(20)
+    assert isinstance(found[0], EngineError)
+    assert "closed before the answer" in str(found[0])
+    assert client.get("/v1/models")["data"]
+    assert len(server.seen) == 2  # nothing was asked for behind the back of who closed
+    client.close()
+
+
+def test_closing_one_client_leaves_another_one_of_the_same_server_alone(server):
+    server.pause = 0.5
+    one, other = HttpClient(server.url, PATIENT), HttpClient(server.url, PATIENT)
+    first, gone = in_thread(lambda: one.get("/v1/models"))
+    second, kept = in_thread(lambda: other.get("/v1/models"))
+    until(lambda: server.busy == 2)
+    one.close()
+    first.join(20)
+    second.join(20)
+    assert isinstance(gone[0], EngineError)
+    assert kept[0]["data"]
+    other.close()
+
+
+def test_a_torn_answer_and_an_endless_one_are_asked_for_again(server, monkeypatch):
+    monkeypatch.setattr(http, "MAX_REPLY", 10_000)
+    server.faults = ["cut", b"[" + b" " * 20_000 + b"]", "drop", 503]
+    client = HttpClient(server.url, Patience(timeout=20, retries=4, backoff=0.0))
+    body = {"prompt": [1, 2], "max_tokens": 3, "repetition_penalty": 1.0, "return_token_ids": True}
+    reply = client.post("/v1/completions", {**body, "top_p": 1, "top_k": -1, "min_p": 0})
+    assert reply["choices"][0]["token_ids"] == written([1, 2], 3)
+    assert len(server.seen) == 5
+    client.close()
+
+
+def test_whoever_asks_while_others_close_gets_an_answer_or_an_error_and_never_waits_for_ever(server):
+    client, answers, over = HttpClient(server.url, PATIENT), [], threading.Event()
+
+    def ask():
+        while not over.is_set():
+            try:
+                answers.append(client.get("/v1/models"))
+            except EngineError as error:
+                answers.append(error)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    closers = [
+        threading.Thread(target=lambda: [client.close() for _ in range(60)], daemon=True) for _ in range(2)
+    ]
+    for thread in [*threads, *closers]:
+        thread.start()
+    for thread in closers:
+        thread.join(60)
+    over.set()
+    for thread in threads:
+        thread.join(20)
+    assert [thread.is_alive() for thread in [*threads, *closers]] == [False] * 6
+    assert {str(a)[:40] for a in answers if isinstance(a, Exception)} <= {
+        f"the connection to {server.url}"[:40]
+    }
+    assert client.get("/v1/models")["data"]
+    client.close()

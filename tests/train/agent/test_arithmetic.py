@@ -9,15 +9,15 @@ from tests.rollout.samplers.test_huggingface import make_engine
 from shoal.core.errors import MissingExtraError
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, micro_batches
-from shoal.train.agent.policy import logprobs_of, policy_of, training_mode
-from shoal.train.wandb_log import WandB
+from shoal.train.agent.policy import policy_of, score, training_mode
+from shoal.train.boards import WandB
 
 
 def gradient(engine, samples, checkpointing=False, precision="float32"):
     engine.module.zero_grad()
     with training_mode(engine.module, checkpointing, 0):
         for micro in micro_batches(samples, 1000, 0, "cpu", "packed"):
-            logprobs_of(engine, micro, 1.0, precision)[1].mean().backward()
+            score(engine, micro, 1.0, precision).logprobs.mean().backward()
     return torch.cat([p.grad.flatten() for p in engine.module.parameters()])
 
 

@@ -1,14 +1,18 @@
 """A name sets what its paper sets, unless the config says otherwise; what a user registers is a name like any other."""
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError
+from shoal.core.registry import Registry
 from shoal.train.agent.advantages import ESTIMATORS
-from shoal.train.agent.config import AgentConfig, Algorithm, comparable, compose_config
+from shoal.train.agent.config import AgentConfig, Algorithm, comparable, compose_config, import_extensions
 from shoal.train.agent.losses import LOSSES
 from shoal.train.agent.update import prepare_samples
 
@@ -190,3 +194,82 @@ def test_a_teacher_is_asked_for_where_there_is_none_and_refused_where_it_does_no
         compose_config("demo", ["algorithm.adv_estimator=distillation"])
     with pytest.raises(ConfigError, match="do not fit"):
         compose_config("demo", ["algorithm.teacher=somewhere"])
+
+
+# --- imports that fail, come twice, or at once
+def forget(*names):
+    for registry in (ESTIMATORS, LOSSES):
+        for name in names:
+            registry._items.pop(name, None)
+
+
+def test_an_import_that_fails_midway_registers_nothing_and_can_be_tried_again_once_it_is_mended(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN.replace("def plain", "raise SystemExit(3)\ndef plain"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"mine\.py cannot be imported"):
+            import_extensions([str(file)])
+        assert "best_of" not in ESTIMATORS
+    file.write_text(OWN)
+    try:
+        import_extensions([str(file)])
+        assert "best_of" in ESTIMATORS
+    finally:
+        forget("best_of", "plain")
+
+
+def test_what_a_failing_import_replaced_is_back_as_it_was(tmp_path):
+    before = ESTIMATORS["grpo"]
+    code = 'from shoal.train.agent.advantages import advantage\nadvantage("grpo", replace=True)(len)\n1 / 0\n'
+    (tmp_path / "over.py").write_text(code)
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        import_extensions([str(tmp_path / "over.py")])
+    assert ESTIMATORS["grpo"] is before
+
+
+def test_a_file_that_is_imported_twice_is_run_once_and_a_name_that_is_taken_is_refused(own, tmp_path):
+    import_extensions([str(own), str(own)])
+    import_extensions([str(own)])
+    (tmp_path / "other.py").write_text(OWN)
+    with pytest.raises(ConfigError, match="'best_of' is registered already"):
+        import_extensions([str(tmp_path / "other.py")])
+
+
+def test_a_thread_that_imports_what_another_one_is_at_waits_until_all_is_registered(own):
+    own.write_text(OWN.replace("@advantage", "import time\ntime.sleep(0.3)\n@advantage"))
+    with ThreadPoolExecutor(4) as pool:
+        known = list(
+            pool.map(lambda _: (import_extensions([str(own)]), "best_of" in ESTIMATORS)[1], range(4))
+        )
+    assert known == [True] * 4
+
+
+def test_of_threads_that_register_one_name_one_succeeds_and_the_others_are_told():
+    for attempt in range(50):
+        registry, ready = Registry("thing"), threading.Barrier(4)
+
+        def put(item, registry=registry, ready=ready):
+            ready.wait()
+            try:
+                return registry.register("a", item)
+            except ValueError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(put, range(4)))
+        won = [item for item in found if isinstance(item, int)]
+        assert won == [registry["a"]], (attempt, found)
+        assert sum("registered already" in str(item) for item in found) == 3
+
+
+@pytest.mark.parametrize("imports", ["mine.py", [3]])
+def test_imports_that_are_no_list_of_names_are_refused(imports):
+    with pytest.raises(ConfigError, match="imports must be a list"):
+        AgentConfig.read({"imports": imports})
+
+
+def test_an_installed_package_that_fails_is_named(monkeypatch):
+    entry = SimpleNamespace(name="broken", dist=SimpleNamespace(name="their-package"), load=lambda: 1 / 0)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
+    with pytest.raises(ConfigError, match="'broken' of their-package cannot be imported: ZeroDivisionError"):
+        import_extensions([])

@@ -18,7 +18,7 @@ from shoal.train.agent.batch import (
     share_stems,
     token_values,
 )
-from shoal.train.agent.policy import logprobs_of, policy_of
+from shoal.train.agent.policy import policy_of, score
 
 BATCHINGS = ["auto", "padded", "bucketed", "packed"]
 lengths_of = st.lists(st.integers(2, 60), min_size=1, max_size=40)
@@ -79,7 +79,7 @@ def test_packed_samples_do_not_see_each_other(engine):
     samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
 
     def ask(chosen, batching):
-        return token_values(chosen, lambda m: logprobs_of(engine, m, 1.0)[1], 1000, 0, "cpu", batching)
+        return token_values(chosen, lambda m: score(engine, m, 1.0).logprobs, 1000, 0, "cpu", batching)
 
     packed = ask(samples, "packed")
     begins = [m.begins for m in micro_batches(samples, 1000, 0, "cpu", "packed", stems=True)]
@@ -98,7 +98,7 @@ def test_packed_gradients_of_a_transformers_model_are_those_of_single_rows():
     def gradient(batching, max_tokens):
         engine.module.zero_grad()
         for micro in micro_batches(samples, max_tokens, 0, "cpu", batching):
-            logprobs_of(engine, micro, 1.0)[1].sum().backward()
+            score(engine, micro, 1.0).logprobs.sum().backward()
         return torch.cat([p.grad.flatten() for p in engine.module.parameters()])
 
     alone = gradient("padded", 1)
@@ -165,7 +165,7 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
 
     def ask(batching, max_tokens, stems):
         def compute(micro):
-            return logprobs_of(engine, micro, 1.0)[1]
+            return score(engine, micro, 1.0).logprobs
 
         engine.module.zero_grad()
         for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, stems):

@@ -70,6 +70,8 @@ def test_models_with_causal_attention_pass():
 
 def test_positions_that_run_on_through_a_row_are_caught():
     class RunsOn:
+        head = None
+
         def __init__(self, engine):
             self.module, self.pad_id, self._engine = engine.module, engine.pad_id, engine
 

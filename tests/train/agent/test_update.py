@@ -9,7 +9,7 @@ from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.losses import aggregation_weights
-from shoal.train.agent.policy import Critic, logprobs_of, policy_of
+from shoal.train.agent.policy import Critic, MasterAdamW, policy_of, score, trained_parameters
 from shoal.train.agent.update import Learner, Totals, critic_loss, gradient_step, token_loss, update
 
 ENGINE = policy_of(TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1))
@@ -157,7 +157,7 @@ def contrast(engine):
     samples = []
     for token, advantage in ((9, 1.0), (10, -1.0)):
         sample = Sample((7, 8, token), np.array([2]), {"advantages": np.float32([advantage])})
-        found = token_values([sample], lambda micro: logprobs_of(engine, micro, 1.0)[1], 100, 0, "cpu")[0]
+        found = token_values([sample], lambda micro: score(engine, micro, 1.0).logprobs, 100, 0, "cpu")[0]
         for name in ("rollout_logprobs", "old_logprobs"):
             sample = sample.with_column(name, found)
         samples.append(sample)
@@ -168,7 +168,7 @@ def contrast(engine):
 def test_an_update_moves_towards_what_was_good(loss):
     engine = ENGINE.twin()
     before, version = preference(engine), engine.weights_version
-    optimizer = torch.optim.AdamW(engine.module.parameters(), lr=0.01)
+    optimizer = MasterAdamW([{"params": trained_parameters(engine.module), "lr": 0.01}])
     learner = Learner(engine, optimizer, Algorithm(policy_loss=loss), AgentProxy())
     metrics = update(learner, contrast(engine), 0)
     assert preference(engine) > before + 0.01
@@ -182,7 +182,7 @@ def test_frozen_parameters_stay_as_they_are():
     engine = ENGINE.twin()
     engine.module.embedding.requires_grad_(False)
     before = engine.module.embedding.weight.clone()
-    optimizer = torch.optim.AdamW([p for p in engine.module.parameters() if p.requires_grad], lr=0.1)
+    optimizer = MasterAdamW([{"params": trained_parameters(engine.module), "lr": 0.1}])
     gradient_step(Learner(engine, optimizer, Algorithm(), AgentProxy()), contrast(engine), Totals())
     assert torch.equal(engine.module.embedding.weight, before)
 
@@ -199,7 +199,7 @@ def test_the_clip_fraction_is_of_the_ratio_that_the_loss_bounds(loss, share):
     totals = Totals()
     for sample, ratios in zip(bare, ([2, 0.5], [3, 3], [0.5]), strict=True):
         (micro,) = micro_batches([sample], 99, ENGINE.pad_id, "cpu")
-        now = logprobs_of(ENGINE, micro, 1.0)[1].detach().numpy()
+        now = score(ENGINE, micro, 1.0).logprobs.detach().numpy()
         columns = {
             "old_logprobs": now - np.log(ratios),
             "advantages": np.ones(len(ratios)),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent.config import compose_config
@@ -137,3 +137,91 @@ def test_a_trainer_takes_a_policy_and_a_sampler_from_outside(tmp_path):
 def test_a_policy_without_a_sampler_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="give AgentTrainer the sampler too"):
         AgentTrainer(compose_config("demo", [f"run_dir={tmp_path}"]), policy=policy_of(TinyEngine(["Up"])))
+
+
+# --- two things at once
+class Fragile:
+    """Takes one weight after the other, and fails after the first for as long as it is told to."""
+
+    def __init__(self, engine):
+        self.engine, self.fails = engine, False
+
+    def load_weights(self, weights, version):
+        own = self.engine.model.state_dict()
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+            if self.fails:
+                raise EngineError("it died while weights travelled")
+        self.engine.weights_version = version
+
+
+class Gathered(SimpleNamespace):
+    """Weights in shards say nothing of changes but their version."""
+
+    def full_tensor(self):
+        return self.weight
+
+
+def test_a_sync_that_fails_midway_is_done_again_also_if_the_weights_are_those_from_before():
+    state = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    module = SimpleNamespace(
+        parameters=lambda: [Gathered(weight=w) for w in state.values()],
+        state_dict=lambda keep_vars: {name: Gathered(weight=w) for name, w in state.items()},
+    )
+    policy = SimpleNamespace(module=module, weights_version=1)
+    there = {"a": torch.ones(2), "b": torch.ones(2)}
+    sampler = Fragile(SimpleNamespace(model=SimpleNamespace(state_dict=lambda: there), weights_version=0))
+    sync = WeightSync(policy, sampler)
+    sync.carry()
+    state["a"], state["b"], policy.weights_version, sampler.fails = torch.ones(2), torch.ones(2), 2, True
+    with pytest.raises(EngineError, match="while weights travelled"):
+        sync.carry()
+    assert there["a"].tolist() == [1, 1]
+    state["a"], state["b"], policy.weights_version, sampler.fails = torch.zeros(2), torch.zeros(2), 1, False
+    sync.carry()
+    assert [weight.tolist() for weight in there.values()] == [[0, 0], [0, 0]]
+
+
+def test_a_trainer_whose_sampler_died_while_weights_travelled_goes_on_with_a_whole_one(tmp_path):
+    """The rows after the failure are those of a run in which nothing failed."""
+    rows = {}
+    for fault in (False, True):
+        settings = [f"run_dir={tmp_path / str(fault)}", "algorithm.filter_groups.enable=false"]
+        config = compose_config("demo", [*SMALL, *settings])
+        policy = policy_of(TinyEngine(["Down", "Left", "Right", "Up"], seed=1))
+        sampler = TinyEngine(["Down", "Left", "Right", "Up"], seed=2)
+        real, calls = sampler.load_weights, []
+
+        def dies(weights, version, real=real, calls=calls, fault=fault):
+            calls.append(version)
+            if fault and len(calls) == 2:
+                real({name: -tensor for name, tensor in weights.items()}, 99)
+                raise EngineError("it died while weights travelled")
+            real(weights, version)
+
+        sampler.load_weights = dies
+        with AgentTrainer(config, policy=policy, sampler=sampler) as trainer:
+            first = [next(trainer.train()), trainer.train_iteration()]
+            if fault:
+                with pytest.raises(EngineError):
+                    trainer.train_iteration()
+            first.append(trainer.train_iteration())
+        rows[fault] = [{k: row.get(k) for k in ("loss", "success", "reward", "tokens")} for row in first]
+    assert rows[True] == rows[False]
+
+
+def test_a_second_trainer_is_refused_a_sampler_that_a_first_one_carries_weights_to(tmp_path):
+    config = compose_config("demo", [*SMALL, f"run_dir={tmp_path / 'one'}"])
+    with AgentTrainer(config) as trainer:
+        words, shape = trainer.policy.tokenizer.words, trainer.policy.module.shape
+    sampler = TinyEngine(words, shape, seed=3)
+    other = policy_of(TinyEngine(words, shape, seed=4))
+    with (
+        AgentTrainer(config, sampler=sampler),
+        pytest.raises(ConfigError, match="writes for another trainer"),
+    ):
+        AgentTrainer(
+            compose_config("demo", [*SMALL, f"run_dir={tmp_path / 'two'}"]), policy=other, sampler=sampler
+        )
+    with AgentTrainer(config, policy=other, sampler=sampler) as trainer:  # it is free again
+        trainer.evaluate()

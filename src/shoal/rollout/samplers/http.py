@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class HttpClient:
         }
         self._headers = headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._loop: _Loop | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close while its thread is in here
 
     def post(self, path: str, body: Any, *, name: str = "") -> Any:
         """The reply to a JSON body.
@@ -111,21 +111,21 @@ class HttpClient:
         """The reply to each question, or an `EngineError` in its place; up to `at_once` are under way at a time."""
         texts = [json.dumps(question.body).encode() for question in questions]
 
-        async def all_of_them() -> list[bytes | EngineError]:
+        async def all_of_them(session: Any) -> list[bytes | EngineError]:
             free = asyncio.Semaphore(at_once)
 
             async def one(question: Question, text: bytes) -> bytes | EngineError:
                 async with free:
-                    return await self._ask("POST", question.path, text, question.name)
+                    return await self._ask(session, "POST", question.path, text, question.name)
 
             return await asyncio.gather(*map(one, questions, texts))
 
-        found = self._run(all_of_them())
+        found = self._run(all_of_them)
         return [self._parsed(question.path, data) for question, data in zip(questions, found, strict=True)]
 
     def get(self, path: str) -> Any:
         """The reply to a GET; raises like `post`."""
-        reply = self._parsed(path, self._run(self._ask("GET", path, None, "")))
+        reply = self._parsed(path, self._run(lambda session: self._ask(session, "GET", path, None, "")))
         if isinstance(reply, EngineError):
             raise reply
         return reply
@@ -137,24 +137,26 @@ class HttpClient:
         if loop is not None:
             loop.end()
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What `work` gives, in the event loop, while the calling thread waits."""
+    def _run(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+        """What `work` gives, with the connections of the event loop it runs in, while the calling thread waits."""
         with self._lock:
             if self._loop is None:
                 self._loop = _Loop(self)
             loop = self._loop
         return loop.run(work, self.url)
 
-    async def _ask(self, method: str, path: str, body: bytes | None, name: str) -> bytes | EngineError:
+    async def _ask(
+        self, session: Any, method: str, path: str, body: bytes | None, name: str
+    ) -> bytes | EngineError:
         begin = time.monotonic()
         try:
             async with asyncio.timeout(self.patience.total):
-                return await self._attempts(method, path, body, name, begin)
+                return await self._attempts(session, method, path, body, name, begin)
         except TimeoutError:
             return EngineError(f"{self.url}{path} gave no answer within {self.patience.total:.1f} s in all")
 
     async def _attempts(
-        self, method: str, path: str, body: bytes | None, name: str, begin: float
+        self, session: Any, method: str, path: str, body: bytes | None, name: str, begin: float
     ) -> bytes | EngineError:
         import aiohttp
 
@@ -163,7 +165,7 @@ class HttpClient:
             if attempt:
                 await asyncio.sleep(max(asked_for, self._pause(attempt, name or path, trouble)))
             try:
-                status, retry_after, data = await self._once(method, path, body)
+                status, retry_after, data = await self._once(session, method, path, body)
             except TimeoutError:
                 trouble, asked_for = f"it timed out after {patience.timeout:g} s", 0.0
                 continue
@@ -197,12 +199,9 @@ class HttpClient:
         logger.warning("%s: %s; attempt %d in %.2f s", self.url, trouble, attempt + 1, pause)
         return pause
 
-    async def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
+    async def _once(self, session: Any, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
         """Status, Retry-After and body of one attempt."""
-        loop = self._loop
-        if loop is None:
-            raise ConnectionError("the client has just been closed")
-        reply = await loop.session.request(
+        reply = await session.request(
             method, self.url + path, data=body, headers=self._headers, allow_redirects=False
         )
         try:
@@ -239,6 +238,7 @@ class _Loop:
         except ImportError as error:
             raise missing_extra("engines on a server", "llm") from error
         self._loop = asyncio.new_event_loop()
+        self._gate = _Gate()
         thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="shoal-http")
         thread.start()
 
@@ -250,16 +250,16 @@ class _Loop:
                 auto_decompress=False,
             )
 
-        self.session = asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
-        self.end = weakref.finalize(client, _end, self._loop, thread, self.session)
+        self._session = asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
+        self.end = weakref.finalize(client, _end, self._loop, thread, self._session, self._gate)
 
-    def run(self, work: Coroutine[Any, Any, Any], url: str) -> Any:
-        """What `work` gives."""
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:  # it has just been closed
-            work.close()
-            raise EngineError(f"the connection to {url} was closed before the request") from error
+    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
+        """What `work` gives, called with the session."""
+        with self._gate.lock:
+            if self._gate.shut:
+                raise EngineError(f"the connection to {url} was closed before the request")
+            future = asyncio.run_coroutine_threadsafe(work(self._session), self._loop)
+            self._gate.inside.add(future)
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
@@ -267,9 +267,20 @@ class _Loop:
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._gate.inside.discard(future)
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, session: Any) -> None:
+class _Gate:
+    """Who waits in an event loop; once it is shut, nobody comes in, so that nobody is forgotten in one that ends."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.shut = False
+        self.inside: set[concurrent.futures.Future[Any]] = set()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, session: Any, gate: _Gate) -> None:
     """Cancel what is under way, close the connections, and let the thread go."""
 
     async def finish() -> None:
@@ -279,6 +290,8 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, session: Any
         await asyncio.gather(*others, return_exceptions=True)
         await session.close()
 
+    with gate.lock:
+        gate.shut = True
     if threading.current_thread() is thread:  # the last reference was let go in there
         loop.stop()
         return
@@ -286,6 +299,8 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, session: Any
         asyncio.run_coroutine_threadsafe(finish(), loop).result(5)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(5)
+    for future in list(gate.inside):  # of tasks that would not end
+        future.cancel()
     if not thread.is_alive():
         loop.close()
 

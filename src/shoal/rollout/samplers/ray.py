@@ -164,6 +164,8 @@ class RayEngine:
                 logger.warning("replica %d failed (%s); it is made anew", home, type(error).__name__)
                 self._last = (method, what, version)
                 self._renew(home)
+            except RayTaskError as error:
+                raise EngineError(f"replica {home} does not take the weights: {error.cause}") from error
         self._last, self.weights_version = (method, what, version), version
 
     def _renew(self, home: int) -> None:
@@ -171,7 +173,12 @@ class RayEngine:
         self._actors[home] = self._actor.remote(self._make)
         if self._last is not None:
             method, what, version = self._last
-            ray.get(getattr(self._actors[home], method).remote(what, version), timeout=self.timeout)
+            try:
+                ray.get(getattr(self._actors[home], method).remote(what, version), timeout=self.timeout)
+            except (RayActorError, RayTaskError, GetTimeoutError) as error:
+                raise EngineError(
+                    f"replica {home}, made anew, does not take the last weights: {type(error).__name__}: {error}"
+                ) from error
 
 
 def _room() -> str:

@@ -186,7 +186,7 @@ def _grpo(played: Played) -> Array:
     return normalize_rewards(played.episode_returns, played.cells, played.proxy.reward_normalization.method)
 
 
-@advantage("dr_grpo", grouped=True, defaults={"loss_aggregation": "constant"})
+@advantage("dr_grpo", grouped=True, defaults={"loss_aggregation": "constant", "loss_constant": "budget"})
 def _dr_grpo(played: Played) -> Array:
     return group_relative(played.episode_returns, played.cells, scale=False)
 

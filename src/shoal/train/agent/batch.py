@@ -257,6 +257,11 @@ def make_samples(trajectory: Trajectory) -> list[Sample]:
     return samples
 
 
+def was_cut(trajectory: Trajectory) -> bool:
+    """Whether a response of this episode ended because its tokens were used up."""
+    return any(turn.finish == "length" for turn in trajectory.turns)
+
+
 def _sample(ids: tuple[int, ...], places: list[int], logprobs: list[float]) -> Sample:
     return Sample(ids, np.array(places), {"rollout_logprobs": np.array(logprobs, dtype=np.float32)})
 

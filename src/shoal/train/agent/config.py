@@ -10,15 +10,17 @@ import importlib.metadata
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from shoal.core.configuration import from_mapping, to_mapping
 from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
-from shoal.core.registry import Registry
+from shoal.core.registry import Registry, all_or_nothing
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
 from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
@@ -32,6 +34,7 @@ GROUP = "shoal.extensions"
 """The group of entry points in which installed packages name modules that register what is theirs."""
 OWN = "over-the-defaults"
 """What Hydra is asked for in the place of a config that has no defaults list."""
+_IMPORTS = threading.RLock()
 MOST_BYTES, MOST_VALUES = 2**20, 20_000
 """Of a config file; more is a mistake or an attack (aliases of aliases), and takes minutes to compose."""
 _BY_NAME: Any = None
@@ -41,6 +44,7 @@ _PLAIN: dict[str, Any] = {
     "clip_ratio_low": 0.2,
     "clip_ratio_high": 0.28,
     "entropy_coef": 0.02,
+    "loss_constant": 1.0,
 }
 
 
@@ -157,8 +161,9 @@ class Algorithm:
     """A registered loss, see `shoal.train.agent.losses`."""
     loss_aggregation: Aggregation = _BY_NAME
     """`token_mean` if neither estimator nor loss says otherwise (`dr_grpo`: constant, `gspo`: sequence_mean)."""
-    loss_constant: float = 1.0
-    """Tokens a sequence is divided by, for `loss_aggregation: constant`."""
+    loss_constant: float | Literal["budget"] = _BY_NAME
+    """Tokens a sequence is divided by, for `loss_aggregation: constant`. `budget` (what `dr_grpo` sets): as many as a
+    sample may have, `max_tokens` a response."""
     clip_ratio_low: float = _BY_NAME
     """0.2 if the loss does not say otherwise (`gspo`: 3e-4)."""
     clip_ratio_high: float = _BY_NAME
@@ -184,6 +189,8 @@ class Algorithm:
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
     max_grad_norm: float = 1.0
+    overlong_filter: bool = False
+    """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO)."""
     rollout_filter_ratio: float = 1.0
     """Share of the groups played to learn from: those that score highest; 1 keeps all."""
     rollout_filter_type: FilterType = "std"
@@ -206,7 +213,7 @@ class Algorithm:
             "minibatch_size",
             "micro_batch_tokens",
             "max_grad_norm",
-            "loss_constant",
+            *(["loss_constant"] if self.loss_constant != "budget" else []),
         )
         refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
         if self.clip_ratio_low > 1:
@@ -225,6 +232,8 @@ class Algorithm:
         left_out = tuple(name for name in brought if getattr(self, name) is None)
         for name in left_out:
             object.__setattr__(self, name, brought[name])
+        if "loss_constant" in left_out and self.loss_aggregation != "constant":
+            object.__setattr__(self, "loss_constant", _PLAIN["loss_constant"])
         if self.filter_groups.enable is None:
             left_out = (*left_out, "filter_groups")
             filtered = replace(
@@ -345,6 +354,8 @@ class TrainerConfig:
     save_every: int = 5
     """Iterations between checkpoints; there is always one at the end."""
     keep_checkpoints: int = 3
+    log_entropy: bool = True
+    """Tell the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
     save_trajectories_every: int = 10
     """Iterations between files in `trajectories/`."""
     tensorboard: bool = True
@@ -443,21 +454,30 @@ def _over(defaults: Any, values: Any) -> Any:
 def import_extensions(names: Sequence[str]) -> None:
     """Import modules and files of the user (`imports:`), and what installed packages name, so that they register.
 
+    One that fails registers nothing, and can be imported again. Threads import one after the other.
+
     Raises:
         ConfigError: there is no such module or file, or it fails.
     """
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        entry.load()
-    for name in names:
-        try:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"imports must be a list of modules and files, got {names!r}")
+    with _IMPORTS:
+        for entry in importlib.metadata.entry_points(group=GROUP):
+            told = f"the entry point {entry.name!r} of {getattr(entry.dist, 'name', 'a package')}"
+            _import(told, entry.load)
+        for name in names:
             if name.endswith(".py"):
-                _import_file(Path(name).resolve())
+                _import(f"imports: {name}", partial(_import_file, Path(name).resolve()))
             else:
-                importlib.import_module(name)
-        except Exception as error:
-            raise ConfigError(
-                f"imports: {name} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
+                _import(f"imports: {name}", partial(importlib.import_module, name))
+
+
+def _import(told: str, work: Callable[[], Any]) -> None:
+    try:
+        with all_or_nothing():
+            work()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{told} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _import_file(path: Path) -> None:

@@ -254,6 +254,11 @@ class ShardedPolicy(Around):
         _try(self.logits, policy)  # from the first pass on, the outermost module is known as such
 
     @property
+    def head(self) -> None:
+        """A part of the pass of all processes: scores are made at once."""
+        return None
+
+    @property
     def shares_prefixes(self) -> bool:
         """As found while the network was whole."""
         return self._shares_prefixes
@@ -450,6 +455,10 @@ class _Base(Around):
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         with self.inner.without_adapters():
             return super().logits(ids, lengths, where, begins)
+
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+        with self.inner.without_adapters():
+            return super().hidden(ids, lengths, where, begins)
 
 
 class SharedCollector:

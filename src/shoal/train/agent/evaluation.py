@@ -16,6 +16,7 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import DataError
 from shoal.rollout.filters import discounted
 from shoal.train.agent.advantages import has_signal
+from shoal.train.agent.batch import was_cut
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig
 
@@ -61,11 +62,14 @@ def signal_metrics(
     groups = [t.group for t in whole]
     signal = has_signal([discounted(t, gamma) for t in whole], groups)
     with_signal = {group for group, kept in zip(groups, signal, strict=True) if kept}
-    return {
+    row = {
         "groups_with_signal": len(with_signal) / max(1, len(set(groups))),
         "groups_shaping_only": shaping_only(whole, gamma) if config.agent_proxy.format_penalty else 0.0,
         "groups_trained": float(len({t.group for t in learned})),
     }
+    if config.algorithm.overlong_filter:
+        row["overlong_episodes"] = sum(map(was_cut, learned)) / max(1, len(learned))
+    return row
 
 
 def iteration_times(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from shoal.rollout.samplers.sampler import require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
 from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
+from shoal.train.agent.losses import entropy_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class Policy(ABC):
     @abstractmethod
     def width(self) -> int:
         """Size of a hidden state."""
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The layer that makes scores of hidden states, where nothing else does; they can then be made in parts."""
+        return None
 
     @property
     def shares_prefixes(self) -> bool:
@@ -118,6 +124,11 @@ class Around(Policy):
         return self.inner.width
 
     @property
+    def head(self) -> nn.Module | None:
+        """The inner one's."""
+        return self.inner.head
+
+    @property
     def shares_prefixes(self) -> bool:
         """The inner one's."""
         return self.inner.shares_prefixes
@@ -162,6 +173,11 @@ class TinyPolicy(Policy):
     def width(self) -> int:
         """Size of a hidden state."""
         return int(self.module.shape.width)
+
+    @property
+    def head(self) -> nn.Module:
+        """The layer that makes scores of hidden states."""
+        return self.module.head  # type: ignore[no-any-return]
 
     @property
     def shares_prefixes(self) -> bool:
@@ -221,15 +237,19 @@ class HuggingFacePolicy(Policy):
         With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
         `[3, B, T]` a sample may go on from a stem before it, of which the other two tell the first place and the end.
         """
-        if self._plain_head is None:
-            self._plain_head = self._head_alone_scores()
-        if self._plain_head:
-            head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
-            return head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
+        if self.head is not None:
+            return self.head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
         before = where[:, 1:]
         columns = before.any(0).nonzero()[:, 0]
         out = self.module(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
         return out.logits[before[:, columns]]  # type: ignore[no-any-return]
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The output layer, unless the model scales or caps scores: with it, they are made for trained tokens alone."""
+        if self._plain_head is None:
+            self._plain_head = self._head_alone_scores()
+        return self.module.get_output_embeddings() if self._plain_head else None  # type: ignore[operator, no-any-return]
 
     @property
     def shares_prefixes(self) -> bool:
@@ -274,10 +294,7 @@ class HuggingFacePolicy(Policy):
         return str(getattr(self.module.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
 
     def _head_alone_scores(self) -> bool:
-        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them).
-
-        With it, scores are computed for trained tokens alone, not for every column that some row trains.
-        """
+        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them)."""
         head = getattr(self.module, "get_output_embeddings", lambda: None)()
         if head is None:
             return False
@@ -379,6 +396,11 @@ def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[
         )
     named = config.replicas.engine if config.name == "ray" else config.name
     here = "tiny" if named == "tiny" else "huggingface"
+    if here != "tiny" and config.model is None:
+        raise ConfigError(
+            f"engine.model must be a model folder or a name that `shoal model get` knows, for "
+            f"engine.name={config.name}, got none"
+        )
     local: Any = make_engine(replace(config, name=here), words, seed)
     policy = policy_of(local)
     if isinstance(policy, HuggingFacePolicy) and config.train_last_layers is not None:
@@ -515,14 +537,58 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def logprobs_of(
-    policy: Policy, micro: MicroBatch, temperature: float, precision: Precision = "float32"
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `[N, V]` of every token and `[N]` of the trained ones, as sampled at `temperature`."""
+SCORES = 1 << 25
+"""Scores that are made at once, in numbers: 128 MB in float32, of which a pass holds about four copies."""
+
+
+class Scored(NamedTuple):
+    """What a network says of `N` trained tokens."""
+
+    logprobs: Tensor  # [N] as sampled at the temperature
+    entropy: Tensor | None  # [N] in nats, of the distribution that each was drawn from; None if not asked for
+
+
+def score(
+    policy: Policy,
+    micro: MicroBatch,
+    temperature: float,
+    precision: Precision = "float32",
+    entropy: Literal["none", "told", "trained"] = "none",
+) -> Scored:
+    """Log-probabilities of the trained tokens of a micro-batch.
+
+    More than `SCORES` scores are made part by part, and made again in the backward pass, so that memory does not grow
+    with the vocabulary times the tokens.
+
+    Args:
+        policy: the network.
+        micro: what it reads.
+        temperature: at which tokens are sampled.
+        precision: of matrix products.
+        entropy: whether it is computed, and whether with a gradient.
+    """
+
+    def part(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = (scores.float() / (temperature or 1.0)).log_softmax(-1)
+        known = logprobs.gather(1, targets[:, None])[:, 0]
+        with torch.set_grad_enabled(entropy == "trained" and torch.is_grad_enabled()):
+            return known, known if entropy == "none" else entropy_of(logprobs)
+
+    def part_of_hidden(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return part(head(hidden), targets)  # type: ignore[misc]
+
+    head = policy.head
+    rows = len(micro.targets) if head is None else max(1, SCORES // int(head.weight.shape[0]))  # type: ignore[union-attr, operator, index, arg-type]
     with autocast(policy.module, precision):
-        logits = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins)
-    scores = (logits.float() / (temperature or 1.0)).log_softmax(-1)
-    return scores, scores.gather(1, micro.targets[:, None])[:, 0]
+        if len(micro.targets) <= rows:
+            scores = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins)
+            parts = [part(scores, micro.targets)]
+        else:
+            hidden = policy.hidden(micro.ids, micro.lengths, micro.where, micro.begins)
+            pairs = zip(hidden.split(rows), micro.targets.split(rows), strict=True)
+            parts = [checkpoint(part_of_hidden, *pair, use_reentrant=False) for pair in pairs]
+    known, entropies = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
+    return Scored(known, None if entropy == "none" else entropies)
 
 
 class Critic(nn.Module):
@@ -584,15 +650,34 @@ class MasterAdamW(torch.optim.AdamW):
             parameter.grad = None
 
     @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Add the network's gradients to the masters', in float32: call it after each backward pass.
+
+        Left in the network, those of several passes would be summed, and rounded, in as few bits as its weights have.
+        """
+        for parameter, master in self._rounded:
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step the masters by the network's gradients, and round them into the network."""
-        for parameter, master in self._rounded:
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.take_gradients()
         result = super().step(closure)
         for parameter, master in self._rounded:
             parameter.copy_(master)
             master.grad = None
         return result
+
+    @property
+    def stepped(self) -> list[list[nn.Parameter]]:
+        """By group, what is stepped and has the gradients: masters, and parameters that need none."""
+        return [group["params"] for group in self.param_groups]
 
     def masters(self) -> dict[str, Tensor]:
         """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
@@ -675,6 +760,6 @@ def _logprobs(policy: Policy, samples: list[Sample], batching: Batching) -> list
     device = str(next(policy.module.parameters()).device)
     return list(
         token_values(
-            samples, lambda micro: logprobs_of(policy, micro, 1.0)[1], 4096, policy.pad_id, device, batching
+            samples, lambda micro: score(policy, micro, 1.0).logprobs, 4096, policy.pad_id, device, batching
         )
     )

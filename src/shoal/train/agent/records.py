@@ -16,8 +16,7 @@ from shoal.core.run_folder import Event, RunFolder
 from shoal.train.agent.checkpoint import Progress, Snapshot, list_checkpoints, save_checkpoint
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.policy import Policy
-from shoal.train.tensorboard import TensorBoard
-from shoal.train.wandb_log import WandB
+from shoal.train.boards import TensorBoard, WandB
 
 DEFAULT_FOLDER = "runs/agent"
 """Of a run whose config names none."""

@@ -128,6 +128,7 @@ class AgentTrainer:
         self.policy, self.critic, self._reference = make_networks(config, policy, kept, self.processes)
         self.optimizer = make_optimizer(config, self.policy, self.critic)
         self._sync = WeightSync(self.policy, sampler)
+        begun.enter_context(self._sync.alone())
         self._learner = Learner(
             self.policy,
             self.optimizer,
@@ -138,6 +139,8 @@ class AgentTrainer:
             load_teacher(algorithm.teacher, policy) if algorithm.teacher else None,
             config.seed,
             self.processes,
+            token_budget(config, self.train_envs.tags),
+            config.trainer.log_entropy,
         )
         self.progress = Progress(0, 0.0, 0, 0)
         self._clock = EngineClock()
@@ -363,6 +366,14 @@ def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, progress: float) -> 
     rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
+
+
+def token_budget(config: AgentConfig, tags: Sequence[str]) -> int:
+    """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env."""
+    proxy, turns = config.agent_proxy, 1
+    if proxy.prompt.mode == "append":
+        turns = max(role.max_turns for role in make_roles(config.custom_envs, tags, proxy.max_turn).values())
+    return proxy.max_tokens * turns
 
 
 def describe(config: AgentConfig, policy: Policy, kinds: Sequence[str], processes: Processes) -> str:

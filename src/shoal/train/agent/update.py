@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from shoal.train.agent.batch import (
     micro_batches,
     split_tokens,
     token_values,
+    was_cut,
 )
 from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.distributed import ALONE, Processes
@@ -33,18 +35,17 @@ from shoal.train.agent.losses import (
     LOSSES,
     Tokens,
     aggregation_weights,
-    entropy_of,
     kl_penalty,
     rollout_correction,
     value_loss,
 )
 from shoal.train.agent.policy import (
     Critic,
+    MasterAdamW,
     Policy,
     Precision,
     autocast,
-    logprobs_of,
-    trained_parameters,
+    score,
     training_mode,
 )
 
@@ -54,7 +55,8 @@ class Learner:
     """What is trained, with what, and the networks that are asked about it."""
 
     policy: Policy
-    optimizer: torch.optim.Optimizer
+    optimizer: MasterAdamW
+    """Of the policy's parameters, and in a group of their own the critic's."""
     algorithm: Algorithm
     proxy: AgentProxy
     critic: Critic | None = None
@@ -64,6 +66,10 @@ class Learner:
     """Scores tokens for distillation."""
     seed: int = 0
     processes: Processes = ALONE
+    token_budget: int = 1
+    """Tokens that a sample may have, for `algorithm.loss_constant=budget`."""
+    log_entropy: bool = True
+    """Compute the entropy also where it is not trained."""
 
 
 @dataclass
@@ -92,7 +98,7 @@ class Totals:
         }
         return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
 
-    def metrics(self, config: Algorithm, *, critic: bool = False) -> dict[str, float]:
+    def metrics(self, config: Algorithm, *, critic: bool = False, entropy: bool = True) -> dict[str, float]:
         """Means a token, and means a step for loss and gradient; with a `critic`, its loss too."""
         tokens, steps = max(self.tokens, 1), max(self.steps, 1)
         row = {
@@ -105,6 +111,8 @@ class Totals:
             "gradient_steps": self.steps,
             "trained_tokens": self.tokens,
         }
+        if not entropy and not config.entropy_coef:
+            del row["entropy"]
         if config.kl.coef:
             row["kl_to_reference"] = self.kl_to_reference / tokens
         if critic:
@@ -136,7 +144,8 @@ def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[
                     learner, [samples[i] for i in order[first : first + algorithm.minibatch_size]], totals
                 )
     learner.policy.weights_version += 1
-    return totals.over(learner.processes).metrics(algorithm, critic=learner.critic is not None)
+    summed = totals.over(learner.processes)
+    return summed.metrics(algorithm, critic=learner.critic is not None, entropy=learner.log_entropy)
 
 
 def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals) -> None:
@@ -147,11 +156,11 @@ def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals)
     """
     policy, critic, config, processes = learner.policy, learner.critic, learner.algorithm, learner.processes
     lengths = [len(sample.places) for sample in minibatch]
-    weights = aggregation_weights(lengths, config.loss_aggregation, config.loss_constant)
+    budget = learner.token_budget if config.loss_constant == "budget" else config.loss_constant
+    weights = aggregation_weights(lengths, config.loss_aggregation, budget)
     weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
-    parameters = trained_parameters(policy.module)
     learner.optimizer.zero_grad(set_to_none=True)
-    device = str(parameters[0].device)
+    device = str(next(policy.module.parameters()).device)
     own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
     size = config.micro_batch_tokens
     micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, policy.shares_prefixes))
@@ -161,15 +170,17 @@ def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals)
             idle = next(micro_batches([shortest], size, policy.pad_id, device))
             loss = idle_loss(policy, critic, idle, config.precision)
         else:
-            loss = token_loss(policy, micro, config, learner.proxy.temperature, totals)
+            temperature, told = learner.proxy.temperature, learner.log_entropy
+            loss = token_loss(policy, micro, config, temperature, totals, told)
             if critic is not None:
                 loss = loss + critic_loss(critic, micro, config, totals)
         loss.backward()  # type: ignore[no-untyped-call]
-    of_critic = [] if critic is None else trained_parameters(critic)
-    processes.sum_gradients([*parameters, *of_critic])
-    totals.grad_norm += refuse_diverged(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm), "policy")
-    if critic is not None:
-        refuse_diverged(nn.utils.clip_grad_norm_(critic.parameters(), config.max_grad_norm), "critic")
+        learner.optimizer.take_gradients()
+    of_policy, *of_critic = learner.optimizer.stepped
+    processes.sum_gradients([*of_policy, *(p for group in of_critic for p in group)])
+    totals.grad_norm += refuse_diverged(nn.utils.clip_grad_norm_(of_policy, config.max_grad_norm), "policy")
+    for group in of_critic:
+        refuse_diverged(nn.utils.clip_grad_norm_(group, config.max_grad_norm), "critic")
     totals.steps += 1
     learner.optimizer.step()
 
@@ -190,19 +201,23 @@ def refuse_diverged(norm: Tensor, of: str) -> float:
 
 
 def token_loss(
-    policy: Policy, micro: MicroBatch, config: Algorithm, temperature: float, totals: Totals
+    policy: Policy,
+    micro: MicroBatch,
+    config: Algorithm,
+    temperature: float,
+    totals: Totals,
+    told: bool = True,
 ) -> Tensor:
-    """The weighted sum of the policy's loss over a micro-batch; adds to `totals`."""
-    scores, logprobs = logprobs_of(policy, micro, temperature, config.precision)
+    """The weighted sum of the policy's loss over a micro-batch; adds to `totals`, the entropy if it is to be told."""
+    how: Literal["none", "told", "trained"] = "trained" if config.entropy_coef else "told" if told else "none"
+    logprobs, entropy = score(policy, micro, temperature, config.precision, how)
     columns = micro.columns
     tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
     losses, clipped = LOSSES[config.policy_loss].compute(tokens, config)
     if "correction" in columns:
         losses = losses * columns["correction"]
         totals.correction += float(columns["correction"].sum())
-    with torch.set_grad_enabled(config.entropy_coef != 0):  # it is always told, but seldom trained
-        entropy = entropy_of(scores)
-    if config.entropy_coef:
+    if config.entropy_coef and entropy is not None:
         losses = losses - config.entropy_coef * entropy
     if config.kl.coef:
         kl = kl_penalty(logprobs, columns["reference_logprobs"], config.kl.estimator)
@@ -214,7 +229,8 @@ def token_loss(
         ratio = gap.exp()
         totals.tokens += len(micro.targets)
         totals.loss += float(loss)
-        totals.entropy += float(entropy.sum())
+        if entropy is not None:
+            totals.entropy += float(entropy.sum())
         totals.clipped += float(clipped.sum())
         totals.kl += float((ratio - 1 - gap).sum())
         if totals.steps == 0:
@@ -246,10 +262,12 @@ def idle_loss(policy: Policy, critic: Critic | None, micro: MicroBatch, precisio
 def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> list[Sample]:
     """Samples of whole trajectories with all columns that the configured losses read; none if no token was written.
 
-    Networks are asked about each sample by one of the processes; all of them get all samples.
+    Networks are asked about each sample by one of the processes; all of them get all samples. With
+    `algorithm.overlong_filter`, episodes in which a response was cut off count in advantages and give no samples.
     """
     algorithm, proxy, policy = learner.algorithm, learner.proxy, learner.policy
-    samples = [sample for trajectory in trajectories for sample in make_samples(trajectory)]
+    of_trajectories = [make_samples(trajectory) for trajectory in trajectories]
+    samples = [sample for of_trajectory in of_trajectories for sample in of_trajectory]
     if not samples:
         return []
     columns: dict[Column, Sequence[np.ndarray]] = {}
@@ -274,7 +292,10 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     columns["advantages"] = split_tokens(samples, advantages)
     for name, of_samples in columns.items():
         samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
-    return samples
+    if not algorithm.overlong_filter:
+        return samples
+    cut = [was_cut(t) for t, own in zip(trajectories, of_trajectories, strict=True) for _ in own]
+    return [sample for sample, left_out in zip(samples, cut, strict=True) if not left_out]
 
 
 def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[np.ndarray]:
@@ -287,7 +308,7 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
         if isinstance(network, Critic):
             with autocast(network.model, algorithm.precision):
                 return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
-        return logprobs_of(network, micro, learner.proxy.temperature, algorithm.precision)[1]
+        return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
 
     def of(numbers: list[int]) -> list[np.ndarray]:
         return token_values(  # type: ignore[return-value]

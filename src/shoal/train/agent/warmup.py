@@ -56,6 +56,7 @@ def warm_up(
             scores = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float()
             loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
             (share * loss).backward()  # type: ignore[no-untyped-call]
+            optimizer.take_gradients()
             total += float(loss.detach())
         if not math.isfinite(total):
             raise DivergedError(f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate")

@@ -6,13 +6,15 @@ what it is: each function is then free, and no process waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from shoal.train.agent.policy import Policy
@@ -75,6 +77,11 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict
     return found
 
 
+_TAKEN: set[int] = set()
+"""Samplers that weights are carried to, each by one who refers to it."""
+_LOCK = threading.Lock()
+
+
 class WeightSync:
     """Carries the weights of a policy to what samples by them, and only when they have changed.
 
@@ -91,6 +98,26 @@ class WeightSync:
         self.shared = getattr(sampler, "model", None) is policy.module
         self._carried: tuple[int, int] | None = None
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """For as long as this lasts, nobody else carries weights to this sampler.
+
+        Raises:
+            ConfigError: somebody does: one of the two would sample by the other's weights.
+        """
+        with _LOCK:
+            if id(self._sampler) in _TAKEN:
+                raise ConfigError(
+                    f"this {type(self._sampler).__name__} writes for another trainer that has not ended: close that "
+                    f"one first, or make another sampler"
+                )
+            _TAKEN.add(id(self._sampler))
+        try:
+            yield
+        finally:
+            with _LOCK:
+                _TAKEN.discard(id(self._sampler))
+
     def changed(self) -> None:
         """Weights were set by something else than an update, which raises their version."""
         self._carried = None
@@ -105,6 +132,7 @@ class WeightSync:
         in_shards = any(hasattr(parameter, "full_tensor") for parameter in parameters)
         stamp = (version, 0 if in_shards else sum(parameter._version for parameter in parameters))
         if stamp != self._carried:
+            self._carried = None  # if it fails midway, who knows what is there
             weights = whole_weights(self._policy.module)
             self._sampler.load_weights({name: tensor.cpu() for name, tensor in weights.items()}, version)
             self._carried = stamp

@@ -1,0 +1,160 @@
+"""`shoal compare A B …`: what is different between runs: settings, results, curves, the first differing token."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.grammar import print_json, table
+from shoal.cli.runs import describe
+from shoal.cli.show import FIRST, flat, readable
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json
+
+NOT_SETTINGS = ("run_dir", "resume", "next_step", "graph_path", "resume_from")
+"""Keys of a config that differ between any two runs."""
+CURVES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
+EPILOG = """\
+examples:
+  shoal compare runs/demo runs/demo-2                   settings and metrics that differ, side by side
+  shoal compare runs/seed-* --png curves.png            one curve a run, and the mean of all
+  shoal compare runs/a runs/b --curve entropy --png entropy.png
+  shoal compare runs/a runs/b --all --json
+
+Of two runs that recorded the same episodes, the first differing token, env answer or seed is named.
+Exit status: 0 whether or not they differ; `shoal replay A --diff B` is 1 where they do.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(
+        prog="shoal compare",
+        description="Compare runs: their settings, their results, their curves, their episodes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="two or more run folders")
+    parser.add_argument("--all", action="store_true", help="also the metrics and settings that are equal")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw one curve a run, and their mean")
+    parser.add_argument(
+        "--curve", metavar="METRIC", help="of metrics.jsonl (default: the held-out success or return)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    options = parser.parse_args(argv)
+    runs: list[Path] = options.runs
+    if len(runs) < 2:
+        raise ConfigError(
+            f"shoal compare needs two run folders or more, got {len(runs)}; shoal runs lists them"
+        )
+    for run in runs:
+        if not run.is_dir():
+            raise DataError(f"{run} is not a run folder; `shoal runs` lists them")
+    settings = differing([_settings(run) for run in runs], options.all)
+    metrics = differing([_metrics(run) for run in runs], options.all)
+    first = _first(runs)
+    curve = _draw(runs, options.curve, options.png) if options.png is not None else None
+    if options.json:
+        print_json({"runs": [describe(run) for run in runs], "settings": settings, "metrics": metrics,
+                    "first_difference": first})  # fmt: skip
+        return 0
+    names = [str(run) for run in runs]
+    for title, found in (("settings", settings), ("metrics", metrics)):
+        if found:
+            keys = sorted(found, key=_place) if title == "metrics" else sorted(found)
+            rows = [[key, *(readable(value) for value in found[key])] for key in keys]
+            table(f"{title}{'' if options.all else ' that differ'}", ["", *names], rows)
+        else:
+            print(f"{title}: all equal")
+    if first is not None:
+        print(f"episodes: {first}")
+    if curve is not None:
+        print(f"curves of {curve}: {options.png}")
+    return 0
+
+
+def differing(sides: Sequence[Mapping[str, Any]], everything: bool = False) -> dict[str, list[Any]]:
+    """Values by key, one a side, of the keys whose values are not all the same.
+
+    >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}])
+    {'b': [2, 3], 'c': [None, 4]}
+    """
+    keys = dict.fromkeys(key for side in sides for key in side)
+    found = {key: [side.get(key) for side in sides] for key in keys}
+    return {key: values for key, values in found.items() if everything or any(v != values[0] for v in values)}
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    path = run / "config.yaml"
+    if not path.exists():
+        return {}
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return {key: value for key, value in flat(values).items() if key.split("/")[0] not in NOT_SETTINGS}
+
+
+def _metrics(run: Path) -> dict[str, Any]:
+    if not (run / "summary.json").exists():
+        return {"status": describe(run)["status"]}
+    summary = read_json(run / "summary.json")
+    named = {key: summary.get(key) for key in ("status", "seconds", "cpu_seconds")}
+    return named | {key: value for key, value in flat(summary.get("metrics", {})).items() if key != "rows"}
+
+
+def _place(key: str) -> tuple[int, str]:
+    name = key.split("/")[0]
+    return (FIRST.index(name) if name in FIRST else len(FIRST), key)
+
+
+def _first(runs: Sequence[Path]) -> str | None:
+    from shoal.testing.recorded_runs import first_difference, recordings_of
+
+    if len(runs) != 2 or not all(recordings_of(run) for run in runs):
+        return None
+    try:
+        difference = first_difference(*runs)
+    except DataError as error:
+        return str(error)
+    return "all equal" if difference is None else f"differ first at {difference}"
+
+
+def _draw(runs: Sequence[Path], wanted: str | None, path: Path) -> str:
+    """One line a run, and where all have a point their mean; returns the metric's name."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from shoal.testing.proof import rows_of
+
+    rows = [rows_of(run) for run in runs]
+    known = {
+        key for one in rows for row in one for key, value in row.items() if isinstance(value, int | float)
+    }
+    name = wanted or next((key for key in CURVES if key in known), None)
+    if name is None or name not in known:
+        raise ConfigError(
+            f"no run has the metric {name!r} in metrics.jsonl; there are: {', '.join(sorted(known))}"
+        )
+    across = "steps" if all("steps" in row for one in rows for row in one) else "iteration"
+    figure = Figure(figsize=(8, 4.5), layout="tight")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    curves = []
+    for run, one in zip(runs, rows, strict=True):
+        points = {row[across]: row[name] for row in one if row.get(name) is not None and across in row}
+        curves.append(points)
+        axis.plot(list(points), list(points.values()), alpha=0.5, label=str(run))
+    shared = sorted(set.intersection(*(set(points) for points in curves)))
+    if len(runs) > 2 and shared:
+        axis.plot(
+            shared, [np.mean([points[x] for points in curves]) for x in shared], "k", lw=2, label="mean"
+        )
+    axis.set_xlabel(across)
+    axis.set_ylabel(name)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+    return name

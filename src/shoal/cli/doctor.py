@@ -1,0 +1,345 @@
+"""`shoal doctor`: what this machine has, what it lacks, what that means for shoal, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from shoal.cli.grammar import print_json
+
+Status = Literal["ok", "missing", "warning", "failed"]
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "train": ("torch", "safetensors", "tensorboard", "matplotlib", "hydra", "numba"),
+    "llm": ("transformers", "peft", "accelerate", "gguf", "aiohttp"),
+    "parallel": ("joblib", "ray"),
+    "vision": ("PIL", "tensordict"),
+    "vllm": ("vllm",),
+    "craftax": ("jax", "craftax", "flax", "optax"),
+    "web": ("starlette", "uvicorn", "websockets"),
+}
+"""Modules that an extra of shoal brings."""
+FILES_OF_OUR_OWN, FILES_A_WORKER = 24, 6
+"""Open files of a command without workers, and what each worker adds."""
+SMALL_SHM = 256 * 2**20
+EPILOG = """\
+Each line is ok, missing (an optional part), warning (it works, with less) or failed.
+Exit status: 0 if nothing failed (with --strict: and there is no warning), 1 otherwise.
+
+examples:
+  shoal doctor                  look, and run the self-test of about ten seconds
+  shoal doctor --no-self-test   only look
+  shoal doctor --json           for a bug report or a script
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def main(argv: list[str]) -> int:
+    """Look, test, tell."""
+    parser = argparse.ArgumentParser(
+        prog="shoal doctor",
+        description="Say what this machine has and lacks for shoal, and what to do about it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--no-self-test", action="store_true", help="start nothing, only look")
+    parser.add_argument("--strict", action="store_true", help="a warning is a failure")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    options = parser.parse_args(argv)
+    findings = []
+    for finding in examine(self_test=not options.no_self_test):
+        findings.append(finding)
+        if not options.json:
+            print(f"{finding.status:<8} {finding.name:<12} {finding.found}", flush=True)
+            if finding.advice:
+                print(f"{'':<21} → {finding.advice}", flush=True)
+    bad = ("failed", "warning") if options.strict else ("failed",)
+    wrong = [finding.name for finding in findings if finding.status in bad]
+    if options.json:
+        print_json({"findings": [asdict(finding) for finding in findings], "failed": wrong})
+    else:
+        print(f"\n{'wrong: ' + ', '.join(wrong) if wrong else 'shoal works here'}")
+    return int(bool(wrong))
+
+
+def examine(*, self_test: bool = True) -> Iterator[Finding]:
+    """All findings, one after another."""
+    for look in (_python, _cores, _memory, _shared_memory, _files, _processes, _folder, _gpu, _ray, _tmux):
+        yield look()
+    yield from _extras()
+    if self_test:
+        yield _tried("vector", _try_vector, "environments in two worker processes equal a plain loop")
+        if _has("torch"):
+            yield _tried("rollout", _try_rollout, "episodes of two workers equal those played one by one")
+
+
+def _has(module: str) -> bool:
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.find_spec(module) is not None
+    return False
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "?"
+
+
+def _python() -> Finding:
+    from shoal import __version__
+
+    found = (
+        f"shoal {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
+    if not sys.platform.startswith("linux"):
+        advice = "worker processes need Linux: use backend='serial' or 'thread', or a container"
+        return Finding("system", "warning", found, advice)
+    return Finding("system", "ok", found)
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    found = f"{usable} usable of {os.cpu_count()}" + (
+        "" if quota is None else f", {quota:g} by the container's limit"
+    )
+    if quota is not None and quota < usable:
+        return Finding(
+            "cores", "warning", found, f"more than {max(1, round(quota))} busy workers wait for each other"
+        )
+    return Finding("cores", "ok", found)
+
+
+def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Cores that the control group may use, if it is limited."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        return None if quota_us <= 0 else quota_us / int((root / "cpu/cpu.cfs_period_us").read_text())
+    return None
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = None
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = min(int((Path("/sys/fs/cgroup") / name).read_text()), total)
+            break
+    found = f"{total / 2**30:.1f} GiB" + (
+        "" if limit is None else f", {limit / 2**30:.1f} GiB by the container's limit"
+    )
+    if min(total, limit or total) < 2 * 2**30:
+        return Finding("memory", "warning", found, "torch with a few workers wants 2 GiB: use fewer workers")
+    return Finding("memory", "ok", found)
+
+
+def _shared_memory(folder: str = "/dev/shm") -> Finding:
+    try:
+        about = os.statvfs(folder)
+    except OSError as error:
+        return Finding(
+            "shm", "warning", f"{folder}: {error.strerror}", "Ray needs it; shoal's own workers do not"
+        )
+    size = about.f_frsize * about.f_blocks
+    found = f"{folder} has {size / 2**20:,.0f} MiB, {about.f_frsize * about.f_bavail / 2**20:,.0f} free"
+    if size < SMALL_SHM:
+        advice = "too small for Ray and for torch's data loaders (docker run --shm-size=2g); shoal's workers need none"
+        return Finding("shm", "warning", found, advice)
+    return Finding("shm", "ok", found)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    workers = max(0, (soft - FILES_OF_OUR_OWN) // FILES_A_WORKER) if soft != resource.RLIM_INFINITY else 10**6
+    found = f"{soft} open files allowed (up to {hard}): enough for about {workers:,} workers"
+    if workers < 64:
+        return Finding(
+            "files", "warning", found, f"raise the limit: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
+        )
+    return Finding("files", "ok", found)
+
+
+def _processes() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = [] if soft == resource.RLIM_INFINITY else [soft]
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(int(Path("/sys/fs/cgroup/pids.max").read_text()))
+    if not limits:
+        return Finding("processes", "ok", "no limit")
+    found = f"at most {min(limits):,} processes and threads"
+    if min(limits) < 256:
+        return Finding(
+            "processes", "warning", found, "raise it (ulimit -u, docker --pids-limit), or use few workers"
+        )
+    return Finding("processes", "ok", found)
+
+
+def _folder() -> Finding:
+    """Whether runs can be written here, and locked."""
+    from shoal.core.run_folder import FolderLock
+
+    here = Path("runs") if Path("runs").is_dir() else Path.cwd()
+    free = shutil.disk_usage(here).free
+    try:
+        with tempfile.TemporaryDirectory(prefix=".shoal-doctor-", dir=here) as folder:
+            lock, second = FolderLock(Path(folder) / ".lock"), FolderLock(Path(folder) / ".lock")
+            lock.take()
+            locks = second.is_taken()
+            lock.release()
+    except OSError as error:
+        return Finding(
+            "folder", "failed", f"{here} cannot be written: {error.strerror}", "run elsewhere, or --run-dir"
+        )
+    found = f"{here.absolute()} can be written, {free / 2**30:.1f} GiB free"
+    if not locks:
+        return Finding(
+            "folder", "warning", f"{found}, no locks", "two runs in one folder are not noticed here"
+        )
+    if free < 2**30:
+        return Finding(
+            "folder", "warning", found, "make room: a checkpoint of a small language model has 0.5 GiB"
+        )
+    return Finding("folder", "ok", found)
+
+
+def _gpu() -> Finding:
+    if not _has("torch"):
+        return Finding("gpu", "missing", "torch is not installed", 'pip install "shoal[train]"')
+    import torch
+
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
+        return Finding(
+            "gpu", "ok", f"{torch.cuda.device_count()} by CUDA {torch.version.cuda}: {', '.join(names)}"
+        )
+    if getattr(torch.backends, "mps", None) is not None and torch.backends.mps.is_available():
+        return Finding("gpu", "ok", "Apple's, by device=mps")
+    seen = shutil.which("nvidia-smi") is not None
+    advice = (
+        "there is a driver: install a torch built for CUDA" if seen else "the tiny model and PPO need none"
+    )
+    return Finding(
+        "gpu", "warning" if seen else "missing", f"none that torch {torch.__version__} can use", advice
+    )
+
+
+def _ray() -> Finding:
+    if not _has("ray"):
+        return Finding(
+            "ray", "missing", "not installed", 'for several machines: pip install "shoal[parallel]"'
+        )
+    address = os.environ.get("RAY_ADDRESS")
+    return Finding(
+        "ray", "ok", f"{_version('ray')}, " + (f"cluster at {address}" if address else "started here on use")
+    )
+
+
+def _tmux() -> Finding:
+    path = shutil.which("tmux")
+    if path is None:
+        return Finding(
+            "tmux", "missing", "not installed", "skills train in plain processes: --launcher local"
+        )
+    return Finding("tmux", "ok", path)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if not _has(module)]
+        if missing:
+            yield Finding(
+                f"[{extra}]", "missing", f"without {', '.join(missing)}", f'pip install "shoal[{extra}]"'
+            )
+        else:
+            yield Finding(f"[{extra}]", "ok", ", ".join(modules))
+
+
+# --- the self-test
+def _tried(name: str, test: Callable[[], str], promise: str) -> Finding:
+    began = time.monotonic()
+    try:
+        wrong = test()
+    except Exception as error:  # a border: whatever fails here is the finding
+        wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+    seconds = f"{time.monotonic() - began:.1f} s"
+    if wrong:
+        return Finding(name, "failed", f"{wrong} ({seconds})", "please report it with `shoal doctor --json`")
+    return Finding(name, "ok", f"{promise} ({seconds})")
+
+
+def _try_vector() -> str:
+    """Forty steps of four environments, in this process and in two workers."""
+    import numpy as np
+
+    from shoal.vector import make_vec
+
+    seen = []
+    for backend, workers in (("serial", None), ("process", 2)):
+        envs = make_vec("CartPole-v1", 4, backend=backend, num_workers=workers)
+        try:
+            shown = [envs.reset(seed=7)[0].copy()]
+            for step in range(40):
+                observations, rewards, *_ = envs.step(np.array([(step + env) % 2 for env in range(4)]))
+                shown += [observations.copy(), rewards.copy()]
+        finally:
+            envs.close()
+        seen.append(shown)
+    same = all(np.array_equal(a, b) for a, b in zip(*seen, strict=True))
+    return "" if same else "the results of two workers differ from those of a plain loop"
+
+
+def _try_rollout() -> str:
+    """A dozen episodes by the tiny model, one by one and on two workers."""
+    import torch
+
+    from shoal.rollout.factory import make_roles
+    from shoal.rollout.parallel.rollout import ParallelRolloutManager
+    from shoal.rollout.samplers.registry import make_engine
+    from shoal.rollout.verify import compare
+    from shoal.train.agent.config import compose_config
+
+    config = compose_config(
+        "demo-bandit", ["es_manager.train.env_groups=3", "agent_proxy.parallel_n_jobs=2"], None
+    )
+    tags = sorted(set(config.es_manager.train.group_tags()))
+    words = [
+        word
+        for role in make_roles(config.custom_envs, tags, None).values()
+        for word in role.projection.words()
+    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        engine = make_engine(config.engine, sorted(set(words)), 0)
+        played = []
+        for backend in ("serial", "processes"):
+            with ParallelRolloutManager(config, engine, backend=backend) as manager:  # type: ignore[arg-type]
+                played.append(manager.collect(0))
+    finally:
+        torch.set_num_threads(threads)
+    verdict = compare(*played)
+    return "" if verdict.level == "L2" else f"episodes differ: {verdict.first}"

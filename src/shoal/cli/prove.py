@@ -1,0 +1,155 @@
+"""`shoal prove`: make one run in many ways and with its processes killed, and show that it is always the same run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.grammar import Progress, count_of, new_folder, print_json, table
+from shoal.core.errors import ConfigError
+
+PARTS = {
+    "agents": "agent training: one by one, in lockstep, on 3 and 16 workers, on Ray; workers, sampler, trainer killed",
+    "ppo": "PPO: in this process, on 3 and 16 workers, on Ray; a worker and the trainer killed",
+    "split": "splitting: serially, on threads, on 3 and 16 processes, on Ray; the whole command killed",
+    "skills": "a graph of skills: one and three at a time, in tmux; a training and the scheduler killed",
+}
+"""What can be proved."""
+EPILOG = """\
+examples:
+  shoal prove --quick                             two iterations of the demo, within a minute on two quiet cores
+  shoal prove --config-name demo-bandit           a whole run of a config, as often as there are rows
+  shoal prove --config-name demo trainer.iterations=5
+  shoal prove ppo                                 the same for PPO; also split, skills
+  shoal prove --quick --json | jq .metrics.rows   the table for a program
+
+Each row is a run in a folder of its own. Two hashes stand for what it left: of all recorded episodes, and of the
+newest checkpoint's tensors. A row with a fault counts the kills that landed and what was played again because of
+them; it fails when there were none. Where a row differs, the first differing token, seed or answer is named.
+Exit status: 0 if all rows are equal, 1 if one is not. The table is in RUN_DIR/summary.json.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Parse, prove, print the table; 0 if all is equal."""
+    parser = argparse.ArgumentParser(
+        prog="shoal prove",
+        description="Prove the promise here: the same run, however it is run and whatever is killed.\n\nparts:\n"
+        + "\n".join(f"  {name:<7} {about}" for name, about in PARTS.items()),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="PART|key=value",
+                        help="a part (agents if none is named), and settings of an agent config to change")  # fmt: skip
+    parser.add_argument("--config-name", help="of agent training (default: demo); see `shoal train --help`")
+    parser.add_argument("--config-dir", type=Path, help="folder with your own YAML configs")
+    parser.add_argument("--quick", action="store_true", help="a short run instead of the whole one")
+    parser.add_argument("--no-faults", action="store_true", help="kill nothing")
+    parser.add_argument("--no-ray", action="store_true", help="leave Ray out, also where it is installed")
+    parser.add_argument("--run-dir", type=Path, help="where the runs go (default: runs/prove-PART, numbered)")
+    parser.add_argument("--seed", type=int, help="of the runs (default: the config's, or 0)")
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary as JSON; the table goes to stderr"
+    )
+    options = parser.parse_intermixed_args(argv)
+    part = _part(options)
+    return _prove(part, options)
+
+
+def _part(options: argparse.Namespace) -> Any:
+    """The part that is asked for."""
+    from shoal.core.errors import did_you_mean
+
+    named = [word for word in options.words if "=" not in word]
+    overrides = [word for word in options.words if "=" in word]
+    if len(named) > 1 or (named and named[0] not in PARTS):
+        wrong = next((word for word in named if word not in PARTS), named[-1])
+        raise ConfigError(
+            f"shoal prove takes one part ({', '.join(PARTS)}) and settings as key=value, got {wrong!r}."
+            f"{did_you_mean(wrong, PARTS)}"
+        )
+    part = named[0] if named else "agents"
+    if part != "agents" and (overrides or options.config_name or options.config_dir):
+        raise ConfigError(f"shoal prove {part} has no agent config: leave --config-name and key=value out")
+    given = {
+        "quick": options.quick,
+        "faults": not options.no_faults,
+        "ray": False if options.no_ray else None,
+    }
+    if part == "agents":
+        from shoal.testing.prove_agents import agents
+
+        seed = [] if options.seed is None else [f"seed={options.seed}"]
+        return agents(options.config_name or "demo", [*overrides, *seed], options.config_dir, **given)
+    from shoal.testing import prove_commands
+
+    return getattr(prove_commands, part)(seed=options.seed or 0, **given)
+
+
+def _prove(part: Any, options: argparse.Namespace) -> int:
+    from shoal.core.run_folder import RunFolder
+    from shoal.testing.proof import Row, prove
+
+    path = options.run_dir or new_folder(f"prove-{part.name}")
+    if (path / "summary.json").exists():
+        raise ConfigError(f"{path} holds a run already: pass another --run-dir")
+    out = sys.stderr if options.json else sys.stdout
+    shown: list[Row] = []
+    with RunFolder(path, "prove", options.seed or 0) as folder:
+        print(f"{count_of(len(part.cases), 'run')} of {part.name}, in {path}", file=out, flush=True)
+        with Progress("proving", out) as progress:
+
+            def told(row: Row) -> None:
+                shown.append(row)
+                share = len(shown) / len(part.cases)
+                progress.at(
+                    share, f"{len(shown)}/{len(part.cases)} {row.name}", f"  {_line(row, part.again)}"
+                )
+
+            rows = prove(part, path.absolute(), told)
+        equal = all(row.equal for row in rows)
+        metrics = {
+            "equal": equal,
+            "part": part.name,
+            "kills": sum(row.toll.kills for row in rows),
+            "played_again": sum(row.toll.again for row in rows),
+            "rows": [row.as_dict() for row in rows],
+        }
+        summary = folder.finish(metrics, "completed" if equal else "failed")
+    what = list(rows[0].digests) or ["hash"]
+    header = ["", *what, "seconds", "kills", "again", "lost", "result"]
+    cells = [
+        [
+            row.name,
+            *(row.digests.get(name, "-")[:12] for name in what),
+            f"{row.seconds:.1f}",
+            *(_fault(row) if row.fault else ("", "", "")),
+            "equal" if row.equal else row.problem,
+        ]
+        for row in rows
+    ]
+    table("", header, cells, text=(0, *range(1, 1 + len(what)), len(header) - 1), out=out)
+    faults = [row for row in rows if row.fault]
+    again = (
+        f"; {count_of(metrics['kills'], 'kill')} landed, {metrics['played_again']} {part.again} played again"
+    )
+    verdict = (
+        f"all {len(rows)} runs are equal"
+        if equal
+        else f"{sum(not r.equal for r in rows)} of {len(rows)} DIFFER"
+    )
+    print(f"{verdict}{again if faults else ''}: {path / 'summary.json'}", file=out)
+    if options.json:
+        print_json(summary)
+    return 0 if equal else 1
+
+
+def _line(row: Any, again: str) -> str:
+    fault = f", {count_of(row.toll.kills, 'kill')}, {row.toll.again} {again} again" if row.fault else ""
+    return f"{row.name}: {'equal' if row.equal else row.problem} ({row.seconds:.1f} s{fault})"
+
+
+def _fault(row: Any) -> tuple[str, str, str]:
+    return str(row.toll.kills), str(row.toll.again), f"{row.toll.seconds or 0.0:.1f} s"

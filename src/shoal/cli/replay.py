@@ -1,0 +1,154 @@
+"""`shoal replay`: a recorded episode again in this process, checked, stopped in a debugger, forked, or compared."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from bdb import BdbQuit
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.grammar import print_json
+from shoal.core.data import Turn
+from shoal.core.errors import ConfigError
+
+EPILOG = """\
+EPISODE is FILE:N, the N-th episode (from 0) of trajectories/FILE.jsonl; N alone means the newest held-out file.
+
+examples:
+  shoal replay runs/demo                              its first held-out episode again, token for token
+  shoal replay runs/demo train-000003:17              an episode that was learned from
+  shoal replay runs/demo 5 --turn 3 --pdb             stop in the env's own code at turn 3
+  shoal replay runs/demo 5 --turn 3 --action Up       take another action there, and let the model play on
+  shoal replay runs/served 0                          of a server's run: its tokens are followed and compared
+  shoal replay runs/demo 5 --action Up --turn 2 --sampler openai:MODEL
+  shoal replay runs/a --diff runs/b                   the first token, env answer or seed in which two runs differ
+
+Without the weights that wrote the episode (a server's, a checkpoint that was dropped) the recorded tokens are
+followed; prompts, env answers and rewards are compared all the same.
+Exit status: 0 if everything was as recorded (or forked), 1 if something differs, 2 for a mistake in the call.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Replay, compare, print; 0 if it is the same."""
+    parser = argparse.ArgumentParser(
+        prog="shoal replay",
+        description="Play a recorded episode of any run again in a plain loop in this process, and check it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="a run folder with config.yaml and trajectories/")
+    parser.add_argument(
+        "episode", nargs="?", default="", help="which episode (default: the first held-out one)"
+    )
+    parser.add_argument(
+        "--turn", type=int, metavar="N", help="the turn (from 1) that is shown, debugged or forked"
+    )
+    parser.add_argument(
+        "--pdb", action="store_true", help="stop in the env's own code, at --turn or the first one"
+    )
+    parser.add_argument(
+        "--action", metavar="A", help="fork: take this action at --turn, a word or a whole response"
+    )
+    parser.add_argument("--sampler", default="auto", metavar="S",
+                        help="auto, checkpoint, recorded, a run, a model folder or name, or openai:MODEL")  # fmt: skip
+    parser.add_argument(
+        "--base-url", default="http://127.0.0.1:8000/v1", help="of the server of openai:MODEL"
+    )
+    parser.add_argument("--device", help="where the model runs (default: as the run says)")
+    parser.add_argument(
+        "--diff", type=Path, metavar="RUN2", help="compare the records of two runs; nothing is played"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; turns go to stderr")
+    options = parser.parse_args(argv)
+    out = sys.stderr if options.json else sys.stdout
+    return _diff(options, out) if options.diff is not None else _replay(options, out)
+
+
+def _diff(options: argparse.Namespace, out: Any) -> int:
+    from shoal.testing.recorded_runs import first_difference, recordings_of
+    from shoal.testing.replay import explain
+
+    difference = first_difference(options.run, options.diff)
+    if difference is None:
+        files = len(recordings_of(options.run))
+        print(f"{options.run} and {options.diff} recorded the same episodes ({files} files)", file=out)
+    else:
+        print(f"{options.run} and {options.diff} differ first at\n{difference}", file=out)
+        for line in explain(difference)[1:]:
+            print(f"  {line}", file=out)
+    if options.json:
+        print_json({"equal": difference is None, "difference": difference and difference.as_dict()})
+    return int(difference is not None)
+
+
+def _replay(options: argparse.Namespace, out: Any) -> int:
+    from rich.console import Console
+
+    from shoal.cli.show import print_turn
+    from shoal.testing.replay import Replay, explain, find_episode, stops_in_pdb
+
+    found = find_episode(options.run, options.episode)
+    record = found.trajectory
+    turn = options.turn
+    if turn is not None and not 1 <= turn <= max(1, len(record.turns)):
+        raise ConfigError(f"{found.name} has turns 1 to {len(record.turns)}, got --turn {turn}")
+    fork = None if options.action is None else (turn or 1, options.action)
+    console = Console(file=out, highlight=False)
+    shown = 0
+
+    def told(one: Turn) -> None:
+        nonlocal shown
+        shown += 1
+        if turn is None or shown == turn or (fork is not None and shown >= turn):
+            print_turn(console, shown - 1, one, replay.tokenizer().decode if turn == shown else None)
+
+    print(f"{found.name}: {record.env}, iteration {record.iteration}, group {record.group}, member {record.member}, "
+          f"env seed {record.env_seed}", file=out)  # fmt: skip
+    step = None
+    if options.pdb:
+        import pdb
+
+        step = stops_in_pdb(turn or 1, pdb.Pdb(nosigint=True))
+    with Replay(options.run, _sampler(options), options.device) as replay:
+        try:
+            played = replay.play(found, fork=fork, told=told, **({} if step is None else {"step": step}))
+        except BdbQuit:
+            print("left the debugger; the rest of the episode was not played", file=out)
+            return 0
+    again, difference = played.trajectory, played.difference
+    print(f"\n{played.source}\nrecorded: {_outcome(record)}\nnow:      {_outcome(again)}", file=out)
+    if fork is None and difference is None:
+        tokens = sum(len(one.response_ids) for one in again.turns)
+        checked = options.sampler in ("auto", "checkpoint", "recorded")
+        same = f"the same: {len(again.turns)} turns, {tokens} tokens, every prompt, env answer and reward"
+        print(same if checked else "played by another sampler: not compared", file=out)
+    elif difference is not None:
+        print(f"DIFFERS at {difference}", file=out)
+        for line in explain(difference):
+            print(f"  {line}", file=out)
+    if options.json:
+        print_json({
+            "episode": found.name, "source": played.source, "equal": difference is None, "forked": fork is not None,
+            "turns": len(again.turns), "reward": again.reward, "success": again.success,
+            "recorded_reward": record.reward, "difference": difference and difference.as_dict(),
+        })  # fmt: skip
+    return int(difference is not None)
+
+
+def _outcome(trajectory: Any) -> str:
+    from shoal.cli.grammar import count_of
+    from shoal.cli.show import outcome
+
+    return f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}"
+
+
+def _sampler(options: argparse.Namespace) -> Any:
+    """What `--sampler` names: a word of `Replay`, or a sampler that `shoal eval` would play with."""
+    if options.sampler in ("auto", "checkpoint", "recorded"):
+        return options.sampler
+    from shoal.cli.eval import EvalOptions, engine_of
+
+    asked = EvalOptions(options.sampler, device=options.device, base_url=options.base_url)
+    return engine_of(asked)[0]

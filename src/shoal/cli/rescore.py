@@ -1,0 +1,84 @@
+"""`shoal rescore`: score stored episodes again with a function of your own, without playing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+from shoal.cli.grammar import print_json, table
+
+EPILOG = """\
+A scorer is a function of a trajectory that gives a number:
+
+  def words(trajectory):                       # in mine.py
+      return -sum(len(turn.response.split()) for turn in trajectory.turns)
+
+examples:
+  shoal rescore runs/demo --scorer mine:words
+  shoal rescore runs/demo --scorer mine:words --file heldout-000040 --json
+  shoal rescore runs/demo --scorer mine:words --out scores.jsonl      one line an episode
+
+"groups with signal" is the share of groups whose members do not all score the same: only those teach anything.
+Episodes that were not played to their end are left out.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Score and print."""
+    parser = argparse.ArgumentParser(
+        prog="shoal rescore",
+        description="Score the stored episodes of a run again, without playing; the run is not changed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="a run folder with trajectories/")
+    parser.add_argument("--scorer", required=True, metavar="MODULE:FUNCTION", help="what scores an episode")
+    parser.add_argument("--file", action="append", default=[], metavar="NAME",
+                        help="only this file of trajectories/ (may be given several times)")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write one JSON line an episode")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = parser.parse_args(argv)
+    from shoal.core.files import write_text
+    from shoal.testing.replay import load_scorer, rescore
+
+    scored = rescore(options.run, load_scorer(options.scorer), [Path(name).stem for name in options.file])
+    if options.out is not None:
+        lines = [
+            json.dumps(
+                {
+                    "file": one.recording.name,
+                    "iteration": iteration,
+                    "group": group,
+                    "reward": reward,
+                    "score": s,
+                }
+            )
+            for one in scored
+            for (iteration, group), reward, s in zip(one.groups, one.rewards, one.scores, strict=True)
+        ]
+        write_text(options.out, "".join(line + "\n" for line in lines))
+    found = [
+        {
+            "file": one.recording.name,
+            "episodes": len(one.scores),
+            "reward": statistics.fmean(one.rewards) if one.rewards else 0.0,
+            "score": statistics.fmean(one.scores) if one.scores else 0.0,
+            "groups_with_signal": one.groups_with_signal(one.rewards),
+            "groups_with_signal_now": one.groups_with_signal(one.scores),
+        }
+        for one in scored
+    ]
+    if options.json:
+        print_json({"run": str(options.run), "scorer": options.scorer, "files": found})
+        return 0
+    header = ["file", "episodes", "reward", "score", "groups with signal", "with this score"]
+    rows = [
+        [str(value) if isinstance(value, str | int) else f"{value:.3f}" for value in one.values()]
+        for one in found
+    ]
+    table(f"{options.run}, scored by {options.scorer}", header, rows)
+    if options.out is not None:
+        print(f"one line an episode: {options.out}")
+    return 0

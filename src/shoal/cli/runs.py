@@ -1,0 +1,128 @@
+"""`shoal runs`: the runs under a folder, what each was, whether it is running, and how well it did."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.grammar import count_of, duration, print_json, table
+from shoal.core.errors import DataError
+from shoal.core.run_folder import FolderLock
+
+RESULTS = (
+    "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
+    "skills_completed", "heldout_reward", "reward_mean",
+)  # fmt: skip
+"""The metric that says how well a run did: the first that it has."""
+EPILOG = """\
+examples:
+  shoal runs                                 all runs in runs/, the newest first
+  shoal runs /data/experiments --status running
+  shoal runs --json | jq '.[] | select(.command=="train") | .run'
+"""
+
+
+def main(argv: list[str]) -> int:
+    """List."""
+    parser = argparse.ArgumentParser(
+        prog="shoal runs",
+        description="List the runs of a folder, the newest first.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), help="where to look (default: runs)"
+    )
+    parser.add_argument("--status", help="only running, completed, failed, interrupted or unfinished ones")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    options = parser.parse_args(argv)
+    if not options.folder.is_dir():
+        raise DataError(
+            f"{options.folder} is not a folder: runs are in runs/ unless --run-dir (run_dir=) said otherwise"
+        )
+    found = [about for path in folders(options.folder) if (about := describe(path))]
+    found.sort(key=lambda about: -about["changed"])
+    if options.status is not None:
+        found = [about for about in found if about["status"] == options.status]
+    if options.json:
+        print_json(found)
+        return 0
+    rows = [
+        [
+            about["run"],
+            about["command"],
+            about["status"],
+            "-" if about["seed"] is None else str(about["seed"]),
+            datetime.fromtimestamp(about["changed"]).strftime("%Y-%m-%d %H:%M"),
+            "-" if about["seconds"] is None else duration(about["seconds"]),
+            _result(about),
+        ]
+        for about in found
+    ]
+    if rows:
+        table(
+            "", ["run", "command", "status", "seed", "changed", "time", "result"], rows, text=(0, 1, 2, 4, 6)
+        )
+    print(f"{count_of(len(rows), 'run')} in {options.folder}")
+    return 0
+
+
+def _result(about: dict[str, Any]) -> str:
+    if about["metric"] is None:
+        return "-" if about["rows"] is None else f"{count_of(about['rows'], 'row')} of metrics"
+    value = about["value"]
+    return f"{about['metric']} {value:.3f}" if isinstance(value, float) else f"{about['metric']} {value}"
+
+
+def folders(root: Path) -> list[Path]:
+    """Run folders under `root`, at most two levels down; the inside of a run is not looked at."""
+    found = []
+    for path in sorted(root.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            inner = [] if _is_run(path) else [p for p in sorted(path.iterdir()) if p.is_dir() and _is_run(p)]
+            found += [path] if _is_run(path) else inner
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    return any(
+        (path / name).exists() for name in ("summary.json", "metrics.jsonl", "config.yaml", "state.db")
+    )
+
+
+def describe(run: Path) -> dict[str, Any]:
+    """What the files of a run say of it; broken ones say nothing."""
+    summary: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        loaded = json.loads((run / "summary.json").read_bytes())
+        summary = loaded if isinstance(loaded, dict) else {}
+    running = any(FolderLock(run / name).is_taken() for name in (".lock", "scheduler.lock"))
+    metrics: dict[str, Any] = summary["metrics"] if isinstance(summary.get("metrics"), dict) else {}
+    name = next((key for key in RESULTS if metrics.get(key) is not None), None)
+    own = [run / part for part in ("summary.json", "metrics.jsonl", "config.yaml", "state.db")]
+    changed = max((file.stat().st_mtime for file in own if file.exists()), default=time.time())
+    rows = None
+    with contextlib.suppress(OSError):
+        rows = (run / "metrics.jsonl").read_bytes().count(b"\n")
+    return {
+        "run": str(run),
+        "command": str(summary.get("command") or _command_of(run)),
+        "status": "running" if running else str(summary.get("status") or "unfinished"),
+        "seed": summary.get("seed"),
+        "seconds": summary.get("seconds"),
+        "changed": changed,
+        "metric": name,
+        "value": None if name is None else metrics[name],
+        "rows": rows,
+    }
+
+
+def _command_of(run: Path) -> str:
+    if (run / "state.db").exists():
+        return "skills train"
+    return "train-ppo" if any((run / "checkpoints").glob("step_*")) else "train"

@@ -1,0 +1,159 @@
+"""Cut a recording into samples: which messages, which of their parts, what is prompt, what is trained.
+
+Pure functions of the messages; no tokens and no pixels here. A turn is what the environment said followed by
+one assistant message, however many messages that are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.splitting.readers.recordings import Message, Recording, check_order
+
+
+class Piece(NamedTuple):
+    """A message as it appears in a sample."""
+
+    message: int  # its index in the recording
+    keep: tuple[int, ...] | None = None  # indices of the content parts that stay; None for all
+    turn: int | None = None  # the turn this assistant message ends, where the sample trains it
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One sample before it has tokens."""
+
+    pieces: tuple[Piece, ...]
+    n_prompt: int  # so many pieces are the prompt
+    step_index: int
+    n_steps: int  # samples in this trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far a sample looks back."""
+
+    window: int = 5
+    stride: int = 5
+    images: int = 5
+    messages: int = 35
+
+
+def cut_steps(recording: Recording, limits: Limits) -> list[Cut]:
+    """One sample per turn: everything the model saw before its message, then that message."""
+    check_order(recording)
+    messages, answers = recording.messages, answers_of(recording.messages)
+    cuts: list[Cut] = []
+    trained = sum(messages[at].trained for at in answers)
+    for turn, at in enumerate(answers):
+        if not messages[at].trained:
+            continue
+        first = turn - limits.messages
+        head = [] if first < 0 else repeated_head(messages)
+        begin = 0 if first < 0 else answers[first]
+        context = with_newest_images(messages, [Piece(index) for index in range(begin, at)], limits.images)
+        pieces = (*head, *context, Piece(at, turn=turn))
+        cuts.append(Cut(pieces, len(pieces) - 1, len(cuts), trained))
+    return cuts
+
+
+def cut_windows(recording: Recording, limits: Limits) -> list[Cut]:
+    """One sample per `window` turns, a new one every `stride` turns; of older turns only the answers."""
+    check_order(recording)
+    messages, answers = recording.messages, answers_of(recording.messages)
+    firsts = range(0, len(answers), limits.stride)
+    windows = [
+        _window(messages, answers, first, limits)
+        for first in firsts
+        if any(messages[at].trained for at in answers[first : first + limits.window])
+    ]
+    return [Cut(tuple(pieces), n, index, len(windows)) for index, (pieces, n) in enumerate(windows)]
+
+
+def cut_last(recording: Recording, limits: Limits) -> list[Cut]:
+    """One sample: the last `window` turns."""
+    check_order(recording)
+    answers = answers_of(recording.messages)
+    first = max(0, len(answers) - limits.window)
+    if not any(recording.messages[at].trained for at in answers[first:]):
+        return []
+    pieces, n_prompt = _window(recording.messages, answers, first, limits)
+    return [Cut(tuple(pieces), n_prompt, 0, 1)]
+
+
+CUTS: dict[str, Callable[[Recording, Limits], list[Cut]]] = {
+    "stepwise": cut_steps,
+    "window": cut_windows,
+    "last-n": cut_last,
+}
+
+
+def _window(
+    messages: Sequence[Message], answers: Sequence[int], first: int, limits: Limits
+) -> tuple[list[Piece], int]:
+    """Pieces of the window that starts at turn `first`, and how many of them are the prompt."""
+    last = min(first + limits.window, len(answers))
+    turns = range(first, last)
+    turn_of = {answers[turn]: turn for turn in turns if messages[answers[turn]].trained}
+    begin = answers[first - 1] + 1 if first else 0
+    body = [Piece(index, None, turn_of.get(index)) for index in range(begin, answers[last - 1] + 1)]
+    older = [Piece(at) for at in answers[max(0, last - limits.messages - 1) : first]]
+    head = repeated_head(messages) if first else []
+    pieces = with_newest_images(messages, [*head, *older, *body], limits.images)
+    return pieces, next(index for index, piece in enumerate(pieces) if piece.turn is not None)
+
+
+def answers_of(messages: Sequence[Message]) -> list[int]:
+    """Where the model speaks."""
+    return [index for index, message in enumerate(messages) if message.role == "assistant"]
+
+
+def instruction_of(messages: Sequence[Message]) -> int:
+    """Where the first user message is."""
+    return next(index for index, message in enumerate(messages) if message.role == "user")
+
+
+def repeated_head(messages: Sequence[Message]) -> list[Piece]:
+    """System prompt and the text of the instruction, as later samples repeat them."""
+    at = instruction_of(messages)
+    texts = tuple(index for index, part in enumerate(messages[at].parts) if part["type"] == "text")
+    return [*(Piece(index) for index in range(at)), *([Piece(at, texts)] if texts else [])]
+
+
+def images_of(messages: Sequence[Message], piece: Piece) -> list[int]:
+    """Indices of the image parts that the piece keeps."""
+    if not messages[piece.message].images:
+        return []
+    parts = messages[piece.message].parts
+    kept = range(len(parts)) if piece.keep is None else piece.keep
+    return [index for index in kept if parts[index]["type"] == "image"]
+
+
+def places_of(messages: Sequence[Message], piece: Piece) -> list[str]:
+    """Where the images are that a piece shows."""
+    message = messages[piece.message]
+    if not message.images:
+        return []
+    if piece.keep is None:
+        return list(message.images)
+    numbered = [index for index, part in enumerate(message.parts) if part["type"] == "image"]
+    return [message.images[numbered.index(index)] for index in piece.keep if index in numbered]
+
+
+def with_newest_images(messages: Sequence[Message], pieces: list[Piece], limit: int) -> list[Piece]:
+    """Keep the newest `limit` images; a message that had nothing but dropped images goes with them."""
+    spare = sum(len(images_of(messages, piece)) for piece in pieces) - limit
+    limited = []
+    for piece in pieces:
+        dropped = images_of(messages, piece)[: max(0, spare)]
+        if dropped:
+            spare -= len(dropped)
+            parts = range(len(messages[piece.message].parts)) if piece.keep is None else piece.keep
+            keep = tuple(index for index in parts if index not in dropped)
+            if not keep:
+                continue
+            piece = piece._replace(keep=keep)
+        limited.append(piece)
+    return limited

@@ -1,0 +1,308 @@
+"""A model's chat template and tokenizer: each message rendered and encoded once.
+
+Most templates write messages one after the other, so the tokens of a chat are the tokens of its messages
+joined. That is checked when a template is wrapped, on a probe chat, and again for each recording; templates
+that look back (they drop the thoughts of earlier turns, say) are rendered per sample instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shoal.core.errors import DataError
+from shoal.splitting.cut import Cut, Piece, places_of
+from shoal.splitting.place import ImageTokens, Layout, lay_out
+from shoal.splitting.readers.recordings import Message, Part, Recording
+
+if TYPE_CHECKING:
+    from shoal.splitting.splitters import Plan
+
+BREAK = (
+    "\ufdd0"  # a noncharacter: cut the text here before encoding, so that no control token spans the place
+)
+END = "\ufdd1"  # a noncharacter: where the text of an assistant message ended
+
+MODEL_TEXT = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>",
+              "<|quad_end|>")  # fmt: skip
+"""Special tokens that models write as part of an answer; they steer no roles and stay what they are."""
+
+Chat = Sequence[tuple[Message, tuple[int, ...] | None]]
+"""Messages with the parts of each that are kept (None for all)."""
+
+Array = np.ndarray
+
+_SYSTEM = Message("system", "You act.")
+_USER = Message("user", "What now?")
+_ANSWER = Message("assistant", "Go on.")
+
+
+class ChatTemplate:
+    """The template of a processor or tokenizer.
+
+    Args:
+        processor: has `apply_chat_template`, and `tokenizer` unless it is one itself.
+        escape: encode control tokens that are written out in recorded text as plain text.
+        model_text: special tokens that are exempt from escaping.
+    """
+
+    end_mark = END
+
+    def __init__(
+        self, processor: Any, *, escape: bool = True, model_text: Sequence[str] = MODEL_TEXT
+    ) -> None:
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.sees_images = hasattr(processor, "image_processor")
+        self.image_token = getattr(processor, "image_token", None) if self.sees_images else None
+        self.image_token_id = (
+            self.tokenizer.convert_tokens_to_ids(self.image_token) if self.image_token is not None else -1
+        )
+        self.pad_id, self.eos_id = _ids_of(self.tokenizer)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        self._added_ids = frozenset(int(token) for token in added)
+        control = {str(token) for token in added.values() if token.special} - set(model_text)
+        ordered = sorted(control, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
+        self._lead = self._leading()
+        asking = self._render([*self._lead, (_USER, None)], True)
+        asked = self._render([*self._lead, (_USER, None)], False)
+        if not asking.startswith(asked) or asking == asked:
+            raise DataError("the chat template has no generation prompt to end a prompt with; use another")
+        self.header = asking.removeprefix(asked)
+        self.header_ids = self.encode(self.header)
+        self.closing_ids = self._closing_ids()
+        self.image_frame_ids = self._image_frame_ids()
+        self._adjoining: dict[tuple[str, str], bool] = {}
+        self.concatenates = self._probe()
+
+    # --- text
+    def render(self, chat: Chat, *, ask: bool = False, mark_ends: bool = False) -> str:
+        """The chat as text; `ask` adds the generation prompt, `mark_ends` an `END` after each answer."""
+        return self._render(chat, ask, mark_ends)
+
+    def message_text(self, message: Message, keep: tuple[int, ...] | None, first: bool) -> str | None:
+        """What the message adds to a chat, or None where the template rewrites what stood before it."""
+        if first:
+            before: list[tuple[Message, tuple[int, ...] | None]] = []
+        elif message.role == "system":
+            before = list(self._lead)
+        else:
+            before = [*self._lead, (_USER, None)]
+            before += [] if message.role == "assistant" else [(_ANSWER, None)]
+        start = self._render(before, False) if before else ""
+        text = self._render([*before, (message, keep)], False)
+        return text.removeprefix(start) if text.startswith(start) else None
+
+    def escaped(self, text: str) -> str:
+        """`text` with a `BREAK` inside each control token that it spells out."""
+        if BREAK in text or END in text:
+            raise DataError("recorded text holds the noncharacters U+FDD0 or U+FDD1; remove them")
+        return (
+            self._control.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
+            if self._control
+            else text
+        )
+
+    # --- tokens
+    def encode(self, text: str) -> Array:
+        """Token ids `[n]` int32 of text with `BREAK`s; what spells a control token elsewhere is one."""
+        pieces = [
+            np.asarray(self.tokenizer.encode(piece, add_special_tokens=False), np.int32)
+            for piece in text.split(BREAK)
+            if piece
+        ]
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+
+    def answer_ids(self, message: Message, keep: tuple[int, ...] | None) -> Array:
+        """Tokens of an answer's text as the model wrote it, apart from header and end."""
+        return self.encode("".join(self._texts(_kept(message, keep))))
+
+    def _texts(self, parts: Sequence[Part]) -> list[str]:
+        """Escaped texts of the text parts; "" for images. A control token cannot span two parts either."""
+        texts: list[str] = []
+        for part in parts:
+            text = part["text"] if part["type"] == "text" else ""
+            escaped = self.escaped(text)
+            if texts and text and self._control and self._spans(texts[-1].replace(BREAK, ""), text):
+                escaped = BREAK + escaped
+            texts.append(escaped)
+        return texts
+
+    def _spans(self, left: str, right: str) -> bool:
+        assert self._control is not None
+        border = len(left)
+        return any(match.start() < border < match.end() for match in self._control.finditer(left + right))
+
+    def _render(self, chat: Chat, ask: bool, mark_ends: bool = False) -> str:
+        messages = []
+        for message, keep in chat:
+            parts = _kept(message, keep)
+            texts = self._texts(parts)
+            if mark_ends and message.role == "assistant":
+                texts[-1] += END
+            if isinstance(message.content, str) or not self.sees_images:
+                content: Any = "".join(texts)
+            else:
+                content = [
+                    {"type": "text", "text": text} if part["type"] == "text" else dict(part)
+                    for part, text in zip(parts, texts, strict=True)
+                ]
+            messages.append({"role": message.role, "content": content})
+        return str(self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+
+    # --- what is learned about the template
+    def _leading(self) -> Chat:
+        """What chats begin with to learn from: a system message, unless the template refuses that role.
+
+        Templates that put a system message of their own where there is none then never do.
+        """
+        lead: Chat = [(_SYSTEM, None)]
+        try:
+            self._render([*lead, (_USER, None)], False)
+        except Exception as refused:  # whatever a template raises
+            try:
+                self._render([(_USER, None)], False)
+            except Exception:
+                raise refused from None
+            return []
+        return lead
+
+    def _closing_ids(self) -> tuple[Array, Array]:
+        """Tokens after an answer: those the model writes itself (up to its end token), and the rest."""
+        marked = self._render([*self._lead, (_USER, None), (_ANSWER, None)], False, mark_ends=True)
+        ids = self.encode(marked.rpartition(END)[2])
+        ends = [index for index, token in enumerate(ids.tolist()) if token in self._added_ids]
+        own = ends[0] + 1 if ends else len(ids)
+        return ids[:own], ids[own:]
+
+    def _image_frame_ids(self) -> frozenset[int]:
+        """Tokens that the template puts right around an image: they go where the image goes."""
+        if self.image_token is None:
+            return frozenset()
+        parts: tuple[Part, ...] = ({"type": "text", "text": "A"}, {"type": "image", "image": "x"},
+                                   {"type": "text", "text": "B"})  # fmt: skip
+        text = self._render([*self._lead, (Message("user", parts, ("x",)), None)], False)
+        around = text.rpartition("A")[2].partition("B")[0] if text.count("A") == 1 else text
+        frame = set(self.encode(around).tolist()) & self._added_ids
+        return frozenset(frame - {self.image_token_id})
+
+    def _probe(self) -> bool:
+        """Whether joining encoded messages gives the encoded chat, on a chat with all there is."""
+        picture: Part = {"type": "image", "image": "x"}
+        parts: tuple[Part, ...] = ({"type": "text", "text": "Look:"}, picture)
+        chat: list[Message] = [
+            *(message for message, _ in self._lead),
+            Message("user", parts, ("x",)) if self.image_token is not None else _USER,
+            Message("assistant", "<think>\nHm.\n</think>\n\nI click."),
+            Message("user", parts[::-1], ("x",)) if self.image_token is not None else _USER,
+            Message("assistant", " Done. "),
+        ]
+        return self.joins(chat)
+
+    def adjoin(self, before: str, role: str) -> bool:
+        """Whether a message of one role is written as ever behind one of another."""
+        if (before, role) not in self._adjoining:
+            messages = [Message(each, "Say.") for each in (before, role)]
+            chat: list[Message] = (
+                [] if before == "system" else [*(message for message, _ in self._lead), _USER]
+            )
+            chat += [_ANSWER] if before in ("user", "tool") else []
+            try:
+                texts = [
+                    self.message_text(message, None, not chat and not i) for i, message in enumerate(messages)
+                ]
+                start = self._render([(message, None) for message in chat], False) if chat else ""
+                whole = self._render([(message, None) for message in (*chat, *messages)], False)
+                self._adjoining[before, role] = None not in texts and whole == start + "".join(
+                    map(str, texts)
+                )
+            except (
+                Exception
+            ):  # the template refuses such a pair, and says why when the sample is rendered whole
+                self._adjoining[before, role] = False
+        return self._adjoining[before, role]
+
+    def first_header_ids(self) -> Array:
+        """Tokens that open an answer with nothing before it: some templates begin with a system prompt."""
+        text = self.message_text(_ANSWER, None, True) or ""
+        return self.encode(text.partition(self.header)[0] + self.header)
+
+    def joins(self, messages: Sequence[Message]) -> bool:
+        """Whether the chat's text is its messages' texts joined, at borders that no token can cross."""
+        texts = [self.message_text(message, None, index == 0) for index, message in enumerate(messages)]
+        if any(text is None for text in texts):
+            return False
+        if "".join(text or "" for text in texts) != self._render(
+            [(message, None) for message in messages], False
+        ):
+            return False
+        starts = [self.encode((text or "")[:64]) for text in texts]
+        return all(len(ids) and int(ids[0]) in self._added_ids for ids in starts)
+
+
+def _kept(message: Message, keep: tuple[int, ...] | None) -> tuple[Part, ...]:
+    return message.parts if keep is None else tuple(message.parts[index] for index in keep)
+
+
+def _ids_of(tokenizer: Any) -> tuple[int, int]:
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
+    if eos is None or pad is None:
+        raise DataError("the tokenizer has neither a padding nor an end token; set tokenizer.eos_token")
+    return int(pad), int(eos)
+
+
+# --- a recording
+
+
+class Encoder:
+    """Encodes each message of a recording once, in each form it is needed."""
+
+    def __init__(
+        self, plan: Plan, recording: Recording, image_of: dict[str, int], tokens: Sequence[ImageTokens]
+    ) -> None:
+        self.template, self.rows, self.tokens = plan.template, plan.images.rows, tokens
+        self.recording, self.image_of = recording, image_of
+        self.joins = plan.template.concatenates and plan.template.joins(recording.messages)
+        self._known: dict[tuple[Piece, bool], Layout] = {}
+
+    def joins_in(self, cut: Cut) -> bool:
+        """Whether the messages of a sample can be joined: it may set side by side what was recorded apart."""
+        roles = [self.recording.messages[piece.message].role for piece in cut.pieces]
+        return self.joins and all(self.template.adjoin(*pair) for pair in itertools.pairwise(roles))
+
+    def header(self, first: bool) -> Layout:
+        """What opens an answer; where the answer comes first, what the template writes before it too."""
+        return self.plain(self.template.first_header_ids() if first else self.template.header_ids)
+
+    def as_context(self, piece: Piece, first: bool) -> Layout:
+        """The whole message as the template writes it."""
+        key = (piece._replace(turn=None), first)
+        if key not in self._known:
+            message = self.recording.messages[piece.message]
+            text = self.template.message_text(message, piece.keep, first)
+            if text is None:
+                raise DataError(f"the chat template rewrites what stands before message {piece.message}")
+            self._known[key] = self.lay_out(text, [piece])
+        return self._known[key]
+
+    def lay_out(self, text: str, pieces: Sequence[Piece]) -> Layout:
+        """Tokens and positions of rendered text that shows the images of the pieces."""
+        images = [
+            self.image_of[place] for piece in pieces for place in places_of(self.recording.messages, piece)
+        ]
+        return self.text(self.template.encode(text), images)
+
+    def text(self, ids: Array, images: Sequence[int] = ()) -> Layout:
+        """Tokens and positions of encoded text."""
+        image_token = self.template.image_token_id
+        return lay_out(ids, image_token if image_token is not None else -1, images, self.tokens, self.rows)
+
+    def plain(self, ids: Array) -> Layout:
+        """Tokens and positions of encoded text in which no token stands for an image."""
+        return lay_out(ids, -1, (), self.tokens, self.rows)

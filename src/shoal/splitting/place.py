@@ -1,0 +1,475 @@
+"""Put a sample together: tokens and positions, prompt and response, what is trained, where the reward sits.
+
+The positions are Qwen2-VL's (M-RoPE): three rows for time, height and width; text has the same number in all
+three, an image of h x w merged patches starts where text stopped and text continues max(h, w) further on.
+Models with plain positions have one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from shoal.core.errors import DataError
+from shoal.splitting.cut import CUTS, Cut, Limits, places_of
+from shoal.splitting.readers.recordings import Recording, RolloutTokens
+
+if TYPE_CHECKING:
+    from shoal.splitting.encode import Encoder
+    from shoal.splitting.splitters import Plan
+
+Array = np.ndarray
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """How one image stands among the tokens."""
+
+    ids: Array  # [n] int32
+    positions: Array  # [rows, n] int32, from 0
+    span: int  # how far text behind it moves on
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A stretch of tokens; positions start at 0."""
+
+    ids: Array  # [n] int32
+    positions: Array  # [rows, n] int32
+    span: int  # the position of what follows
+    images: tuple[tuple[int, int, int], ...] = ()  # (image of the trajectory, first token, token behind it)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> Layout:
+        """Tokens of a slice with the positions they have here; images cut by its borders are not listed."""
+        start, stop, _ = part.indices(len(self))
+        inside = tuple(
+            (image, first - start, last - start)
+            for image, first, last in self.images
+            if first >= start and last <= stop
+        )
+        return Layout(self.ids[start:stop], self.positions[:, start:stop], self.span, inside)
+
+
+def image_on_grid(token: int, height: int, width: int, rows: int) -> ImageTokens:
+    """An image of `height x width` tokens; with one row its tokens count on like text."""
+    size = height * width
+    if rows == 1:
+        return text_like(np.full(size, token, np.int32))
+    down = np.repeat(np.arange(height, dtype=np.int32), width)
+    right = np.tile(np.arange(width, dtype=np.int32), height)
+    positions = np.stack([np.zeros(size, np.int32), down, right])
+    return ImageTokens(np.full(size, token, np.int32), positions, max(height, width))
+
+
+def text_like(ids: Array) -> ImageTokens:
+    """An image whose tokens have plain positions."""
+    return ImageTokens(ids, np.arange(len(ids), dtype=np.int32)[None], len(ids))
+
+
+def lay_out(
+    ids: Array, image_token: int, images: Sequence[int], tokens: Sequence[ImageTokens], rows: int
+) -> Layout:
+    """Positions for encoded text in which each image is still a single `image_token`.
+
+    Args:
+        ids: the encoded text.
+        image_token: the id that stands for an image, -1 where there are none.
+        images: which images of the trajectory the text shows, in order.
+        tokens: how each image of the trajectory stands among tokens.
+        rows: 1 or 3.
+    """
+    places = np.flatnonzero(ids == image_token) if image_token >= 0 else np.empty(0, np.int64)
+    if len(places) != len(images):
+        raise DataError(
+            f"the rendered text has {len(places)} image tokens for {len(images)} images; recorded text that "
+            "spells out the image token does this unless the fix escape_control_tokens is on"
+        )
+    stretches: list[Array | int] = []
+    start = 0
+    for place, image in zip(places.tolist(), images, strict=True):
+        stretches += [ids[start:place], image]
+        start = place + 1
+    return _assemble([*stretches, ids[start:]], tokens, rows)
+
+
+def join(layouts: Sequence[Layout], rows: int) -> Layout:
+    """One after the other."""
+    ids: list[Array] = [np.empty(0, np.int32)]
+    positions: list[Array] = [np.empty((rows, 0), np.int32)]
+    images: list[tuple[int, int, int]] = []
+    length = span = 0
+    for layout in layouts:
+        ids.append(layout.ids)
+        positions.append(layout.positions + np.int32(span))
+        images += [(image, first + length, last + length) for image, first, last in layout.images]
+        length, span = length + len(layout), span + layout.span
+    return Layout(np.concatenate(ids), np.concatenate(positions, axis=1), span, tuple(images))
+
+
+def kept_by(length: int, limit: int, truncation: Truncation) -> Array:
+    """Which of `length` tokens stay under a limit `[length]` bool."""
+    keep = np.ones(length, bool)
+    if length > limit:
+        if truncation == "left":
+            keep[: length - limit] = False
+        elif truncation == "right":
+            keep[limit:] = False
+        elif truncation == "middle":
+            keep[limit // 2 : length - (limit - limit // 2)] = False
+        else:
+            raise ValueError(f"truncation must be left, right or middle to cut, got {truncation!r}")
+    return keep
+
+
+def without_torn_images(layout: Layout, keep: Array, frame: frozenset[int]) -> Array:
+    """`keep` with every image that lost a token gone whole, the tokens that frame it too."""
+    keep = keep.copy()
+    for _, first, last in layout.images:
+        before, behind = first > 0 and int(layout.ids[first - 1]) in frame, last < len(layout)
+        start = first - 1 if before else first
+        stop = last + 1 if behind and int(layout.ids[last]) in frame else last
+        if not keep[start:stop].all():
+            keep[start:stop] = False
+    return keep
+
+
+def shortened(layout: Layout, keep: Array, tokens: Sequence[ImageTokens]) -> Layout:
+    """The kept tokens with positions counted anew; every image is kept or gone whole."""
+    stretches: list[Array | int] = []
+    start = 0
+    for image, first, last in layout.images:
+        stretches.append(layout.ids[start:first][keep[start:first]])
+        if keep[first:last].all():
+            stretches.append(image)
+        start = last
+    stretches.append(layout.ids[start:][keep[start:]])
+    return _assemble(stretches, tokens, layout.positions.shape[0])
+
+
+def moved(layout: Layout, offset: int) -> Layout:
+    """The same tokens, positions starting at `offset`."""
+    return replace(layout, positions=layout.positions + np.int32(offset), span=layout.span + offset)
+
+
+def _assemble(stretches: Sequence[Array | int], tokens: Sequence[ImageTokens], rows: int) -> Layout:
+    """Text stretches and image numbers in a row."""
+    ids, positions, images = [], [], []
+    length = span = 0
+    for stretch in stretches:
+        if isinstance(stretch, int):
+            image = tokens[stretch]
+            ids.append(image.ids)
+            positions.append(image.positions + np.int32(span))
+            images.append((stretch, length, length + len(image.ids)))
+            length, span = length + len(image.ids), span + image.span
+        elif len(stretch):
+            ids.append(stretch)
+            count = np.arange(span, span + len(stretch), dtype=np.int32)
+            positions.append(np.broadcast_to(count, (rows, len(stretch))))
+            length, span = length + len(stretch), span + len(stretch)
+    if not ids:
+        return Layout(np.empty(0, np.int32), np.empty((rows, 0), np.int32), 0)
+    return Layout(np.concatenate(ids), np.concatenate(positions, axis=1), span, tuple(images))
+
+
+# --- prompt and response
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Prompt or response while it is put together."""
+
+    layout: Layout
+    mask: Array  # [n] bool
+    ends: tuple[tuple[int, int], ...]  # (turn, its last trained token)
+    roles: tuple[tuple[str, int, int], ...]
+
+    def behind(self, other: Side) -> Side:
+        """The same tokens, positions going on where the other side's stop."""
+        return replace(self, layout=moved(self.layout, other.layout.span))
+
+    def kept(self, keep: Array, encoder: Encoder, offset: int) -> Side:
+        """What is left of it, positions counted anew from `offset`."""
+        whole = without_torn_images(self.layout, keep, encoder.template.image_frame_ids)
+        new_place = np.cumsum(whole) - 1
+        return Side(
+            moved(shortened(self.layout, whole, encoder.tokens), offset),
+            self.mask[whole],
+            tuple((turn, int(new_place[end])) for turn, end in self.ends if whole[end]),
+            tuple(
+                (role, int(whole[:first].sum()), int(whole[:last].sum())) for role, first, last in self.roles
+            ),
+        )
+
+
+def side_of(
+    rows: int, parts: Sequence[tuple[str, Layout]], turns: Sequence[int | None] | None = None
+) -> Side:
+    """Layouts in a row; those with a turn number are trained."""
+    layout = join([layout for _, layout in parts], rows)
+    mask = np.zeros(len(layout), bool)
+    ends, roles, start = [], [], 0
+    for index, (role, part) in enumerate(parts):
+        turn = turns[index] if turns is not None else None
+        if turn is not None:
+            mask[start : start + len(part)] = True
+            ends.append((turn, start + len(part) - 1))
+        roles.append((role, start, start + len(part)))
+        start += len(part)
+    return Side(layout, mask, tuple(ends), tuple(roles))
+
+
+def shifted(roles: Sequence[tuple[str, int, int]], by: int) -> list[tuple[str, int, int]]:
+    """Stretches moved by `by` tokens; what would start before the first token starts there."""
+    return [(role, max(0, first + by), last + by) for role, first, last in roles if last + by > 0]
+
+
+def untrained_before(side: Side, first_turn: int) -> Side:
+    """The side with the turns before `first_turn` masked out."""
+    mask, start = side.mask.copy(), 0
+    for turn, end in side.ends:
+        if turn < first_turn:
+            mask[start : end + 1] = False
+        start = end + 1
+    return Side(side.layout, mask, tuple(item for item in side.ends if item[0] >= first_turn), side.roles)
+
+
+class Way:
+    """How a recording becomes prompts, responses and rewards."""
+
+    def cuts(self, kind: str, recording: Recording, limits: Limits) -> list[Cut]:
+        """The samples of a recording before they have tokens."""
+        return CUTS[kind](recording, limits)
+
+    def sides(
+        self, plan: Plan, encoder: Encoder, cut: Cut, step: RolloutTokens | None
+    ) -> tuple[Side, Side, int]:
+        """Prompt and response, and how many tokens of the response are attended to."""
+        if plan.kind == "stepwise":
+            prompt, response = _step_sides(plan, encoder, cut, step)
+        else:
+            prompt, response = (
+                _window_sides(encoder, cut) if encoder.joins_in(cut) else _rendered_sides(encoder, cut)
+            )
+        return prompt, response, len(response.layout)
+
+    def fitted(self, plan: Plan, encoder: Encoder, prompt: Side, response: Side) -> tuple[Side, Side, bool]:
+        """Both within their limits, cut or refused, and whether something was cut."""
+        return fitted(plan, encoder, prompt, response)
+
+    def rewarded(self, mask: Array, attended: int) -> int | None:
+        """The token that stands for the whole sample: the last one that is trained."""
+        trained = np.flatnonzero(mask)
+        return int(trained[-1]) if len(trained) else None
+
+
+def _step_sides(plan: Plan, encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> tuple[Side, Side]:
+    """Everything before the answer, and the answer."""
+    template, messages = encoder.template, encoder.recording.messages
+    context, answer = cut.pieces[:-1], cut.pieces[-1]
+    if step is not None and step.prompt_ids:
+        prompt = side_of(encoder.rows, [("recorded", recorded_prompt(encoder, cut, step))])
+    elif encoder.joins_in(cut) or not context:
+        parts = [(messages[p.message].role, encoder.as_context(p, i == 0)) for i, p in enumerate(context)]
+        prompt = side_of(encoder.rows, [*parts, ("assistant", encoder.header(not parts))])
+    else:
+        text = template.render([(messages[piece.message], piece.keep) for piece in context], ask=True)
+        prompt = side_of(encoder.rows, [("rendered", encoder.lay_out(text, context))])
+    if step is not None:
+        ids = np.asarray(step.response_ids, np.int32)
+    else:
+        ids = template.answer_ids(messages[answer.message], answer.keep)
+        ids = np.concatenate([ids, template.closing_ids[0]])
+    assert answer.turn is not None
+    response = side_of(encoder.rows, [("assistant", encoder.plain(ids))], [answer.turn])
+    return prompt, response.behind(prompt)
+
+
+def recorded_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens) -> Layout:
+    """The prompt from recorded ids; image tokens may be recorded one per image or already spread out."""
+    image_token = encoder.template.image_token_id
+    places = [place for piece in cut.pieces[:-1] for place in places_of(encoder.recording.messages, piece)]
+    images = [encoder.image_of[place] for place in places]
+    ids = np.asarray(step.prompt_ids, np.int32)
+    if image_token is None or image_token < 0:
+        return encoder.plain(ids)
+    inside = ids == image_token
+    starts = np.flatnonzero(inside & ~np.concatenate([[False], inside[:-1]]))
+    stops = np.flatnonzero(inside & ~np.concatenate([inside[1:], [False]])) + 1
+    wanted = [len(encoder.tokens[image].ids) for image in images]
+    got = (stops - starts).tolist()
+    if got != wanted and got != [1] * len(images):
+        raise DataError(
+            f"{step.source}: the prompt has image tokens in runs of {got}, but its images need {wanted}; "
+            "the recorded tokens belong to other images or image settings"
+        )
+    keep = np.ones(len(ids), bool)
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        keep[start + 1 : stop] = False
+    return encoder.text(ids[keep], images)
+
+
+def _window_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
+    """Several turns in one sample, messages joined; the response ends with its last answer."""
+    template, messages = encoder.template, encoder.recording.messages
+    header, (own, rest) = encoder.plain(template.header_ids), template.closing_ids
+    before = [
+        (messages[piece.message].role, encoder.as_context(piece, index == 0))
+        for index, piece in enumerate(cut.pieces[: cut.n_prompt])
+    ]
+    before.append(("assistant", encoder.header(not before)))
+    after: list[tuple[str, Layout, int | None]] = []
+    for piece in cut.pieces[cut.n_prompt :]:
+        message = messages[piece.message]
+        if piece.turn is None:
+            after.append((message.role, encoder.as_context(piece, False), None))
+            continue
+        answer = np.concatenate([template.answer_ids(message, piece.keep), own])
+        after += [("assistant", header, None)] if after else []
+        after += [("assistant", encoder.plain(answer), piece.turn), ("assistant", encoder.plain(rest), None)]
+    after.pop()
+    prompt = side_of(encoder.rows, before)
+    response = side_of(
+        encoder.rows, [(role, layout) for role, layout, _ in after], [turn for _, _, turn in after]
+    )
+    return prompt, response.behind(prompt)
+
+
+def _rendered_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
+    """A window under a template that looks back: rendered whole, answers found by marks at their ends."""
+    template, messages = encoder.template, encoder.recording.messages
+    chat = [(messages[piece.message], piece.keep) for piece in cut.pieces]
+    plain, marked, end = template.render(chat), template.render(chat, mark_ends=True), template.end_mark
+    if marked.replace(end, "") != plain or marked.count(end) != sum(m.role == "assistant" for m, _ in chat):
+        raise DataError("the chat template rewrites the ends of answers; use the stepwise splitter")
+    ends_at = [index for index, piece in enumerate(cut.pieces) if messages[piece.message].role == "assistant"]
+    texts: list[tuple[str, int | None]] = []
+    context, remaining = "", marked
+    for index in ends_at:
+        upto, _, remaining = remaining.partition(end)
+        turn = cut.pieces[index].turn
+        if turn is None:
+            context += upto
+            continue
+        opening, header, answer = upto.partition(template.header)
+        if not header:
+            raise DataError("the chat template opens answers differently from its generation prompt; "
+                            "use the stepwise splitter")  # fmt: skip
+        texts += [(context + opening + header, None), (answer, turn)]
+        context = ""
+    if not texts:
+        raise DataError("a window without anything to train")
+    return _sides_of_texts(encoder, cut, texts)
+
+
+def _sides_of_texts(encoder: Encoder, cut: Cut, texts: Sequence[tuple[str, int | None]]) -> tuple[Side, Side]:
+    """Prompt and response from alternating context and answer texts; answers get the model's end token."""
+    own = encoder.template.closing_ids[0]
+    images = [
+        encoder.image_of[place]
+        for piece in cut.pieces
+        for place in places_of(encoder.recording.messages, piece)
+    ]
+    layouts: list[tuple[str, Layout]] = []
+    turns: list[int | None] = []
+    for number, (text, turn) in enumerate(texts):
+        ids = encoder.template.encode(text)
+        if turn is not None:
+            layouts.append(("assistant", encoder.plain(np.concatenate([ids, own]))))
+        else:
+            if number:  # the end token of the answer before belongs to that answer
+                if not np.array_equal(ids[: len(own)], own):
+                    raise DataError(
+                        "the chat template ends answers in different ways; use the stepwise splitter"
+                    )
+                ids = ids[len(own) :]
+            count = int((ids == encoder.template.image_token_id).sum())
+            layouts.append(("rendered", encoder.text(ids, images[:count])))
+            images = images[count:]
+        turns.append(turn)
+    prompt = side_of(encoder.rows, layouts[:1])
+    response = side_of(encoder.rows, layouts[1:], turns[1:])
+    return prompt, response.behind(prompt)
+
+
+# --- limits
+def fitted(plan: Plan, encoder: Encoder, prompt: Side, response: Side) -> tuple[Side, Side, bool]:
+    """Prompt and response within their limits, cut or refused, and whether something was cut.
+
+    An image that would lose a token goes whole, tokens and pixels.
+    """
+    limits = {"prompt": plan.max_prompt_length, "response": plan.max_response_length}
+    lengths = {"prompt": len(prompt.layout), "response": len(response.layout)}
+    over = [name for name in limits if lengths[name] > limits[name]]
+    if not over:
+        return prompt, response, False
+    if plan.truncation == "error":
+        raise too_long(over[0], lengths[over[0]], f"max_{over[0]}_length", limits[over[0]])
+    keep = kept_by(len(prompt.layout), plan.max_prompt_length, plan.truncation)
+    prompt = prompt.kept(keep, encoder, 0)
+    keep = kept_by(len(response.layout), plan.max_response_length, "right")
+    return prompt, response.kept(keep, encoder, prompt.layout.span), True
+
+
+def too_long(what: str, length: int, option: str, limit: int) -> DataError:
+    """The error for a sample over a limit."""
+    return DataError(
+        f"a {what} of {length} tokens is over {option}={limit}: raise {option}, lower window_size, "
+        "limit_messages or limit_images, or set truncation"
+    )
+
+
+# --- rewards
+RewardPlacement = Literal["final", "all", "last_step"] | Callable[[float, int, int], float]
+"""Where a trajectory's reward goes in a sample.
+
+"final": on one token of every sample. "all": on every trained token. "last_step": on one token of the
+trajectory's last sample. A callable of (reward, step_index, n_steps) gives the number for that one token.
+"""
+
+
+def place_reward(
+    reward: float,
+    placement: RewardPlacement,
+    step_index: int,
+    n_steps: int,
+    response_mask: Array,
+    final: int | None,
+) -> Array:
+    """Rewards of the response tokens `[r]` float32.
+
+    Args:
+        reward: of the trajectory.
+        placement: see `RewardPlacement`.
+        step_index: which sample of the trajectory this is.
+        n_steps: how many it has.
+        response_mask: the trained tokens.
+        final: the token that stands for the whole sample; None where nothing is trained.
+    """
+    rewards = np.zeros(len(response_mask), np.float32)
+    if placement == "all":
+        rewards[response_mask] = reward
+    elif final is not None:
+        if callable(placement):
+            rewards[final] = placement(reward, step_index, n_steps)
+        elif placement == "final" or step_index == n_steps - 1:
+            rewards[final] = reward
+    return rewards
+
+
+def add_step_scores(rewards: Array, ends: Sequence[tuple[int, int]], scores: Sequence[float]) -> None:
+    """Add `0.5 * (score - 0.5)` on the last token of each scored turn, in place; a score of -1 means none.
+
+    Args:
+        rewards: of the response tokens.
+        ends: (turn, its last trained token).
+        scores: in [0, 1] by turn.
+    """
+    for turn, token in ends:
+        if turn < len(scores) and scores[turn] != -1:
+            rewards[token] += np.float32(0.5 * (scores[turn] - 0.5))

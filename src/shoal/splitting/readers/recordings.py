@@ -1,0 +1,406 @@
+"""A recorded trajectory as the splitters see it, the checks that every reader applies, and the plainest reader.
+
+What is wrong with a file is a `DataError` with its name; an image that is read stays inside its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.core.errors import DataError
+from shoal.core.files import read_json, write_bytes
+from shoal.core.registry import check_name
+
+Part = dict[str, str]
+"""`{"type": "text", "text": …}` or `{"type": "image", "image": …}`"""
+
+ROLES = ("system", "user", "assistant", "tool")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat; `content` keeps its recorded form, since templates may tell text from parts."""
+
+    role: str
+    content: str | tuple[Part, ...]
+    images: tuple[
+        str, ...
+    ] = ()  # where the images are, in the order of the image parts: a path or a data URL
+    trained: bool = True  # whether an answer is learned from; one that is not is context
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The content as parts, also when it was recorded as one string."""
+        return ({"type": "text", "text": self.content},) if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        """All text of the message."""
+        return "".join(part["text"] for part in self.parts if part["type"] == "text")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTokens:
+    """What the sampler saw and wrote at one step: the truth about tokens, where it was recorded."""
+
+    prompt_ids: tuple[int, ...]  # () when only the response was recorded
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of `response_ids`
+    source: str  # the file, for messages
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One trajectory: its messages, and what else was recorded with them."""
+
+    dataset_id: str
+    uid: str  # equal for trajectories of one task
+    messages: tuple[Message, ...]
+    source: str  # the file it came from, for messages
+    reward: float | None = None  # used where the caller gives no rewards
+    steps: tuple[RolloutTokens, ...] | None = None  # one per assistant message
+    folder: str | None = None  # where files beside the messages are
+
+
+class Reader(Protocol):
+    """Finds recordings by id. Readers travel to worker processes, so they must be picklable."""
+
+    def ids(self) -> list[str]:
+        """The ids of all recordings, in a fixed order."""
+        ...
+
+    def read(self, dataset_id: str, path: Path | None = None) -> Recording:
+        """The recording, from `path` where one is given; `DataError` names the file that is wrong and why."""
+        ...
+
+
+def parse_messages(raw: Any, source: str, locate: Any) -> tuple[Message, ...]:
+    """Messages from JSON values of OpenAI's or Qwen's form; `locate(reference, where)` says where an image is.
+
+    A part `{"type": "image_url", "image_url": …}` and a part `{"type": "image", "image": …}` are the same;
+    the reference is a string or `{"url": string}`. Reasoning and tool calls beside the content of an answer
+    become part of its text, see `answer_text`; `"trained": false` makes an answer mere context.
+    """
+    if not isinstance(raw, list) or not raw:
+        raise DataError(f"{source} must hold a list of messages, got {_kind(raw)}")
+    messages = []
+    for number, item in enumerate(raw):
+        where = f"{source}, message {number}"
+        if not isinstance(item, dict):
+            raise DataError(f"{where}: expected an object with role and content, got {_kind(item)}")
+        role, content = item.get("role"), item.get("content")
+        role = "system" if role == "developer" else role
+        if role not in ROLES:
+            raise DataError(f"{where}: role must be one of {', '.join(ROLES)}, got {role!r}")
+        calls, thought = item.get("tool_calls"), item.get("reasoning_content") or item.get("reasoning")
+        if role == "assistant" and (calls or isinstance(thought, str)):
+            content = _with_calls(content, calls, thought, where)
+        trained = item.get("trained", True) is not False
+        if isinstance(content, str):
+            messages.append(Message(role, encodable(content, where), trained=trained))
+        elif isinstance(content, list):
+            parts = tuple(_part(part, where) for part in content)
+            references = [part["image"] for part in parts if part["type"] == "image"]
+            if references and role == "assistant":
+                raise DataError(f"{where}: an assistant message cannot hold an image")
+            images = tuple(locate(reference, where) for reference in references)
+            messages.append(Message(role, parts, images, trained))
+        else:
+            raise DataError(f"{where}: content must be text or a list of parts, got {_kind(content)}")
+    return tuple(messages)
+
+
+def _with_calls(content: Any, calls: Any, thought: Any, where: str) -> Any:
+    """The content of an answer with its reasoning before it and its tool calls behind."""
+    if isinstance(content, list):
+        around = answer_text("\0", thought, calls, where).partition("\0")
+        first, last = ({"type": "text", "text": text} for text in (around[0], around[2]))
+        return [*([first] if first["text"] else []), *content, *([last] if last["text"] else [])]
+    return answer_text(content if isinstance(content, str) else "", thought, calls, where)
+
+
+def answer_text(content: str, thought: Any, calls: Any, where: str) -> str:
+    """What a model wrote, as one text: `<think>` reasoning, content, and `<tool_call>`s in the form of Qwen models.
+
+    Args:
+        content: what it said.
+        thought: its reasoning, where that was recorded apart.
+        calls: OpenAI's `tool_calls`; arguments that are text stay as they were written.
+        where: the message, for errors.
+    """
+    lines = [content] if content else []
+    if calls is not None and not isinstance(calls, list):
+        raise DataError(f"{where}: tool_calls must be a list, got {_kind(calls)}")
+    for call in calls or ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{where}: a tool call needs a function with a name, got {str(call)[:80]}")
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        name = json.dumps(function["name"], ensure_ascii=False)
+        lines.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
+    said = "\n".join(lines)
+    return f"<think>\n{thought}\n</think>\n\n{said}" if isinstance(thought, str) and thought else said
+
+
+def _part(part: Any, where: str) -> Part:
+    if isinstance(part, dict):
+        kind = part.get("type")
+        if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+            return {"type": "text", "text": encodable(part["text"], where)}
+        if kind in ("image", "image_url", "input_image"):
+            value = part.get("image_url", part.get("image"))
+            value = value.get("url") if isinstance(value, dict) else value
+            if isinstance(value, str) and value:
+                return {"type": "image", "image": value}
+    got = part.get("type") if isinstance(part, dict) else _kind(part)
+    raise DataError(f"{where}: expected a text or image part, got {got!r}; convert or remove it")
+
+
+def encodable(text: str, where: str) -> str:
+    """`text` if it is valid Unicode: JSON can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the text is not valid Unicode ({error.reason}); record it again") from None
+    return text
+
+
+def check_order(recording: Recording) -> None:
+    """Refuse role orders that cannot be cut into turns; any run of messages may come before an answer."""
+    problem = _turn_problem([message.role for message in recording.messages])
+    if problem:
+        raise DataError(f"{recording.source}: {problem}")
+
+
+def _turn_problem(roles: Sequence[str]) -> str | None:
+    if "assistant" not in roles:
+        return "there is no assistant message, so nothing to learn from; remove the trajectory"
+    if "user" not in roles[: roles.index("assistant")]:
+        return "an assistant message comes before the first user message; add the instruction it answers"
+    for index in range(1, len(roles)):
+        if roles[index] == roles[index - 1] == "assistant":
+            return f"messages {index - 1} and {index} are both from the assistant; merge them into one"
+    late = [index for index in range(roles.index("assistant"), len(roles)) if roles[index] == "system"]
+    return (
+        f"message {late[0]} is a system message after the first answer; move it to the front"
+        if late
+        else None
+    )
+
+
+def finite_reward(value: Any, where: str) -> float:
+    """`value` as a finite float, or a `DataError` that says where it came from."""
+    try:
+        reward = float(value)
+    except (TypeError, ValueError):
+        raise DataError(f"{where}: reward must be a number, got {value!r}") from None
+    if not math.isfinite(reward):
+        raise DataError(
+            f"{where}: reward must be finite, got {reward}; score the trajectory again or remove it"
+        )
+    return reward
+
+
+def _kind(value: Any) -> str:
+    return {dict: "an object", list: "a list", str: "text", type(None): "nothing"}.get(
+        type(value), type(value).__name__
+    )
+
+
+# --- files
+def read_text(file: Path) -> str:
+    """The file's text."""
+    try:
+        return file.read_text("utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{file} is missing; restore it or remove the trajectory") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read ({error})") from error
+
+
+def read_json_file(file: Path) -> Any:
+    """The value in a JSON file."""
+    try:
+        return read_json(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{file} is missing; restore it or remove the trajectory") from None
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """(line number, value) of each line that is not empty."""
+    for number, line in enumerate(read_text(file).split("\n"), 1):  # not at U+2028, which JSON may hold
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{file}, line {number} is not valid JSON ({error})") from error
+
+
+def safe_id(name: str) -> str:
+    """`name` if it may be a trajectory's id and part of a path."""
+    try:
+        return check_name("dataset", name)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+class ImageLocator:
+    """Turns image references into absolute paths or data URLs; never leaves `folder`.
+
+    "x" means "x.png", as in the original; names with another image suffix stay as they are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._inside = folder.resolve()
+
+    def __call__(self, reference: str, where: str) -> str:
+        """The place of `reference`; `where` is the message it stands in, for errors."""
+        if reference.startswith("data:"):
+            return reference
+        if reference.startswith(("http://", "https://")):
+            raise DataError(
+                f"{where}: image {reference[:80]!r} is on the web; download it beside the messages"
+            )
+        name = reference.removeprefix("file://")
+        if not name.lower().endswith(IMAGE_SUFFIXES):
+            name += ".png"
+        if "\x00" in name:
+            raise DataError(f"{where}: image {reference[:80]!r} is not a file name")
+        path = (self.folder / name).resolve()
+        if not path.is_relative_to(self._inside):
+            raise DataError(f"{where}: image {reference[:80]!r} leaves {self.folder}; put it inside")
+        if not path.is_file():
+            raise DataError(f"{where}: image {path} is missing; restore it or remove the trajectory")
+        return str(path)
+
+
+# --- the reader of folders
+class FolderReader:
+    """`<root>/<id>/final_messages.json` with `task_config.json` and the images beside them.
+
+    Args:
+        root: the folder of trajectory folders.
+        rollout_tokens: also read `data_for_step_<k>` files (see `read_rollout`).
+    """
+
+    def __init__(self, root: Path | str, *, rollout_tokens: bool = False) -> None:
+        self.root = Path(root)
+        self.rollout_tokens = rollout_tokens
+
+    def ids(self) -> list[str]:
+        """Names of the folders that hold messages, sorted."""
+        return sorted(path.parent.name for path in self.root.glob("*/final_messages.json"))
+
+    def read(self, dataset_id: str, path: Path | None = None) -> Recording:
+        """The recording in its folder, or in `path` if that is given."""
+        folder = path if path is not None else self.root / safe_id(dataset_id)
+        source = folder / "final_messages.json"
+        messages = parse_messages(read_json_file(source), str(source), ImageLocator(folder))
+        config = read_json_file(folder / "task_config.json")
+        if not isinstance(config, dict) or not isinstance(config.get("id"), str | int):
+            raise DataError(
+                f"{folder / 'task_config.json'} must be an object with 'id', the name of the task"
+            )
+        steps = read_rollout(folder) if self.rollout_tokens else None
+        return Recording(
+            dataset_id, str(config["id"]), messages, str(source), steps=steps, folder=str(folder)
+        )
+
+
+# --- recorded tokens
+_NAME = re.compile(r"data_for_step_(\d+)\.(pt|safetensors)")
+
+
+def read_rollout(folder: Path) -> tuple[RolloutTokens, ...]:
+    """The recorded steps in order; a gap, a broken file or a length that does not match is a `DataError`."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            number = int(match[1])
+            if number in found:
+                raise DataError(f"{path} and {found[number].name} are both step {number}; remove one")
+            found[number] = path
+    if not found:
+        raise DataError(f"{folder} has no data_for_step_<k>.pt or .safetensors, which use_vllm_logp reads")
+    first = min(found)
+    if first > 1 or sorted(found) != list(range(first, first + len(found))):
+        raise DataError(f"{folder}: data_for_step files must count up from 0 or 1, got {sorted(found)}")
+    return tuple(_read_step(found[number]) for number in sorted(found))
+
+
+def write_rollout(folder: Path, steps: Sequence[RolloutTokens]) -> None:
+    """Write `data_for_step_<k>.safetensors`, k from 0; only the arrays, no pickle."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    for number, step in enumerate(steps):
+        tensors = {
+            "token_ids": np.asarray(step.response_ids, np.int64),
+            "logp": np.asarray(step.logprobs, np.float32),
+            "prompt_token_ids": np.asarray(step.prompt_ids, np.int64),
+        }
+        write_bytes(folder / f"data_for_step_{number}.safetensors", save(tensors))
+
+
+def _read_step(path: Path) -> RolloutTokens:
+    values = _load(path)
+    if not isinstance(values, dict):
+        raise DataError(f"{path} must hold token_ids and logp by name, got {type(values).__name__}")
+    for name in ("token_ids", "logp"):
+        if name not in values:
+            raise DataError(f"{path} has no {name!r}, only {sorted(map(str, values))}")
+    token_ids, logp = _flat(values["token_ids"], path), _flat(values["logp"], path)
+    prompt_ids = _flat(values["prompt_token_ids"], path) if "prompt_token_ids" in values else []
+    if len(token_ids) != len(logp):
+        raise DataError(
+            f"{path}: {len(token_ids)} token_ids but {len(logp)} logp; record the step again, since a "
+            "missing log-probability cannot be made up"
+        )
+    if not token_ids:
+        raise DataError(f"{path}: the step has no tokens; remove it")
+    if not all(value <= 1e-3 for value in logp):  # also catches NaN; sampling kernels round slightly above 0
+        raise DataError(f"{path}: logp must be log-probabilities, at most 0; got {max(logp)}")
+    return RolloutTokens(
+        tuple(int(token) for token in prompt_ids),
+        tuple(int(token) for token in token_ids),
+        tuple(logp),
+        str(path),
+    )
+
+
+def _load(path: Path) -> Any:
+    import torch
+
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and safetensors raise a dozen kinds for a broken file
+        raise DataError(
+            f"{path} cannot be read as plain tensors ({type(error).__name__}: {str(error)[:200]}); "
+            "write token ids and log-probabilities as tensors, without Python objects"
+        ) from error
+
+
+def _flat(value: Any, path: Path) -> list[Any]:
+    import torch
+
+    values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
+    if not isinstance(values, list | tuple) or not all(isinstance(item, int | float) for item in values):
+        raise DataError(
+            f"{path}: token_ids, logp and prompt_token_ids must be flat lists or tensors of numbers"
+        )
+    return list(values)

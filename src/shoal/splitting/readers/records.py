@@ -1,0 +1,432 @@
+"""Readers of files in which each record is one recording: `.json`, `.jsonl`, `.parquet` and `.tar`.
+
+A reader says only how a record becomes a recording. Files are read one record at a time: an index of names and
+places is made once, and what is kept of a file is the record (of parquet: the row group) that was read last.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shoal.core.errors import DataError, did_you_mean, missing_extra
+from shoal.core.registry import SAFE_NAME
+from shoal.splitting.readers.recordings import (
+    ImageLocator,
+    Message,
+    Recording,
+    finite_reward,
+    parse_messages,
+    read_json_file,
+    safe_id,
+)
+
+KINDS: dict[bytes, str] = {
+    b"\x89PNG": "png",
+    b"\xff\xd8": "jpeg",
+    b"RIFF": "webp",
+    b"BM": "bmp",
+    b"GIF8": "gif",
+}
+MOST_OF_RECORD = 256 * 2**20
+"""Bytes of one record in a `.jsonl` or `.tar`; more is a mistake or an attack."""
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".tar")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a file."""
+
+    id: str
+    value: Any  # what JSON or the row held
+    source: str  # file and number, for messages
+    file: Path  # images that it names lie in the folder of this file
+    images: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that came with it, by name
+
+    def locate(self, reference: str, where: str) -> str:
+        """The place of an image that the record names: one that came with it, or a file in its folder."""
+        for name in (reference, f"{reference}.png"):
+            if name in self.images:
+                return image_url(self.images[name], where)
+        return ImageLocator(self.file.parent)(reference, where)
+
+    def object(self) -> dict[str, Any]:
+        """The record if it is an object."""
+        if not isinstance(self.value, dict):
+            raise DataError(f"{self.source}: expected an object, got {type(self.value).__name__}")
+        return self.value
+
+    def recording(self, messages: Sequence[Message], **about: Any) -> Recording:
+        """A recording of this record; `about` are `uid`, `reward`, `steps` of `Recording`."""
+        about = {"uid": self.id} | about
+        reward = about.pop("reward", None)
+        return Recording(
+            dataset_id=self.id,
+            messages=tuple(messages),
+            source=self.source,
+            folder=str(self.file.parent),
+            reward=None if reward is None else finite_reward(reward, self.source),
+            **about,
+        )
+
+
+class RecordReader:
+    """A reader of records; a subclass says how one becomes a recording.
+
+    Args:
+        path: a file (`.json` with one record or a list, `.jsonl`, `.parquet`, `.tar` as WebDataset writes it), or a
+            folder of such files.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Columns that `name_of` needs of a parquet file; () for those that are short."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._places: dict[str, tuple[Path, Any]] | None = None
+        self._open: tuple[Any, Any] = (None, None)
+
+    def recording(self, record: Record) -> Recording:
+        """What the record says, as a recording."""
+        raise NotImplementedError
+
+    def name_of(self, value: Any) -> Any:
+        """What the record calls itself, or None."""
+        return value.get("id") if isinstance(value, dict) else None
+
+    def files(self) -> Iterator[Path]:
+        """The files that hold records, in a fixed order."""
+        if self.path.is_dir():
+            yield from sorted(path for path in self.path.iterdir() if path.suffix.lower() in SUFFIXES)
+        elif self.path.is_file():
+            yield self.path
+        else:
+            raise DataError(
+                f"{self.path} does not exist; expected a file of records, or a folder of such files"
+            )
+
+    def ids(self) -> list[str]:
+        """The name of each record, or its file's name with its number."""
+        return list(self._index())
+
+    def read(self, dataset_id: str, path: Path | None = None) -> Recording:
+        """The recording with this id; `path` names another file that holds it."""
+        reader = self if path is None else self._elsewhere(path)
+        places = reader._index()
+        if dataset_id not in places:
+            raise DataError(
+                f"{path or self.path}: no recording {dataset_id!r}.{did_you_mean(dataset_id, places)}"
+            )
+        file, place = places[dataset_id]
+        value, images = reader._value(file, place)
+        number = place if isinstance(place, int) else place[0]
+        source = f"{file}, record {number}" if number is not None else str(file)
+        return reader.recording(Record(dataset_id, value, source, file, images))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": (None, None)}
+
+    def _elsewhere(self, path: Path) -> RecordReader:
+        import copy
+
+        other = copy.copy(self)
+        other.path, other._places, other._open = path, None, (None, None)
+        return other
+
+    def _index(self) -> dict[str, tuple[Path, Any]]:
+        if self._places is None:
+            places: dict[str, tuple[Path, Any]] = {}
+            for file in self.files():
+                for number, (place, value) in enumerate(_named_places(file, self.columns)):
+                    own = self.name_of(value)
+                    name = self.named(own, file, number)
+                    if name in places:
+                        raise DataError(f"{file}, record {number}: id {name!r} is taken by {places[name][0]}")
+                    places[name] = (file, place)
+            self._places = places
+        return self._places
+
+    def named(self, own: Any, file: Path, number: int) -> str:
+        """An id from what a record calls itself: as it is where it is safe in a path, else what is left of it."""
+        if not isinstance(own, str | int):
+            return safe_id(
+                f"{re.sub(r'[^A-Za-z0-9._()-]', '_', file.stem)[:50].lstrip('._(-') or 'x'}-{number:06d}"
+            )
+        return short_id(str(own))
+
+    def _value(self, file: Path, place: Any) -> tuple[Any, Mapping[str, bytes]]:
+        kind = file.suffix.lower()
+        if kind == ".tar":
+            return _tar_record(file, place[1])
+        if kind == ".parquet":
+            return self._row(file, *place), {}
+        if kind != ".json":
+            return _line(file, *place), {}
+        if self._open[0] != file:
+            self._open = (file, _json_records(file))
+        return self._open[1][place], {}
+
+    def _row(self, file: Path, number: int, group: int, inside: int) -> Any:
+        if self._open[0] != (file, group):
+            with _parquet(file) as table:
+                self._open = ((file, group), table.read_row_group(group))
+        return self._open[1].slice(inside, 1).to_pylist()[0]
+
+
+class ChatReader(RecordReader):
+    """OpenAI chats: a record is a list of messages, or an object with `messages`.
+
+    Where known, `id`, `task_id` and `reward` stand beside the messages, and `images`: then each image part without
+    a reference, and each `<image>` in text, is the next of them (as TRL, ms-swift and LLaMA-Factory write it). Other
+    images are files inside the folder of the record's file, or data URLs.
+    """
+
+    columns = ("id", "task_id")
+
+    def recording(self, record: Record) -> Recording:
+        """The chat of a record."""
+        fields = record.value if isinstance(record.value, dict) else {"messages": record.value}
+        messages = fields.get("messages")
+        if isinstance(messages, str):
+            messages = from_json(messages, record.source)
+        if isinstance(fields.get("images"), list):
+            references, record = row_images(record, fields["images"])
+            messages = _with_listed_images(messages, references, record.source)
+        return record.recording(
+            parse_messages(messages, record.source, record.locate),
+            uid=str(fields.get("task_id", fields.get("uid", record.id))),
+            reward=fields.get("reward"),
+        )
+
+    def named(self, own: Any, file: Path, number: int) -> str:
+        """A chat's own id must be safe in a path as it is."""
+        as_it_is = isinstance(own, str | int) and file.suffix.lower() != ".tar"
+        return safe_id(str(own)) if as_it_is else super().named(own, file, number)
+
+
+def short_id(name: str) -> str:
+    """`name` if it is safe in a path, else its safe letters and a digest.
+
+    >>> short_id("task-7"), short_id("2024_me@here.org")
+    ('task-7', '2024_me_here.org-0e2e2b6a')
+    """
+    if SAFE_NAME.fullmatch(name) and not name.endswith((" ", ".")):
+        return name
+    letters = re.sub(r"[^A-Za-z0-9._()-]", "_", name)[:50].lstrip("._(-") or "x"
+    return f"{letters}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+
+
+def image_url(data: bytes, where: str) -> str:
+    """A data URL of an image file's bytes."""
+    kind = next((kind for magic, kind in KINDS.items() if data.startswith(magic)), None)
+    if kind is None:
+        raise DataError(f"{where}: an image of {len(data)} bytes is none of {', '.join(KINDS.values())}")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def row_images(record: Record, images: Any) -> tuple[list[str], Record]:
+    """References to the images of a row, and the record with those that came as bytes.
+
+    Images are paths or URLs as text, bytes, or `{"bytes", "path"}` as Hugging Face datasets keep them.
+    """
+    if not isinstance(images, list):
+        raise DataError(f"{record.source}: images must be a list, got {type(images).__name__}")
+    references, held = [], dict(record.images)
+    for number, image in enumerate(images):
+        data, path = (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (image, image)
+        if isinstance(data, bytes):
+            held[f"image_{number}"] = data
+            references.append(f"image_{number}")
+        elif isinstance(path, str):
+            references.append(path)
+        else:
+            raise DataError(f"{record.source}: an image must be a path or bytes, got {type(image).__name__}")
+    return references, replace(record, images=held)
+
+
+def from_json(text: str, where: str) -> Any:
+    """The value that JSON text spells."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON ({error})") from error
+
+
+def _with_listed_images(messages: Any, images: list[str], where: str) -> Any:
+    """The messages with the images of their list put where `<image>` and empty image parts stand."""
+    if not isinstance(messages, list):
+        return messages
+    left = iter(images)
+
+    def following() -> dict[str, str]:
+        try:
+            return {"type": "image", "image": next(left)}
+        except StopIteration:
+            raise DataError(f"{where}: more image marks than the {len(images)} images") from None
+
+    placed = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str) and "<image>" in content and message.get("role") != "assistant":
+            pieces = content.split("<image>")
+            parts: list[Any] = [{"type": "text", "text": pieces[0]}] if pieces[0] else []
+            for text in pieces[1:]:
+                parts += [following(), *([{"type": "text", "text": text}] if text else [])]
+            message = message | {"content": parts}
+        elif isinstance(content, list):
+            empty = [
+                isinstance(part, dict) and part.get("type") == "image" and not part.get("image")
+                for part in content
+            ]
+            filled = [following() if mark else part for mark, part in zip(empty, content, strict=True)]
+            message = message | {"content": filled}
+        placed.append(message)
+    if (over := sum(1 for _ in left)) > 0:
+        raise DataError(f"{where}: {over} of {len(images)} images are shown nowhere")
+    return placed
+
+
+# --- files
+def _named_places(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+    """The place of each record of a file, and enough of the record to name it."""
+    kind = file.suffix.lower()
+    if kind == ".json":
+        yield from enumerate(_json_records(file))
+    elif kind == ".parquet":
+        yield from _rows(file, columns)
+    elif kind == ".tar":
+        yield from _tar_places(file)
+    else:
+        yield from _lines(file)
+
+
+def _json_records(file: Path) -> list[Any]:
+    value = read_json_file(file)
+    one_chat = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
+    return value if isinstance(value, list) and not one_chat else [value]
+
+
+def _lines(file: Path) -> Iterator[tuple[tuple[int, int], Any]]:
+    """((number, offset), value) of each line that is not empty."""
+    with _opened(file) as handle:
+        offset = number = 0
+        for at, line in enumerate(iter(lambda: handle.readline(MOST_OF_RECORD + 1), b""), 1):
+            if line.strip():
+                yield (number, offset), _parsed(line, f"{file}, line {at}")
+                number += 1
+            offset += len(line)
+
+
+def _line(file: Path, number: int, offset: int) -> Any:
+    with _opened(file) as handle:
+        handle.seek(offset)
+        return _parsed(handle.readline(MOST_OF_RECORD + 1), f"{file}, record {number}")
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error}); restore it or remove it") from error
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    if len(line) > MOST_OF_RECORD:
+        raise DataError(f"{where} is longer than {MOST_OF_RECORD:,} bytes; keep images in files beside it")
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON ({error})") from error
+
+
+def _parquet(file: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise missing_extra(f"reading {file.name} (parquet)", "data") from error
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} is not a readable parquet file ({error})") from error
+
+
+def _rows(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, int, int], Any]]:
+    """((number, row group, row in it), the named columns) of each row."""
+    with _parquet(file) as table:
+        there = [name for name in columns if name in table.schema_arrow.names]
+        number = 0
+        for group in range(table.num_row_groups):
+            count = table.metadata.row_group(group).num_rows
+            named = table.read_row_group(group, columns=there).to_pylist() if there else [{}] * count
+            for inside in range(count):
+                yield (number, group, inside), named[inside]
+                number += 1
+
+
+def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, int], ...]], Any]]:
+    """((key, its files), {"id": key}): files whose names are equal up to the first dot are one record.
+
+    A file is (its name behind the key, offset, size); links and devices are no files.
+    """
+    try:
+        with tarfile.open(file, "r:") as archive:
+            key, members = None, []
+            for member in archive:
+                if not member.isfile():
+                    continue
+                folder, _, name = member.name.rpartition("/")
+                stem, _, rest = name.partition(".")
+                at = f"{folder}/{stem}" if folder else stem
+                if at != key and key is not None:
+                    yield (key, tuple(members)), {"id": key}
+                    members = []
+                key = at
+                members.append((rest, member.offset_data, member.size))
+            if key is not None:
+                yield (key, tuple(members)), {"id": key}
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(
+            f"{file} is not a readable .tar ({error}); compressed ones must be unpacked"
+        ) from error
+
+
+def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[Any, Mapping[str, bytes]]:
+    """The JSON of a record, and its other files by name."""
+    value, images = None, {}
+    if sum(size for _, _, size in members) > MOST_OF_RECORD:
+        raise DataError(f"{file}: a record is larger than {MOST_OF_RECORD:,} bytes")
+    with _opened(file) as handle:
+        for name, offset, size in members:
+            handle.seek(offset)
+            data = handle.read(size)
+            if len(data) != size:
+                raise DataError(f"{file} ends inside {name}; copy it again")
+            if name == "json":
+                value = _parsed(data, f"{file}, {name}")
+            else:
+                images[name] = data
+    if value is None:
+        raise DataError(f"{file}: a record has no .json, only {', '.join(name for name, _, _ in members)}")
+    return value, images
+
+
+def first_record(file: Path) -> Any:
+    """The first record of a file, or None where there is none."""
+    if file.suffix.lower() == ".json":
+        return next(iter(_json_records(file)), None)
+    for place, value in _named_places(file, ()):
+        if file.suffix.lower() == ".tar":
+            return _tar_record(file, place[1])[0]
+        if file.suffix.lower() == ".parquet":
+            with _parquet(file) as table:
+                return dict.fromkeys(table.schema_arrow.names)
+        return value
+    return None

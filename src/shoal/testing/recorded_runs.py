@@ -1,0 +1,206 @@
+"""What run folders recorded, compared: the episodes of a run in their order, its weights, and where two runs part.
+
+Only the files of a run folder are read, so runs made serially, by processes, on Ray or with a server compare alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
+from shoal.core.errors import DataError
+
+_NUMBERED = re.compile(r"(heldout|train)-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A file of episodes of a run."""
+
+    file: Path
+    kind: str  # "train", "heldout", or the name of a file that a training did not write
+    weights: int  # the iteration whose checkpoint wrote the episodes; 0 where there is none
+
+    @property
+    def name(self) -> str:
+        """How the command line calls it."""
+        return self.file.stem
+
+    @property
+    def held_out(self) -> bool:
+        """Whether its episodes are those of an evaluation: greedy, with seeds of their own."""
+        return self.kind == "heldout"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first thing in which two records differ, and where it stands."""
+
+    what: str  # "seed", "prompt token", "response token", "observation", "reward", "end", …
+    one: Any
+    other: Any
+    file: str = ""
+    iteration: int | None = None
+    group: int | None = None
+    member: int | None = None
+    turn: int | None = None  # from 1, as `shoal show` counts them
+    token: int | None = None  # from 0, of the prompt or the response
+
+    def __str__(self) -> str:
+        names = ("iteration", "group", "member", "turn", "token")
+        place = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        where = ", ".join([*([self.file] if self.file else []), *place])
+        return f"{where}: {self.what} is {_short(self.one)} and {_short(self.other)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("what", "file", "iteration", "group", "member", "turn", "token")
+        told = {name: getattr(self, name) for name in names}
+        return {**told, "one": _short(self.one), "other": _short(self.other)}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else text[:120] + f"… ({len(text)} characters)"
+
+
+def recordings_of(run: Path) -> list[Recording]:
+    """The files of episodes in a run folder, in the order in which they were played."""
+    found = []
+    for file in sorted((run / "trajectories").glob("*.jsonl")):
+        named = _NUMBERED.fullmatch(file.stem)
+        if named is None:
+            found.append((0, 0, Recording(file, file.stem, 0)))
+            continue
+        held_out, number = named[1] == "heldout", int(named[2])
+        weights = number if held_out else number - 1  # those before the update that the episodes are for
+        found.append((weights, int(not held_out), Recording(file, named[1], weights)))
+    return [recording for *_, recording in sorted(found, key=lambda item: item[:2])]
+
+
+def episodes_digest(run: Path, *, tokens_only: bool = False) -> str:
+    """The sha256 of all recorded episodes of a run.
+
+    Args:
+        run: its folder.
+        tokens_only: leave log-probabilities out, which a batch of another shape may round otherwise.
+    """
+    digest = hashlib.sha256()
+    for recording in recordings_of(run):
+        digest.update(recording.name.encode())
+        for trajectory in read_trajectories(recording.file):
+            digest.update(encode_trajectory(_without_logprobs(trajectory) if tokens_only else trajectory))
+    return digest.hexdigest()
+
+
+def _without_logprobs(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, turns=tuple(replace(turn, logprobs=()) for turn in trajectory.turns))
+
+
+def weights_digest(folder: Path) -> str:
+    """The sha256 of all tensors in the safetensors files under a folder: names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    files = sorted(folder.rglob("*.safetensors"))
+    if not files:
+        raise DataError(f"{folder} holds no tensors to compare")
+    for file in files:
+        digest.update(file.relative_to(folder).as_posix().encode())
+        data = file.read_bytes()
+        size = int.from_bytes(
+            data[:8], "little"
+        )  # the format: a length, a JSON header, then the bytes of tensors
+        header = json.loads(data[8 : 8 + size])
+        for name, about in sorted(header.items()):
+            if name != "__metadata__":
+                begin, end = (8 + size + offset for offset in about["data_offsets"])
+                digest.update(f"{name} {about['dtype']} {about['shape']}".encode())
+                digest.update(data[begin:end])
+    return digest.hexdigest()
+
+
+def first_difference(one: Path, other: Path, *, tokens_only: bool = False) -> Difference | None:
+    """Where the recorded episodes of two runs first differ, in the order in which they were played.
+
+    Raises:
+        DataError: the runs have no files of episodes of the same name.
+    """
+    left = {recording.name: recording for recording in recordings_of(one)}
+    right = {recording.name: recording for recording in recordings_of(other)}
+    if not left.keys() & right.keys():
+        have = [f"{run}: {', '.join(names) or 'none'}" for run, names in ((one, left), (other, right))]
+        raise DataError(f"no file of episodes is in both runs ({'; '.join(have)})")
+    for name, recording in left.items():
+        if name in right:
+            found = first_in_files(recording.file, right[name].file, tokens_only=tokens_only)
+            if found is not None:
+                return found
+    for name in sorted(left.keys() ^ right.keys()):
+        here, there = ("there" if name in side else "missing" for side in (left, right))
+        return Difference("the file", here, there, name)
+    return None
+
+
+def first_in_files(one: Path, other: Path, *, tokens_only: bool = False) -> Difference | None:
+    """Where two files of episodes first differ."""
+    for a, b in zip_longest(read_trajectories(one), read_trajectories(other)):
+        if a is None or b is None:
+            place = a or b
+            here, there = ("missing" if side is None else "there" for side in (a, b))
+            assert place is not None
+            return Difference(
+                "the episode", here, there, one.stem, place.iteration, place.group, place.member
+            )
+        found = difference_of(a, b, tokens_only=tokens_only)
+        if found is not None:
+            return replace(found, file=one.stem)
+    return None
+
+
+def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = False) -> Difference | None:
+    """Where two records of an episode first differ: its seeds, then turn by turn in the order of events."""
+
+    def found(what: str, a: Any, b: Any, turn: int | None = None, token: int | None = None) -> Difference:
+        return Difference(what, a, b, "", one.iteration, one.group, one.member, turn, token)
+
+    for what, name in (("env", "env"), ("iteration", "iteration"), ("group", "group"), ("member", "member"),
+                       ("seed", "env_seed")):  # fmt: skip
+        a, b = getattr(one, name), getattr(other, name)
+        if a != b:
+            return found(what, a, b)
+    for number, (left, right) in enumerate(zip(one.turns, other.turns, strict=False), 1):
+        if left == right:
+            continue
+        for what, name in (("observation", "observation"), ("picture", "image")):
+            if getattr(left, name) != getattr(right, name):
+                return found(what, getattr(left, name), getattr(right, name), number)
+        for what, name in (("prompt token", "prompt_ids"), ("response token", "response_ids"),
+                           ("log-probability", "logprobs")):  # fmt: skip
+            a, b = getattr(left, name), getattr(right, name)
+            if a != b and not (tokens_only and name == "logprobs"):
+                at = _parting(a, b)
+                return found(what, _at(a, at), _at(b, at), number, at)
+        for name in ("response", "finish", "action", "action_is_valid", "reward", "anchor"):
+            if getattr(left, name) != getattr(right, name):
+                return found(name, getattr(left, name), getattr(right, name), number)
+    if len(one.turns) != len(other.turns):
+        return found("the number of turns", len(one.turns), len(other.turns))
+    for name in ("terminated", "truncated", "success", "status", "error", "weights_version"):
+        if getattr(one, name) != getattr(other, name):
+            return found(name, getattr(one, name), getattr(other, name))
+    return None
+
+
+def _parting(one: Sequence[Any], other: Sequence[Any]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _at(values: Sequence[Any], at: int) -> Any:
+    return values[at] if at < len(values) else "no token"

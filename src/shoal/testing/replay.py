@@ -1,0 +1,511 @@
+"""A recorded episode again, in a plain loop in this process, checked token for token and answer for answer.
+
+Its tokens are sampled again where the weights that wrote them are there, and followed where they are not (a server's,
+a checkpoint that is gone): then prompts, env answers and rewards are what is compared.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import traceback
+from bdb import BdbQuit
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.core.data import Trajectory, Turn, read_trajectories
+from shoal.core.errors import ConfigError, DataError, EngineError
+from shoal.core.seeding import derive_seed
+from shoal.envs.catalogue import resolve_text
+from shoal.envs.text import TextEnv
+from shoal.rollout.episode import Episode, Place, Role
+from shoal.rollout.factory import make_roles
+from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
+from shoal.testing.recorded_runs import Difference, Recording, difference_of, recordings_of
+
+Step = Callable[[int, Any, int | str], tuple[Any, Any, Any, Any, Any]]
+"""`(turn from 1, env, action) -> what env.step gives`: how a step is made, a debugger's for one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An episode of a run."""
+
+    run: Path
+    recording: Recording
+    number: int  # in its file, from 0
+    trajectory: Trajectory
+
+    @property
+    def name(self) -> str:
+        """How the command line calls it."""
+        return f"{self.recording.name}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of playing an episode again."""
+
+    trajectory: Trajectory
+    difference: Difference | None
+    """Where it first differs from the record; None if nowhere, or if it was forked."""
+    source: str
+    """Where its tokens came from, in words."""
+
+
+def find_episode(run: Path, name: str = "") -> Found:
+    """An episode by its name.
+
+    Args:
+        run: a run folder.
+        name: `FILE:N`, the N-th episode (from 0) of `trajectories/FILE.jsonl`; `N` alone of the newest held-out file,
+            or the newest there is; `FILE` alone is its first.
+    """
+    if not run.is_dir():
+        raise DataError(f"{run} is not a run folder; `shoal runs` lists them")
+    recordings = recordings_of(run)
+    if not recordings:
+        raise DataError(f"{run} recorded no episodes: there is no trajectories/*.jsonl in it")
+    file, _, number = name.rpartition(":") if ":" in name else ("", "", name)
+    if number and not number.isdecimal():
+        file, number = name, ""
+    newest = [recording for recording in recordings if recording.held_out] or recordings
+    chosen = newest[-1]
+    if file:
+        named = [recording for recording in recordings if file in (recording.name, recording.file.name)]
+        if not named:
+            have = ", ".join(recording.name for recording in recordings)
+            raise DataError(f"{run} has no file of episodes {file!r}; there are: {have}")
+        chosen = named[0]
+    trajectories = list(read_trajectories(chosen.file))
+    at = int(number or 0)
+    if at >= len(trajectories):
+        raise DataError(f"{chosen.file} has episodes 0 to {len(trajectories) - 1}, got {at}")
+    return Found(run, chosen, at, trajectories[at])
+
+
+class Replay:
+    """Plays the episodes of a run again.
+
+    Args:
+        run: its folder, with `config.yaml`.
+        sampler: what writes the tokens: "auto" the weights that wrote them if the run has them, else the record;
+            "checkpoint" or "recorded" one of these; or any `Sampler`.
+        device: where weights are loaded; as the run says if not given.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, run: Path, sampler: Any = "auto", device: str | None = None) -> None:
+        from omegaconf import OmegaConf
+
+        from shoal.train.agent.config import AgentConfig
+
+        if not (run / "config.yaml").exists():
+            raise DataError(f"{run} has no config.yaml, which says what its episodes were played with")
+        values: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+        if not isinstance(values, dict) or "custom_envs" not in values:
+            raise DataError(f"{run} is no run of agents: its config.yaml names no envs")
+        self.run, self.config, self.sampler = run, AgentConfig.read(values), sampler
+        self.device = device or self.config.engine.device
+        self._ending = ExitStack()
+        self._loaded: dict[Path, Any] = {}
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what was started; may be called twice."""
+        self._ending.close()
+
+    def play(
+        self,
+        found: Found,
+        *,
+        fork: tuple[int, str] | None = None,
+        step: Step | None = None,
+        told: Callable[[Turn], None] = lambda turn: None,
+    ) -> Replayed:
+        """Play an episode again, up to the first turn that differs from its record.
+
+        Args:
+            found: which.
+            fork: `(turn, action)`: from this turn (from 1) on it is another episode, which begins with this action,
+                an env's word or a whole response, and is then played on by the sampler.
+            step: makes the steps of the env.
+            told: gets each turn as it is over.
+
+        Raises:
+            ConfigError: a fork that nobody can play on, or an action that the env does not know.
+        """
+        record = found.trajectory
+        role = self._role(record.env)
+        sampler, tokenizer, source = self._source(found)
+        if fork is not None and sampler is None:
+            raise ConfigError(
+                f"nothing can play on after the fork, since the weights that wrote {found.name} are not in {self.run}: "
+                f"pass --sampler with a run, a model or openai:MODEL"
+            )
+        if fork is not None and not 1 <= fork[0] <= max(1, len(record.turns)):
+            raise ConfigError(f"{found.name} has turns 1 to {len(record.turns)}, got {fork[0]}")
+        exact = fork is None and (sampler is None or self.sampler in ("auto", "checkpoint"))
+        episode = Episode(self._place(found), role, Prompter(self.config.agent_proxy.prompt, tokenizer),
+                          self._sampling(found))  # fmt: skip
+        writer = _Writer(record, role, tokenizer, sampler, fork, self.config.agent_proxy.prompt.prefill)
+        env = resolve_text(*self._kind(record.env))()
+        try:
+            self._loop(env, episode, writer, step or _plain_step, told, record if exact else None)
+        except BdbQuit:
+            raise
+        except Exception as error:  # whatever an env raises now: once it did not
+            if not exact:
+                raise
+            return Replayed(
+                episode.trajectory("env_error", str(error)), _broke(record, episode, error), source
+            )
+        finally:
+            env.close()
+        again = episode.trajectory()
+        if writer.forked_at is not None:
+            source += f"; forked at turn {writer.forked_at}"
+        return Replayed(again, self._difference(record, again) if exact else None, source)
+
+    def _loop(
+        self, env: Any, episode: Episode, writer: _Writer, step: Step, told: Callable[[Turn], None],
+        record: Trajectory | None,
+    ) -> None:  # fmt: skip
+        """The plain loop: no workers, no batches, one env."""
+        observation, info = env.reset(seed=episode.place.env_seed)
+        episode.begin(observation, info)
+        number = 0
+        while not episode.over:
+            number += 1
+            request = episode.request()
+            completion = writer.answer(number, request)
+            if completion is None:  # the record ends here, and the env would go on
+                return
+            for action in episode.respond(completion):
+                observation, reward, terminated, truncated, info = step(number, env, action)
+                episode.observe(observation, float(reward), bool(terminated), bool(truncated), info)
+                if terminated or truncated:
+                    break
+            episode.end_turn()
+            turns = episode.trajectory().turns
+            if len(turns) < number:
+                return
+            told(turns[-1])
+            if record is not None and number <= len(record.turns) and turns[-1] != record.turns[number - 1]:
+                changed = replace(turns[-1], logprobs=()) != replace(record.turns[number - 1], logprobs=())
+                if changed:
+                    return
+
+    def _difference(self, record: Trajectory, again: Trajectory) -> Difference | None:
+        """Where it first differs, of what is promised: log-probabilities only by an engine that is exact to the bit."""
+        level = "L2" if self.config.engine.name == "tiny" and self.device == "cpu" else "L1"
+        found = difference_of(
+            record, replace(again, weights_version=record.weights_version), tokens_only=level != "L2"
+        )
+        if record.status != "ok" and found is not None and found.what in ("status", "error", "truncated", "terminated",
+                                                                       "the number of turns"):  # fmt: skip
+            return None  # what ended it was no part of the episode
+        return found
+
+    def tokenizer(self) -> ChatTokenizer:
+        """What reads the run's tokens."""
+        kept = sorted((self.run / "checkpoints").glob("step-*"))
+        own = self.run / "engine"
+        folder = own if own.is_dir() else kept[-1] if kept and self.config.engine.name != "openai" else None
+        tokenizer: ChatTokenizer = self._tokenizer() if folder is None else self._load(folder).tokenizer
+        return tokenizer
+
+    # --- what an episode is made of
+    def _kind(self, tag: str) -> tuple[Any, Any]:
+        kinds = self.config.custom_envs
+        if tag not in kinds or kinds[tag] is None:
+            raise DataError(f"{self.run}/config.yaml has no env {tag!r}, which the episode was played in")
+        return kinds[tag].env_type, kinds[tag].env_config
+
+    def _role(self, tag: str) -> Role:
+        self._kind(tag)
+        return make_roles(self.config.custom_envs, [tag], self.config.agent_proxy.max_turn)[tag]
+
+    def _place(self, found: Found) -> Place:
+        seed, record = self.config.seed, found.trajectory
+        named = {"heldout": "held-out", "eval": "evaluation"}.get(found.recording.kind)
+        seed = seed if named is None else derive_seed(seed, named)
+        return Place(seed, record.iteration, record.group, record.member, record.env_seed)
+
+    def _sampling(self, found: Found) -> Sampling:
+        return self.config.agent_proxy.sampling(greedy=found.recording.held_out)
+
+    def _source(self, found: Found) -> tuple[Any, ChatTokenizer, str]:
+        """What writes the tokens (None: the record does), its tokenizer, and how it is called."""
+        if not isinstance(self.sampler, str):
+            return self.sampler, self.sampler.tokenizer, "played by the sampler that was named"
+        folder = self._weights_of(found)
+        if folder is None and self.sampler == "checkpoint":
+            raise DataError(
+                f"the weights that wrote {found.name} are not in {self.run}: keep more checkpoints "
+                f"(trainer.keep_checkpoints), or replay with --sampler recorded"
+            )
+        if folder is not None:
+            engine = self._load(folder)
+            if self.sampler != "recorded":
+                return engine, engine.tokenizer, f"sampled again with {folder.relative_to(self.run)}"
+            return None, engine.tokenizer, "the recorded tokens are followed"
+        return (
+            None,
+            self._tokenizer(),
+            "the recorded tokens are followed: the weights that wrote them are not here",
+        )
+
+    def _weights_of(self, found: Found) -> Path | None:
+        """The folder of the weights that wrote an episode, if the run has it and they can be asked here."""
+        if self.config.engine.name == "openai" or found.recording.kind == "eval":
+            return None
+        own = self.run / "engine"
+        if found.recording.kind not in ("train", "heldout"):
+            return own if own.is_dir() else None
+        folder = self.run / "checkpoints" / f"step-{found.recording.weights:06d}"
+        return folder if folder.is_dir() else None
+
+    def _load(self, folder: Path) -> Any:
+        """The sampler of a checkpoint, loaded once."""
+        import torch
+
+        from shoal.core.files import read_json, verify_folder
+        from shoal.train.agent.policy import load_engine
+
+        if folder not in self._loaded:
+            torch.set_num_threads(self.config.engine.threads)
+            inner = folder if folder.name == "engine" else verify_folder(folder) / "engine"
+            self._loaded[folder] = engine = load_engine(inner, device=self.device, config=self.config.engine)
+            if (folder / "state.json").exists():
+                engine.weights_version = int(read_json(folder / "state.json")["weights_version"])
+        return self._loaded[folder]
+
+    def _tokenizer(self) -> ChatTokenizer:
+        """The tokenizer of the run, without its weights."""
+        from shoal.rollout.samplers.registry import load_tokenizer
+        from shoal.rollout.samplers.tokenizers import ChatCodec, TinyTokenizer
+
+        engine = self.config.engine
+        if engine.name == "openai":
+            named = engine.server.tokenizer
+            return ChatCodec() if named is None else load_tokenizer(named, **engine.template)
+        if engine.name == "tiny" or (engine.name == "ray" and engine.replicas.engine == "tiny"):
+            tags = {*self.config.es_manager.train.group_tags(), *self.config.es_manager.val.group_tags()}
+            roles = make_roles(self.config.custom_envs, sorted(tags), self.config.agent_proxy.max_turn)
+            return TinyTokenizer(
+                sorted({word for role in roles.values() for word in role.projection.words()})
+            )
+        if engine.model is None:
+            raise DataError(f"{self.run}/config.yaml names no model whose tokenizer could read the record")
+        return load_tokenizer(engine.model, **engine.template)
+
+
+class _Writer:
+    """What answers the requests of a replay: the record, a sampler, and at a fork what was said."""
+
+    def __init__(
+        self, record: Trajectory, role: Role, tokenizer: ChatTokenizer, sampler: Any, fork: tuple[int, str] | None,
+        prefill: str,
+    ) -> None:  # fmt: skip
+        self.record, self.role, self.tokenizer, self.sampler = record, role, tokenizer, sampler
+        self.fork, self.prefill = fork, prefill
+        self.forked_at: int | None = None
+
+    def answer(self, number: int, request: Request) -> Completion | None:
+        """The completion of a turn; None where the record has no more."""
+        if self.fork is not None and number <= self.fork[0]:
+            if number == self.fork[0]:
+                self.forked_at = number
+                return self._said(self.fork[1])
+            return self._recorded(number)
+        if self.sampler is None:
+            return self._recorded(number)
+        answer = self.sampler.generate([request])[0]
+        if not isinstance(answer, Completion):
+            raise EngineError(f"the sampler answered with {answer!r}")
+        return answer
+
+    def _recorded(self, number: int) -> Completion | None:
+        if number > len(self.record.turns):
+            # a turn that had no room in the context was not recorded; it ended the episode
+            full = self.record.truncated and self.record.status == "ok"
+            return Completion((), (), "context", self.record.weights_version) if full else None
+        turn = self.record.turns[number - 1]
+        ids, finish = turn.response_ids, turn.finish or "stop"
+        if self.sampler is not None and self.tokenizer.decode(ids) != turn.response.removeprefix(
+            self.prefill
+        ):
+            ids = self.tokenizer.encode(turn.response.removeprefix(self.prefill))  # another model's tokens
+        return Completion(ids, turn.logprobs, finish, self.record.weights_version)  # type: ignore[arg-type]
+
+    def _said(self, action: str) -> Completion:
+        wrapped = (
+            [action]
+            if "<" in action
+            else [f"<action>{action}</action>", f"<answer>{action}</answer>", action]
+        )
+        for response in wrapped:
+            if self.role.projection(self.prefill + response).valid:
+                ids = self.tokenizer.encode(response)
+                return Completion(ids, (0.0,) * len(ids), "stop", self.record.weights_version)
+        words = ", ".join(self.role.projection.words()) or "free text in <action>…</action>"
+        raise ConfigError(f"{action!r} is no action of {self.role.tag}; there are: {words}")
+
+
+def _plain_step(number: int, env: Any, action: int | str) -> tuple[Any, Any, Any, Any, Any]:
+    del number
+    found: tuple[Any, Any, Any, Any, Any] = env.step(action)
+    return found
+
+
+def _broke(record: Trajectory, episode: Episode, error: Exception) -> Difference:
+    """The replay could not go on: the env or the prompt refused what it once took."""
+    number = len(episode.trajectory().turns) + 1
+    was = "went on" if number <= len(record.turns) else record.error or record.status
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return Difference("the turn", was, f"{type(error).__name__}: {error}{where}", "", record.iteration, record.group,
+                      record.member, number)  # fmt: skip
+
+
+def stops_in_pdb(turn: int, debugger: Any) -> Step:
+    """A step that stops, once, in the env's own code of a turn: in `_advance` of a text env, else in `step`.
+
+    Args:
+        turn: from 1.
+        debugger: a `pdb.Pdb`.
+    """
+    stopped = False
+
+    def step(number: int, env: Any, action: int | str) -> tuple[Any, Any, Any, Any, Any]:
+        nonlocal stopped
+        if number < turn or stopped:
+            return _plain_step(number, env, action)
+        stopped = True
+        inner = getattr(env, "unwrapped", env)
+        inner = getattr(getattr(inner, "env", None), "unwrapped", inner)  # of an adapter: what it adapts
+        name = "_advance" if isinstance(inner, TextEnv) else "step"
+        own = getattr(inner, name)
+
+        def stopping(*words: Any, **named: Any) -> Any:
+            answer = debugger.runcall(own, *words, **named)
+            if answer is None:  # it swallows its own end
+                raise BdbQuit
+            return answer
+
+        setattr(inner, name, stopping)
+        try:
+            return _plain_step(number, env, action)
+        finally:
+            delattr(inner, name)
+
+    return step
+
+
+def explain(difference: Difference) -> list[str]:
+    """What a difference between a record and its replay means, and how the two texts differ."""
+    lines = []
+    reasons = {
+        "observation|reward|anchor|action_is_valid|picture|the number of turns|terminated|truncated|success|the turn":
+            "the env answered otherwise than when the episode was recorded: its code, its data or its package changed",
+        "prompt token": "the prompt is written otherwise: the tokenizer, its template or the prompt settings changed",
+        "response token|log-probability|response|finish":
+            "the sampler wrote something else: these are not the weights that wrote the record, or another machine",
+        "action": "the response is read otherwise: the env's projection changed",
+        "seed|env": "it is another episode",
+    }  # fmt: skip
+    for names, reason in reasons.items():
+        if difference.what in names.split("|"):
+            lines.append(reason)
+    if isinstance(difference.one, str) and isinstance(difference.other, str) and difference.what in (
+        "observation", "response"):  # fmt: skip
+        one, other = difference.one.splitlines(), difference.other.splitlines()
+        lines += [line for line in difflib.unified_diff(one, other, "recorded", "now", lineterm="", n=2)][:40]
+    return lines
+
+
+# --- scores
+Scorer = Callable[[Trajectory], float]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A file of episodes with other scores."""
+
+    recording: Recording
+    rewards: Sequence[float]
+    scores: Sequence[float]
+    groups: Sequence[tuple[int, int]]
+    """`(iteration, group)` of each episode."""
+
+    def groups_with_signal(self, values: Sequence[float]) -> float:
+        """The share of groups whose members do not all have the same score."""
+        by_group: dict[tuple[int, int], set[float]] = {}
+        for group, value in zip(self.groups, values, strict=True):
+            by_group.setdefault(group, set()).add(value)
+        return sum(len(found) > 1 for found in by_group.values()) / max(1, len(by_group))
+
+
+def load_scorer(name: str) -> Scorer:
+    """The function `module:function`, which takes a `Trajectory` and gives a number."""
+    import importlib
+
+    module, colon, function = name.partition(":")
+    if not (colon and re.fullmatch(r"[A-Za-z_][\w.]*", module) and function.isidentifier()):
+        raise ConfigError(f"a scorer is named module:function, got {name!r}")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"there is no scorer {name}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{name} must be a function of a trajectory, it is {found!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def rescore(run: Path, scorer: Scorer, names: Sequence[str] = ()) -> list[Scored]:
+    """Score the stored episodes of a run again, without playing.
+
+    Args:
+        run: its folder.
+        scorer: gives an episode a number; episodes that were not played to their end are left out.
+        names: of the files; all if none is given.
+
+    Raises:
+        DataError: there are no such files, or the scorer failed on an episode, which is named.
+    """
+    import math
+
+    recordings = [recording for recording in recordings_of(run) if not names or recording.name in names]
+    missing = set(names) - {recording.name for recording in recordings}
+    if missing or not recordings:
+        have = ", ".join(recording.name for recording in recordings_of(run)) or "none"
+        raise DataError(
+            f"{run} has no episodes {', '.join(sorted(missing)) or 'to score'}; there are: {have}"
+        )
+    found = []
+    for recording in recordings:
+        whole = [(n, t) for n, t in enumerate(read_trajectories(recording.file)) if t.status == "ok"]
+        scores = []
+        for number, trajectory in whole:
+            where = f"{recording.name}:{number}"
+            try:
+                score = float(scorer(trajectory))
+            except Exception as error:  # the user's own code may raise whatever it likes
+                raise DataError(f"the scorer failed on {where}: {type(error).__name__}: {error}") from error
+            if not math.isfinite(score):
+                raise DataError(f"the scorer must give finite numbers, it gave {score} for {where}")
+            scores.append(score)
+        rewards = [trajectory.reward for _, trajectory in whole]
+        found.append(Scored(recording, rewards, scores, [(t.iteration, t.group) for _, t in whole]))
+    return found

@@ -1,0 +1,1 @@
+"""PPO on parallel environments: one policy, many copies of an environment, the same bytes every time."""

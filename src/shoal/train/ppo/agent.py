@@ -1,0 +1,262 @@
+"""The heart of PPO, shared by every way to run it: act with noise from outside, improve from a rollout.
+
+All randomness is a function of the run's seed and the iteration, so nothing of it has to be saved.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from torch import nn
+
+from shoal.core.errors import DivergedError, EnvError
+from shoal.core.seeding import stream
+from shoal.maths.gae import explained_variance, next_values_of
+from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
+from shoal.maths.schedules import decayed
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.steps import StepRollout
+from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.learner import Learner, make_learner
+from shoal.train.ppo.networks import build_network
+
+Array = np.ndarray
+
+
+def make_agent(
+    observation_space: gym.Space, action_space: gym.Space, config: PPOConfig, *, n_envs: int, seed: int,
+    network: nn.Module | None = None, path: str = "auto", device: str = "cpu",
+) -> PPOAgent:  # fmt: skip
+    """An agent with first weights for these spaces.
+
+    Args:
+        observation_space: of one environment.
+        action_space: likewise.
+        config: how to learn.
+        n_envs: columns of the rollouts.
+        seed: of the run.
+        network: an own one; None builds one for the spaces.
+        path: "compiled", "torch" or "auto".
+        device: where the torch path computes.
+    """
+    obs_rows, action_rows = ObservationRows(observation_space), ActionRows(action_space)
+    built = build_network(
+        obs_rows, action_rows, hidden=config.hidden, activation=config.activation,
+        log_std_init=config.log_std_init, seed=seed, network=network,
+    )  # fmt: skip
+    learner = make_learner(built, action_rows, path=path, device=device, adam_eps=config.adam_eps)
+    return PPOAgent(learner, obs_rows, action_rows, config, n_envs, seed)
+
+
+class PPOAgent:
+    """A policy that learns from rollouts.
+
+    Args:
+        learner: the mathematics.
+        obs_rows: how observations become rows.
+        action_rows: what the rows of actions mean.
+        config: how to learn.
+        n_envs: columns of the rollouts.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, learner: Learner, obs_rows: ObservationRows, action_rows: ActionRows, config: PPOConfig,
+        n_envs: int, seed: int,
+    ) -> None:  # fmt: skip
+        self.learner, self.obs_rows, self.action_rows = learner, obs_rows, action_rows
+        self.config, self.n_envs, self.seed = config, n_envs, seed
+        self.iteration = 0
+        normalizable = config.normalize_obs and obs_rows.dtype == np.float32
+        self.obs_norm = ObservationNormalizer(obs_rows.size) if normalizable else None
+        self.reward_norm = RewardNormalizer(n_envs, config.gamma) if config.normalize_reward else None
+
+    def act(
+        self,
+        obs: Array,
+        masks: Array,
+        noise: Array,
+        actions: Array,
+        logprobs: Array,
+        deterministic: bool = False,
+    ) -> None:
+        """Write actions and log-probabilities for raw observations; the normaliser's statistics stay."""
+        self.learner.act(self._seen(obs), masks, noise, actions, logprobs, deterministic)
+
+    def set_envs(self, n_envs: int) -> None:
+        """Learn from rollouts of another number of environments from now on."""
+        if n_envs != self.n_envs:
+            self.n_envs = n_envs
+            if self.reward_norm is not None:
+                self.reward_norm.sums = np.zeros(n_envs)
+
+    def noise(self, n_steps: int) -> Array:
+        """The chance of this iteration's rollout, `[T, N, A]`: uniform for choices, normal for points."""
+        chance = stream(self.seed, "actions", self.iteration)
+        shape = (n_steps, self.n_envs, self.action_rows.size)
+        if self.action_rows.is_discrete:
+            return chance.random(shape, dtype=np.float32)
+        return chance.standard_normal(shape, dtype=np.float32)
+
+    def improve(self, rollout: StepRollout, progress: float) -> dict[str, float]:
+        """One PPO update; returns its metrics.
+
+        Args:
+            rollout: collected by this policy with its present weights.
+            progress: finished share of the run, for the schedules.
+
+        Raises:
+            EnvError: NaN or infinity in observations or rewards; nothing was learned from them.
+            DivergedError: NaN or infinity in the losses; the weights are those from before.
+        """
+        check_finite(rollout)
+        before, iteration = self._snapshot(), self.iteration
+        try:
+            return self._improve(rollout, progress)
+        except BaseException:  # Ctrl-C too: half an update must not be saved
+            self._restore(before)
+            self.iteration = iteration
+            raise
+
+    def _improve(self, rollout: StepRollout, progress: float) -> dict[str, float]:
+        config, learner = self.config, self.learner
+        n_steps, n_envs = rollout.rewards.shape
+        done = rollout.done
+        rewards = rollout.rewards if self.reward_norm is None else self.reward_norm(rollout.rewards, done)
+        rewards = rewards.astype(np.float32)
+        obs = self._seen(rollout.obs)
+        values = learner.values(obs.reshape((n_steps + 1) * n_envs, -1)).reshape(n_steps + 1, n_envs)
+        ahead = next_values_of(values, rollout.truncated, learner.values(self._seen(rollout.final_obs)))
+        values = values[:-1]
+        advantages = learner.gae(
+            rewards, values, ahead, rollout.terminated, done, config.gamma, config.gae_lambda
+        )
+        returns = advantages + values
+        batch = self._batch(rollout, obs[:-1], advantages, returns, values)
+        rates = self._rates(progress)
+        stats = learner.update(batch, rates)
+        if not all(map(math.isfinite, stats)):
+            bad = [name for name, value in stats._asdict().items() if not math.isfinite(value)]
+            raise DivergedError(
+                f"iteration {self.iteration}: {', '.join(bad)} became NaN or infinite; the update was "
+                "undone. Lower the learning rate, or normalise observations and rewards"
+            )
+        if self.obs_norm is not None:
+            self.obs_norm.update(rollout.obs[:-1])
+        self.iteration += 1
+        return {
+            **stats._asdict(),
+            "explained_variance": explained_variance(batch.values, batch.returns),
+            "learning_rate": rates.learning_rate,
+            "clip_range": rates.clip,
+            "ent_coef": rates.ent_coef,
+        }
+
+    def _snapshot(self) -> Any:
+        norms = [norm and (*vars(norm.moments).values(), getattr(norm, "sums", None)) for norm in self._norms]
+        return self.learner.snapshot(), norms
+
+    def _restore(self, snapshot: Any) -> None:
+        learned, norms = snapshot
+        self.learner.restore(learned)
+        for norm, kept in zip(self._norms, norms, strict=True):
+            if norm is not None:
+                norm.moments.count, norm.moments.mean, norm.moments.square, sums = kept
+                if sums is None:
+                    norm.refresh()
+                else:
+                    norm.sums = sums
+
+    @property
+    def _norms(self) -> tuple[Any, Any]:
+        return self.obs_norm, self.reward_norm
+
+    def _seen(self, obs: Array) -> Array:
+        return obs if self.obs_norm is None else self.obs_norm(obs)
+
+    def _batch(
+        self, rollout: StepRollout, obs: Array, advantages: Array, returns: Array, values: Array
+    ) -> UpdateBatch:
+        keep = slice(None) if rollout.valid is None else np.flatnonzero(rollout.valid)
+        size = rollout.rewards.size
+
+        def flat(array: Array) -> Array:
+            return np.ascontiguousarray(array.reshape(size, *array.shape[2:])[keep])
+
+        masks = flat(rollout.masks) if rollout.masks.size else np.zeros((0, 0), np.uint8)
+        kept = size if rollout.valid is None else int(rollout.valid.sum())
+        shuffle = stream(self.seed, "minibatches", self.iteration)
+        orders = np.stack([shuffle.permutation(kept) for _ in range(self.config.n_epochs)])
+        return UpdateBatch(
+            obs=flat(obs), actions=flat(rollout.actions), logprobs=flat(rollout.logprobs),
+            advantages=flat(advantages), returns=flat(returns), values=flat(values), masks=masks,
+            orders=orders,
+        )  # fmt: skip
+
+    def _rates(self, progress: float) -> UpdateRates:
+        config = self.config
+        return UpdateRates(
+            learning_rate=decayed(config.learning_rate, config.lr_schedule, progress),
+            clip=decayed(config.clip_range, config.clip_schedule, progress),
+            value_clip=config.clip_range_vf,
+            ent_coef=decayed(config.ent_coef, config.ent_schedule, progress),
+            vf_coef=config.vf_coef,
+            max_grad_norm=config.max_grad_norm,
+            target_kl=config.target_kl,
+            normalize_advantage=config.normalize_advantage,
+            adam_eps=config.adam_eps,
+            batch_size=config.batch_size,
+        )
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+        """(weights, optimizer, statistics) as named arrays: with the config, all of the agent."""
+        weights, optimizer = self.learner.state()
+        statistics: dict[str, Array] = {"iteration": np.array(self.iteration, np.int64)}
+        if self.obs_norm is not None:
+            statistics |= _moments("obs", self.obs_norm.moments)
+        if self.reward_norm is not None:
+            statistics |= _moments("reward", self.reward_norm.moments)
+            statistics["reward.sums"] = self.reward_norm.sums.copy()
+        return weights, optimizer, statistics
+
+    def load_state(
+        self, weights: dict[str, Array], optimizer: dict[str, Array], statistics: dict[str, Array]
+    ) -> None:
+        """What `state` gave."""
+        self.learner.load_state(weights, optimizer)
+        self.iteration = int(statistics["iteration"])
+        for name, norm in (("obs", self.obs_norm), ("reward", self.reward_norm)):
+            if norm is not None:
+                norm.moments.count = float(statistics[f"{name}.count"])
+                norm.moments.mean = statistics[f"{name}.mean"].copy()
+                norm.moments.square = statistics[f"{name}.square"].copy()
+        if self.obs_norm is not None:
+            self.obs_norm.refresh()
+        if self.reward_norm is not None:
+            self.reward_norm.sums = statistics["reward.sums"].copy()
+
+
+def _moments(name: str, moments: Any) -> dict[str, Array]:
+    return {
+        f"{name}.count": np.array(moments.count),
+        f"{name}.mean": moments.mean.copy(),
+        f"{name}.square": moments.square.copy(),
+    }
+
+
+def check_finite(rollout: StepRollout) -> None:
+    """Raise an `EnvError` that names the env and step of the first NaN or infinity in a rollout."""
+    for what, array in (("reward", rollout.rewards), ("observation", rollout.obs)):
+        if array.dtype == np.uint8 or np.isfinite(array).all():
+            continue
+        t, env = (int(place[0]) for place in np.nonzero(~np.isfinite(array))[:2])
+        value = array[t, env].tolist()
+        raise EnvError(f"env {env}, step {t} of the rollout: {what} must be finite, got {value}")
+    if rollout.final_obs.dtype != np.uint8 and not np.isfinite(rollout.final_obs).all():
+        row = int(np.nonzero(~np.isfinite(rollout.final_obs))[0][0])
+        t, env = (int(places[row]) for places in np.nonzero(rollout.truncated))
+        raise EnvError(f"env {env}, step {t} of the rollout: the final observation must be finite")

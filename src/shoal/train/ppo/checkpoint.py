@@ -1,0 +1,235 @@
+"""PPO checkpoints: folders committed at once, verified on reading, and never a pickle.
+
+`weights.safetensors` (named as torch names them), `optimizer.safetensors`, `statistics.safetensors`,
+`episodes.safetensors`, `policy.json` (what `load_policy` needs) and `training.json` (what a resumed run
+needs).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, restore_folders, verify_folder, write_folder, write_json
+from shoal.train.ppo.config import PPOConfig
+
+Array = np.ndarray
+Arrays = dict[str, Array]
+FORMAT = 1
+_FOLDER = re.compile(r"step_(\d{12})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All of a run at one moment."""
+
+    policy: dict[str, Any]  # spaces, network, normalisation: the meaning of the weights
+    training: dict[str, Any]  # config, counters, recent episodes
+    weights: Arrays
+    optimizer: Arrays
+    statistics: Arrays
+    episodes: Arrays
+
+
+def checkpoint_folder(root: Path | str, step: int) -> Path:
+    """Where the checkpoint after `step` env steps belongs; names sort by step."""
+    return Path(root) / f"step_{step:012d}"
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The env steps after which a checkpoint was made, by its name; 0 for a folder of another name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else 0
+
+
+def save_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint so that it exists whole or not at all, and return its folder."""
+    from safetensors.numpy import save_file
+
+    with write_folder(folder) as temporary:
+        for name in ("weights", "optimizer", "statistics", "episodes"):
+            arrays = {key: np.asarray(value, order="C") for key, value in getattr(checkpoint, name).items()}
+            save_file(arrays, temporary / f"{name}.safetensors")
+        write_json(temporary / "policy.json", {"format": FORMAT, **checkpoint.policy})
+        write_json(temporary / "training.json", checkpoint.training)
+    return Path(folder)
+
+
+def load_checkpoint(path: Path | str) -> Checkpoint:
+    """Read a checkpoint folder, or the newest one in a folder of them.
+
+    Raises:
+        DataError: it is missing, truncated or altered; names the file, and the newest intact checkpoint
+        beside.
+    """
+    folder = find_checkpoint(path)
+    try:
+        verify_folder(folder)
+        policy = read_json(folder / "policy.json")
+        found = policy.get("format") if isinstance(policy, dict) else None
+        if found != FORMAT:
+            raise DataError(f"{folder} has checkpoint format {found!r}, this shoal reads {FORMAT}")
+        arrays = [
+            _read(folder / f"{name}.safetensors")
+            for name in ("weights", "optimizer", "statistics", "episodes")
+        ]
+        return Checkpoint(policy, read_json(folder / "training.json"), *arrays)
+    except DataError as error:
+        other = _intact_beside(folder)
+        hint = (
+            f"; an intact one is {other}: resume from that" if other else "; there is no intact one beside it"
+        )
+        raise DataError(f"{error}{hint}") from error
+
+
+def find_checkpoint(path: Path | str) -> Path:
+    """`path` if it is a checkpoint, else the newest one in it or in its `checkpoints` folder."""
+    path = Path(path)
+    if (path / "policy.json").exists() or _FOLDER.fullmatch(path.name):
+        return path
+    for root in (path, path / "checkpoints"):
+        restore_folders(root)
+        found = list_checkpoints(root)
+        if found:
+            return found[-1]
+    raise DataError(f"{path} holds no checkpoint; expected a folder step_… or a folder of them")
+
+
+def list_checkpoints(root: Path | str) -> list[Path]:
+    """The checkpoint folders in `root`, oldest first."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir())
+
+
+def prune_checkpoints(root: Path | str, keep: int) -> None:
+    """Remove the oldest checkpoints beyond `keep`."""
+    import shutil
+
+    for folder in list_checkpoints(root)[:-keep]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _intact_beside(folder: Path) -> Path | None:
+    for other in reversed(list_checkpoints(folder.parent)):
+        if other == folder:
+            continue
+        try:
+            return verify_folder(other)
+        except DataError:
+            continue
+    return None
+
+
+def _read(path: Path) -> Arrays:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def describe_policy(
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    network: Any,
+    config: PPOConfig,
+    normalize_obs: bool,
+    env: str = "",
+    env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What weights mean, as JSON: the `policy` of a checkpoint."""
+    own = getattr(network, "module", None)
+    described = {
+        "env": env,
+        "env_kwargs": dict(env_kwargs or {}),
+        "observation_space": describe_space(observation_space),
+        "action_space": describe_space(action_space),
+        "network": type(own if own is not None else network).__name__,
+        "hidden": list(config.hidden),
+        "activation": config.activation,
+        "normalize_obs": normalize_obs,
+    }
+    return {**described, "wrappers": list(wrappers)} if wrappers else described
+
+
+def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
+    """Raise a `ConfigError` that lists the differences if a checkpoint is of another env or network."""
+    wrong = [
+        f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy.get(key)!r}"
+        for key in ("env", "wrappers", "observation_space", "action_space", "network")
+        if saved.policy.get(key) != mine.policy.get(key)
+    ]
+    for name in sorted({*saved.weights, *mine.weights}):
+        theirs, ours = (getattr(c.weights.get(name), "shape", None) for c in (saved, mine))
+        if theirs != ours:
+            wrong.append(f"weight {name}: the checkpoint has shape {theirs}, this network {ours}")
+    if wrong:
+        raise ConfigError("the checkpoint belongs to another run:\n  " + "\n  ".join(wrong))
+
+
+def describe_space(space: spaces.Space) -> dict[str, Any]:
+    """A space as JSON."""
+    if isinstance(space, spaces.Dict):
+        return {"kind": "Dict", "spaces": {key: describe_space(part) for key, part in space.spaces.items()}}
+    if isinstance(space, spaces.Box):
+        return {
+            "kind": "Box", "shape": list(space.shape), "dtype": str(space.dtype),
+            "low": _bounds(space.low), "high": _bounds(space.high),
+        }  # fmt: skip
+    if isinstance(space, spaces.Discrete):
+        return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {"kind": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+    if isinstance(space, spaces.MultiBinary):
+        return {
+            "kind": "MultiBinary",
+            "n": list(space.shape) if len(space.shape) != 1 else int(space.shape[0]),
+        }
+    raise DataError(f"cannot describe the space {space}")
+
+
+def read_space(value: dict[str, Any]) -> spaces.Space:
+    """What `describe_space` described."""
+    kind = value["kind"]
+    if kind == "Dict":
+        return spaces.Dict({key: read_space(part) for key, part in value["spaces"].items()})
+    if kind == "Box":
+        dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
+        low, high = (np.broadcast_to(_unbound(value[key]), shape).astype(dtype) for key in ("low", "high"))
+        return spaces.Box(low, high, shape, dtype.type)
+    if kind == "Discrete":
+        return spaces.Discrete(value["n"], start=value["start"])
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(np.array(value["nvec"]), start=np.array(value["start"]))
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(value["n"])
+    raise DataError(f"unknown kind of space {kind!r}")
+
+
+def _bounds(bound: Array) -> Any:
+    """A bound, as one number when all are equal; infinities as text, for JSON."""
+    values = bound.reshape(-1)
+    if values.size and (values == values[0]).all():
+        return _number(values[0])
+    return [_number(value) for value in values]
+
+
+def _number(value: Any) -> Any:
+    number = value.item()
+    return number if not isinstance(number, float) or np.isfinite(number) else repr(number)
+
+
+def _unbound(value: Any) -> Array:
+    return np.array([float(v) for v in value] if isinstance(value, list) else float(value))

@@ -1,0 +1,302 @@
+"""Where PPO's rollouts come from: environments in this process or in workers, replaced when they die.
+
+A failed worker costs the rollout that it was in: it is collected again, from the same weights and noise. The log of
+episodes keeps the actions that are needed to play those again that are under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import EnvError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.executors import available_cpus
+from shoal.core.processes import StartMethod
+from shoal.rollout.arrays.spaces import ActionRows
+from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
+from shoal.train.ppo.agent import PPOAgent
+from shoal.train.ppo.compiled.learner import CompiledLearner
+from shoal.train.ppo.envs import EnvFactory, EnvFacts
+from shoal.train.ppo.workers import WorkerSteps
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished episode."""
+
+    env: int
+    reward: float  # undiscounted sum
+    length: int
+    step: int  # env steps of the run when it ended
+
+
+class EpisodeLog:
+    """Follows episodes across rollouts.
+
+    Args:
+        n_envs: columns of the rollouts.
+        replayable: keep the actions since each env's last reset.
+    """
+
+    def __init__(self, n_envs: int, *, replayable: bool = True) -> None:
+        self.n_envs = n_envs
+        self.replayable = replayable
+        self.recent: deque[Episode] = deque(maxlen=100)
+        self.n_episodes = 0
+        self.n_steps = 0
+        self.started = np.ones(n_envs, np.int64)  # episodes begun in each env
+        self.returns = np.zeros(n_envs)  # so far, of the episode under way
+        self.lengths = np.zeros(n_envs, np.int64)
+        self._actions: list[list[Array]] = [[] for _ in range(n_envs)]
+
+    def add(self, rollout: StepRollout) -> list[Episode]:
+        """Take a rollout in; returns the episodes that ended, in the order of their ends."""
+        rewards, done = rollout.rewards, rollout.done
+        n_steps, n_envs = rewards.shape
+        valid = rollout.valid
+        ended: list[Episode] = []
+        begins = [0] * n_envs
+        if done.any():
+            for t, i in np.argwhere(done).tolist():
+                length = int(self.lengths[i]) + _count(valid, begins[i], t + 1, i)
+                reward = float(self.returns[i] + rewards[begins[i] : t + 1, i].sum())
+                ended.append(Episode(i, reward, length, self.n_steps + (t + 1) * n_envs))
+                self.returns[i], self.lengths[i] = 0.0, 0
+                self.started[i] += 1
+                self._actions[i].clear()
+                begins[i] = t + 1
+        for i in range(n_envs):
+            self.lengths[i] += _count(valid, begins[i], n_steps, i)
+            if self.replayable and begins[i] < n_steps:
+                self._actions[i].append(rollout.actions[begins[i] :, i].copy())
+        if any(begins):
+            for i in range(n_envs):
+                self.returns[i] += rewards[begins[i] :, i].sum()
+        else:
+            self.returns += rewards.sum(axis=0)
+        self.n_steps += n_steps * n_envs
+        self.n_episodes += len(ended)
+        self.recent.extend(ended)
+        return ended
+
+    def restarted(self, indices: list[int]) -> None:
+        """Forget the episodes of envs that were broken off."""
+        for i in indices:
+            self.returns[i], self.lengths[i] = 0.0, 0
+            self.started[i] += 1
+            self._actions[i].clear()
+
+    def longer_than(self, limit: int) -> list[int]:
+        """Envs whose present episode has more steps than `limit`."""
+        return [int(i) for i in np.flatnonzero(self.lengths > limit)]
+
+    def actions_since_reset(self, i: int) -> Array:
+        """`[steps, A]` rows of actions of env `i` in its present episode."""
+        parts = self._actions[i]
+        return np.concatenate(parts) if parts else np.zeros((0, 0), np.float32)
+
+    @property
+    def mean_reward(self) -> float:
+        """Over the last 100 episodes; NaN before the first."""
+        return float(np.mean([episode.reward for episode in self.recent])) if self.recent else float("nan")
+
+    @property
+    def mean_length(self) -> float:
+        """Over the last 100 episodes; NaN before the first."""
+        return float(np.mean([episode.length for episode in self.recent])) if self.recent else float("nan")
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """(JSON values, arrays) for a checkpoint."""
+        values = {
+            "n_episodes": self.n_episodes,
+            "n_steps": self.n_steps,
+            "recent": [[e.env, e.reward, e.length, e.step] for e in self.recent],
+        }
+        arrays = {
+            "started": self.started.copy(),
+            "returns": self.returns.copy(),
+            "lengths": self.lengths.copy(),
+        }
+        arrays |= {
+            f"actions.{i}": self.actions_since_reset(i) for i in range(self.n_envs) if self._actions[i]
+        }
+        return values, arrays
+
+    def load_state(self, values: dict[str, Any], arrays: dict[str, Array]) -> None:
+        """What `state` gave."""
+        self.n_episodes, self.n_steps = int(values["n_episodes"]), int(values["n_steps"])
+        self.recent = deque(
+            (Episode(int(e), float(reward), int(n), int(step)) for e, reward, n, step in values["recent"]),
+            maxlen=100,
+        )  # fmt: skip
+        self.started, self.returns = arrays["started"].copy(), arrays["returns"].copy()
+        self.lengths = arrays["lengths"].copy()
+        self._actions = [
+            [arrays[f"actions.{i}"]] if f"actions.{i}" in arrays else [] for i in range(self.n_envs)
+        ]
+
+
+def _count(valid: Array | None, start: int, stop: int, i: int) -> int:
+    return stop - start if valid is None else int(valid[start:stop, i].sum())
+
+
+logger = logging.getLogger(__name__)
+Collector = EnvSlice | VectorSteps | WorkerSteps
+
+MAX_RECOVERIES = 3
+
+
+class Experience:
+    """Rollouts of one agent on `log.n_envs` environments, begun anew or where its episodes stand.
+
+    Args:
+        factory: makes environment `i`.
+        facts: of one of them.
+        agent: who acts.
+        log: of the episodes, from which an interrupted one is played again.
+        action_rows: between rows of arrays and actions of the environment.
+        backend: "serial", "process" or "auto".
+        num_workers: worker processes; None for one per core.
+        start_method: of them.
+    """
+
+    def __init__(
+        self, factory: EnvFactory, facts: EnvFacts, agent: PPOAgent, log: EpisodeLog, action_rows: ActionRows,
+        *, n_envs: int, backend: str, num_workers: int | None, start_method: StartMethod | None,
+    ) -> None:  # fmt: skip
+        self.factory, self.facts, self.agent, self.log = factory, facts, agent, log
+        self.action_rows, self.n_envs = action_rows, n_envs
+        self.backend, self.num_workers, self.start_method = backend, num_workers, start_method
+        self.workers = 0
+        self.collector: Collector | None = None
+        self.now: np.ndarray | None = None
+        """Observations at which the next rollout begins."""
+        self.goes_on = False
+        """The next collector begins where the episodes stand."""
+
+    def collect(self, total_timesteps: int | None) -> StepRollout:
+        """The next rollout; workers that died are started again, at most three times in a row."""
+        n_steps = self.agent.config.n_steps
+        noise = self.agent.noise(n_steps)
+        for attempt in range(MAX_RECOVERIES + 1):
+            try:
+                if self.collector is None:
+                    self._start(total_timesteps)
+                assert self.collector is not None
+                return self.collector.collect(self.agent, noise)
+            except WorkerError as error:
+                if not isinstance(error, WorkerDiedError | WorkerTimeoutError):  # it would raise again
+                    cause = error.__cause__
+                    raise EnvError(str(cause if isinstance(cause, EnvError) else error)) from error
+                if attempt == MAX_RECOVERIES:
+                    raise
+                warnings.warn(
+                    f"a worker failed ({error}); workers are started again and the rollout is repeated, "
+                    "nothing is lost", RuntimeWarning, stacklevel=3,
+                )  # fmt: skip
+                self.close()
+        raise AssertionError("unreachable")
+
+    def _start(self, total_timesteps: int | None) -> None:
+        self.workers = self._choose_workers(total_timesteps)
+        collector = self._make_collector()
+        try:
+            self._begin(collector)
+        except BaseException:
+            collector.close()
+            raise
+        self.collector, self.goes_on = collector, False
+
+    def _begin(self, collector: Collector) -> None:
+        collector.reset()
+        if self.goes_on and self.agent.iteration > 0:
+            histories = [self._env_actions(i) for i in range(self.n_envs)]
+            now = collector.resume(self.log.started.tolist(), histories)
+            if self.now is not None:
+                strangers = [i for i in range(self.n_envs) if not np.array_equal(now[i], self.now[i])]
+                if strangers:
+                    logger.warning(
+                        "env %s did not come back to its state when its episode was played again: the "
+                        "environment is not a function of its seed and actions. A new episode begins there.",
+                        strangers,
+                    )
+                    collector.restart(strangers)
+                    self.log.restarted(strangers)
+
+    def _env_actions(self, i: int) -> list[Any]:
+        rows = self.log.actions_since_reset(i)
+        return self.action_rows.to_env(rows) if len(rows) else []
+
+    def _make_collector(self) -> Collector:
+        masked = self.facts.masked
+        if self.workers == 0:
+            return EnvSlice([self.factory(i) for i in range(self.n_envs)], masked=masked)
+        learner = self.agent.learner
+        if isinstance(learner, CompiledLearner):
+            return WorkerSteps(
+                self.factory, self.facts, n_envs=self.n_envs, n_steps=self.agent.config.n_steps,
+                num_workers=self.workers, network=learner.compiled, start_method=self.start_method,
+            )  # fmt: skip
+        from shoal.vector import make_vec
+
+        makers = [partial(self.factory, i) for i in range(self.n_envs)]
+        envs = make_vec(
+            makers, self.n_envs, backend="process", num_workers=self.workers,
+            start_method=self.start_method, autoreset="same_step", check_nan=False,
+        )  # fmt: skip
+        return VectorSteps(envs, masked=masked)
+
+    def _choose_workers(self, total_timesteps: int | None) -> int:
+        """0 for in-process stepping."""
+        if self.backend == "serial" or (self.backend == "auto" and self.num_workers == 0):
+            return 0
+        workers = min(self.num_workers or available_cpus(), self.n_envs)
+        if self.backend == "process" or self.num_workers is not None:
+            return max(1, workers)
+        chosen = workers if workers_pay(
+            self.facts.step_seconds, self.agent.config.n_steps, self.n_envs, workers,
+            compiled=isinstance(self.agent.learner, CompiledLearner), steps=total_timesteps or 1_000_000,
+        ) else 0  # fmt: skip
+        logger.info(
+            "a step takes %.0f us: %s", 1e6 * self.facts.step_seconds,
+            f"{chosen} workers" if chosen else "stepping in this process",
+        )  # fmt: skip
+        return chosen
+
+    def break_off(self, envs: list[int]) -> None:
+        """Begin new episodes in these environments."""
+        if self.collector is not None:
+            self.collector.restart(envs)
+        self.log.restarted(envs)
+        self.now = None
+
+    def close(self) -> None:
+        """End workers and environments; the next rollout goes on where they were."""
+        collector, self.collector = self.collector, None
+        if collector is not None:
+            self.goes_on = True
+            collector.close()
+
+
+START_SECONDS = 2.0  # of worker processes with numpy and gymnasium
+EXCHANGE_SECONDS = {True: 4e-4, False: 1.2e-4}  # per rollout (compiled), per step of all envs (torch)
+
+
+def workers_pay(
+    step_seconds: float, n_steps: int, n_envs: int, workers: int, *, compiled: bool, steps: int
+) -> bool:
+    """Whether worker processes would save more time over `steps` env steps than they cost."""
+    if workers < 2:
+        return False
+    in_process = step_seconds * n_steps * n_envs
+    exchange = EXCHANGE_SECONDS[compiled] * (1 if compiled else n_steps)
+    saved = in_process * (1 - 1 / workers) - exchange
+    return saved * steps / (n_steps * n_envs) > START_SECONDS

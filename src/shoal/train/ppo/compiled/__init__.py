@@ -1,0 +1,1 @@
+"""PPO for perceptrons on the CPU, by kernels that numba compiles."""

@@ -1,0 +1,199 @@
+"""An actor and a critic as flat arrays that the compiled kernels read and write; needs numba, not torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+NO_MASKS = np.zeros((0, 0), np.uint8)
+
+
+class UpdateStats(NamedTuple):
+    """What one PPO update reports, averaged over its minibatches."""
+
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    approx_kl: float
+    clip_fraction: float
+    grad_norm: float
+    n_minibatches: int
+    first_kl: float  # of the very first minibatch: 0 when rollout and update agree on the policy
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBatch:
+    """A rollout, flattened to `B` samples, with what the losses need."""
+
+    obs: Array  # [B, D] normalised
+    actions: Array  # [B, A]
+    logprobs: Array  # [B] float32
+    advantages: Array  # [B] float32
+    returns: Array  # [B] float32
+    values: Array  # [B] float32 before the update
+    masks: Array  # [B, sum(groups)] uint8, or empty [0, 0]
+    orders: Array  # [E, B] int64, a permutation for each epoch
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRates:
+    """The settings of one update, after their schedules."""
+
+    learning_rate: float
+    clip: float
+    value_clip: float
+    ent_coef: float
+    vf_coef: float
+    max_grad_norm: float
+    target_kl: float
+    normalize_advantage: bool
+    adam_eps: float
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkShape:
+    """What determines the arrays of an actor-critic MLP."""
+
+    inputs: int
+    outputs: int
+    hidden: tuple[int, ...]
+    activation: str
+    groups: tuple[int, ...]  # empty for continuous actions
+
+
+def kernels_available() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def kernels_cached() -> bool:
+    """Whether compiled kernels of this version lie in numba's cache, so that the first use is quick."""
+    from shoal.train.ppo.compiled import update
+
+    folder = Path(update.update.stats.cache_path)
+    return any(folder.glob("update.update-*.nbi"))
+
+
+@dataclass
+class CompiledNetwork:
+    """Parameters and Adam's moments in flat arrays, and the kernels bound to them."""
+
+    shape: NetworkShape
+    weights: Array = field(init=False)
+    first: Array = field(init=False)
+    second: Array = field(init=False)
+    count: int = 0  # Adam steps taken
+
+    def __post_init__(self) -> None:
+        from shoal.train.ppo.compiled import kernels, update
+
+        self._kernels, self._updates = kernels, update
+        padded = [-(-units // 16) * 16 for units in self.shape.hidden]
+        self.actor = np.array([self.shape.inputs, *padded, self.shape.outputs], np.int64)
+        self.critic = np.array([self.shape.inputs, *padded, 1], np.int64)
+        self.critic_at = n_parameters(self.actor)
+        self.std_at = self.critic_at + n_parameters(self.critic)
+        size = self.std_at + (0 if self.shape.groups else self.shape.outputs)
+        room = -(-size // 16) * 16
+        self.weights, self.first, self.second = (np.zeros(room, np.float32) for _ in range(3))
+        self._gradient = np.zeros(room, np.float32)
+        self._groups = np.array(self.shape.groups, np.int64)
+        self._activation = kernels.TANH if self.shape.activation == "tanh" else kernels.RELU
+        self._widest = int(max(padded))
+        self._rows = 0
+        self._make_room(256)
+
+    def act(
+        self,
+        obs: Array,
+        masks: Array,
+        noise: Array,
+        actions: Array,
+        logprobs: Array,
+        deterministic: bool = False,
+    ) -> None:
+        """Write actions `[N, A]` and log-probabilities `[N]` for observations `[N, D]`."""
+        self._make_room(len(obs))
+        kernels, shape = self._kernels, self.shape
+        if shape.groups:
+            masks = masks if masks.size else NO_MASKS
+            kernels.act_choices(
+                self.weights, self.actor, self._activation, self._groups, obs, masks, noise, actions,
+                logprobs, self._hidden, self._out, deterministic,
+            )  # fmt: skip
+        else:
+            log_std = self.weights[self.std_at : self.std_at + shape.outputs]
+            kernels.act_points(
+                self.weights, self.actor, self._activation, log_std, obs, noise, actions, logprobs,
+                self._hidden, self._out, deterministic,
+            )  # fmt: skip
+
+    def values(self, obs: Array) -> Array:
+        """The critic's values `[M]` of observations `[M, D]`."""
+        out = np.empty(len(obs), np.float32)
+        if len(obs):
+            self._kernels.values(
+                self.weights, self.critic_at, self.critic, self._activation, obs, self._hidden, out
+            )
+        return out
+
+    def update(self, batch: UpdateBatch, rates: UpdateRates) -> UpdateStats:
+        """All epochs of one PPO update; parameters and moments change in place."""
+        self._make_room(rates.batch_size)
+        units = self._updates
+        settings = np.zeros(9, np.float32)
+        for place, value in (
+            (units.LEARNING_RATE, rates.learning_rate),
+            (units.CLIP, rates.clip),
+            (units.VALUE_CLIP, rates.value_clip),
+            (units.ENTROPY, rates.ent_coef),
+            (units.VALUE, rates.vf_coef),
+            (units.MAX_NORM, rates.max_grad_norm),
+            (units.TARGET_KL, rates.target_kl),
+            (units.NORMALIZE, rates.normalize_advantage),
+            (units.ADAM_EPS, rates.adam_eps),
+        ):
+            settings[place] = value
+        discrete = bool(self.shape.groups)
+        choices = batch.actions if discrete else np.zeros((0, 0), np.int64)
+        points = np.zeros((0, 0), np.float32) if discrete else batch.actions
+        masks = batch.masks if batch.masks.size else NO_MASKS
+        result = units.update(
+            self.weights, self.first, self.second, self.count, self.actor, self.critic, self._activation,
+            self._groups, self.std_at, batch.orders, rates.batch_size, batch.obs, choices, points, masks,
+            batch.logprobs, batch.advantages, batch.returns, batch.values, settings, self._gradient,
+            self._hidden, self._delta, self._below, self._transposed,
+        )  # fmt: skip
+        policy, critic, entropy, kl, clipped, norm, taken, first_kl = (float(value) for value in result)
+        self.count += int(taken)
+        return UpdateStats(policy, critic, entropy, kl, clipped, norm, int(taken), first_kl)
+
+    def gae(
+        self, rewards: Array, values: Array, next_values: Array, terminated: Array, done: Array,
+        gamma: float, gae_lambda: float,
+    ) -> Array:  # fmt: skip
+        """`shoal.maths.gae.gae` in float32."""
+        advantages = np.empty_like(rewards)
+        self._kernels.gae(rewards, values, next_values, terminated, done, gamma, gae_lambda, advantages)
+        return advantages
+
+    def _make_room(self, rows: int) -> None:
+        if rows <= self._rows:
+            return
+        self._rows = rows
+        self._hidden = np.zeros(rows * int(self.actor[1:-1].sum()), np.float32)
+        self._out = np.zeros(rows * max(self.shape.outputs, 1), np.float32)
+        self._delta = np.zeros(rows * self._widest, np.float32)
+        self._below = np.zeros(rows * self._widest, np.float32)
+        self._transposed = np.zeros(self._widest**2, np.float32)
+
+
+def n_parameters(dims: Array) -> int:
+    """How many floats a network of these (padded) sizes has."""
+    return int(((dims[:-1] + 1) * dims[1:]).sum())

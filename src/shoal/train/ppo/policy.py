@@ -1,0 +1,144 @@
+"""A trained policy without its trainer: load it, ask it for actions, write it as ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import ConfigError, missing_extra
+from shoal.maths.normalizer import ObservationNormalizer
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.train.ppo.checkpoint import Checkpoint, load_checkpoint, read_space
+
+Array = np.ndarray
+
+
+class Policy:
+    """What `load_policy` returns: `policy(observation)` is an action of the env's action space.
+
+    A perceptron runs on NumPy alone; other networks need torch. Greedy unless a `rng` is given.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, network: Any = None) -> None:
+        described = checkpoint.policy
+        self.env = described["env"]
+        self.observation_space = read_space(described["observation_space"])
+        self.action_space = read_space(described["action_space"])
+        self.rows = ObservationRows(self.observation_space)
+        self.actions = ActionRows(self.action_space)
+        self.norm: ObservationNormalizer | None = None
+        if described["normalize_obs"]:
+            self.norm = ObservationNormalizer(self.rows.size)
+            self.norm.moments.count = float(checkpoint.statistics["obs.count"])
+            self.norm.moments.mean = checkpoint.statistics["obs.mean"]
+            self.norm.moments.square = checkpoint.statistics["obs.square"]
+            self.norm.refresh()
+        self._checkpoint = checkpoint
+        self._network = network
+        self._module: Any = None
+        if described["network"] != "MLPActorCritic":
+            self._module = self.module()
+
+    def __call__(self, observation: Any, *, mask: Any = None, rng: np.random.Generator | None = None) -> Any:
+        """The action for one observation.
+
+        Args:
+            observation: of the env's observation space.
+            mask: allowed actions, for an env with action masks.
+            rng: draw from the distribution instead of taking its mode.
+        """
+        row = np.zeros((1, self.rows.size), self.rows.dtype)
+        self.rows.encode_one(observation, row[0])
+        parameters = self.parameters(row)[0]
+        if self.actions.is_discrete:
+            chosen = _choose(parameters, self.actions.groups, mask, rng)
+        else:
+            log_std = self._checkpoint.weights["log_std"]
+            noise = rng.standard_normal(len(parameters)) if rng is not None else 0.0
+            chosen = (parameters + np.exp(log_std) * noise).astype(np.float32)
+        return self.actions.to_env(chosen[None])[0]
+
+    def parameters(self, rows: Array) -> Array:
+        """Logits or means for raw observation rows `[B, D]`."""
+        seen = self.norm(rows) if self.norm is not None else rows
+        if self._module is not None:
+            import torch
+
+            with torch.inference_mode():
+                return self._module.policy(torch.from_numpy(np.asarray(seen)).float()).numpy()  # type: ignore[no-any-return]
+        weights = self._checkpoint.weights
+        layers = sorted({int(name.split(".")[1]) for name in weights if name.startswith("actor.")})
+        tanh = self._checkpoint.policy["activation"] == "tanh"
+        for layer in layers:
+            seen = seen @ weights[f"actor.{layer}.weight"].T + weights[f"actor.{layer}.bias"]
+            if layer != layers[-1]:
+                seen = np.tanh(seen) if tanh else np.maximum(seen, 0.0)
+        return seen
+
+    def module(self) -> Any:
+        """The torch network with these weights."""
+        import torch
+
+        from shoal.train.ppo.networks import build_network
+
+        described = self._checkpoint.policy
+        if described["network"] not in ("MLPActorCritic", "CNNActorCritic") and self._network is None:
+            raise ConfigError(f"this policy has its own network: pass network={described['network']}()")
+        module = build_network(
+            self.rows, self.actions, hidden=described["hidden"], activation=described["activation"],
+            log_std_init=0.0, seed=0, network=self._network,
+        )  # fmt: skip
+        module.load_state_dict(
+            {name: torch.from_numpy(value) for name, value in self._checkpoint.weights.items()}
+        )
+        return module.eval()
+
+    def export_onnx(self, path: Path | str) -> Path:
+        """Write the actor as ONNX: input `observation [batch, D]` raw rows, output `action_parameters`.
+
+        Normalisation is part of the graph. Rows are what `ObservationRows` makes: for a flat Box, the
+        observation itself. For choices take the largest parameter of each group; for points they are the
+        action.
+        """
+        try:
+            import onnx  # noqa: F401
+        except ImportError as error:
+            raise missing_extra("ONNX export", "onnx") from error
+        import torch
+
+        from shoal.train.ppo.networks import ExportedPolicy, write_onnx
+
+        mean = scale = None
+        if self.norm is not None and self.norm.moments.count:
+            mean, scale = torch.from_numpy(self.norm.mean), torch.from_numpy(self.norm.scale)
+        return write_onnx(ExportedPolicy(self.module(), mean, scale), self.rows.size, Path(path))
+
+
+def load_policy(path: Path | str, network: Any = None) -> Policy:
+    """The policy of a checkpoint or run folder, ready to act; nothing of the trainer is needed.
+
+    Args:
+        path: a checkpoint folder, or a run folder (the newest checkpoint is taken).
+        network: the `nn.Module` of a policy that has its own.
+    """
+    return Policy(load_checkpoint(path), network)
+
+
+def _choose(logits: Array, groups: tuple[int, ...], mask: Any, rng: np.random.Generator | None) -> Array:
+    if mask is not None:
+        allowed = np.asarray(mask, bool).reshape(-1)
+        logits = np.where(allowed, logits, -np.inf)
+    chosen, start = [], 0
+    for size in groups:
+        part = logits[start : start + size].astype(np.float64)
+        if not np.isfinite(part.max()):
+            raise ValueError("the action mask allows no action")
+        if rng is None:
+            chosen.append(int(part.argmax()))
+        else:
+            weight = np.exp(part - part.max())
+            chosen.append(int(rng.choice(size, p=weight / weight.sum())))
+        start += size
+    return np.array(chosen, np.int64)

@@ -1,0 +1,295 @@
+"""PPO on parallel environments: collect, estimate, update, report, until enough steps are seen."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.core.errors import ConfigError
+from shoal.core.processes import StartMethod
+from shoal.envs.catalogue import Wrapper, wrapper_name
+from shoal.train.ppo.agent import make_agent
+from shoal.train.ppo.checkpoint import (
+    Checkpoint,
+    check_same,
+    checkpoint_folder,
+    describe_policy,
+    load_checkpoint,
+    save_checkpoint,
+)
+from shoal.train.ppo.collect import EpisodeLog, Experience
+from shoal.train.ppo.compiled.learner import CompiledLearner
+from shoal.train.ppo.config import PPOConfig, check_call, choose_device, read_config
+from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
+from shoal.train.ppo.evaluation import Evaluation, evaluate
+from shoal.train.ppo.networks import ActorCritic, n_weights
+
+logger = logging.getLogger(__name__)
+Metrics = dict[str, float]
+Callback = Callable[[Metrics], bool | None]
+
+REPLAY_LIMIT = 10_000
+"""Longer episodes are broken off (and bootstrapped) at a checkpoint: resuming would take too long."""
+
+
+class PPO:
+    """Proximal policy optimisation of one policy on `n_envs` environments.
+
+    `PPO("CartPole-v1", n_envs=8, seed=0).learn(100_000)` trains; the same seed gives the same weights bit for
+    bit with any backend and number of workers, killed and resumed or not.
+
+    Args:
+        env: what `shoal.envs.resolve` takes: a name, `module:Class`, or a function that returns an environment.
+        n_envs: how many of them.
+        seed: of the run; all randomness is derived from it.
+        config: how to learn; single settings may also be given by keyword (`learning_rate=1e-3`).
+        network: an own `nn.Module` (see `OwnNetwork`); None builds one for the spaces.
+        backend: "serial" steps all envs in this process, "process" in workers, "auto" measures and chooses.
+        num_workers: worker processes; None for one per core.
+        start_method: of the workers: "spawn", "forkserver" or "fork"; None for the safe default.
+        device: "cpu", "cuda", "mps", or "auto" for the best there is.
+        path: "compiled" for the kernels, "torch" for autograd, "auto" for kernels where they fit.
+        env_kwargs: for the environment.
+        wrappers: put around each environment, the first innermost: callables, or "module:Name".
+    """
+
+    def __init__(
+        self, env: EnvSource, *, n_envs: int = 8, seed: int = 0, config: PPOConfig | None = None,
+        network: nn.Module | None = None, backend: str = "auto", num_workers: int | None = None,
+        start_method: StartMethod | None = None, device: str = "cpu", path: str = "auto",
+        env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Wrapper] = (), **settings: Any,
+    ) -> None:  # fmt: skip
+        check_call(n_envs, backend, num_workers, start_method, settings)
+        self.config = dataclasses.replace(config or PPOConfig(), **settings)
+        self.n_envs, self.seed = n_envs, seed
+        self.factory = EnvFactory(env, seed, dict(env_kwargs or {}), wrappers=tuple(wrappers))
+        self.facts = try_env(self.factory)
+        self.device = choose_device(device)
+        self.agent = make_agent(
+            self.facts.observation_space, self.facts.action_space, self.config, n_envs=n_envs, seed=seed,
+            network=network, path=path, device=self.device,
+        )  # fmt: skip
+        self.obs_rows, self.action_rows = self.agent.obs_rows, self.agent.action_rows
+        self._single_thread = n_weights(self.network) < 300_000
+        self.log = EpisodeLog(n_envs)
+        self._booked = 0  # updates whose rollouts are in the log
+        self._experience = Experience(
+            self.factory, self.facts, self.agent, self.log, self.action_rows, n_envs=n_envs,
+            backend=backend, num_workers=num_workers, start_method=start_method,
+        )  # fmt: skip
+
+    @property
+    def network(self) -> ActorCritic:
+        """The torch module with the current weights."""
+        return self.agent.learner.network
+
+    @property
+    def workers(self) -> int:
+        """Worker processes that step the environments; 0 when this process does."""
+        return self._experience.workers
+
+    @property
+    def path(self) -> str:
+        """Which learner it is: `compiled` or `torch`."""
+        return "compiled" if isinstance(self.agent.learner, CompiledLearner) else "torch"
+
+    def learn(
+        self, total_timesteps: int | None = None, *, num_episodes: int | None = None,
+        callback: Callback | None = None,
+    ) -> PPO:  # fmt: skip
+        """Train until the run has seen `total_timesteps` env steps or `num_episodes` episodes in all.
+
+        Args:
+            total_timesteps: env steps of all environments together, those of earlier calls included.
+            num_episodes: finished episodes, likewise.
+            callback: gets the metrics after every update; returning False stops.
+        """
+        for metrics in self.updates(total_timesteps, num_episodes=num_episodes):
+            if callback is not None and callback(metrics) is False:
+                break
+        return self
+
+    def updates(
+        self, total_timesteps: int | None = None, *, num_episodes: int | None = None
+    ) -> Iterator[Metrics]:
+        """`learn`, one update at a time: yields the metrics of each."""
+        if (total_timesteps or 0) < 1 and (num_episodes or 0) < 1:
+            raise ConfigError(
+                f"give total_timesteps or num_episodes, at least 1, got {total_timesteps} and {num_episodes}"
+            )
+        seconds, first_step = 0.0, self.log.n_steps
+        while self.progress(total_timesteps, num_episodes) < 1.0:
+            progress = self.progress(total_timesteps, num_episodes)
+            started = time.perf_counter()
+            try:
+                with self._threads():
+                    rollout = self._experience.collect(total_timesteps)
+                    metrics = self.agent.improve(rollout, progress)
+                ended = self.log.add(rollout)
+                self._experience.now = rollout.obs[-1]
+            except BaseException:  # the environments went on, the log did not: they are played again from it
+                self._experience.close()
+                raise
+            self._booked = self.agent.iteration
+            seconds += time.perf_counter() - started
+            yield {
+                "iteration": self.agent.iteration,
+                "steps": self.log.n_steps,
+                "episodes": self.log.n_episodes,
+                "seconds": seconds,
+                "steps_per_second": (self.log.n_steps - first_step) / max(seconds, 1e-9),
+                "reward": float(np.mean([e.reward for e in ended])) if ended else math.nan,
+                "length": float(np.mean([e.length for e in ended])) if ended else math.nan,
+                "reward_mean": self.log.mean_reward,
+                "length_mean": self.log.mean_length,
+                "n_completed_episodes": len(ended),
+                "n_envs": self.n_envs,
+                **metrics,
+            }
+
+    def progress(self, total_timesteps: int | None, num_episodes: int | None) -> float:
+        """The finished share of the run."""
+        by_steps = self.log.n_steps / total_timesteps if total_timesteps else 0.0
+        by_episodes = self.log.n_episodes / num_episodes if num_episodes else 0.0
+        return min(1.0, max(by_steps, by_episodes))
+
+    def evaluate(
+        self, episodes: int = 10, *, deterministic: bool = True, frames: list[Any] | None = None
+    ) -> Evaluation:
+        """Play on a single environment of its own, with seeds of its own; training does not notice."""
+        factory = dataclasses.replace(self.factory, stream="eval")
+        env = factory(0, render_mode="rgb_array") if frames is not None else factory(0)
+        try:
+            with self._threads():
+                return evaluate(
+                    self.agent.act, env, episodes=episodes, deterministic=deterministic, frames=frames
+                )
+        finally:
+            env.close()
+
+    def save(self, root: Path | str, **extra: Any) -> Path:
+        """Write `root/step_…`, from which `load` continues exactly; returns the folder.
+
+        Episodes longer than 10,000 steps are broken off here, in this run too: playing them again would take
+        too long.
+
+        Raises:
+            ConfigError: Ctrl-C came between an update and its books: the last checkpoint is what there is.
+        """
+        if not self.is_whole:
+            raise ConfigError(
+                "the run was interrupted between an update and its books; load the last checkpoint to go on"
+            )
+        if long := self.log.longer_than(REPLAY_LIMIT):
+            self._experience.break_off(long)
+        return save_checkpoint(checkpoint_folder(root, self.log.n_steps), self.checkpoint(**extra))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether weights and episodes are of one moment; only Ctrl-C at a rare moment makes them differ."""
+        return self._booked == self.agent.iteration
+
+    def checkpoint(self, **extra: Any) -> Checkpoint:
+        """All of the run, as it would be saved."""
+        weights, optimizer, statistics = self.agent.state()
+        values, episodes = self.log.state()
+        if self._experience.now is not None:
+            episodes["now"] = self._experience.now
+        policy = describe_policy(
+            self.facts.observation_space, self.facts.action_space, self.network, self.config,
+            self.agent.obs_norm is not None, self.factory.name, _plain(self.factory.kwargs),
+            [wrapper_name(wrapper) for wrapper in self.factory.wrappers],
+        )  # fmt: skip
+        training = {
+            "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,
+            "begun": self._experience.collector is not None or self._experience.goes_on, **values, **extra,
+        }  # fmt: skip
+        return Checkpoint(policy, training, weights, optimizer, statistics, episodes)
+
+    @classmethod
+    def load(
+        cls, checkpoint: Path | str, env: EnvSource | None = None, *, network: nn.Module | None = None,
+        backend: str = "auto", num_workers: int | None = None, start_method: StartMethod | None = None,
+        device: str = "cpu", path: str = "auto", env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Wrapper] | None = None,
+    ) -> PPO:  # fmt: skip
+        """Continue the run that `save` wrote, bit for bit.
+
+        Args:
+            checkpoint: its folder, or a folder of them (the newest is taken).
+            env: needed when the run's environment was given as a function; must be the same.
+            network: needed when the run had its own; the weights are put into it.
+            backend: where environments run; free to differ from before.
+            num_workers: likewise.
+            start_method: likewise.
+            device: likewise.
+            path: "compiled", "torch" or "auto"; only the same one continues bit for bit.
+            env_kwargs: for an `env` given as a function.
+            wrappers: those of the run if not given; needed when they are not of an importable module.
+
+        Raises:
+            DataError: the checkpoint is broken.
+            ConfigError: it belongs to another environment or network.
+        """
+        saved = load_checkpoint(checkpoint)
+        training, policy = saved.training, saved.policy
+        ppo = cls(
+            env if env is not None else policy["env"], n_envs=training["n_envs"], seed=training["seed"],
+            config=read_config(training["config"]), network=network, backend=backend,
+            num_workers=num_workers, start_method=start_method, device=device, path=path,
+            env_kwargs=env_kwargs if env_kwargs is not None else policy["env_kwargs"],
+            wrappers=policy.get("wrappers", ()) if wrappers is None else wrappers,
+        )  # fmt: skip
+        check_same(saved, ppo.checkpoint())
+        ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
+        ppo.log.load_state(training, saved.episodes)
+        ppo._booked = ppo.agent.iteration
+        ppo._experience.now = saved.episodes.get("now")
+        ppo._experience.goes_on = bool(training["begun"])
+        return ppo
+
+    def close(self) -> None:
+        """End workers and environments; the policy stays usable."""
+        self._experience.close()
+
+    def __enter__(self) -> PPO:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[None]:
+        """One torch thread for small networks on the CPU, where more only wait for each other."""
+        before = torch.get_num_threads()
+        if self.path == "compiled" or not self._single_thread or self.device != "cpu" or before == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Environment arguments as JSON can hold them; others as their text, for the record only."""
+    return {key: value if _is_json(value) else repr(value) for key, value in kwargs.items()}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return isinstance(value, str | int | float | bool | type(None))

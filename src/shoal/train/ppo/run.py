@@ -1,0 +1,435 @@
+"""A PPO run with its folder: options, metrics, evaluations, checkpoints, curves, summary, and resuming."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError
+from shoal.core.files import read_json, remove_leftovers, verify_folder, write_text
+from shoal.core.processes import StartMethod
+from shoal.core.run_folder import FolderLock, RunFolder
+from shoal.envs.catalogue import parse_env_kwargs
+from shoal.train.boards import TensorBoard, WandB
+from shoal.train.ppo.checkpoint import (
+    checkpoint_folder,
+    checkpoint_step,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from shoal.train.ppo.config import PPOConfig, read_config
+from shoal.train.ppo.evaluation import write_video
+from shoal.train.ppo.ppo import PPO, Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What `shoal train-ppo` can be told besides the settings of PPO."""
+
+    env: str = "CartPole-v1"
+    """A Gymnasium id, module:Id-v0, or module:Class or module:function of your own environment."""
+    env_kwargs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
+    """Arguments of the environment; values are JSON or plain text."""
+    wrapper: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODULE:NAME")] = ()
+    """Put this around the environment; may be given several times, the first is innermost."""
+    preset: str = "auto"
+    """Tuned settings: "auto" takes those of the env if there are any, "none" takes none, or a name."""
+    n_envs: int = 8
+    """Environments stepped in parallel."""
+    num_workers: int | None = None
+    """Worker processes for them; 0 for none, None for the backend's choice."""
+    backend: str = "auto"
+    """"serial" in this process, "process" in workers, "auto" measures the environment and chooses."""
+    parallel_start_method: StartMethod | None = None
+    """How workers start; None for the safe default, forkserver."""
+    total_timesteps: int | None = None
+    """Stop after this many env steps of all envs together."""
+    num_episodes: int | None = None
+    """Stop after this many finished episodes."""
+    stop_at_reward: float | None = None
+    """Stop when the mean reward of the last 100 episodes reaches this."""
+    seed: int = 0
+    """Of the run: the same one gives the same weights."""
+    device: str = "cpu"
+    """cpu, cuda, mps, or auto."""
+    path: str = "auto"
+    """"compiled" kernels, "torch" autograd, or "auto": kernels for perceptrons on the CPU."""
+    run_dir: str | None = None
+    """Folder of the run; None for runs/ppo-<env>, numbered when taken."""
+    checkpoint_dir: str | None = None
+    """Folder of its checkpoints; None for <run_dir>/checkpoints."""
+    checkpoint_every: int | None = None
+    """Env steps between checkpoints; None for a tenth of the run, 0 for only one at the end."""
+    keep_checkpoints: int = 3
+    """How many of them stay."""
+    resume_from: str | None = None
+    """Continue exactly from this checkpoint, or the newest one in this folder or run folder."""
+    eval_every: int | None = None
+    """Env steps between evaluations; None for a tenth of the run, 0 for only one at the end."""
+    eval_episodes: int = 10
+    """Episodes of an evaluation, on a single environment of its own."""
+    record_video: bool = False
+    """Record one episode of the trained policy as video.gif (the environment must render)."""
+    tensorboard: bool = True
+    """Write TensorBoard files into the run folder."""
+    wandb: str | None = None
+    """Log to this Weights & Biases project (needs the package wandb)."""
+    log_every: int = 10
+    """Updates between rows of metrics.jsonl."""
+
+
+def saved_options(path: str) -> tuple[RunOptions, PPOConfig]:
+    """The options and settings of the run that a checkpoint belongs to, for continuing it."""
+    folder = find_checkpoint(path)
+    saved = load_checkpoint(folder)
+    known = {f.name for f in dataclasses.fields(RunOptions)}
+    options = {key: value for key, value in saved.training.get("options", {}).items() if key in known}
+    options |= {
+        "env": saved.policy["env"],
+        "seed": saved.training["seed"],
+        "n_envs": saved.training["n_envs"],
+        "env_kwargs": tuple(f"{k}={json.dumps(v)}" for k, v in saved.policy["env_kwargs"].items()),
+        "wrapper": tuple(saved.policy.get("wrappers", ())),
+    }
+    return RunOptions(**{**options, "resume_from": str(folder)}), read_config(saved.training["config"])
+
+
+def safe_name(env: str) -> str:
+    """An environment's name as a part of a folder's name."""
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in env)[:48].strip("-.") or "env"
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PPORun:
+    """One run in its folder. Iterate over `rows()`, then look at `summary`."""
+
+    options: RunOptions
+    config: PPOConfig
+    on_event: Callable[[dict[str, Any]], None] | None = None
+    ppo: PPO = field(init=False)
+    summary: dict[str, Any] = field(default_factory=dict, init=False)
+    trained: bool = field(default=False, init=False)
+    """Whether this call made any update; a run that is resumed at its end makes none."""
+
+    def __post_init__(self) -> None:
+        options = self.options
+        if options.total_timesteps is None and options.num_episodes is None:
+            raise ConfigError("say how long to train: --total-timesteps or --num-episodes")
+        for name, least in (("log_every", 1), ("eval_episodes", 1), ("keep_checkpoints", 1)):
+            if getattr(options, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(options, name)}")
+        self.path = Path(options.run_dir or f"runs/ppo-{safe_name(options.env)}")
+        self.checkpoints = Path(options.checkpoint_dir or self.path / "checkpoints")
+        self._open_things = contextlib.ExitStack()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        """Hold the folder, then read what is in it; a folder that is not there is made last, if all is well."""
+        made = self.path.exists()
+        if made:
+            self._hold()
+        self._check_room()
+        self.ppo = self._make()
+        self._open_things.callback(self.ppo.close)
+        if not made:
+            self._hold()
+        options = self.options
+        self._best = self._best_so_far()
+        self._last_eval: Metrics = {}
+        self._boards = (
+            TensorBoard(self.path / "tensorboard", options.tensorboard),
+            WandB(
+                self.path, options.wandb or "", dataclasses.asdict(options), bool(options.wandb), "--wandb"
+            ),
+        )
+        for board in self._boards:
+            self._open_things.callback(board.close)
+
+    def _hold(self) -> None:
+        self.folder = RunFolder(self.path, "train-ppo", self.options.seed, self.on_event)
+        self._open_things.callback(self.folder.close)
+        if not self.checkpoints.resolve().is_relative_to(self.path.resolve()):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.checkpoints / ".lock", "another train-ppo")
+            lock.take()
+            self._open_things.callback(lock.release)
+
+    def _check_room(self) -> None:
+        """Refuse a folder whose checkpoints are later than what is to be written: they would be taken for newer.
+
+        Broken ones are put aside under another name.
+        """
+        there = list_checkpoints(self.checkpoints)
+        if self.options.resume_from is None:
+            if there:
+                raise ConfigError(
+                    f"{self.checkpoints} holds a run of {checkpoint_step(there[-1])} steps: go on with it by "
+                    f"--resume-from {self.path}, or take another --run-dir"
+                )
+            return
+        found = find_checkpoint(self.options.resume_from)
+        for other in there:
+            if checkpoint_step(other) <= checkpoint_step(found):
+                continue
+            try:
+                verify_folder(other)
+            except DataError:
+                aside = other.with_name(f"broken-{other.name}")
+                logger.warning("%s is broken and is put aside as %s", other, aside)
+                shutil.rmtree(aside, ignore_errors=True)
+                other.rename(aside)
+                continue
+            raise ConfigError(
+                f"{other.name} is later than {found}, from which to go on: give the branch a --run-dir of its own, "
+                f"or leave the earlier one out: --resume-from {self.path}"
+            )
+
+    def rows(self) -> Iterator[Metrics]:
+        """Train; yields the metrics of every update, with evaluations where there were any.
+
+        On NaN or a failed environment an emergency checkpoint of the last good weights is saved, then the error
+        goes on.
+        """
+        ppo, options = self.ppo, self.options
+        if self.is_done:
+            return
+        self._sweep()
+        self._write_settings()
+        steps = ppo.log.n_steps
+        self.folder.keep_metrics(lambda row: row["steps"] <= steps)
+        share = (options.total_timesteps or 0) // 10
+        every_eval = share if options.eval_every is None else options.eval_every
+        every_save = share if options.checkpoint_every is None else options.checkpoint_every
+        status = "completed"
+        row: Metrics = {}
+        try:
+            for row in ppo.updates(options.total_timesteps, num_episodes=options.num_episodes):
+                now = int(row["steps"])
+                self.trained = True
+                last = self._reached(row) or self._progress() >= 1.0
+                if last or _passed(every_eval, steps, now):
+                    row |= self._evaluate()
+                if _passed(every_save, steps, now):
+                    self._save()
+                steps = now
+                self._report(row)
+                yield row
+                if last:
+                    break
+        except (EnvError, DivergedError, WorkerError) as error:
+            self._emergency(error)
+            raise
+        except (KeyboardInterrupt, GeneratorExit):
+            status = "interrupted"
+            raise
+        finally:
+            if status == "interrupted":
+                if ppo.is_whole:
+                    self._save()
+                self._finish(row, status)
+        if self.trained or not checkpoint_folder(self.checkpoints, ppo.log.n_steps).exists():
+            self._save()
+        if not self.trained:
+            row = {**self._standing(), **self._evaluate()}
+        if options.record_video:
+            self._record()
+        self._finish(row, status)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to train or to write: the run was resumed at its end."""
+        if self._progress() < 1.0:
+            return False
+        path = self.path / "summary.json"
+        summary = read_json(path) if path.exists() else {}
+        same = summary.get("metrics", {}).get("steps") == self.ppo.log.n_steps
+        if summary.get("status") != "completed" or not same:
+            return False
+        self.summary = summary
+        return True
+
+    def _progress(self) -> float:
+        return self.ppo.progress(self.options.total_timesteps, self.options.num_episodes)
+
+    def _standing(self) -> Metrics:
+        """What is known of a run whose updates were made before it was resumed."""
+        log = self.ppo.log
+        return {
+            "steps": log.n_steps, "episodes": log.n_episodes, "iteration": self.ppo.agent.iteration,
+            "reward_mean": log.mean_reward, "length_mean": log.mean_length,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """End workers and writers."""
+        self._open_things.close()
+
+    def _make(self) -> PPO:
+        options = self.options
+        places: dict[str, Any] = {
+            "backend": options.backend, "num_workers": options.num_workers,
+            "start_method": options.parallel_start_method, "device": options.device,
+            "env_kwargs": parse_env_kwargs(options.env_kwargs), "wrappers": options.wrapper,
+        }  # fmt: skip
+        if options.resume_from is None:
+            return PPO(
+                options.env, n_envs=options.n_envs, seed=options.seed, config=self.config, path=options.path,
+                **places,
+            )  # fmt: skip
+        ppo = PPO.load(options.resume_from, options.env, path=options.path, **places)
+        if (ppo.seed, ppo.n_envs) != (options.seed, options.n_envs):
+            raise ConfigError(
+                f"the checkpoint was made with --seed {ppo.seed} --n-envs {ppo.n_envs}, got "
+                f"--seed {options.seed} --n-envs {options.n_envs}; leave them out to continue"
+            )
+        saved = load_checkpoint(options.resume_from).policy["env_kwargs"]
+        if places["env_kwargs"] != saved:
+            raise ConfigError(
+                f"the checkpoint was made with --env-kwargs {saved}, got {places['env_kwargs']}; leave them out "
+                f"to continue"
+            )
+        if ppo.config != self.config:
+            changed = [
+                f.name for f in dataclasses.fields(PPOConfig)
+                if getattr(ppo.config, f.name) != getattr(self.config, f.name)
+            ]  # fmt: skip
+            logger.warning(
+                "continuing with changed %s: no longer the same run bit for bit", ", ".join(changed)
+            )
+            ppo.config = ppo.agent.config = self.config
+        return ppo
+
+    def _best_so_far(self) -> float:
+        if self.options.resume_from is None:
+            return -math.inf
+        best = load_checkpoint(self.options.resume_from).training.get("best")
+        return -math.inf if best is None else float(best)
+
+    def _evaluate(self) -> Metrics:
+        result = self.ppo.evaluate(self.options.eval_episodes)
+        self._last_eval = {"eval_return_mean": result.mean, "eval_return_std": result.std}
+        if result.mean > self._best:
+            self._best = result.mean
+            folder = checkpoint_folder(self.path / "best", self.ppo.log.n_steps)
+            save_checkpoint(folder, self.ppo.checkpoint(eval_return_mean=result.mean))
+            prune_checkpoints(self.path / "best", 1)
+        return dict(self._last_eval)
+
+    def _save(self) -> Path:
+        folder = self.ppo.save(
+            self.checkpoints, options=dataclasses.asdict(self.options), best=_finite(self._best)
+        )
+        prune_checkpoints(self.checkpoints, self.options.keep_checkpoints)
+        self.folder.event("checkpoint", step=self.ppo.log.n_steps, path=str(folder))
+        return folder
+
+    def _emergency(self, error: Exception) -> None:
+        """Keep the last good weights, where no later checkpoint overwrites or prunes them."""
+        folder = self.ppo.save(self.path / "emergency", error=str(error))
+        self.folder.event("emergency", step=self.ppo.log.n_steps, path=str(folder))
+        logger.error("training stopped; the last good weights are in %s", folder)
+        self._finish({}, "failed")
+
+    def _report(self, row: Metrics) -> None:
+        if "eval_return_mean" in row or self.ppo.agent.iteration % self.options.log_every == 0:
+            self.folder.append_metrics(row)
+            numbers = {f"ppo/{key}": value for key, value in row.items() if math.isfinite(value)}
+            for board in self._boards:
+                board.add(numbers, int(row["steps"]))
+
+    def _reached(self, row: Metrics) -> bool:
+        goal = self.options.stop_at_reward
+        return goal is not None and len(self.ppo.log.recent) == 100 and row["reward_mean"] >= goal
+
+    def _record(self) -> None:
+        frames: list[Any] = []
+        self.ppo.evaluate(1, frames=frames)
+        write_video(self.path / "video.gif", frames)
+
+    def _finish(self, row: Metrics, status: str) -> None:
+        rows = self.folder.read_metrics()
+        if rows:
+            write_ppo_curves(
+                rows, self.path / "curves.png", f"PPO on {self.options.env}, seed {self.options.seed}"
+            )
+        wanted = ("steps", "episodes", "iteration", "steps_per_second", "reward_mean", "length_mean")
+        metrics: dict[str, Any] = {key: row[key] for key in wanted if key in row}
+        metrics |= self._last_eval
+        metrics |= {"n_envs": self.ppo.n_envs, "workers": self.ppo.workers, "path": self.ppo.path}
+        self.summary = self.folder.finish(metrics, status)
+
+    def _sweep(self) -> None:
+        """Remove what killed writers left; this run alone writes there now."""
+        for folder in (self.path, self.path / "best", self.path / "emergency", self.checkpoints):
+            remove_leftovers(folder)
+
+    def _write_settings(self) -> None:
+        from omegaconf import OmegaConf
+
+        settings = {**dataclasses.asdict(self.options), "ppo": dataclasses.asdict(self.ppo.config)}
+        settings["ppo"]["hidden"] = list(settings["ppo"]["hidden"])
+        settings |= {key: list(value) for key, value in settings.items() if isinstance(value, tuple)}
+        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
+
+
+def _passed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of `every` lies in (before, now]; it depends on steps only."""
+    return every > 0 and now // every > before // every
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("reward per episode", (("reward", "finished in the rollout"), ("reward_mean", "mean of the last 100"),
+                            ("eval_return_mean", "evaluation, greedy"))),
+    ("episode length", (("length_mean", "mean of the last 100"),)),
+    ("entropy, explained variance",
+     (("entropy", "entropy (nats)"), ("explained_variance", "explained variance"))),
+    ("size of the updates", (("approx_kl", "KL"), ("clip_fraction", "clipped fraction"))),
+)  # fmt: skip
+
+
+def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw the metrics of a run over its env steps into a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    for axis, (name, lines) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        for key, label in lines:
+            points = [(row["steps"], row[key]) for row in rows if row.get(key) is not None]
+            if points:
+                style: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8} if key == "reward" else {}
+                style |= {"marker": "o", "markersize": 4} if key.startswith("eval") else {}
+                axis.plot(*zip(*points, strict=True), label=label, **style)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("environment steps", fontsize=9)
+        axis.grid(alpha=0.3)
+        if name.startswith("entropy"):
+            axis.set_ylim(bottom=max(-1.05, axis.get_ylim()[0]))
+        if axis.lines:
+            axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)

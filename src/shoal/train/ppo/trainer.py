@@ -1,0 +1,255 @@
+"""`PPOTrainer`: PPO driven by the caller's loop, an episode or a vectorised rollout at a time.
+
+For whole runs with workers, evaluation and exact resume there is `PPO`; the mathematics is the same object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import VectorEnv
+from torch import nn
+
+from shoal.core.errors import ConfigError
+from shoal.core.seeding import derive_seed, stream
+from shoal.rollout.arrays.episodes import SeededEpisodes
+from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
+from shoal.train.ppo.agent import PPOAgent, make_agent
+from shoal.train.ppo.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    describe_policy,
+    load_checkpoint,
+    save_checkpoint,
+)
+from shoal.train.ppo.collect import EpisodeLog
+from shoal.train.ppo.config import PPOConfig, choose_device, read_config
+
+Array = np.ndarray
+LONGEST_EPISODE = 10_000
+
+
+class Selected(NamedTuple):
+    """One action and what the policy thinks of it."""
+
+    action: Any
+    logprob: float
+    value: float
+
+
+class HasVectorEnv(Protocol):
+    """Something around a vector env, such as `shoal.vector.ParallelEnv`."""
+
+    envs: VectorEnv
+
+
+class PPOTrainer:
+    """Learns a policy from environments that the caller owns.
+
+    Args:
+        network: an `nn.Module` (see `OwnNetwork`), or None for one that fits the spaces.
+        learning_rate: of Adam, before its schedule.
+        device: "cpu", "cuda", "mps" or "auto".
+        seed: all randomness is derived from it.
+        num_episodes: the length of the run, for schedules; None keeps them at their start.
+        config: all settings; single ones may also be given by keyword.
+        observation_space: needed only to use the policy before the first environment is seen.
+        action_space: likewise.
+        path: "compiled", "torch" or "auto".
+    """
+
+    def __init__(
+        self, network: nn.Module | None = None, *, learning_rate: float | None = None, device: str = "cpu",
+        seed: int = 0, num_episodes: int | None = None, config: PPOConfig | None = None,
+        observation_space: gym.Space | None = None, action_space: gym.Space | None = None, path: str = "auto",
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        if learning_rate is not None:
+            settings["learning_rate"] = learning_rate
+        base = config or PPOConfig()
+        self.config = read_config({**dataclasses.asdict(base), **settings})
+        self.device, self.seed, self.path, self.total_episodes = (
+            choose_device(device),
+            seed,
+            path,
+            num_episodes,
+        )
+        self._own_network = network
+        self._agent: PPOAgent | None = None
+        self._spaces: tuple[gym.Space, gym.Space] | None = None
+        self._collectors: dict[int, EnvSlice | VectorSteps] = {}  # by id of the env they step
+        self._logs: dict[int, EpisodeLog] = {}
+        self.log = EpisodeLog(1, replayable=False)  # all episodes, whatever env they came from
+        if observation_space is not None and action_space is not None:
+            self._meet(observation_space, action_space, 1)
+
+    @property
+    def agent(self) -> PPOAgent:
+        """The policy and its statistics."""
+        if self._agent is None:
+            raise ConfigError(
+                "the trainer knows no spaces yet: train an episode first, or give "
+                "observation_space and action_space"
+            )
+        return self._agent
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes finished so far."""
+        return self.log.n_episodes
+
+    def train_episode(self, env: gym.Env) -> dict[str, float]:
+        """Play one episode of a single environment, then update; returns the metrics.
+
+        An episode longer than 10,000 steps (or the env's time limit) is learned from in parts.
+        """
+        known = self._collectors.get(id(env))
+        if not isinstance(known, EnvSlice):
+            self._meet(env.observation_space, env.action_space, 1)
+            seeded = SeededEpisodes(env, self.seed, 0)
+            seeded.episode = self.num_episodes
+            _, info = seeded.reset()
+            known = EnvSlice([seeded], masked="action_mask" in info)
+            seeded.episode -= 1
+            known.reset()
+            self._collectors[id(env)] = known
+        self.agent.set_envs(1)
+        limit = env.spec.max_episode_steps if env.spec is not None else None
+        noise = self.agent.noise(min(limit or LONGEST_EPISODE, LONGEST_EPISODE))
+        return self._learn(id(env), known.collect(self.agent, noise, until_done=True))
+
+    def train_episode_vectorized(self, vec_env: VectorEnv | HasVectorEnv) -> dict[str, float]:
+        """Collect `n_steps` of every environment, then update; returns the metrics.
+
+        Works with `make_vec`, `ParallelEnv` and every autoreset mode. `n_completed_episodes` says
+        how many episodes ended meanwhile.
+        """
+        if not isinstance(vec_env, VectorEnv):  # a ParallelEnv is a vector env with another face
+            vec_env = vec_env.envs
+        known = self._collectors.get(id(vec_env))
+        if not isinstance(known, VectorSteps):
+            self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
+            seeds: Any = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
+            try:
+                _, infos = vec_env.reset(seed=seeds)
+            except gym.error.Error:  # written as one (gymnasium's own CartPole): one generator for all
+                seeds = seeds[0]
+                _, infos = vec_env.reset(seed=seeds)
+            known = VectorSteps(vec_env, masked="action_mask" in infos, seed=seeds)
+            known.reset()
+            self._collectors[id(vec_env)] = known
+        self.agent.set_envs(vec_env.num_envs)
+        return self._learn(id(vec_env), known.collect(self.agent, self.agent.noise(self.config.n_steps)))
+
+    def update(self, rollout: StepRollout) -> dict[str, float]:
+        """One PPO update from a rollout that this policy collected."""
+        return self.agent.improve(rollout, self.progress)
+
+    @property
+    def progress(self) -> float:
+        """The finished share of `num_episodes`."""
+        return min(1.0, self.num_episodes / self.total_episodes) if self.total_episodes else 0.0
+
+    def select_action(
+        self, observation: Any, *, mask: Any = None, deterministic: bool = False, draw: int = 0
+    ) -> Selected:
+        """The action for one observation; `draw` numbers the draws, the same one gives the same action."""
+        agent = self.agent
+        row = np.zeros((1, agent.obs_rows.size), agent.obs_rows.dtype)
+        agent.obs_rows.encode_one(observation, row[0])
+        shape = (1, agent.action_rows.size)
+        actions = np.zeros(shape, agent.action_rows.dtype)
+        logprob = np.zeros(1, np.float32)
+        chance = stream(self.seed, "select", agent.iteration, draw)
+        if agent.action_rows.is_discrete:
+            noise = chance.random(shape, dtype=np.float32)
+        else:
+            noise = chance.standard_normal(shape, dtype=np.float32)
+        masks = np.zeros((1, 0), np.uint8) if mask is None else np.asarray(mask, np.uint8).reshape(1, -1)
+        if masks.size and any(agent.action_rows.forbidden(masks)):
+            raise ValueError("the action mask allows no action")
+        agent.act(row, masks, noise, actions, logprob, deterministic)
+        seen = row if agent.obs_norm is None else agent.obs_norm(row)
+        value = float(agent.learner.values(seen)[0])
+        return Selected(agent.action_rows.to_env(actions)[0], float(logprob[0]), value)
+
+    def save(self, root: Path | str) -> Path:
+        """Write a checkpoint under `root`; returns its folder.
+
+        Environments are the caller's: on `load` they begin new episodes.
+        """
+        agent, (obs, act) = self.agent, self._spaces or (None, None)
+        assert obs is not None
+        assert act is not None
+        weights, optimizer, statistics = agent.state()
+        values, _ = self.log.state()
+        policy = describe_policy(obs, act, agent.learner.network, self.config, agent.obs_norm is not None)
+        training = {
+            "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": agent.n_envs,
+            "num_episodes": self.total_episodes, **values,
+        }  # fmt: skip
+        checkpoint = Checkpoint(policy, training, weights, optimizer, statistics, {"started": np.zeros(1)})
+        return save_checkpoint(checkpoint_folder(root, self.log.n_steps), checkpoint)
+
+    def load(self, path: Path | str) -> None:
+        """Take over weights, optimizer, statistics and counters from a checkpoint."""
+        from shoal.train.ppo.checkpoint import read_space
+
+        saved = load_checkpoint(path)
+        obs, act = (read_space(saved.policy[key]) for key in ("observation_space", "action_space"))
+        if self._agent is None:
+            self._meet(obs, act, int(saved.training["n_envs"]))
+        elif self._spaces != (obs, act):
+            raise ConfigError(
+                f"the checkpoint is for spaces {obs} and {act}, this trainer has {self._spaces}"
+            )
+        mine = self.agent.state()[0]
+        shapes = {name: value.shape for name, value in saved.weights.items()}
+        if shapes != {name: value.shape for name, value in mine.items()}:
+            raise ConfigError(
+                f"the checkpoint belongs to another network: it has weights {shapes}, this one "
+                f"{ {name: value.shape for name, value in mine.items()} }"
+            )
+        self.config = self.agent.config = read_config(saved.training["config"])
+        self.agent.set_envs(int(saved.training["n_envs"]))
+        self.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
+        self.seed = self.agent.seed = int(saved.training["seed"])
+        self.total_episodes = saved.training.get("num_episodes")
+        self.log.n_episodes, self.log.n_steps = saved.training["n_episodes"], saved.training["n_steps"]
+        self._collectors.clear()
+        self._logs.clear()
+
+    def _meet(self, obs: gym.Space, act: gym.Space, n_envs: int) -> None:
+        if self._agent is not None:
+            if self._spaces != (obs, act):
+                raise ConfigError(
+                    f"the environment has spaces {obs} and {act}, this trainer learns {self._spaces}"
+                )
+            return
+        self._agent = make_agent(
+            obs, act, self.config, n_envs=n_envs, seed=self.seed,
+            network=self._own_network, path=self.path, device=self.device,
+        )  # fmt: skip
+        self._spaces = (obs, act)
+
+    def _learn(self, key: int, rollout: StepRollout) -> dict[str, float]:
+        metrics = self.update(rollout)
+        n_envs = rollout.rewards.shape[1]
+        ended = self._logs.setdefault(key, EpisodeLog(n_envs, replayable=False)).add(rollout)
+        self.log.n_steps += rollout.rewards.size
+        self.log.n_episodes += len(ended)
+        self.log.recent.extend(ended)
+        return {
+            "reward": float(np.mean([e.reward for e in ended])) if ended else float("nan"),
+            "length": float(np.mean([e.length for e in ended])) if ended else float("nan"),
+            "reward_mean": self.log.mean_reward,
+            "n_completed_episodes": len(ended),
+            "n_envs": n_envs,
+            "episodes": self.log.n_episodes,
+            "steps": self.log.n_steps,
+            **metrics,
+        }

@@ -1,0 +1,1 @@
+"""A run, its episodes and its skills in a browser: read-only over the files of run folders."""

@@ -1,0 +1,222 @@
+"""`shoal prove`: equal runs are equal, a broken promise is found and named, a fault that was not felt is none."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from shoal.cli import prove as command
+from shoal.cli.main import main
+from shoal.core.data import read_trajectories, write_trajectories
+from shoal.testing import prove_agents
+from shoal.testing.proof import Case, Part, Toll, kill_when, prove
+from shoal.testing.recorded_runs import first_difference, weights_digest
+
+TINY = [
+    "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=2", "trainer.iterations=2",
+    "trainer.eval_every=2", "trainer.save_every=2", "agent_proxy.max_turn=4", "es_manager.train.env_groups=3",
+    "es_manager.train.group_size=3", "es_manager.val.env_groups=2",
+]  # fmt: skip
+
+
+def agents(*wanted, faults=False):
+    part = prove_agents.agents("demo", TINY, faults=faults, ray=False)
+    cases = [case for case in part.cases if case.name in wanted]
+    return Part(part.name, part.again, cases, part.digests, part.difference)
+
+
+def test_one_run_made_three_ways_leaves_the_same_bytes(tmp_path):
+    rows = prove(agents("one by one", "lockstep", "3 workers, greedy"), tmp_path)
+    assert [(row.name, row.problem) for row in rows] == [
+        ("one by one", ""), ("lockstep", ""), ("3 workers, greedy", ""),
+    ]  # fmt: skip
+    assert all(row.digests == rows[0].digests for row in rows)
+    saved = list((tmp_path / "one-by-one" / "trajectories").glob("*.jsonl"))
+    assert sorted(path.stem for path in saved) == [
+        "heldout-000000",
+        "heldout-000002",
+        "train-000001",
+        "train-000002",
+    ]
+
+
+def test_a_stream_that_is_broken_is_found_and_its_first_token_is_named(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    import msgspec
+
+    from shoal.rollout import collector
+
+    class Broken(collector.Episode):
+        """Of one turn of one episode the noise has another name."""
+
+        def request(self):
+            request = super().request()
+            key = request.key
+            if (key.iteration, key.group, key.member, key.turn) == (
+                1,
+                2,
+                1,
+                1,
+            ) and request.sampling.temperature:
+                key = msgspec.structs.replace(key, seed=key.seed + 1)
+                return msgspec.structs.replace(
+                    request, key=key, sampling=replace(request.sampling, temperature=99.0)
+                )
+            return request
+
+    monkeypatch.setattr(collector, "Episode", Broken)
+    rows = prove(agents("one by one", "lockstep"), tmp_path)
+    assert rows[0].equal
+    assert not rows[1].equal
+    # an oracle that reads the JSON itself
+    one, other = (
+        [
+            json.loads(line)
+            for line in (tmp_path / name / "trajectories" / "train-000002.jsonl").read_text().splitlines()
+        ]
+        for name in ("one-by-one", "lockstep")
+    )
+    parted = [(a["group"], a["member"]) for a, b in zip(one, other, strict=True) if a != b]
+    assert parted == [(2, 1)]
+    a, b = (next(t for t in run if (t["group"], t["member"]) == (2, 1))["turns"][1] for run in (one, other))
+    token = [x == y for x, y in zip(a["response_ids"] + [-1], b["response_ids"] + [-2], strict=False)].index(
+        False
+    )
+    named = f"train-000002, iteration 1, group 2, member 1, turn 2, token {token}: response token is "
+    assert "differ; first: " in rows[1].problem
+    assert named in rows[1].problem
+
+
+def test_workers_that_are_killed_are_counted_with_what_was_played_again(tmp_path):
+    part = agents("one by one", "workers killed", faults=True)
+    rows = prove(part, tmp_path)
+    assert [row.problem for row in rows] == ["", ""]
+    assert rows[1].toll.kills >= 1
+    lost = [
+        json.loads(line) for line in (tmp_path / "workers-killed" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert rows[1].toll.again == sum(row.get("replayed_episodes", 0) for row in lost) >= 1
+
+
+@pytest.mark.parametrize(
+    ("toll", "felt"), [(Toll(0, 0), 0), (Toll(2, 0), 0), (Toll(0, 3), 0), (Toll(1, 1), 1), (None, 0)]
+)
+def test_a_fault_that_was_not_felt_proves_nothing(tmp_path, toll, felt):
+    tried = []
+    cases = [
+        Case("calm", lambda run: None),
+        Case("killed", lambda run: tried.append(run) or toll, fault=True),
+    ]
+    rows = prove(Part("made up", "episodes", cases, lambda run: {"hash": "a"}, lambda a, b: ""), tmp_path)
+    assert rows[1].equal == bool(felt)
+    assert (len(tried) == 1) == bool(felt)  # it is tried again until it is felt
+    assert felt or "no fault was felt" in rows[1].problem
+
+
+def test_a_case_that_raises_is_a_row_that_says_so(tmp_path):
+    def broken(run):
+        raise RuntimeError("no luck")
+
+    cases = [Case("calm", lambda run: None), Case("broken", broken), Case("third", lambda run: None)]
+    rows = prove(Part("made up", "episodes", cases, lambda run: {"hash": "a"}, lambda a, b: ""), tmp_path)
+    assert [row.problem for row in rows] == ["", "RuntimeError: no luck", ""]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_command_ends_with_0_only_if_all_is_equal(tmp_path, monkeypatch, capsys, same):
+    def made(*args, **kwargs):
+        cases = [Case("one", lambda run: None), Case("two", lambda run: None)]
+        return Part("agents", "episodes", cases, lambda run: {"episodes": "a" if same else run.name},
+                    lambda a, b: "turn 3, token 1")  # fmt: skip
+
+    monkeypatch.setattr(prove_agents, "agents", made)
+    assert main(["prove", "--run-dir", str(tmp_path / "p"), "--json"]) == int(not same)
+    said = capsys.readouterr()
+    summary = json.loads(said.out)
+    assert summary == json.loads((tmp_path / "p" / "summary.json").read_text())
+    assert (summary["status"], summary["metrics"]["equal"]) == ("completed" if same else "failed", same)
+    assert ("turn 3, token 1" in said.err) == (not same)
+    assert main(["prove", "--run-dir", str(tmp_path / "p")]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["pppo"], "Did you mean 'ppo'"),
+        (["ppo", "seed=3"], "has no agent config"),
+        (["ppo", "split"], "takes one part"),
+        (["trainer.iteratons=3"], "Did you mean"),
+    ],
+)
+def test_a_mistake_in_the_call_is_told(tmp_path, capsys, words, why):
+    assert main(["prove", *words, "--run-dir", str(tmp_path / "p")]) == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+
+
+def test_one_changed_byte_of_a_tensor_changes_the_hash_and_the_order_of_names_does_not(tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folders = [tmp_path / name for name in "abcd"]
+    for folder in folders:
+        folder.mkdir()
+    x, y = np.arange(5, dtype=np.float32), np.ones((2, 3))
+    save_file({"x": x, "y": y}, folders[0] / "w.safetensors")
+    save_file({"y": y, "x": x}, folders[1] / "w.safetensors", metadata={"written": "later"})
+    save_file({"x": np.nextafter(x, 9, dtype=np.float32), "y": y}, folders[2] / "w.safetensors")
+    save_file({"x": x, "y": y.reshape(3, 2)}, folders[3] / "w.safetensors")
+    one, same, other, shape = map(weights_digest, folders)
+    assert one == same
+    assert len({one, other, shape}) == 3
+
+
+def test_a_process_that_ends_by_itself_was_not_killed():
+    def sleeper(seconds):
+        return subprocess.Popen(
+            [sys.executable, "-c", f"import time; time.sleep({seconds})"], start_new_session=True
+        )
+
+    assert not kill_when(sleeper(0), lambda: False)
+    process = sleeper(60)
+    assert kill_when(process, lambda: True)
+    assert process.returncode == -9
+
+
+def test_runs_of_other_files_and_missing_episodes_differ(tmp_path):
+    from tests.cli.recorded import trajectory
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    write_trajectories(one / "trajectories" / "train-000001.jsonl", [trajectory(member=m) for m in range(3)])
+    shutil.copytree(one, other)
+    assert first_difference(one, other) is None
+    file = other / "trajectories" / "train-000001.jsonl"
+    write_trajectories(file, list(read_trajectories(file))[:2])
+    assert str(first_difference(one, other)) == (
+        "train-000001, iteration 0, group 0, member 2: the episode is 'there' and 'missing'"
+    )
+    write_trajectories(other / "trajectories" / "train-000002.jsonl", [])
+    file.unlink()
+    assert first_difference(one, one) is None
+    assert main(["replay", str(one), "--diff", str(other)]) == 2
+
+
+def test_every_part_is_known_to_the_command():
+    from shoal.testing import prove_commands
+
+    assert {name for name in command.PARTS if name != "agents"} <= set(vars(prove_commands))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", ["agents", "ppo", "split", "skills"])
+def test_the_whole_promise_holds(tmp_path, part, capsys):
+    assert main(["prove", part, "--quick", "--run-dir", str(tmp_path / "p"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["metrics"]["rows"]
+    assert all(row["equal"] for row in rows)
+    assert all(row["toll"]["kills"] and row["toll"]["again"] for row in rows if row["fault"])
+    assert sum(row["fault"] for row in rows) >= 1

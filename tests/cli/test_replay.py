@@ -1,0 +1,285 @@
+"""`shoal replay` and `shoal rescore`: recorded episodes again, in one process, compared, stopped, forked, rescored."""
+
+import io
+import json
+import shutil
+import sys
+from dataclasses import replace
+
+import pytest
+from tests.cli.recorded import trajectory, turn
+
+from shoal.cli.main import main
+from shoal.core.data import read_trajectories, write_trajectories
+from shoal.testing.recorded_runs import difference_of
+from shoal.testing.replay import Replay, find_episode
+
+LAKE = """\
+from shoal.envs.frozen_lake import FrozenLakeEnv
+
+PAID = 1.0
+GREETING = ""
+
+
+class Lake(FrozenLakeEnv):
+    def _advance(self, action):
+        outcome = super()._advance(action)
+        self.moves = getattr(self, "moves", 0) + 1
+        return outcome
+
+    def observe(self):
+        return super().observe() + GREETING
+"""
+SMALL = [
+    "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=5", "trainer.iterations=2",
+    "trainer.eval_every=1", "trainer.save_every=1", "trainer.keep_checkpoints=2", "trainer.tensorboard=false",
+    "trainer.save_trajectories_every=1", "agent_proxy.max_turn=5", "es_manager.train.env_groups=2",
+    "es_manager.train.group_size=2", "es_manager.val.env_groups=2", "custom_envs.FrozenLakeEnv.env_type=own_lake:Lake",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two iterations on three workers, whose env is a module of its own."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "own_lake.py").write_text(LAKE)
+    sys.path.insert(0, str(folder))
+    workers = ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=3"]
+    try:
+        assert main(["train", *SMALL, *workers, f"run_dir={folder / 'run'}"]) == 0
+        yield folder / "run"
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop("own_lake", None)
+
+
+def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
+    played = 0
+    with Replay(trained) as replay:
+        for file in sorted((trained / "trajectories").glob("*.jsonl")):
+            for number, record in enumerate(read_trajectories(file)):
+                again = replay.play(find_episode(trained, f"{file.stem}:{number}"))
+                assert again.difference is None
+                assert replace(again.trajectory, weights_version=0) == replace(record, weights_version=0)
+                sampled = file.stem in ("train-000002", "heldout-000001", "heldout-000002")
+                assert again.source.startswith("sampled again" if sampled else "the recorded tokens"), file
+                played += 1
+    assert played == 2 * 4 + 3 * 2
+
+
+def test_the_command_says_that_it_is_the_same(trained, capsys):
+    assert main(["replay", str(trained), "train-000002:3"]) == 0
+    said = capsys.readouterr().out
+    assert "sampled again with checkpoints/step-000001" in said
+    assert "the same: 5 turns" in said
+    assert main(["replay", str(trained), "1", "--sampler", "recorded", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["episode"], result["equal"], result["difference"]) == ("heldout-000002:1", True, None)
+
+
+@pytest.mark.parametrize(("sampler", "what"), [("auto", "observation"), ("recorded", "observation")])
+def test_an_env_that_changed_since_is_found_with_the_turn_and_how(
+    trained, monkeypatch, capsys, sampler, what
+):
+    lake = sys.modules["own_lake"].Lake
+    old = lake.observe
+
+    def observe(self):
+        return old(self) + ("!" if getattr(self, "moves", 0) >= 2 else "")
+
+    monkeypatch.setattr(lake, "observe", observe)
+    assert main(["replay", str(trained), "train-000002:0", "--sampler", sampler]) == 1
+    said = capsys.readouterr().out
+    assert f"iteration 1, group 0, member 0, turn 3: {what} is" in said
+    assert "the env answered otherwise than when the episode was recorded" in said
+    assert "--- recorded" in said
+
+
+def test_an_env_that_pays_otherwise_or_ends_early_is_found(trained, monkeypatch, capsys):
+    lake = sys.modules["own_lake"].Lake
+    step = lake.step
+
+    def paid(self, action):
+        observation, reward, terminated, truncated, info = step(self, action)
+        return observation, reward + 1, terminated, truncated, info
+
+    def over(self, action):
+        observation, reward, terminated, _truncated, info = step(self, action)
+        return observation, reward, terminated, self._steps == 2, info
+
+    def raises(self, action):
+        raise RuntimeError("the lake is frozen")
+
+    for broken, where in ((paid, "turn 1: reward is"), (over, "the number of turns is 5 and 2")):
+        monkeypatch.setattr(lake, "step", broken)
+        assert main(["replay", str(trained), "train-000001:1"]) == 1
+        assert where in capsys.readouterr().out
+    monkeypatch.setattr(lake, "step", raises)
+    assert main(["replay", str(trained), "train-000001:1"]) == 1
+    assert "turn 1: the turn is 'went on' and 'RuntimeError: the lake is frozen (" in capsys.readouterr().out
+
+
+def test_other_weights_are_found_at_the_first_token(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    file = run / "trajectories" / "train-000002.jsonl"
+    first, *rest = read_trajectories(file)
+    wrong = (first.turns[0].response_ids[0] + 1, *first.turns[0].response_ids[1:])
+    write_trajectories(
+        file, [replace(first, turns=(replace(first.turns[0], response_ids=wrong), *first.turns[1:])), *rest]
+    )
+    assert main(["replay", str(run), "train-000002:0", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["difference"]
+    assert (found["what"], found["turn"], found["token"]) == ("response token", 1, 0)
+    assert main(["replay", str(trained), "--diff", str(run)]) == 1
+    assert (
+        "train-000002, iteration 1, group 0, member 0, turn 1, token 0: response token"
+        in capsys.readouterr().out
+    )
+    assert main(["replay", str(trained), "--diff", str(trained)]) == 0
+
+
+def test_a_fork_takes_another_action_and_the_model_plays_on(trained, capsys):
+    assert (
+        main(["replay", str(trained), "heldout-000002:0", "--turn", "2", "--action", "Left", "--json"]) == 0
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert result["forked"]
+    with Replay(trained) as replay:
+        found = find_episode(trained, "heldout-000002:0")
+        forked = replay.play(found, fork=(2, "Left")).trajectory
+        again = replay.play(found, fork=(2, "Left")).trajectory
+    assert forked == again
+    assert forked.turns[0] == found.trajectory.turns[0]
+    assert forked.turns[1].action == "Left"
+    assert forked.turns[1].prompt_ids == found.trajectory.turns[1].prompt_ids
+    assert len(forked.turns) > 2
+    assert main(["replay", str(trained), "heldout-000002:0", "--action", "Sideways"]) == 2
+    assert "is no action of FrozenLakeEnv; there are: Left, Down, Right, Up" in capsys.readouterr().err
+
+
+def test_a_fork_without_weights_says_what_is_needed(trained, tmp_path, capsys):
+    assert main(["replay", str(trained), "train-000001:0", "--action", "Left"]) == 2
+    assert "pass --sampler with a run" in capsys.readouterr().err
+    assert (
+        main(["replay", str(trained), "train-000001:0", "--action", "Left", "--sampler", str(trained)]) == 0
+    )
+    assert "forked at turn 1" in capsys.readouterr().out
+
+
+def test_pdb_stops_in_the_envs_own_code_at_the_turn(trained, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p self._steps\nw\nc\n"))
+    assert main(["replay", str(trained), "train-000002:0", "--turn", "3", "--pdb"]) == 0
+    said = capsys.readouterr().out
+    assert "own_lake.py" in said
+    assert "_advance" in said
+    assert "(Pdb) 2\n" in said  # two steps were made before the third turn
+    assert "the same: 5 turns" in said
+    monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
+    assert main(["replay", str(trained), "train-000002:0", "--pdb"]) == 0
+    assert "left the debugger" in capsys.readouterr().out
+
+
+def test_a_server_s_run_is_followed_and_compared(trained, tmp_path, capsys, monkeypatch):
+    from tests.rollout.samplers.fake_server import FakeServer
+
+    server = FakeServer("openai")
+    server.say = lambda said: "<action>Down</action>"
+    run = tmp_path / "run"
+    named = ["engine.name=openai", f"engine.server.url={server.url}", "agent_proxy.parallel_n_jobs=2"]
+    small = ["es_manager.train.env_groups=2", "es_manager.train.group_size=2"]
+    try:
+        assert main(["rollout", *small, *named, f"run_dir={run}"]) == 0
+    finally:
+        server.shutdown()
+        server.server_close()  # the server is gone: replaying does not need it
+    assert main(["replay", str(run), "rollout:3"]) == 0
+    said = capsys.readouterr().out
+    assert "the recorded tokens are followed" in said
+    assert "the same" in said
+    file = run / "trajectories" / "rollout.jsonl"
+    records = list(read_trajectories(file))
+    changed = replace(records[3].turns[0], observation="elsewhere")
+    write_trajectories(file, [*records[:3], replace(records[3], turns=(changed, *records[3].turns[1:]))])
+    assert main(["replay", str(run), "rollout:3"]) == 1
+    assert "turn 1: observation is 'elsewhere'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["nosuch"], "is not a run folder"),
+        (
+            ["RUN", "train-000009:0"],
+            "has no file of episodes 'train-000009'; there are: heldout-000000, train-000001",
+        ),
+        (["RUN", "99"], "has episodes 0 to 1, got 99"),
+        (["RUN", "0", "--turn", "77"], "has turns 1 to 5, got --turn 77"),
+        (["RUN", "train-000001:0", "--sampler", "checkpoint"], "keep more checkpoints"),
+        (["RUN", "--diff", "nosuch"], "no file of episodes is in both runs"),
+    ],
+)
+def test_what_cannot_be_replayed_is_told_in_a_line(trained, capsys, words, why):
+    assert main(["replay", *[str(trained) if word == "RUN" else word for word in words]]) == 2
+    assert why in capsys.readouterr().err
+
+
+CHANGES = [
+    ({"env_seed": 8}, "seed", None, None),
+    ({"turns": (turn(), turn(observation="b"))}, "observation", 2, None),
+    ({"turns": (turn(prompt_ids=(1, 9, 3)), turn())}, "prompt token", 1, 1),
+    ({"turns": (turn(prompt_ids=(1, 2)), turn())}, "prompt token", 1, 2),
+    ({"turns": (turn(), turn(response_ids=(4, 6)))}, "response token", 2, 1),
+    ({"turns": (turn(), turn(logprobs=(-0.5, -0.3)))}, "log-probability", 2, 1),
+    ({"turns": (turn(reward=1.0), turn())}, "reward", 1, None),
+    ({"turns": (turn(action=None), turn())}, "action", 1, None),
+    ({"turns": (turn(),)}, "the number of turns", None, None),
+    ({"success": True}, "success", None, None),
+    ({"status": "timeout"}, "status", None, None),
+]
+
+
+@pytest.mark.parametrize(("changes", "what", "at", "token"), CHANGES)
+def test_the_first_difference_of_two_records_has_its_place(changes, what, at, token):
+    found = difference_of(trajectory(), trajectory(**changes))
+    assert (found.what, found.turn, found.token) == (what, at, token)
+    assert difference_of(trajectory(), trajectory()) is None
+    if what == "log-probability":
+        assert difference_of(trajectory(), trajectory(**changes), tokens_only=True) is None
+
+
+def test_episodes_are_scored_again_without_playing(trained, tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_scores.py").write_text(
+        "def turns(t):\n    return -len(t.turns)\n\ndef reward(t):\n    return t.reward\n\ndef bad(t):\n    return t.no"
+        "\n\ndef nan(t):\n    return float('nan')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    out = tmp_path / "scores.jsonl"
+    assert main(["rescore", str(trained), "--scorer", "my_scores:turns", "--out", str(out), "--json"]) == 0
+    files = {one["file"]: one for one in json.loads(capsys.readouterr().out)["files"]}
+    records = list(read_trajectories(trained / "trajectories" / "train-000001.jsonl"))
+    assert files["train-000001"]["score"] == -sum(len(t.turns) for t in records) / 4
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["score"] for line in lines if line["file"] == "train-000001"] == [
+        -len(t.turns) for t in records
+    ]
+    assert (
+        main(["rescore", str(trained), "--scorer", "my_scores:reward", "--file", "train-000002", "--json"])
+        == 0
+    )
+    (one,) = json.loads(capsys.readouterr().out)["files"]
+    assert one["reward"] == one["score"]
+    assert one["groups_with_signal"] == one["groups_with_signal_now"]
+    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
+    for scorer, why in (
+        ("my_scores:bad", "the scorer failed on heldout-000000:0: AttributeError"),
+        ("my_scores:nan", "must give finite numbers, it gave nan for heldout-000000:0"),
+        ("my_scores:none", "there is no scorer"),
+        ("nomodule:f", "there is no scorer"),
+        ("os.system", "named module:function"),
+    ):
+        assert main(["rescore", str(trained), "--scorer", scorer]) == 2
+        assert why in capsys.readouterr().err
+    assert main(["rescore", str(trained), "--scorer", "my_scores:turns", "--file", "nosuch"]) == 2
+    assert "has no episodes nosuch" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Responses that were cut off: their episodes can be left out of the loss, and a budget divides what is left."""
+
+import numpy as np
+import pytest
+import torch
+from tests.train.agent.test_update import ENGINE
+
+from shoal.core.data import Trajectory, Turn
+from shoal.core.errors import ConfigError
+from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, FilterGroups, compose_config
+from shoal.train.agent.losses import aggregation_weights
+from shoal.train.agent.policy import split_optimizer, trained_parameters
+from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.update import Learner, Totals, gradient_step, prepare_samples
+
+
+def episode(member, reward, finishes, group=0):
+    turns = [
+        Turn("", (7, 8, 10 + member), (20 + i, 30 + i), (-1.0, -1.0), "", None, True, reward, "", finish=how)
+        for i, how in enumerate(finishes)
+    ]
+    return Trajectory("e", 0, group, member, 0, tuple(turns), reward > 0, True, False)
+
+
+def learner(**settings):
+    engine = ENGINE.twin()
+    optimizer = split_optimizer(trained_parameters(engine.module), None, 0.01, 0.01, 0.0)
+    return Learner(engine, optimizer, Algorithm(**settings), AgentProxy())
+
+
+EPISODES = [
+    episode(0, 1.0, ["stop"]),
+    episode(1, 0.0, ["stop", "length", "stop"]),
+    episode(2, 0.0, ["stop", "stop"]),
+    episode(3, 0.0, ["length"]),
+    episode(4, 0.0, [None]),  # of an older file, which did not note it
+]
+
+
+def test_episodes_with_a_response_that_was_cut_off_are_learned_from_unless_filtered():
+    kept = prepare_samples(EPISODES, learner(overlong_filter=True))
+    assert sorted({sample.ids[2] - 10 for sample in kept}) == [0, 2, 4]
+    everyone = prepare_samples(EPISODES, learner())
+    assert sorted({sample.ids[2] - 10 for sample in everyone}) == [0, 1, 2, 3, 4]
+
+
+def test_what_is_filtered_still_counts_in_the_mean_of_its_group():
+    every = {s.ids: s.columns for s in prepare_samples(EPISODES, learner())}
+    for sample in prepare_samples(EPISODES, learner(overlong_filter=True)):
+        for name, column in sample.columns.items():
+            assert np.array_equal(column, every[sample.ids][name])
+
+
+def test_a_batch_in_which_all_were_cut_off_changes_nothing(tmp_path):
+    overrides = [
+        f"run_dir={tmp_path}", "trainer.iterations=2", "warmup.steps=0", "es_manager.train.env_groups=2",
+        "es_manager.train.group_size=2", "es_manager.val.env_groups=1", "trainer.tensorboard=false",
+        "agent_proxy.max_tokens=1", "algorithm.overlong_filter=true", "algorithm.filter_groups.enable=false",
+    ]  # fmt: skip
+    with AgentTrainer(compose_config("demo", overrides)) as trainer:
+        before = [p.clone() for p in trainer.policy.module.parameters()]
+        rows = list(trainer.train())
+        assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.module.parameters(), strict=True))
+    assert [row.get("gradient_steps", 0) for row in rows] == [0, 0, 0]
+    assert rows[-1]["overlong_episodes"] == 1.0
+
+
+# --- the budget
+def test_dr_grpo_divides_by_the_tokens_that_a_sample_may_have():
+    algorithm = Algorithm(adv_estimator="dr_grpo")
+    assert (algorithm.loss_aggregation, algorithm.loss_constant) == ("constant", "budget")
+    assert Algorithm(adv_estimator="dr_grpo", loss_constant=5).loss_constant == 5
+    assert Algorithm(adv_estimator="dr_grpo", loss_aggregation="token_mean").loss_constant == 1
+    assert Algorithm(loss_aggregation="constant").loss_constant == 1
+
+
+def test_the_budget_needs_constant_aggregation_as_a_number_does():
+    with pytest.raises(ConfigError, match="loss_constant=budget has no effect"):
+        AgentConfig(algorithm=Algorithm(loss_constant="budget"))
+    with pytest.raises(ConfigError, match="loss_constant"):
+        compose_config("demo", ["algorithm.loss_constant=bugdet", "algorithm.loss_aggregation=constant"])
+
+
+@pytest.mark.parametrize(("mode", "turns"), [("window", 1), ("append", 3)])
+def test_the_budget_is_that_of_a_response_or_of_a_whole_episode(tmp_path, mode, turns):
+    overrides = [
+        "agent_proxy.max_tokens=5", "agent_proxy.max_turn=3", f"agent_proxy.prompt.mode={mode}", f"run_dir={tmp_path}",
+        "algorithm.adv_estimator=dr_grpo", "es_manager.train.env_groups=1",
+    ]  # fmt: skip
+    with AgentTrainer(compose_config("demo", overrides)) as trainer:
+        assert trainer._learner.token_budget == 5 * turns
+
+
+def test_a_minibatch_divides_the_sum_by_its_samples_times_the_budget():
+    """The gradient norm of the same samples is that of constant 1, over the budget."""
+    norms = {}
+    for constant in (1.0, 8.0, "budget"):
+        one = learner(adv_estimator="dr_grpo", loss_constant=constant, entropy_coef=0.0)
+        one.token_budget = 8
+        totals = Totals()
+        gradient_step(one, prepare_samples(EPISODES, one), totals)
+        norms[constant] = totals.grad_norm
+    assert norms["budget"] == norms[8.0] == pytest.approx(norms[1.0] / 8, rel=1e-5)
+    assert [float(w.sum()) for w in aggregation_weights([2, 4], "constant", 8)] == [2 / 16, 4 / 16]
+
+
+def test_a_run_begun_with_another_divisor_goes_on_with_it():
+    begun = {"algorithm": {"loss_constant": 1.0, "filter_groups": {"enable": True}}}
+    config = AgentConfig(
+        algorithm=Algorithm(adv_estimator="dr_grpo", filter_groups=FilterGroups(enable=True))
+    )
+    assert config.as_begun(begun).algorithm.loss_constant == 1.0

@@ -1,0 +1,382 @@
+"""What must not go wrong with a PPO run: calls that are repeated, cancelled, or made by two at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.train.ppo.ppo_envs import CountingEnv
+
+from shoal.cli.main import main
+from shoal.core.errors import ConfigError, WorkerError
+from shoal.core.files import read_json
+from shoal.core.run_folder import RunFolder
+from shoal.rollout.arrays.spaces import ActionRows
+from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.ppo import PPO
+from shoal.train.ppo.run import PPORun, RunOptions
+
+REPO = Path(__file__).resolve().parents[3]
+SMALL = [
+    "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
+    "--tensorboard", "False", "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1",
+]  # fmt: skip
+SETTINGS = {"n_envs": 2, "n_steps": 32, "batch_size": 32, "backend": "serial", "hidden": (8,)}
+
+
+def train(run: Path, *more: str) -> int:
+    return main(["train-ppo", *SMALL, "--run-dir", str(run), *more])
+
+
+def last(root: Path) -> dict[str, bytes]:
+    saved = load_checkpoint(root)
+    parts = (saved.weights, saved.optimizer, saved.statistics, saved.episodes)
+    return {f"{k}.{name}": a.tobytes() for k, part in enumerate(parts) for name, a in part.items()}
+
+
+def everything(run: Path) -> dict[str, bytes]:
+    kept = [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(run).as_posix(): path.read_bytes() for path in kept}
+
+
+def state(ppo: PPO) -> dict[str, bytes]:
+    mine = ppo.checkpoint()
+    parts = (mine.weights, mine.optimizer, mine.statistics, mine.episodes)
+    return {f"{k}.{name}": a.tobytes() for k, part in enumerate(parts) for name, a in part.items()}
+
+
+# --- a run that is at its end
+def test_resuming_a_finished_run_changes_nothing_and_extending_it_then_is_exact(tmp_path):
+    for name in ("poked", "plain"):
+        assert train(tmp_path / name, "--total-timesteps", "640") == 0
+    before = everything(tmp_path / "poked")
+    for _ in range(2):
+        assert main(["train-ppo", "--resume-from", str(tmp_path / "poked")]) == 0
+    assert everything(tmp_path / "poked") == before
+    for name in ("poked", "plain"):
+        assert main(["train-ppo", "--resume-from", str(tmp_path / name), "--total-timesteps", "1280"]) == 0
+    assert last(tmp_path / "poked") == last(tmp_path / "plain")
+    rows = [json.loads(line) for line in (tmp_path / "poked" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 21))
+
+
+def test_resuming_with_fewer_steps_than_there_are_says_so_and_rewrites_nothing(tmp_path, capsys):
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    before = everything(tmp_path / "run")
+    capsys.readouterr()
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "320"]) == 0
+    assert "640 steps are done already, 320 were asked for" in capsys.readouterr().out
+    assert everything(tmp_path / "run") == before
+
+
+def test_a_run_killed_before_its_summary_gets_one_from_a_resume_at_the_end(tmp_path):
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run")]) == 0
+    again = read_json(tmp_path / "run" / "summary.json")
+    timeless = ("steps", "episodes", "iteration", "eval_return_mean", "reward_mean", "length_mean")
+    assert {k: again["metrics"][k] for k in timeless} == {k: summary["metrics"][k] for k in timeless}
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 11))
+
+
+def test_a_loaded_run_that_is_saved_untouched_still_goes_on_exactly(tmp_path):
+    with PPO("CartPole-v1", **SETTINGS) as ppo:
+        ppo.learn(640).save(tmp_path / "one")
+        whole = state(ppo.learn(1280))
+    with PPO.load(tmp_path / "one", backend="serial") as ppo:
+        ppo.save(tmp_path / "two")
+    with PPO.load(tmp_path / "two", backend="serial") as ppo:
+        assert state(ppo.learn(1280)) == whole
+
+
+# --- interrupted
+class ShortEnv(CountingEnv):
+    """Shows the step of the episode alone, so that it is a function of seed and actions."""
+
+    def reset(self, *, seed=None, options=None):
+        self.episode = -1
+        return super().reset(seed=seed, options=options)
+
+
+class InterruptedAtStep(ShortEnv):
+    """Ctrl-C arrives in the 75th step of its life; the ends of episodes depend on the actions."""
+
+    life, armed = 0, True
+
+    def step(self, action):
+        type(self).life += 1
+        if type(self).armed and type(self).life == 150:
+            type(self).armed = False
+            raise KeyboardInterrupt
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward + action, terminated or bool(action and self.t == 3), truncated, info
+
+
+def test_after_ctrl_c_within_a_rollout_learning_goes_on_exactly():
+    ends = []
+    for armed in (True, False):
+        InterruptedAtStep.life, InterruptedAtStep.armed = 0, armed
+        with PPO(InterruptedAtStep, **SETTINGS) as ppo:
+            if armed:
+                with pytest.raises(KeyboardInterrupt):
+                    ppo.learn(640)
+                assert ppo.log.n_steps < 640
+            ends.append(state(ppo.learn(640)))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_an_update_that_is_cut_short_leaves_nothing_behind(monkeypatch, path):
+    settings = {**SETTINGS, "normalize_reward": True, "normalize_obs": True, "path": path}
+    with PPO("CartPole-v1", **settings) as ppo, PPO("CartPole-v1", **settings) as other:
+        before = state(ppo.learn(320))
+        learn = ppo.agent.learner.update
+
+        def cut_short(batch, rates):
+            learn(batch, rates)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ppo.agent.learner, "update", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            ppo.learn(640)
+        assert state(ppo) == before
+        monkeypatch.undo()
+        assert state(ppo.learn(640)) == state(other.learn(640))
+
+
+def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path):
+    """Such a checkpoint would have the weights of one moment and the episodes of another."""
+    options = RunOptions(total_timesteps=640, run_dir=str(tmp_path / "run"), n_envs=2, backend="serial",
+                         tensorboard=False, eval_every=0, checkpoint_every=128)  # fmt: skip
+    run = PPORun(options, PPOConfig(n_steps=32, batch_size=32))
+    add = run.ppo.log.add
+
+    def interrupted(rollout):
+        if run.ppo.log.n_steps == 320:
+            raise KeyboardInterrupt
+        return add(rollout)
+
+    monkeypatch.setattr(run.ppo.log, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(run.rows())
+    with pytest.raises(ConfigError, match="was interrupted between an update and its books"):
+        run.ppo.save(tmp_path / "elsewhere")
+    run.close()
+    assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step_000000000256"
+    assert read_json(tmp_path / "run" / "summary.json")["status"] == "interrupted"
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run")]) == 0
+    assert train(tmp_path / "whole", "--total-timesteps", "640") == 0
+    assert last(tmp_path / "run") == last(tmp_path / "whole")
+
+
+class FailsOnce(ShortEnv):
+    """Its worker dies while the episode under way is played again."""
+
+    def step(self, action):
+        here = os.environ["SHOAL_TEST_PID"] == str(os.getpid())
+        if self.t == 1 and not here and Path(os.environ["SHOAL_TEST_DIE"]).exists():
+            Path(os.environ["SHOAL_TEST_DIE"]).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_a_worker_that_dies_while_episodes_are_played_again_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOAL_TEST_DIE", str(tmp_path / "die"))
+    monkeypatch.setenv("SHOAL_TEST_PID", str(os.getpid()))
+    settings = {**SETTINGS, "backend": "process", "num_workers": 2, "n_steps": 32}
+    with PPO(FailsOnce, **settings) as ppo:
+        ppo.learn(64).save(tmp_path / "saved")
+        whole = state(ppo.learn(128))
+    (tmp_path / "die").touch()
+    with PPO.load(tmp_path / "saved", FailsOnce, backend="process", num_workers=2) as ppo:
+        with pytest.warns(RuntimeWarning, match="a worker failed"):
+            ppo.learn(128)
+        assert not (tmp_path / "die").exists()
+        assert state(ppo) == whole
+
+
+# --- two at a time, and what others left
+def test_a_second_run_in_the_same_folder_is_refused_before_it_reads_or_writes(tmp_path, capsys):
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    before = everything(tmp_path / "run")
+    with RunFolder(tmp_path / "run", "train-ppo", 0):
+        for more in (["--resume-from", str(tmp_path / "run"), "--total-timesteps", "1280"],
+                     [*SMALL, "--run-dir", str(tmp_path / "run"), "--total-timesteps", "640"]):  # fmt: skip
+            assert main(["train-ppo", *more]) == 1
+            assert "is running on" in capsys.readouterr().err
+    assert everything(tmp_path / "run") == before
+
+
+def test_what_another_run_saved_while_we_waited_for_the_folder_is_what_we_go_on_from(tmp_path, monkeypatch):
+    """The checkpoint is read under the lock: read before, it could be an older one than the folder then has."""
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    seen = []
+    load = PPO.load.__func__
+
+    def watched(cls, *arguments, **options):
+        with pytest.raises(WorkerError):
+            RunFolder(tmp_path / "run", "another", 0)
+        seen.append(True)
+        return load(cls, *arguments, **options)
+
+    monkeypatch.setattr(PPO, "load", classmethod(watched))
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "1280"]) == 0
+    assert seen == [True]
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path, capsys):
+    kept = ["--checkpoint-dir", str(tmp_path / "kept")]
+    with RunFolder(tmp_path / "kept", "train-ppo", 0):
+        assert train(tmp_path / "run", "--total-timesteps", "64", *kept) == 1
+    assert "is running on" in capsys.readouterr().err
+    assert train(tmp_path / "run", "--total-timesteps", "64", *kept) == 0
+
+
+@pytest.mark.parametrize("where", ["checkpoints", "best", "emergency", "outside"])
+def test_what_killed_writers_left_is_swept_by_the_next_run(tmp_path, where):
+    run, outside = tmp_path / "run", tmp_path / "kept"
+    folder = outside if where == "outside" else run / where
+    places = ["--checkpoint-dir", str(outside)] if where == "outside" else []
+    assert train(run, "--total-timesteps", "64", *places) == 0
+    folder.mkdir(exist_ok=True)
+    left = folder / ".step_000000000064.abcdefgh.tmp"
+    left.mkdir()
+    (left / "weights.safetensors").write_bytes(b"half")
+    assert (
+        main(["train-ppo", "--resume-from", str(outside if places else run), "--total-timesteps", "128"]) == 0
+    )
+    assert not left.exists()
+
+
+def test_a_new_run_in_the_folder_of_another_is_refused(tmp_path, capsys):
+    """Its checkpoints would stand beside later ones of the other, and be taken for old."""
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    before = everything(tmp_path / "run")
+    assert train(tmp_path / "run", "--total-timesteps", "640", "--seed", "1") == 2
+    assert "holds a run of 640 steps: go on with it by --resume-from" in capsys.readouterr().err
+    assert everything(tmp_path / "run") == before
+
+
+def test_going_on_from_an_earlier_checkpoint_needs_a_folder_of_its_own_unless_the_later_ones_are_broken(
+    tmp_path, capsys
+):
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    earlier, later = list_checkpoints(tmp_path / "run" / "checkpoints")[-2:]
+    whole = last(later)
+    assert main(["train-ppo", "--resume-from", str(earlier)]) == 2
+    assert f"{later.name} is later" in capsys.readouterr().err
+    assert main(["train-ppo", "--resume-from", str(earlier), "--run-dir", str(tmp_path / "branch")]) == 0
+    assert last(tmp_path / "branch") == whole
+    (later / "weights.safetensors").write_bytes(b"broken")
+    assert main(["train-ppo", "--resume-from", str(earlier)]) == 0
+    assert last(tmp_path / "run") == whole
+    assert (later.parent / f"broken-{later.name}" / "weights.safetensors").read_bytes() == b"broken"
+
+
+# --- the optimizer on its device
+def test_adams_counter_is_put_where_the_fused_optimizer_reads_it():
+    """On CUDA the fused Adam refuses a step counter that lies on the CPU; a meta device shows where it is put."""
+    import gymnasium
+
+    from shoal.train.ppo.learner import TorchLearner
+    from shoal.train.ppo.networks import MLPActorCritic
+
+    actions = ActionRows(gymnasium.spaces.Discrete(2))
+    saved = TorchLearner(MLPActorCritic(3, actions, hidden=(4,)), actions)
+    for parameter in saved.network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved.optimizer.step()
+    weights, optimizer = saved.state()
+    loaded = TorchLearner(MLPActorCritic(3, actions, hidden=(4,)), actions)
+    for name, parameter in list(loaded.network.named_parameters()):
+        module, _, leaf = name.rpartition(".")
+        setattr(loaded.network.get_submodule(module), leaf, torch.nn.Parameter(parameter.detach().to("meta")))
+    loaded = TorchLearner(loaded.network, actions, "meta")
+    loaded.optimizer.param_groups[0]["fused"] = True
+    loaded.load_moments(optimizer)
+    states = list(loaded.optimizer.state.values())
+    assert len(states) == len(weights)
+    assert {value.device.type for known in states for value in known.values()} == {"meta"}
+
+
+@pytest.mark.gpu
+def test_a_run_on_cuda_is_saved_loaded_and_trained_on(tmp_path):
+    with PPO("CartPole-v1", **SETTINGS, device="cuda") as ppo:
+        ppo.learn(320).save(tmp_path)
+    with PPO.load(tmp_path, backend="serial", device="cuda") as ppo:
+        ppo.learn(640)
+        assert all(np.isfinite(a).all() for a in ppo.checkpoint().weights.values())
+
+
+# --- what is printed
+def test_a_block_tells_of_all_episodes_since_the_last_one_and_of_losses_however_small():
+    from shoal.cli.train_ppo import Since, _block
+
+    run = type("Run", (), {"options": RunOptions(num_episodes=5)})()
+    row = {
+        "n_envs": 2, "episodes": 7, "steps": 640, "steps_per_second": 10.0, "reward_mean": 3.0, "policy_loss": 0.1,
+        "value_loss": 3.2e-6, "entropy": 0.1, "approx_kl": 0.0, "clip_fraction": 0.0, "explained_variance": np.nan,
+    }  # fmt: skip
+    since = Since()
+    for reward, length, n in ((2.0, 4.0, 1), (np.nan, np.nan, 0), (5.0, 10.0, 2), (np.nan, np.nan, 0)):
+        since.add({"reward": reward, "length": length, "n_completed_episodes": n})
+    text = _block(row, run, since)
+    assert "Reward: 4.00  |  Length: 8" in text  # (2 + 5 + 5) / 3, (4 + 10 + 10) / 3
+    assert "n_completed_episodes: 3" in text
+    assert "value loss 3.2e-06" in text
+    assert "Episode 7  (" in text  # not 7/5
+    assert "no episode has ended" in _block(row, run, Since())
+
+
+@pytest.mark.parametrize("events", [[], ["--json-events", "True"]])
+def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
+    command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "640", *events,
+               "--run-dir", str(tmp_path / "run"), "--checkpoint-every", "64"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 0, said
+    assert "Traceback" not in said
+    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"] == 640
+
+
+@pytest.mark.slow
+def test_runs_killed_thirty_times_end_as_undisturbed_ones(tmp_path):
+    common = [*SMALL, "--total-timesteps", "64000", "--normalize-obs", "True", "--normalize-reward", "True",
+              "--checkpoint-every", "640"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
+    chance, kills = np.random.default_rng(0), 0
+    arguments = [*common, "--run-dir", str(tmp_path / "killed")]
+    while True:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal", "train-ppo", *arguments],
+            stdout=subprocess.DEVNULL,
+            env=environment,
+        )
+        if kills == 30:
+            assert process.wait(120) == 0
+            break
+        time.sleep(chance.uniform(3.0, 5.0))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL if chance.random() < 0.7 else signal.SIGINT)
+        process.wait(30)
+        kills += 1
+        if list_checkpoints(tmp_path / "killed" / "checkpoints"):
+            arguments = ["--resume-from", str(tmp_path / "killed")]
+    assert main(["train-ppo", *common, "--run-dir", str(tmp_path / "whole")]) == 0
+    assert last(tmp_path / "killed") == last(tmp_path / "whole")

@@ -1,0 +1,705 @@
+"""PPO as a whole: it learns, it is deterministic, it resumes exactly, it says what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
+from torch import nn
+
+from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, UnknownNameError
+from shoal.train import ppo as ppo_module
+from shoal.train.ppo.checkpoint import list_checkpoints
+from shoal.train.ppo.collect import workers_pay
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.policy import load_policy
+from shoal.train.ppo.ppo import PPO
+from shoal.train.ppo.trainer import PPOTrainer
+
+FAST = {"n_steps": 32, "batch_size": 64, "n_epochs": 4, "learning_rate": 3e-3, "gamma": 0.5}
+
+
+def weights(ppo: PPO) -> dict[str, np.ndarray]:
+    state, optimizer, statistics = ppo.agent.state()
+    return {**state, **optimizer, **statistics}
+
+
+def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.tobytes() == other[name].tobytes(), name
+
+
+# --- it learns
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_it_learns_to_name_what_it_sees(path):
+    with PPO(IdentityEnv, n_envs=4, seed=0, path=path, backend="serial", **FAST) as ppo:
+        ppo.learn(6_000)
+        assert ppo.log.mean_reward > 14.0  # of 16; chance is 5.3
+        assert ppo.evaluate(5).mean == 16.0
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_it_learns_to_point_at_what_it_sees(path):
+    settings = {**FAST, "log_std_init": -0.5, "n_epochs": 8}
+    with PPO(TargetEnv, n_envs=4, seed=0, path=path, backend="serial", **settings) as ppo:
+        before = ppo.evaluate(20).mean
+        ppo.learn(12_000)
+        assert ppo.evaluate(20).mean > -0.1 > before
+
+
+def test_masked_actions_are_never_taken_and_learning_goes_on():
+    with PPO(IdentityEnv, n_envs=4, env_kwargs={"masked": True}, backend="serial", **FAST) as ppo:
+        ppo.learn(6_000)  # the env itself refuses forbidden actions
+        assert ppo.facts.masked
+        assert ppo.evaluate(5).mean == 16.0
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_dict_observations_with_images_and_many_part_actions_train(binary):
+    settings = {**FAST, "n_steps": 8, "batch_size": 16, "n_epochs": 2}
+    with PPO(DictEnv, n_envs=2, env_kwargs={"binary": binary}, backend="serial", **settings) as ppo:
+        before = weights(ppo)
+        for metrics in ppo.updates(48):
+            assert abs(metrics["first_kl"]) < 1e-6
+        assert ppo.path == "torch"
+        changed = [
+            name for name, value in ppo.agent.state()[0].items() if not np.array_equal(value, before[name])
+        ]
+        assert set(changed) == set(ppo.agent.state()[0])  # every part of the network learns
+
+
+def test_images_of_atari_size_use_the_nature_network():
+    class Screen(gym.Env):
+        observation_space = gym.spaces.Box(0, 255, (84, 84, 1), np.uint8)
+        action_space = gym.spaces.Discrete(3)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return self.observation_space.low, {}
+
+        def step(self, action):
+            return self.observation_space.high, 1.0, False, False, {}
+
+    with PPO(Screen, n_envs=2, backend="serial", n_steps=4, batch_size=8, n_epochs=1) as ppo:
+        assert ppo.obs_rows.dtype == np.uint8  # kept as bytes in the rollout
+        metrics = list(ppo.updates(8))[-1]
+        assert np.isfinite(metrics["policy_loss"])
+        assert ppo.network.state_dict()["towers.0.0.weight"].shape == (32, 1, 8, 8)
+
+
+def test_any_module_of_the_user_is_trained():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.GRUCell(3, 8)
+            self.heads = nn.Linear(8, 4)
+
+        def forward(self, observation):
+            both = self.heads(self.body(observation))
+            return both[:, :3], both[:, 3]
+
+    module = Mine()
+    before = module.body.weight_ih.detach().clone()
+    with PPO(IdentityEnv, n_envs=2, network=module, backend="serial", **FAST) as ppo:
+        ppo.learn(128)
+        assert ppo.path == "torch"
+    assert not torch.equal(before, module.body.weight_ih)
+
+
+def test_a_module_of_the_wrong_shape_is_told_what_was_expected():
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 5)
+
+        def forward(self, observation):
+            return self.layer(observation), observation[:, 0]
+
+    ppo = PPO(IdentityEnv, n_envs=2, network=Wrong(), backend="serial", **FAST)
+    with ppo, pytest.raises(ValueError, match=r"shape \[batch, 3\] for this action space, got \[2, 5\]"):
+        ppo.learn(64)
+
+
+# --- the details
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+@pytest.mark.parametrize("env", [IdentityEnv, TargetEnv])
+def test_the_first_minibatch_has_ratio_one(path, env):
+    """Rollout and update agree on the policy, normaliser included: KL is 0 before the first step."""
+    with PPO(env, n_envs=3, path=path, backend="serial", normalize_obs=env is TargetEnv, **FAST) as ppo:
+        for metrics in ppo.updates(800):
+            assert abs(metrics["first_kl"]) < 1e-7
+
+
+def test_schedules_follow_progress():
+    settings = {
+        **FAST,
+        "lr_schedule": "linear",
+        "clip_schedule": "linear",
+        "ent_coef": 0.1,
+        "ent_schedule": "cosine",
+    }
+    with PPO(IdentityEnv, n_envs=2, backend="serial", **settings) as ppo:
+        rows = list(ppo.updates(64 * 4))
+    assert [row["learning_rate"] for row in rows] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
+    assert [row["clip_range"] for row in rows] == pytest.approx([0.2, 0.15, 0.1, 0.05])
+    assert rows[2]["ent_coef"] == pytest.approx(0.05)
+
+
+def test_a_truncated_world_is_worth_what_an_endless_one_is():
+    """Reward 1 for ever, cut every 5 steps: the critic must reach 1 / (1 - gamma) = 2, not the cut sum."""
+    settings = {**FAST, "learning_rate": 1e-2, "gae_lambda": 0.9}
+    for terminates, expected in ((False, 2.0), (True, 1.0)):
+        kwargs = {"length": 5, "terminates": terminates}
+        with PPO(_Blind, n_envs=4, env_kwargs=kwargs, backend="serial", **settings) as ppo:
+            ppo.learn(20_000)
+            value = float(ppo.agent.learner.values(np.zeros((1, 2), np.float32))[0])
+        if terminates:
+            assert value < 1.9  # mean of 1.94, 1.875, 1.75, 1.5, 1 is 1.61
+            assert value > expected
+        else:
+            assert value == pytest.approx(expected, abs=0.05)
+
+
+class _Blind(CountingEnv):
+    """Shows nothing, so that one value must serve all steps."""
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset(seed=seed, options=options)
+        return observation * 0, info
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return observation * 0, *rest
+
+
+def test_evaluation_changes_nothing_in_training():
+    def run(evaluations: int) -> dict[str, np.ndarray]:
+        with PPO(TargetEnv, n_envs=2, backend="serial", normalize_obs=True, **FAST) as ppo:
+            for _ in ppo.updates(64 * 6):
+                for _ in range(evaluations):
+                    ppo.evaluate(2)
+            return weights(ppo)
+
+    assert_equal(run(0), run(2))
+
+
+def test_evaluation_episodes_are_the_same_whenever_they_are_played():
+    with PPO(TargetEnv, n_envs=2, backend="serial", **FAST) as ppo:
+        assert ppo.evaluate(3) == ppo.evaluate(3)
+        assert ppo.evaluate(3, deterministic=False) == ppo.evaluate(3, deterministic=False)
+
+
+def test_episodes_are_counted_with_their_rewards_and_lengths():
+    with PPO(
+        CountingEnv, n_envs=3, env_kwargs={"length": 7}, backend="serial", n_steps=10, batch_size=30
+    ) as ppo:
+        rows = list(ppo.updates(90))
+    assert [row["n_completed_episodes"] for row in rows] == [3, 3, 6]  # ends at 7, 14, 21 and 28 in each env
+    assert ppo.log.n_episodes == 12
+    assert {(e.reward, e.length) for e in ppo.log.recent} == {(7.0, 7)}
+    assert rows[-1]["reward_mean"] == 7.0
+
+
+# --- the same seed gives the same weights
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_weights_do_not_depend_on_backend_or_workers(path):
+    """Bit for bit, with a number of workers that does not divide the envs, and both normalisers."""
+    settings = {**FAST, "n_steps": 16, "normalize_obs": True, "normalize_reward": True}
+
+    def run(backend: str, workers: int | None) -> dict[str, np.ndarray]:
+        with PPO(
+            "Pendulum-v1", n_envs=5, seed=3, path=path, backend=backend, num_workers=workers, **settings
+        ) as ppo:
+            ppo.learn(5 * 16 * 15)
+            assert ppo.workers == (workers or 0)
+            return {**weights(ppo), "returns": np.array([e.reward for e in ppo.log.recent])}
+
+    serial = run("serial", None)
+    for workers in (1, 2, 4):
+        assert_equal(run("process", workers), serial)
+
+
+def test_another_seed_gives_other_weights():
+    def run(seed: int) -> dict[str, np.ndarray]:
+        with PPO(IdentityEnv, n_envs=2, seed=seed, backend="serial", **FAST) as ppo:
+            return weights(ppo.learn(64))
+
+    assert_equal(run(1), run(1))
+    assert not np.array_equal(run(1)["actor.0.weight"], run(2)["actor.0.weight"])
+
+
+def test_global_random_state_is_neither_used_nor_touched():
+    import random
+
+    def run() -> dict[str, np.ndarray]:
+        with PPO(TargetEnv, n_envs=2, path="torch", backend="serial", **FAST) as ppo:
+            return weights(ppo.learn(128))
+
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    first = run()
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    torch.manual_seed(99)
+    assert_equal(run(), first)
+    assert torch.get_num_threads() >= 1
+
+
+# --- exact resume
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_train_2n_is_train_n_saved_and_resumed_n(tmp_path, path, env):
+    settings = {
+        **FAST, "normalize_obs": True, "normalize_reward": True, "lr_schedule": "linear", "ent_schedule":
+        "linear", "ent_coef": 0.01,
+    }  # fmt: skip
+    total = 3 * 32 * 14
+    whole = PPO(env, n_envs=3, seed=5, path=path, backend="serial", **settings)
+    seen = list(whole.updates(total))
+    part = PPO(env, n_envs=3, seed=5, path=path, backend="serial", **settings)
+    for metrics in part.updates(total):
+        if metrics["steps"] >= total // 2:
+            break
+    folder = part.save(tmp_path)
+    resumed = PPO.load(
+        tmp_path,
+        path=path,
+        backend="process" if env == "CartPole-v1" else "serial",
+        num_workers=2 if env == "CartPole-v1" else None,
+    )
+    rows = list(resumed.updates(total))
+    assert len(rows) == len(seen) // 2
+    timeless = [key for key in seen[-1] if "second" not in key]
+    assert [rows[-1][k] for k in timeless] == pytest.approx(
+        [seen[-1][k] for k in timeless], nan_ok=True, rel=0, abs=0
+    )
+    assert_equal(weights(resumed), weights(whole))
+    assert list(resumed.log.recent) == list(whole.log.recent)
+    for ppo in (whole, part, resumed):
+        ppo.close()
+    assert folder.name == f"step_{total // 2:012d}"
+
+
+def test_saving_does_not_change_the_run(tmp_path):
+    with PPO(TargetEnv, n_envs=2, backend="serial", **FAST) as plain:
+        expected = weights(plain.learn(64 * 6))
+    with PPO(TargetEnv, n_envs=2, backend="serial", **FAST) as saving:
+        for _ in saving.updates(64 * 6):
+            saving.save(tmp_path)
+        assert_equal(weights(saving), expected)
+
+
+def test_very_long_episodes_are_broken_off_at_checkpoints_in_both_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_module, "REPLAY_LIMIT", 40)
+
+    def start() -> PPO:
+        return PPO(CountingEnv, n_envs=2, env_kwargs={"length": 100_000}, backend="serial", **FAST)
+
+    whole, part = start(), start()
+    for i, _ in enumerate(whole.updates(64 * 6)):
+        if i == 2:
+            whole.save(tmp_path / "whole")
+    for i, _ in enumerate(part.updates(64 * 6)):
+        if i == 2:
+            break
+    part.save(tmp_path / "part")
+    resumed = PPO.load(tmp_path / "part", CountingEnv, env_kwargs={"length": 100_000}, backend="serial")
+    resumed.learn(64 * 6)
+    assert_equal(weights(resumed), weights(whole))
+    assert whole.log.lengths.tolist() == [96, 96]  # 3 rollouts of 32 since the checkpoint
+
+
+def test_an_env_that_cannot_be_played_again_begins_a_new_episode_loudly(tmp_path, caplog):
+    calls = iter(range(10**6))
+
+    class Drifting(CountingEnv):
+        def reset(self, *, seed=None, options=None):
+            observation, info = super().reset(seed=seed, options=options)
+            self.offset = next(calls)
+            return observation, info
+
+        def step(self, action):
+            observation, *rest = super().step(action)
+            return observation + self.offset, *rest
+
+    with PPO(lambda: Drifting(1000), n_envs=2, backend="serial", **FAST) as ppo:
+        ppo.learn(64)
+        ppo.save(tmp_path)
+    resumed = PPO.load(tmp_path, lambda: Drifting(1000), backend="serial")
+    resumed.factory = dataclasses.replace(resumed.factory)
+    resumed.learn(128)
+    assert "did not come back to its state" in caplog.text
+    assert resumed.log.lengths.tolist() == [32, 32]
+
+
+def test_a_checkpoint_of_one_path_is_a_checkpoint_of_the_other(tmp_path):
+    with PPO("CartPole-v1", n_envs=2, path="compiled", backend="serial", **FAST) as ppo:
+        ppo.learn(256)
+        ppo.save(tmp_path)
+    with PPO.load(tmp_path, path="torch", backend="serial") as other:
+        assert_equal(weights(other), weights(ppo))
+        other.learn(320)
+
+
+# --- faults
+
+
+def test_a_killed_worker_costs_time_and_nothing_else():
+    settings = {**FAST, "n_steps": 16}
+
+    def run(kill: bool) -> dict[str, np.ndarray]:
+        with PPO("CartPole-v1", n_envs=4, seed=1, backend="process", num_workers=2, **settings) as ppo:
+            for i, _ in enumerate(ppo.updates(64 * 8)):
+                if kill and i == 3:
+                    victim = ppo._experience.collector.envs.call("process_id")[1]
+                    os.kill(victim, signal.SIGKILL)
+            return weights(ppo)
+
+    with pytest.warns(RuntimeWarning, match="workers are started again and the rollout is repeated"):
+        after = run(kill=True)
+    assert_equal(after, run(kill=False))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("observation", "observation must be finite, got .nan"), ("reward", "reward must be finite, got inf")],
+)
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_nan_from_an_env_stops_with_env_and_step_and_learns_nothing_from_it(what, message, backend):
+    kwargs = {"what": what}
+    workers = 2 if backend == "process" else None
+    with PPO(
+        BrokenEnv, n_envs=2, env_kwargs=kwargs, backend=backend, num_workers=workers, n_steps=8, batch_size=16
+    ) as ppo:
+        rows = ppo.updates(64)
+        next(rows)
+        good = weights(ppo)
+        step = (
+            4 if what == "observation" else 3
+        )  # the 12th step is step 3 of the second rollout; its result is seen at 4
+        with pytest.raises(EnvError, match=f"env 0, step {step} of the rollout: {message}"):
+            next(rows)
+        assert_equal(weights(ppo), good)
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_a_diverged_loss_stops_and_keeps_the_last_good_weights(path):
+    with PPO(TargetEnv, n_envs=2, path=path, backend="serial", **{**FAST, "learning_rate": 1e38}) as ppo:
+        good = weights(ppo)
+        with pytest.raises(DivergedError, match=r"iteration 0: .* NaN or infinite; the update was undone"):
+            ppo.learn(64)
+        assert_equal(weights(ppo), good)
+
+
+# --- bad input
+
+
+def test_an_unknown_env_gets_a_suggestion():
+    with pytest.raises(UnknownNameError, match="Did you mean 'CartPole-v1'"):
+        PPO("CartPol-v1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_envs": 0}, "n_envs must be at least 1, got 0"),
+        ({"backend": "proces"}, "no backend named 'proces'. Did you mean 'process'"),
+        ({"start_method": "teleport"}, "no start method 'teleport'"),
+        ({"learning_rat": 1}, "no PPO setting named 'learning_rat'. Did you mean 'learning_rate'"),
+        ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
+        ({"n_steps": 0}, "n_steps must be at least 1, got 0"),
+        ({"device": "tpu"}, "device must be cpu, cuda, mps or auto, got 'tpu'"),
+        ({"path": "magic"}, "path must be 'auto', 'compiled' or 'torch', got 'magic'"),
+        ({"backend": "process", "num_workers": 0}, "needs at least one worker"),
+        ({"num_workers": -1}, "num_workers must not be negative, got -1"),
+        ({"hidden": ()}, "hidden must name at least one layer"),
+    ],
+)
+def test_impossible_arguments_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        PPO("CartPole-v1", **arguments)
+
+
+def test_learning_needs_an_end():
+    with (
+        PPO(IdentityEnv, backend="serial") as ppo,
+        pytest.raises(ConfigError, match="total_timesteps or num_episodes"),
+    ):
+        ppo.learn()
+
+
+def test_an_own_env_that_cannot_be_imported_is_named():
+    with pytest.raises(ConfigError, match="cannot import the environment 'nowhere:Env'"):
+        PPO("nowhere:Env")
+    with pytest.raises(ConfigError, match=r"must make a gymnasium.Env, got int"):
+        PPO(lambda: 3)
+
+
+def test_an_own_env_is_found_by_module_and_class():
+    with PPO("tests.train.ppo.ppo_envs:IdentityEnv", n_envs=2, backend="serial", **FAST) as ppo:
+        ppo.learn(64)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with PPO("CartPole-v1", n_envs=2, backend="serial", **FAST) as ppo:
+        for _ in ppo.updates(192):
+            ppo.save(tmp_path)
+    return tmp_path
+
+
+def test_a_checkpoint_of_another_env_or_network_is_refused(saved):
+    with pytest.raises(ConfigError, match="env: the checkpoint has 'CartPole-v1', this run 'Acrobot-v1'"):
+        PPO.load(saved, "Acrobot-v1")
+
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x)[:, :2], self.layer(x)[:, 2]
+
+    with pytest.raises(ConfigError, match="network: the checkpoint has 'MLPActorCritic', this run 'Other'"):
+        PPO.load(saved, network=Other())
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_broken_checkpoint_is_named_and_the_intact_one_before_offered(saved, damage):
+    newest, before = list_checkpoints(saved)[-1], list_checkpoints(saved)[-2]
+    victim = newest / "weights.safetensors"
+    data = victim.read_bytes()
+    if damage == "remove":
+        victim.unlink()
+    else:
+        victim.write_bytes(data[:100] if damage == "truncate" else data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(DataError, match=rf"weights.safetensors .*an intact one is {before}"):
+        PPO.load(saved)
+    assert PPO.load(before).log.n_steps == 128
+
+
+def test_a_folder_without_checkpoints_says_so(tmp_path):
+    with pytest.raises(DataError, match="holds no checkpoint"):
+        PPO.load(tmp_path)
+
+
+# --- choosing where environments run
+
+
+def test_workers_are_chosen_only_where_they_pay():
+    assert not workers_pay(6e-6, 128, 8, 2, compiled=True, steps=100_000)  # CartPole, a short run
+    assert workers_pay(6e-6, 128, 8, 2, compiled=True, steps=10_000_000)
+    assert workers_pay(2e-3, 128, 8, 2, compiled=True, steps=10_000)  # a slow env
+    assert not workers_pay(
+        6e-6, 128, 8, 2, compiled=False, steps=10_000_000
+    )  # an exchange per step costs more
+    assert not workers_pay(1.0, 128, 8, 1, compiled=True, steps=10**9)
+
+
+# --- PPOTrainer
+
+
+def test_trainer_learns_episode_by_episode():
+    trainer = PPOTrainer(seed=0, **{**FAST, "batch_size": 16})
+    env = IdentityEnv()
+    for _ in range(250):
+        metrics = trainer.train_episode(env)
+        assert metrics["n_completed_episodes"] == 1
+        assert metrics["length"] == 16
+    assert trainer.num_episodes == 250
+    assert metrics["reward_mean"] > 13
+    chosen = [trainer.select_action(state, deterministic=True).action for state in range(3)]
+    assert chosen == [0, 1, 2]
+
+
+def test_trainer_learns_from_a_vector_env_with_one_generator_the_same_for_the_same_seed():
+    def rewards():
+        trainer = PPOTrainer(None, seed=3)
+        envs = gym.make_vec("CartPole-v1", num_envs=4)  # of one piece: takes one number as its seed
+        return [trainer.train_episode_vectorized(envs)["reward"] for _ in range(2)]
+
+    assert rewards() == rewards()
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_trainer_learns_from_vector_envs_of_every_autoreset_mode(mode):
+    trainer = PPOTrainer(seed=0, **FAST)
+    envs = SyncVectorEnv([IdentityEnv] * 4, autoreset_mode=mode)
+    for _ in range(45):
+        metrics = trainer.train_episode_vectorized(envs)
+        assert metrics["n_envs"] == 4
+        assert abs(metrics["first_kl"]) < 1e-7
+    assert metrics["reward_mean"] > 13
+    assert {e.length for e in trainer.log.recent} == {16}
+
+
+def test_trainer_learns_from_parallel_env():
+    ParallelEnv = pytest.importorskip("shoal.vector.parallel_env").ParallelEnv
+
+    def play(make):
+        trainer = PPOTrainer(seed=0, **FAST)
+        with make([IdentityEnv] * 4) as envs:
+            for _ in range(4):
+                metrics = trainer.train_episode_vectorized(envs)
+        assert metrics["n_completed_episodes"] == 8  # 32 steps, episodes of 16, 4 envs
+        return trainer.agent.state()[0]
+
+    class Sync(SyncVectorEnv):
+        def __init__(self, fns):
+            super().__init__(fns, autoreset_mode=AutoresetMode.SAME_STEP)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.close()
+
+    assert_equal(play(lambda fns: ParallelEnv(fns, num_workers=2)), play(Sync))
+
+
+def test_an_env_that_raises_when_it_is_tried_is_named():
+    with pytest.raises(EnvError, match=r"BrokenEnv failed when it was tried .*the plug was pulled"):
+        PPO(BrokenEnv, env_kwargs={"what": "error"})
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_an_env_that_raises_in_a_worker_stops_the_run_with_its_name(path):
+    ppo = PPO(
+        BrokenEnv, n_envs=2, env_kwargs={"what": "late error"}, path=path, backend="process", num_workers=2, n_steps=8,
+        batch_size=16,
+    )  # fmt: skip
+    with ppo, pytest.raises(EnvError, match=r"env [01] .*failed .*the plug was pulled"):
+        ppo.learn(640)
+
+
+def test_trainer_state_is_saved_and_loaded(tmp_path):
+    trainer = PPOTrainer(seed=4, num_episodes=100, lr_schedule="linear", **FAST)
+    for _ in range(3):
+        trainer.train_episode(TargetEnv())
+    trainer.save(tmp_path)
+    other = PPOTrainer()
+    other.load(tmp_path)
+    assert other.num_episodes == trainer.num_episodes > 0
+    assert other.progress == trainer.progress
+    for one, two in zip(trainer.agent.state(), other.agent.state(), strict=True):
+        assert_equal(one, two)
+    observation = np.array([0.3], np.float32)
+    assert other.select_action(observation) == trainer.select_action(observation)
+    assert load_policy(tmp_path)(observation) == pytest.approx(
+        trainer.select_action(observation, deterministic=True).action, abs=1e-5
+    )
+
+
+def test_trainer_without_spaces_and_with_other_spaces_says_so():
+    trainer = PPOTrainer()
+    with pytest.raises(ConfigError, match="knows no spaces yet"):
+        trainer.select_action(0)
+    trainer.train_episode(IdentityEnv())
+    with pytest.raises(ConfigError, match="this trainer learns"):
+        trainer.train_episode(TargetEnv())
+    with pytest.raises(ValueError, match="allows no action"):
+        trainer.select_action(0, mask=[0, 0, 0])
+
+
+# --- the policy alone
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_a_loaded_policy_acts_as_the_trainer_does(tmp_path, env):
+    settings = {**FAST, "normalize_obs": True}
+    with PPO(env, n_envs=2, backend="serial", **settings) as ppo:
+        ppo.learn(640)
+        ppo.save(tmp_path)
+        policy = load_policy(tmp_path)
+        rng = np.random.default_rng(0)
+        obs = rng.standard_normal((50, ppo.obs_rows.size)).astype(np.float32)
+        actions = np.zeros((50, ppo.action_rows.size), ppo.action_rows.dtype)
+        noise = np.zeros((50, ppo.action_rows.size), np.float32)
+        ppo.agent.act(obs, np.zeros((0, 0), np.uint8), noise, actions, np.zeros(50, np.float32), True)
+        for row, action in zip(obs, ppo.action_rows.to_env(actions), strict=True):
+            np.testing.assert_allclose(policy(row), action, atol=1e-5)
+        assert policy.action_space.contains(policy(obs[0], rng=rng))
+
+
+def test_a_loaded_policy_respects_masks_and_draws(tmp_path):
+    with PPO(IdentityEnv, n_envs=2, backend="serial", **FAST) as ppo:
+        ppo.learn(64)
+        ppo.save(tmp_path)
+    policy = load_policy(tmp_path)
+    assert policy(0, mask=[False, False, True]) == 2
+    drawn = {int(policy(0, rng=np.random.default_rng(i))) for i in range(60)}
+    assert drawn == {0, 1, 2}
+    with pytest.raises(ValueError, match="allows no action"):
+        policy(0, mask=[0, 0, 0])
+
+
+def test_an_image_policy_loads_through_torch(tmp_path):
+    with PPO(DictEnv, n_envs=2, backend="serial", n_steps=8, batch_size=16, n_epochs=1) as ppo:
+        ppo.learn(16)
+        ppo.save(tmp_path)
+        env = DictEnv()
+        observation, _ = env.reset(seed=0)
+        assert env.action_space.contains(load_policy(tmp_path)(observation))
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_onnx_gives_the_policys_parameters(tmp_path, env):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    with PPO(env, n_envs=2, backend="serial", normalize_obs=env == "Pendulum-v1", **FAST) as ppo:
+        ppo.learn(128)
+        ppo.save(tmp_path)
+    policy = load_policy(tmp_path)
+    file = policy.export_onnx(tmp_path / "policy.onnx")
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    rows = np.random.default_rng(0).standard_normal((7, policy.rows.size)).astype(np.float32)
+    (got,) = session.run(None, {"observation": rows})
+    np.testing.assert_allclose(got, policy.parameters(rows), atol=1e-5)
+
+
+def test_the_default_config_is_valid_and_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PPOConfig().gamma = 0.5  # type: ignore[misc]
+
+
+# --- slow: the real thing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_cartpole_reaches_475(path):
+    from shoal.train.ppo.presets import PRESETS
+
+    preset = PRESETS["CartPole-v1"]
+    for seed in (1, 2, 3):  # the seeds of the benchmark
+        with PPO(
+            "CartPole-v1", n_envs=preset.n_envs, seed=seed, path=path, backend="serial", **preset.settings
+        ) as ppo:
+            for metrics in ppo.updates(preset.total_timesteps):
+                if len(ppo.log.recent) == 100 and metrics["reward_mean"] >= 475:
+                    break
+            assert metrics["reward_mean"] >= 475
+            assert ppo.evaluate(10).mean >= 475
+
+
+def test_no_warning_is_needed_for_a_plain_run():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with PPO("CartPole-v1", n_envs=2, backend="serial", **FAST) as ppo:
+            ppo.learn(64)

@@ -1,0 +1,225 @@
+"""`shoal train-ppo` and its run folder: files, resuming a killed run, what it prints and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.cli.main import main
+from shoal.core.files import read_json, verify_folder
+from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
+from shoal.train.ppo.policy import load_policy
+from shoal.train.ppo.presets import PRESETS
+
+REPO = Path(__file__).resolve().parents[3]
+SMALL = [
+    "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
+    "--tensorboard", "False", "--eval-episodes", "2",
+]  # fmt: skip
+
+
+def train(run: Path, *more: str) -> int:
+    return main(["train-ppo", *SMALL, "--run-dir", str(run), *more])
+
+
+def last_weights(root: Path) -> dict[str, bytes]:
+    saved = load_checkpoint(root)
+    return {
+        name: array.tobytes()
+        for part in (saved.weights, saved.optimizer, saved.statistics)
+        for name, array in part.items()
+    }
+
+
+def test_a_run_leaves_a_summary_a_curve_checkpoints_and_metrics(tmp_path, capsys):
+    assert train(tmp_path / "run", "--total-timesteps", "1280", "--log-every", "1") == 0
+    run = tmp_path / "run"
+    summary = read_json(run / "summary.json")
+    assert summary["command"] == "train-ppo"
+    assert summary["status"] == "completed"
+    metrics = summary["metrics"]
+    assert metrics["steps"] == 1280
+    assert metrics["eval_return_mean"] > 0
+    assert metrics["eval_return_std"] >= 0
+    assert metrics["steps_per_second"] > 0
+    assert (run / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (run / "config.yaml").exists()
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == [
+        "step_000000001024", "step_000000001152", "step_000000001280"
+    ]  # fmt: skip
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["steps"] == 1280
+    assert sum("eval_return_mean" in row for row in rows) >= 10
+    verify_folder(list_checkpoints(run / "best")[-1])
+    assert load_policy(run).env == "CartPole-v1"
+    out = capsys.readouterr().out
+    assert "Using 2 parallel environments for training" in out
+    assert "Start method: default" in out
+    assert "Parallel mode: 2 environments" in out
+    assert "Mean(100):" in out
+    assert "n_completed_episodes:" in out
+
+
+def test_num_episodes_ends_the_run_as_the_reference_has_it(tmp_path, capsys):
+    assert train(tmp_path / "run", "--num-episodes", "7", "--checkpoint-dir", str(tmp_path / "saved")) == 0
+    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["episodes"] >= 7
+    assert len(list_checkpoints(tmp_path / "saved")) == 1
+    assert "Episode" in capsys.readouterr().out
+
+
+def test_a_run_stops_when_the_wanted_reward_is_reached(tmp_path):
+    assert train(tmp_path / "run", "--total-timesteps", "50000", "--stop-at-reward", "15") == 0
+    metrics = read_json(tmp_path / "run" / "summary.json")["metrics"]
+    assert metrics["steps"] < 20_000
+    assert metrics["reward_mean"] >= 15
+
+
+def test_a_run_killed_at_any_moment_resumes_to_the_same_weights(tmp_path):
+    """kill -9 after a checkpoint was reported; the resumed run ends bit for bit where an undisturbed one does."""
+    common = [*SMALL, "--total-timesteps", "38400", "--normalize-obs", "True", "--lr-schedule", "linear",
+              "--eval-every", "0", "--log-every", "1"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
+    arguments = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train-ppo",
+        *common,
+        "--run-dir",
+        str(tmp_path / "killed"),
+        "--json-events",
+        "True",
+    ]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "checkpoint" and event["step"] >= 3840:
+                time.sleep(0.05)
+                process.send_signal(signal.SIGKILL)
+                break
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "killed")]) == 0
+    assert main(["train-ppo", *common, "--run-dir", str(tmp_path / "whole")]) == 0
+    assert last_weights(tmp_path / "killed") == last_weights(tmp_path / "whole")
+    rows, expected = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("killed", "whole")
+    )
+    timeless = [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+    assert timeless == [{k: v for k, v in row.items() if "second" not in k} for row in expected]
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path):
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "960"]) == 0
+    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"] == 960
+
+
+def test_events_are_json_lines_after_the_data_is_safe(tmp_path, capsys):
+    assert train(tmp_path / "run", "--total-timesteps", "640", "--json-events", "True") == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events][-1] == "summary"
+    saved = [event for event in events if event["event"] == "checkpoint"]
+    assert saved[-1]["step"] == 640
+    verify_folder(Path(saved[-1]["path"]))
+
+
+def test_nan_leaves_an_emergency_checkpoint_of_the_last_good_weights(tmp_path, capsys):
+    broken = ["--env", "tests.train.ppo.ppo_envs:NaNLaterEnv"]
+    assert train(tmp_path / "run", "--total-timesteps", "6400", *broken) == 1
+    assert "observation must be finite, got [nan, 0.0]" in capsys.readouterr().err
+    (emergency,) = list_checkpoints(tmp_path / "run" / "emergency")
+    saved = load_checkpoint(emergency)
+    assert all(np.isfinite(value).all() for value in saved.weights.values())
+    assert "finite" in saved.training["error"]
+    assert read_json(tmp_path / "run" / "summary.json")["status"] == "failed"
+
+
+def test_video_and_tensorboard_are_written(tmp_path):
+    pytest.importorskip("pygame")
+    pytest.importorskip("tensorboard")
+    assert (
+        train(tmp_path / "run", "--total-timesteps", "64", "--record-video", "True", "--tensorboard", "True")
+        == 0
+    )
+    assert (tmp_path / "run" / "video.gif").read_bytes()[:3] == b"GIF"
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--env", "CartPol-v1"], "Did you mean 'CartPole-v1'", 2),
+        (["--n-envs", "0"], "n_envs must be at least 1, got 0", 2),
+        (["--preset", "CartPole"], "no preset named 'CartPole'. Did you mean 'CartPole-v1'", 2),
+        (["--resume-from", "nowhere"], "nowhere holds no checkpoint", 2),
+        (["--device", "cuda:7"], "is not available here", 2),
+        (["--gamma", "2"], r"gamma must be in [0, 1], got 2.0", 2),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_readable_line(
+    tmp_path, capsys, monkeypatch, arguments, message, code
+):
+    monkeypatch.chdir(tmp_path)
+    if "cuda:7" in arguments:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device")
+    assert main(["train-ppo", *arguments]) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resuming_with_another_seed_or_env_is_refused(tmp_path, capsys):
+    assert train(tmp_path / "run", "--total-timesteps", "64") == 0
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--seed", "9"]) == 2
+    assert "made with --seed 0 --n-envs 2, got --seed 9" in capsys.readouterr().err
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--env", "Acrobot-v1"]) == 2
+    assert "env: the checkpoint has 'CartPole-v1', this run 'Acrobot-v1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["total_timesteps", "num_episodes"])
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_the_command_that_a_run_prints_at_its_end_goes_on_with_it(tmp_path, capsys, limit, own_folder):
+    places = ["--checkpoint-dir", str(tmp_path / "kept")] if own_folder else []
+    assert train(tmp_path / "run", f"--{limit}", "64" if limit == "total_timesteps" else "4", *places) == 0
+    first = read_json(tmp_path / "run" / "summary.json")["metrics"]
+    kept = str(tmp_path / "kept" if own_folder else tmp_path / "run")
+    capsys.readouterr()
+    assert main(["train-ppo", "--resume-from", kept]) == 0  # which is at its end
+    command = capsys.readouterr().out.split("go on with")[1].split()
+    assert command[:4] == ["shoal", "train-ppo", "--resume-from", kept]
+    assert main(command[1:]) == 0
+    more = read_json(tmp_path / "run" / "summary.json")["metrics"]
+    what = "steps" if limit == "total_timesteps" else "episodes"
+    assert more[what] >= 2 * first[what]
+
+
+def test_help_shows_the_presets_values_as_defaults(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["train-ppo", "--env", "Pendulum-v1", "--help"])
+    assert done.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--gamma FLOAT Discount of a reward per step. (default: 0.9)" in text
+    assert "--n-envs INT Environments stepped in parallel. (default: 4)" in text
+    for flag in ("--parallel-start-method", "--num-episodes", "--device", "--learning-rate", "--checkpoint-dir",
+                 "--seed", "--resume-from", "--record-video", "--target-kl"):  # fmt: skip
+        assert flag in text
+
+
+def test_every_preset_is_a_valid_config():
+    from shoal.train.ppo.config import PPOConfig
+
+    for preset in PRESETS.values():
+        PPOConfig(**preset.settings)
+        assert preset.source in ("zoo", "own")
