@@ -308,6 +308,8 @@ class Runner:
     def _launch(self, name: str) -> None:
         """One attempt is on record before its process exists, so that none runs unknown."""
         job = self.store.job(name)
+        if job.retries:
+            logger.warning("%r: launch again (%s)", name, job.reason)
         if job.rounds:
             self._flush()  # the folder of the round before must be gone
         try:
