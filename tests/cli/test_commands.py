@@ -66,6 +66,15 @@ def test_the_short_help_leaves_no_flag_out_and_names_none_that_is_not_there():
             assert set(helping.flags_in(example.replace("_", "-"))) <= whole, example
 
 
+def test_the_short_help_has_the_defaults_of_the_environment_that_is_named(capsys):
+    def default(*words):
+        return re.search(
+            r"--learning-rate .*default: ([\d.e-]+)\)", said(capsys, "train-ppo", *words, "--help")
+        )[1]
+
+    assert default("--preset", "none") != default("--env", "CartPole-v1")
+
+
 def test_the_commands_of_the_usage_are_the_commands(capsys):
     text = said(capsys, "--help")
     assert all(re.search(rf"^  {re.escape(name)} ", text, re.MULTILINE) for name in COMMANDS)
@@ -124,7 +133,7 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("prove --run-dir FILE", "a run folder must be a folder"),
         ("split nosuch", "nosuch does not exist"),
         ("show nosuch", "is not a run folder"),
-        ("show a\0b", "null"),
+        ("show a\0b", "is not a run folder"),
         ("runs nosuch", "is not a folder"),
         ("compare FILE", "two run folders or more, got 1"),
         ("train --resume --run-dir nosuch", "no checkpoint"),

@@ -256,10 +256,12 @@ class Replay:
                 f"(trainer.keep_checkpoints), or replay with --sampler recorded"
             )
         if folder is not None:
-            engine = self._load(folder)
-            if self.sampler != "recorded":
+            engine, settings = self._load(folder), self.config.engine
+            elsewhere = "vllm" in (settings.name, settings.replicas.engine if settings.name == "ray" else "")
+            if self.sampler == "checkpoint" or (self.sampler == "auto" and not elsewhere):
                 return engine, engine.tokenizer, f"sampled again with {folder.relative_to(self.run)}"
-            return None, engine.tokenizer, "the recorded tokens are followed"
+            why = ": vLLM wrote them, whose batches decide its rounding" if elsewhere else ""
+            return None, engine.tokenizer, f"the recorded tokens are followed{why}"
         return (
             None,
             self._tokenizer(),
