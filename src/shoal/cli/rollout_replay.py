@@ -17,13 +17,11 @@ from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.verify import Verdict, compare
-from shoal.testing.recorded_runs import Recording, recordings_of
+from shoal.testing.recorded_runs import Recording, recordings_of, settings_of
 
 
 def verify(run: Path, ending: contextlib.ExitStack) -> int:
     """Replay a saved rollout, or what a training run saved; exit code 1 if less held than was promised."""
-    from omegaconf import OmegaConf
-
     from shoal.train.agent.config import AgentConfig
 
     file = run / "trajectories" / "rollout.jsonl"
@@ -34,8 +32,7 @@ def verify(run: Path, ending: contextlib.ExitStack) -> int:
             f"{file.relative_to(run)}, as `shoal rollout` writes them, or trajectories/heldout-N.jsonl with the "
             f"checkpoint of iteration N, as `shoal train` does"
         )
-    values: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    config = AgentConfig.read(values)
+    config = AgentConfig.read(settings_of(run))
     if file.exists():
         engine = engine_for(config, run if (run / "engine").exists() else None, ending)
         return int(not _replay(str(run), config, engine, file, engine.level))
