@@ -171,6 +171,13 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys):
     assert "--run-dir" in told[-1]
 
 
+def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = said(capsys, "envs", "show", "countdown")
+    settings = text[text.index("Settings") : text.index("The first observation")]
+    assert max(map(len, settings.splitlines())) <= 60
+
+
 # --- one writer
 WRITERS = {
     "train": lambda folder: ["train", *QUICK, f"run_dir={folder}"],
