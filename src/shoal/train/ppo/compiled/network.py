@@ -11,7 +11,6 @@ import numpy as np
 
 Array = np.ndarray
 NO_MASKS = np.zeros((0, 0), np.uint8)
-NO_ROWS = np.zeros((0, 0), bool)
 
 
 class UpdateStats(NamedTuple):
@@ -42,8 +41,8 @@ class UpdateBatch:
     begins: Array = field(
         default_factory=lambda: NO_ROWS
     )  # [T, N] bool, of a recurrent policy, whose rows are all those of [T, N]
-    valid: Array = field(default_factory=lambda: NO_ROWS)  # [T, N] bool, which of them are learned from
-    memory: Array = field(default_factory=lambda: NO_ROWS)  # [N, S] what it remembered at the first
+    valid: Array | None = None  # [T, N] bool, which of them are learned from
+    memory: Array | None = None  # [N, S] what it remembered at the first
 
 
 @dataclass(frozen=True, slots=True)
