@@ -85,6 +85,18 @@ def test_resuming_with_fewer_steps_than_there_are_says_so_and_rewrites_nothing(t
     assert everything(tmp_path / "run") == before
 
 
+def test_a_finished_run_is_evaluated_longer_when_asked_to(tmp_path):
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    before = everything(tmp_path / "run")
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--eval-episodes", "3"]) == 0
+    after = everything(tmp_path / "run")
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert "summary.json" in changed
+    assert changed <= {"summary.json", "config.yaml", "curves.png"} | {
+        n for n in changed if n.startswith("best/")
+    }
+
+
 def test_a_run_killed_before_its_summary_gets_one_from_a_resume_at_the_end(tmp_path):
     assert train(tmp_path / "run", "--total-timesteps", "640") == 0
     summary = read_json(tmp_path / "run" / "summary.json")
