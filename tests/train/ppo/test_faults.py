@@ -30,7 +30,14 @@ SMALL = [
     "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
     "--tensorboard", "False", "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1",
 ]  # fmt: skip
-SETTINGS = {"n_envs": 2, "n_steps": 32, "batch_size": 32, "backend": "serial", "hidden": (8,)}
+SETTINGS = {
+    "preset": "none",
+    "n_envs": 2,
+    "n_steps": 32,
+    "batch_size": 32,
+    "backend": "serial",
+    "hidden": (8,),
+}
 
 
 def train(run: Path, *more: str) -> int:
@@ -76,6 +83,18 @@ def test_resuming_with_fewer_steps_than_there_are_says_so_and_rewrites_nothing(t
     assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "320"]) == 0
     assert "640 steps are done already, 320 were asked for" in capsys.readouterr().out
     assert everything(tmp_path / "run") == before
+
+
+def test_a_finished_run_is_evaluated_longer_when_asked_to(tmp_path):
+    assert train(tmp_path / "run", "--total-timesteps", "640") == 0
+    before = everything(tmp_path / "run")
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--eval-episodes", "3"]) == 0
+    after = everything(tmp_path / "run")
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert "summary.json" in changed
+    assert changed <= {"summary.json", "config.yaml", "curves.png"} | {
+        n for n in changed if n.startswith("best/")
+    }
 
 
 def test_a_run_killed_before_its_summary_gets_one_from_a_resume_at_the_end(tmp_path):
@@ -356,27 +375,34 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
 
 
 @pytest.mark.slow
-def test_runs_killed_thirty_times_end_as_undisturbed_ones(tmp_path):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "more", [[], ["--recurrent", "lstm", "--memory-units", "8"]], ids=["plain", "recurrent"]
+)
+def test_runs_killed_thirty_times_end_as_undisturbed_ones(tmp_path, more):
+    """By kill -9 or Ctrl-C, at moments drawn from the time that a run takes to start and make some checkpoints."""
     common = [*SMALL, "--total-timesteps", "64000", "--normalize-obs", "True", "--normalize-reward", "True",
-              "--checkpoint-every", "640"]  # fmt: skip
+              "--checkpoint-every", "640", *more]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
-    chance, kills = np.random.default_rng(0), 0
+    chance, kills, ended = np.random.default_rng(0), 0, 0
     arguments = [*common, "--run-dir", str(tmp_path / "killed")]
     while True:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", "train-ppo", *arguments],
-            stdout=subprocess.DEVNULL,
-            env=environment,
-        )
-        if kills == 30:
-            assert process.wait(120) == 0
-            break
-        time.sleep(chance.uniform(3.0, 5.0))
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL if chance.random() < 0.7 else signal.SIGINT)
-        process.wait(30)
-        kills += 1
+        command = [sys.executable, "-m", "shoal", "train-ppo", *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout is not None
+        process.stdout.readline()  # it has begun
+        if kills < 30:
+            time.sleep(chance.uniform(0.0, 1.5))
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL if chance.random() < 0.7 else signal.SIGINT)
+                kills += 1
+        process.communicate(timeout=300)
+        if process.returncode == 0:
+            ended += 1
+            if ended == 2:  # the second time there was nothing to do
+                break
         if list_checkpoints(tmp_path / "killed" / "checkpoints"):
             arguments = ["--resume-from", str(tmp_path / "killed")]
+    assert kills >= 15
     assert main(["train-ppo", *common, "--run-dir", str(tmp_path / "whole")]) == 0
     assert last(tmp_path / "killed") == last(tmp_path / "whole")

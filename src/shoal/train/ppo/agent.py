@@ -294,6 +294,8 @@ class PPOAgent:
                 norm.moments.mean = statistics[f"{name}.mean"].copy()
                 norm.moments.square = statistics[f"{name}.square"].copy()
         if self.obs_norm is not None:
+            moments = self.obs_norm.moments
+            moments.mean, moments.square = map(self.obs_rows.of_numbers, (moments.mean, moments.square))
             self.obs_norm.refresh()
         if self.reward_norm is not None:
             self.reward_norm.sums = statistics["reward.sums"].copy()

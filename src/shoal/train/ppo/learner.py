@@ -346,6 +346,8 @@ class RecurrentLearner(TorchLearner):
         self, batch: UpdateBatch, data: Tensors, order: Array, rates: UpdateRates
     ) -> Iterator[Minibatch]:
         """Some envs each, as many as have about `batch_size` steps."""
+        assert batch.begins is not None
+        assert batch.valid is not None
         n_steps, n_envs = batch.begins.shape
         together = max(1, round(rates.batch_size / n_steps))
         runs: dict[int, list[tuple[int, int]]] = {}

@@ -36,8 +36,8 @@ class Policy:
         if described["normalize_obs"]:
             self.norm = ObservationNormalizer(self.rows.n_numbers)
             self.norm.moments.count = float(checkpoint.statistics["obs.count"])
-            self.norm.moments.mean = checkpoint.statistics["obs.mean"]
-            self.norm.moments.square = checkpoint.statistics["obs.square"]
+            self.norm.moments.mean = self.rows.of_numbers(checkpoint.statistics["obs.mean"])
+            self.norm.moments.square = self.rows.of_numbers(checkpoint.statistics["obs.square"])
             self.norm.refresh()
         self._checkpoint = checkpoint
         self._network = network

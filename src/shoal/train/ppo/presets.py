@@ -97,6 +97,10 @@ PRESETS: dict[str, Preset] = {
     "MiniGrid-Empty-Random-5x5-v0": MINIGRID,
     "MiniGrid-DoorKey-5x5-v0": MINIGRID,
     "MiniGrid-DoorKey-6x6-v0": replace(MINIGRID, total_timesteps=400_000),
+    "MiniGrid-MemoryS7-v0": replace(
+        MINIGRID, total_timesteps=1_000_000, source="own",
+        settings={**MINIGRID.settings, "recurrent": "lstm", "n_steps": 128, "batch_size": 256, "ent_coef": 0.01},
+    ),
 }  # fmt: skip
 
 

@@ -264,10 +264,17 @@ class PPORun:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train or to write: the run was resumed at its end."""
-        if self._progress() < 1.0:
+        if self._progress() < 1.0 or self.options.resume_from is None:
+            return False
+        before = load_checkpoint(self.options.resume_from).training.get("options", {})
+        if before.get("eval_episodes") != self.options.eval_episodes:
+            return False
+        if self.options.record_video and not (self.path / "video.gif").exists():
             return False
         path = self.path / "summary.json"
         summary = read_json(path) if path.exists() else {}
+        if not isinstance(summary, dict):
+            return False
         same = summary.get("metrics", {}).get("steps") == self.ppo.log.n_steps
         if summary.get("status") != "completed" or not same:
             return False

@@ -11,7 +11,6 @@ import numpy as np
 
 Array = np.ndarray
 NO_MASKS = np.zeros((0, 0), np.uint8)
-NO_ROWS = np.zeros((0, 0), bool)
 
 
 class UpdateStats(NamedTuple):
@@ -39,11 +38,9 @@ class UpdateBatch:
     values: Array  # [B] float32 before the update
     masks: Array  # [B, sum(groups)] uint8, or empty [0, 0]
     orders: Array  # [E, B] int64, a permutation for each epoch; of envs, where sequences are learned from
-    begins: Array = field(
-        default_factory=lambda: NO_ROWS
-    )  # [T, N] bool, of a recurrent policy, whose rows are all those of [T, N]
-    valid: Array = field(default_factory=lambda: NO_ROWS)  # [T, N] bool, which of them are learned from
-    memory: Array = field(default_factory=lambda: NO_ROWS)  # [N, S] what it remembered at the first
+    begins: Array | None = None  # [T, N] bool, of a recurrent policy, whose rows are all those of [T, N]
+    valid: Array | None = None  # [T, N] bool, which of them are learned from
+    memory: Array | None = None  # [N, S] what it remembered at the first
 
 
 @dataclass(frozen=True, slots=True)
