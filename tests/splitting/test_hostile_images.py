@@ -272,3 +272,19 @@ def test_a_data_url_is_held_to_the_same(tmp_path):
             image_size(url)
     assert image_size("data:image/png;base64," + base64.b64encode(encoded("PNG")).decode()) == (56, 56)
     assert not any(Path(tmp_path).iterdir())
+
+
+def test_three_hundred_hostile_recordings_are_each_refused_by_name_and_cost_little(
+    processor_folder, tmp_path
+):
+    program = Path(__file__).with_name("hostile_corpus.py")
+    done = subprocess.run(
+        [sys.executable, program, processor_folder, tmp_path], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["files"] == 300
+    assert told["passed"] == []
+    assert told["refused"] == 300
+    assert told["opened"] == []  # nothing outside, no program, no connection
+    assert told["risen"] < 200  # MiB
