@@ -191,15 +191,16 @@ def check(processor, folder, number, grouping):
 
 @pytest.mark.parametrize("grouping", [False, True], ids=["plain", "tools in one message"])
 @pytest.mark.parametrize(
-    "count", [30, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    ("first", "count"),
+    [(30, 30), pytest.param(0, 500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
-def test_samples_are_those_that_a_plain_program_writes(processor, tmp_path, count, grouping):
+def test_samples_are_those_that_a_plain_program_writes(processor, tmp_path, first, count, grouping):
     if grouping:
         import copy
 
         processor = copy.copy(processor)
         processor.chat_template = GROUPING
-    for number in range(count):
+    for number in range(first, first + count):
         folder = tmp_path / str(number)
         folder.mkdir()
         check(processor, folder, number, grouping)

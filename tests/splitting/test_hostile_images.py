@@ -138,16 +138,21 @@ def test_the_loop_over_pixels_is_never_entered_with_shapes_that_do_not_agree(ima
 
 
 FUZZ = """
-import io, sys, numpy as np
+import json, sys, numpy as np
 from pathlib import Path
 from PIL import Image
 from shoal.core.errors import DataError
-from shoal.splitting.images import decode_rgb, image_size
-rng = np.random.default_rng(int(sys.argv[2]))
-seeds = [path.read_bytes() for path in sorted(Path(sys.argv[1]).iterdir())]
+from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter, load_processor
+root, seeds = Path(sys.argv[2]), [path.read_bytes() for path in sorted(Path(sys.argv[3]).iterdir())]
+rng, processor = np.random.default_rng(7), load_processor(sys.argv[1])
+kept = {name: (root / "r" / name).read_bytes() for name in ("final_messages.json", "task_config.json")}
+splitters = [StepwiseTrajectorySplitter(processor, root, store=store, max_image_pixels=4_000_000, padding="longest")
+             for store in ("u8", "float32")]
+splitters.append(TrajectorySplitter(processor, root, 2, 1, max_image_pixels=4_000_000, padding="longest"))
 read = refused = 0
-for _ in range(int(sys.argv[3])):
-    data = bytearray(seeds[rng.integers(len(seeds))])
+for number in range(int(sys.argv[4])):
+    of_image = rng.random() < 0.7
+    data = bytearray(seeds[rng.integers(len(seeds))] if of_image else kept["final_messages.json"])
     for _ in range(rng.integers(1, 9)):
         kind, at = rng.integers(4), int(rng.integers(len(data)))
         if kind == 0:
@@ -160,33 +165,60 @@ for _ in range(int(sys.argv[3])):
             data[at : at + 4] = b"\\xff\\xff\\xff\\xff"[: max(1, len(data[at : at + 4]))]
         if not data:
             break
-    place = Path(sys.argv[1]).parent / "mutant.png"
-    place.write_bytes(bytes(data))
+    (root / "r" / "screen.png").write_bytes(bytes(data) if of_image else seeds[0])
+    (root / "r" / "final_messages.json").write_bytes(kept["final_messages.json"] if of_image else bytes(data))
     try:
-        size = image_size(str(place), 4_000_000)
-        image = decode_rgb(str(place), 4_000_000)
-        assert image.size == size and np.asarray(image).shape == (size[1], size[0], 3)
+        batch = splitters[number % 3].split(["r"], [1.0])
+        for inputs in batch["multi_modal_inputs"]:
+            if inputs:
+                picture = Image.open(root / "r" / "screen.png").convert("RGB")
+                same = [picture] * len(inputs["image_grid_thw"])
+                wanted = processor.image_processor(images=same, return_tensors="pt")
+                assert (inputs["pixel_values"] == wanted["pixel_values"]).all()
         read += 1
     except DataError as error:
-        assert "mutant.png" in str(error)
+        assert "trajectory 'r'" in str(error)
         refused += 1
 print(read, refused)
 """
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
-def test_mutated_images_are_read_as_they_say_or_refused(tmp_path, count):
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
+def test_mutated_images_and_recordings_are_read_as_they_say_or_refused(processor_folder, tmp_path, count):
+    """Through the whole splitter, with the bounds of the compiled loops checked: no crash and no wrong pixel."""
     (tmp_path / "seeds").mkdir()
     for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF"):
         (tmp_path / "seeds" / kind).write_bytes(encoded(kind))
+    recordings(tmp_path / "root", encoded("PNG"))
+    (tmp_path / "root" / "hostile").rename(tmp_path / "root" / "r")
+    checked = {
+        "PYTHONFAULTHANDLER": "1",
+        "NUMBA_BOUNDSCHECK": "1",
+        "NUMBA_CACHE_DIR": str(tmp_path / "numba"),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", FUZZ, str(tmp_path / "seeds"), "7", str(count)],
-        capture_output=True, text=True, env={**os.environ, "PYTHONFAULTHANDLER": "1"}, timeout=110,
+        [sys.executable, "-c", FUZZ, processor_folder, tmp_path / "root", tmp_path / "seeds", str(count)],
+        capture_output=True, text=True, env={**os.environ, **checked}, timeout=1100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     read, refused = map(int, done.stdout.split())
     assert read + refused == count
     assert min(read, refused) > count // 20
+
+
+def test_the_compiled_loops_are_checked_where_numba_is_told_to(tmp_path):
+    """The environment of the test above does what it is meant to: a loop that leaves its array is an error there."""
+    code = (
+        "import numpy as np; from shoal.splitting.images import compiled_loops\ncut, _ = compiled_loops()\n"
+        "try:\n    cut(np.zeros((28, 28, 3), np.uint8), 14, 2, np.zeros((1, 3, 196), np.uint8))\n"
+        "except IndexError:\n    print('refused')"
+    )
+    checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **checked}
+    )
+    assert done.stdout.strip() == "refused", done.stderr
 
 
 def test_lines_of_json_may_hold_every_separator_of_unicode(processor, tmp_path):
@@ -240,3 +272,19 @@ def test_a_data_url_is_held_to_the_same(tmp_path):
             image_size(url)
     assert image_size("data:image/png;base64," + base64.b64encode(encoded("PNG")).decode()) == (56, 56)
     assert not any(Path(tmp_path).iterdir())
+
+
+def test_three_hundred_hostile_recordings_are_each_refused_by_name_and_cost_little(
+    processor_folder, tmp_path
+):
+    program = Path(__file__).with_name("hostile_corpus.py")
+    done = subprocess.run(
+        [sys.executable, program, processor_folder, tmp_path], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["files"] == 300
+    assert told["passed"] == []
+    assert told["refused"] == 300
+    assert told["opened"] == []  # nothing outside, no program, no connection
+    assert told["risen"] < 200  # MiB

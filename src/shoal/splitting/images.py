@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import functools
 import io
 import logging
 import math
@@ -38,6 +39,52 @@ MAX_IMAGE_PIXELS = 16_000_000
 MAX_DATA_URL = 64 * 2**20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 """What a screenshot may be; other formats of Pillow start programs, or say one size and hold another."""
+
+
+# --- loops over pixels
+@functools.cache
+def compiled_loops() -> tuple[Any, Any]:
+    """`patches_from_image` and `values_from_patches`, compiled; they release the interpreter lock."""
+    from numba import njit
+
+    compiled = njit(nogil=True, cache=True)
+    return compiled(patches_from_image), compiled(values_from_patches)
+
+
+def patches_from_image(image: Any, patch: int, merge: int, out: Any) -> None:
+    """Cut `[H, W, 3]` uint8 into `out` `[H/p * W/p, 3, p * p]`, in the order Qwen2-VL reads patches.
+
+    Patches come in blocks of `merge x merge`, blocks row by row, so that the vision tower can fold each block
+    into one token.
+    """
+    rows, columns = image.shape[0] // (patch * merge), image.shape[1] // (patch * merge)
+    at = 0
+    for block_row in range(rows):
+        for block_column in range(columns):
+            for inner_row in range(merge):
+                top = (block_row * merge + inner_row) * patch
+                for inner_column in range(merge):
+                    left = (block_column * merge + inner_column) * patch
+                    for y in range(patch):
+                        for x in range(patch):
+                            for channel in range(3):
+                                out[at, channel, y * patch + x] = image[top + y, left + x, channel]
+                    at += 1
+
+
+def values_from_patches(patches: Any, table: Any, repeat: int, out: Any) -> None:
+    """Look `[N, 3, p * p]` uint8 up in `table` `[3, 256]` into `out` `[N, 3, repeat, p * p]`.
+
+    The `repeat` copies are the frames of a still image: Qwen2-VL takes it for a film of that length.
+    """
+    size = patches.shape[2]
+    for at in range(patches.shape[0]):
+        for channel in range(3):
+            for x in range(size):
+                out[at, channel, 0, x] = table[channel, patches[at, channel, x]]
+            for frame in range(1, repeat):
+                for x in range(size):
+                    out[at, channel, frame, x] = out[at, channel, 0, x]
 
 
 # --- files
@@ -148,24 +195,20 @@ class PatchTable:
 
     def expand_into(self, patches: Array, out: Array) -> None:
         """`expand` into rows that are there already."""
-        from shoal.splitting.kernels import values_from_patches
-
         table = self.bfloat16 if out.dtype == np.uint16 else self.float32
         rows, channels, pixels = patches.shape
         _agree(patches.dtype == np.uint8 and table.shape == (channels, 256) == (3, 256), patches, table)
         _agree(out.size == rows * channels * self.frames * pixels, patches, out)
-        values_from_patches(patches, table, self.frames, out.reshape(rows, channels, self.frames, pixels))
+        compiled_loops()[1](patches, table, self.frames, out.reshape(rows, channels, self.frames, pixels))
 
 
 def cut_patches(image: Array, patch: int, merge: int, out: Array) -> None:
     """Cut `[H, W, 3]` uint8 into `out` `[H/p * W/p, 3, p * p]`; the loop behind it checks nothing."""
-    from shoal.splitting.kernels import patches_from_image
-
     _agree(image.ndim == 3 and image.shape[2] == 3 and image.dtype == out.dtype == np.uint8, image, out)
     height, width = image.shape[:2]
     _agree(height % (patch * merge) == 0 and width % (patch * merge) == 0, image, out)
     _agree(out.shape == (height * width // patch**2, 3, patch**2), image, out)
-    patches_from_image(image, patch, merge, out)
+    compiled_loops()[0](image, patch, merge, out)
 
 
 def _agree(shapes_agree: bool, source: Array, out: Array) -> None:

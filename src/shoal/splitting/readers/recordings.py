@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,22 +218,42 @@ def _kind(value: Any) -> str:
 
 
 # --- files
+MOST_OF_FILE = 512 * 2**20
+"""Bytes of a file that is read as a whole; more is a mistake or an attack."""
+
+
+def plain_file(file: Path, folder: Path | None = None, most: int | None = MOST_OF_FILE) -> Path:
+    """`file` if it is one that ends: no device or pipe, not too large, and inside `folder` wherever links lead."""
+    try:
+        about = file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{file} is missing; restore it or remove the trajectory") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error})") from error
+    if folder is not None and not file.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"{file} is a link out of {folder}; put the file itself there")
+    if not stat.S_ISREG(about.st_mode):
+        raise DataError(f"{file} is no plain file; restore it or remove the trajectory")
+    if most is not None and about.st_size > most:
+        raise DataError(
+            f"{file} has {about.st_size:,} bytes, more than {most:,}; keep images in files beside it"
+        )
+    return file
+
+
 def read_text(file: Path) -> str:
     """The file's text."""
     try:
-        return file.read_text("utf-8")
+        return plain_file(file).read_text("utf-8")
     except FileNotFoundError:
         raise DataError(f"{file} is missing; restore it or remove the trajectory") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read ({error})") from error
 
 
-def read_json_file(file: Path) -> Any:
-    """The value in a JSON file."""
-    try:
-        return read_json(file)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{file} is missing; restore it or remove the trajectory") from None
+def read_json_file(file: Path, folder: Path | None = None) -> Any:
+    """The value in a JSON file, which lies in `folder` where one is given."""
+    return read_json(plain_file(file, folder))
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
@@ -307,8 +328,8 @@ class FolderReader:
         """The recording in its folder, or in `path` if that is given."""
         folder = path if path is not None else self.root / safe_id(dataset_id)
         source = folder / "final_messages.json"
-        messages = parse_messages(read_json_file(source), str(source), ImageLocator(folder))
-        config = read_json_file(folder / "task_config.json")
+        messages = parse_messages(read_json_file(source, folder), str(source), ImageLocator(folder))
+        config = read_json_file(folder / "task_config.json", folder)
         if not isinstance(config, dict) or not isinstance(config.get("id"), str | int):
             raise DataError(
                 f"{folder / 'task_config.json'} must be an object with 'id', the name of the task"

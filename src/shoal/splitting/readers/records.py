@@ -24,6 +24,7 @@ from shoal.splitting.readers.recordings import (
     Recording,
     finite_reward,
     parse_messages,
+    plain_file,
     read_json_file,
     safe_id,
 )
@@ -332,7 +333,7 @@ def _line(file: Path, number: int, offset: int) -> Any:
 
 def _opened(file: Path) -> Any:
     try:
-        return file.open("rb")
+        return plain_file(file, most=None).open("rb")
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error}); restore it or remove it") from error
 
@@ -353,7 +354,7 @@ def _parquet(file: Path) -> Any:
     except ImportError as error:
         raise missing_extra(f"reading {file.name} (parquet)", "data") from error
     try:
-        return pyarrow.parquet.ParquetFile(file)
+        return pyarrow.parquet.ParquetFile(plain_file(file, most=None))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a readable parquet file ({error})") from error
 
@@ -377,7 +378,7 @@ def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, i
     A file is (its name behind the key, offset, size); links and devices are no files.
     """
     try:
-        with tarfile.open(file, "r:") as archive:
+        with tarfile.open(plain_file(file, most=None), "r:") as archive:
             key, members = None, []
             for member in archive:
                 if not member.isfile():

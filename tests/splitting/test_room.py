@@ -1,0 +1,102 @@
+"""The room itself: what a sample passes, what a long recording costs, and that the original's part can go."""
+
+import ast
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.rooms.trace import Tracer
+
+from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
+
+ROOM = Path(__file__).parents[2] / "src" / "shoal" / "splitting"
+
+
+@pytest.mark.parametrize("cls", [StepwiseTrajectorySplitter, TrajectorySplitter])
+def test_a_sample_passes_few_files(processor, make_root, tmp_path, cls):
+    root, ids = make_root(1, steps=3, size=(60, 60))
+    splitter = cls(processor, root, padding="longest")
+    splitter.split(ids)
+    with Tracer("shoal", tmp_path) as tracer, tracer.piece() as passed:
+        splitter.split(ids)[next(iter(["multi_modal_inputs"]))][0]["pixel_values"]
+    files = passed.files(leave_out=("core/", "splitting/splitters.py"))
+    assert files <= {f"splitting/{name}.py" for name in ("cut", "encode", "place", "images", "batch")} | {
+        "splitting/readers/recordings.py"
+    }
+    assert len(files) <= 6
+
+
+def test_nothing_but_the_arguments_knows_of_the_originals_tensors():
+    """`original.py` can be deleted with the two arguments that lead to it."""
+    importers = set()
+    for file in ROOM.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "shoal.splitting.original":
+                importers.add(file.name)
+    assert importers == {"splitters.py"}
+
+
+class Work:
+    """Lines of the room that run, and what is rendered and encoded."""
+
+    def __init__(self):
+        self.lines = 0
+
+    def __call__(self, frame, event, arg):
+        if str(ROOM) not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.lines += 1
+        return self
+
+
+@pytest.mark.parametrize("cls", [StepwiseTrajectorySplitter, TrajectorySplitter])
+def test_the_work_for_a_recording_grows_with_its_length_and_no_faster(processor, tmp_path, cls, monkeypatch):
+    from PIL import Image
+
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    work, letters = {}, Counter()
+    tokenizer = processor.tokenizer
+    encode = type(tokenizer).encode
+
+    def counted(self, text, **options):
+        letters[size] += len(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "encode", counted)
+    for size in (500, 1000, 2000):
+        user = {
+            "role": "user",
+            "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Go."}],
+        }
+        chat = [user, {"role": "assistant", "content": "I go."}] * (size // 2)
+        (tmp_path / f"{size}.json").write_text(json.dumps([chat]))
+        reader = ChatReader(tmp_path / f"{size}.json")
+        splitter = cls(processor, tmp_path, reader=reader, limit_messages=3, padding="longest")
+        [name] = reader.ids()
+        letters[size] = 0
+        counter = Work()
+        sys.settrace(counter)
+        try:
+            found = next(splitter.results([name]))
+        finally:
+            sys.settrace(None)
+        assert len(found.samples) == (size // 2 if cls is StepwiseTrajectorySplitter else size // 10)
+        work[size] = counter.lines
+    assert work[2000] - work[1000] <= 2.05 * (work[1000] - work[500])
+    assert letters[2000] <= 2.05 * letters[1000]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cls", [StepwiseTrajectorySplitter, TrajectorySplitter])
+def test_ten_thousand_messages_are_split(processor, tmp_path, cls):
+    chat = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "I go."}] * 5000
+    (tmp_path / "long.json").write_text(json.dumps([chat]))
+    reader = ChatReader(tmp_path / "long.json")
+    samples = next(cls(processor, tmp_path, reader=reader).results(reader.ids())).samples
+    assert sum(sample.response_mask.sum() for sample in samples) == 5000 * len(
+        processor.tokenizer.encode("I go.<|im_end|>")
+    )
