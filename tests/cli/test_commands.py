@@ -66,6 +66,15 @@ def test_the_short_help_leaves_no_flag_out_and_names_none_that_is_not_there():
             assert set(helping.flags_in(example.replace("_", "-"))) <= whole, example
 
 
+def test_the_short_help_has_the_defaults_of_the_environment_that_is_named(capsys):
+    def default(*words):
+        return re.search(
+            r"--learning-rate .*default: ([\d.e-]+)\)", said(capsys, "train-ppo", *words, "--help")
+        )[1]
+
+    assert default("--preset", "none") != default("--env", "CartPole-v1")
+
+
 def test_the_commands_of_the_usage_are_the_commands(capsys):
     text = said(capsys, "--help")
     assert all(re.search(rf"^  {re.escape(name)} ", text, re.MULTILINE) for name in COMMANDS)
@@ -124,8 +133,10 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("prove --run-dir FILE", "a run folder must be a folder"),
         ("split nosuch", "nosuch does not exist"),
         ("show nosuch", "is not a run folder"),
-        ("show a\0b", "null"),
+        ("show a\0b", "is not a run folder"),
         ("runs nosuch", "is not a folder"),
+        ("show loop", "is not a run folder"),
+        ("train run_dir=loop", "a run folder must be a folder"),
         ("compare FILE", "two run folders or more, got 1"),
         ("train --resume --run-dir nosuch", "no checkpoint"),
         ("train-ppo --resume", "there is no run"),
@@ -137,6 +148,7 @@ def test_a_mistake_in_the_call_is_one_line_and_leaves_nothing(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_API_KEY", "sesame")
     (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
     before = sorted(tmp_path.rglob("*"))
     import shlex
 
@@ -157,6 +169,13 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys):
     assert code == 2
     assert told[-1].startswith("shoal: ")
     assert "--run-dir" in told[-1]
+
+
+def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = said(capsys, "envs", "show", "countdown")
+    settings = text[text.index("Settings") : text.index("The first observation")]
+    assert max(map(len, settings.splitlines())) <= 60
 
 
 # --- one writer
@@ -420,3 +439,27 @@ def test_what_eval_plays_can_be_replayed(run, tmp_path, capsys):
     result = json.loads(said(capsys, "eval", run, "--episodes", "3", "--run-dir", out, "--json"))
     assert result["episodes"] == 3
     assert "the same" in said(capsys, "replay", out, "eval:2")
+
+
+BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("seed: [1", "cannot be read"),
+        ("- 1", "must be a mapping of settings, got list"),
+        ("seed: !!python/object/apply:os.getcwd []", "cannot be read"),
+        ("seed: " + "[" * 5000, "cannot be read"),
+        (BOMB, "at most 20000 values"),
+        ("# " + "x" * 2**20, "at most 1048576 bytes"),
+        ("seed: \x01", "cannot be read"),
+    ],
+)
+def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, capsys, text, why):
+    write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", [trajectory()])
+    (tmp_path / "config.yaml").write_text(text)
+    for words in (["compare", tmp_path, tmp_path], ["replay", tmp_path], ["show", tmp_path, "--prompt"]):
+        assert why in said(capsys, *words, code=2)

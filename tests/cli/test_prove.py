@@ -10,7 +10,7 @@ import pytest
 from shoal.cli import prove as command
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
-from shoal.testing import prove_agents
+from shoal.testing import proof, prove_agents
 from shoal.testing.proof import Case, Part, Toll, kill_when, prove
 from shoal.testing.recorded_runs import first_difference, weights_digest
 
@@ -141,6 +141,38 @@ def test_the_command_ends_with_0_only_if_all_is_equal(tmp_path, monkeypatch, cap
     assert ("turn 3, token 1" in said.err) == (not same)
     assert main(["prove", "--run-dir", str(tmp_path / "p")]) == 2
     assert "holds a run already" in capsys.readouterr().err
+
+
+def test_what_was_proved_until_ctrl_c_is_kept(tmp_path, monkeypatch, capsys):
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    def made(*args, **kwargs):
+        cases = [Case("one", lambda run: None), Case("two", interrupted)]
+        return Part("agents", "episodes", cases, lambda run: {"episodes": "a"}, lambda a, b: "")
+
+    monkeypatch.setattr(prove_agents, "agents", made)
+    assert main(["prove", "--run-dir", str(tmp_path / "p")]) == 130
+    summary = json.loads((tmp_path / "p" / "summary.json").read_text())
+    assert (summary["status"], [row["name"] for row in summary["metrics"]["rows"]]) == (
+        "interrupted",
+        ["one"],
+    )
+    assert summary["metrics"]["equal"] is False
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_commands_that_were_left_running_end_with_the_proof(tmp_path, monkeypatch):
+    started = []
+
+    def leaves(run):
+        started.append(proof.shoal_command(["train", "--config-name", "demo"], tmp_path / "log"))
+        raise KeyboardInterrupt
+
+    part = Part("made up", "episodes", [Case("one", leaves)], lambda run: {}, lambda a, b: "")
+    with pytest.raises(KeyboardInterrupt):
+        prove(part, tmp_path)
+    assert started[0].poll() == -9
 
 
 @pytest.mark.parametrize(

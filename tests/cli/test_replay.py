@@ -205,6 +205,33 @@ def test_a_server_s_run_is_followed_and_compared(trained, tmp_path, capsys, monk
     assert "turn 1: observation is 'elsewhere'" in capsys.readouterr().out
 
 
+def test_what_vllm_wrote_is_followed_even_where_its_checkpoint_is(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    config = (run / "config.yaml").read_text()
+    assert "name: tiny" in config
+    (run / "config.yaml").write_text(config.replace("name: tiny", "name: vllm"))
+    assert main(["replay", str(run), "train-000002:0"]) == 0
+    assert "the recorded tokens are followed: vLLM wrote them" in capsys.readouterr().out
+    assert main(["replay", str(run), "train-000002:0", "--sampler", "checkpoint"]) == 0
+    assert "sampled again with checkpoints/step-000001" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_an_episode_of_a_run_on_ray_is_the_same_in_a_plain_loop(trained, tmp_path, capsys):
+    on_ray = [
+        "agent_proxy.use_parallel_rollout=true",
+        "agent_proxy.parallel.backend=ray",
+        "agent_proxy.parallel_n_jobs=2",
+    ]
+    words = [word for word in SMALL if "own_lake" not in word]
+    assert main(["train", *words, *on_ray, f"run_dir={tmp_path / 'run'}"]) == 0
+    assert main(["replay", str(tmp_path / "run"), "train-000002:1"]) == 0
+    assert "sampled again" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -87,12 +87,9 @@ def differing(sides: Sequence[Mapping[str, Any]], everything: bool = False) -> d
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
+    from shoal.testing.recorded_runs import settings_of
 
-    path = run / "config.yaml"
-    if not path.exists():
-        return {}
-    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    values = settings_of(run)
     return {key: value for key, value in flat(values).items() if key.split("/")[0] not in NOT_SETTINGS}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -182,17 +183,19 @@ def _show(command: ShowCommand) -> int:
     if not (isinstance(kind, type) and issubclass(kind, TextEnv)) or command.wrappers:
         return _show_any(command)
     print(f"{command.name}: {inspect.getdoc(kind)}\n\nSettings ({kind.Config.__name__}):")
+    width = max(40, shutil.get_terminal_size((110, 24)).columns)
     for line in _describe_config(kind.Config):
-        print(line)
+        print(textwrap.fill(line, width, subsequent_indent=" " * 6, break_long_words=False))
     try:
         env = make(command.name, **arguments_of(command.settings, command.env_kwargs))
         _, info = env.reset(seed=command.seed)
     except ConfigError as error:
         print(f"\nIt cannot start without settings: {error}")
         return 0
-    print(f"\nWhat the agent is told:\n{textwrap.indent(textwrap.fill(env.instructions, 96), '  ')}")
+    print(f"\nWhat the agent is told:\n{textwrap.indent(textwrap.fill(env.instructions, width - 2), '  ')}")
     print(f"\nThe first observation of seed {command.seed}:\n{textwrap.indent(str(env.observe()), '  ')}")
-    print(f"\nActions now: {', '.join(info['available_actions'])}")
+    actions = f"Actions now: {', '.join(info['available_actions'])}"
+    print("\n" + textwrap.fill(actions, width, subsequent_indent="  ", break_long_words=False))
     extra = {key: value for key, value in info.items() if key in ("optimal_pushes",)}
     if extra:
         print(f"info also has {extra}")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.cli.agent_options import hide_loading, refuse_device
-from shoal.cli.grammar import print_json
+from shoal.cli.grammar import Progress, print_json
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.run_folder import RunFolder
 
@@ -160,9 +160,11 @@ def _play(options: EvalOptions) -> tuple[list[Any], dict[str, Any]]:
     collector = TrajectoryCollector(made.pool, made.tags, made.roles, 1, engine, proxy.prompt, seed)
     try:
         played: list[Any] = []
-        while len(played) < options.episodes:
-            played += collector.collect(0, sampling, first_group=len(played))
-            _say_progress(min(len(played), options.episodes), options.episodes)
+        with Progress("playing", sys.stderr) as progress:
+            while len(played) < options.episodes:
+                played += collector.collect(0, sampling, first_group=len(played))
+                done = min(len(played), options.episodes)
+                progress.at(done / options.episodes, f"{done}/{options.episodes} episodes")
         values = to_mapping(run)
         values["seed"], values["run_dir"], values["resume"] = options.seed, None, False
         values["custom_envs"] = {
@@ -179,18 +181,12 @@ def _play(options: EvalOptions) -> tuple[list[Any], dict[str, Any]]:
         close_engine(engine)
 
 
-def _say_progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():  # a file would keep every step of it
-        print(f"\r{done}/{total} episodes", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
 def engine_of(options: EvalOptions) -> tuple[Any, Any]:
     """The engine to play with, and the settings of its run (defaults for a bare model)."""
-    from omegaconf import OmegaConf
-
     from shoal.core.files import verify_folder
     from shoal.rollout.samplers.models import KNOWN
     from shoal.rollout.samplers.registry import make_engine
+    from shoal.testing.recorded_runs import settings_of
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import checkpoint_of
     from shoal.train.agent.policy import load_engine
@@ -199,8 +195,7 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any]:
         return _server(options)
     folder = Path(options.model)
     if (folder / "checkpoints").is_dir():
-        values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        run = AgentConfig.read(values)
+        run = AgentConfig.read(settings_of(folder))
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()

@@ -9,12 +9,21 @@ from pathlib import Path
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_json, verify_folder, write_folder
 
+EPILOG = """\
+examples:
+  shoal export runs/smollm2-bandit my-model                 a folder that transformers, vLLM and others load
+  shoal export runs/demo my-tiny --to shoal --checkpoint best
+  shoal export runs/lora adapter --adapter
+"""
+
 
 def main(argv: list[str]) -> int:
     """Copy the engine of a checkpoint out of its run."""
     parser = argparse.ArgumentParser(
         prog="shoal export",
         description="Write the model of an agent-training run as a folder that other programs load.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run folder, such as runs/smollm2-bandit")
     parser.add_argument("out", type=Path, help="the new folder; must not exist")

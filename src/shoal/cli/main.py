@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "play episodes without training; compare sequential with parallel; replay",
     ),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
+    "view": ("shoal.cli.view", "look at runs in a browser, or write one static page of them"),
     "runs": ("shoal.cli.runs", "list the runs of a folder"),
     "compare": ("shoal.cli.compare", "compare runs: settings, metrics, curves, first differing token"),
     "replay": ("shoal.cli.replay", "play a recorded episode again: check, debug, fork it"),
@@ -86,6 +87,8 @@ def main(argv: list[str] | None = None) -> int:
                 print("shoal: interrupted", file=sys.stderr)
                 code = 130
             return 128 + got[0] if got and code == 130 else code
+    except _ReaderGoneError:  # it has enough, as `| head` does
+        return 0
     except (ShoalError, ValueError, OSError) as error:
         if os.environ.get("SHOAL_TRACEBACK") and not isinstance(error, BrokenPipeError):
             raise
@@ -117,16 +120,17 @@ def _help(command: Callable[[list[str]], int], arguments: list[str]) -> int:
     for length in (2, 1):
         name = " ".join(arguments[:length])
         if "--help-all" not in arguments and name in BRIEFS:
-            print(brief(name, command, arguments[1:length]))
+            said = [
+                word for word in arguments[1:] if word not in ("-h", "--help")
+            ]  # defaults may depend on it
+            print(brief(name, command, said))
             return 0
     return int(command(["--help" if word == "--help-all" else word for word in arguments[1:]]) or 0)
 
 
 def _tell(error: Exception) -> int:
     """One line about what went wrong, and the exit code."""
-    if isinstance(
-        error, BrokenPipeError
-    ):  # the reader of our output went away, as `| head` does: it has enough
+    if isinstance(error, BrokenPipeError):  # of who writes bytes
         _forget(sys.stdout)
         return 0
     text = str(error)
@@ -145,11 +149,15 @@ def _tell(error: Exception) -> int:
 
 
 # --- output whose reader goes away, and signals
-class _Patient:
-    """A stream that goes on without its reader: a pipe that was closed, a terminal that is gone."""
+class _ReaderGoneError(Exception):
+    """Nobody reads the output any more; no `OSError`, since some who print end the program at those."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._gone = stream, False
+
+class _Watched:
+    """A stream whose reader may go away (a pipe that was closed, a terminal that is gone): work goes on, or ends."""
+
+    def __init__(self, stream: Any, goes_on: bool) -> None:
+        self._stream, self._goes_on, self._gone = stream, goes_on, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -171,6 +179,8 @@ class _Patient:
                 raise
             self._gone = True
             _forget(self._stream)
+            if not self._goes_on:
+                raise _ReaderGoneError from None
             if self is sys.stdout:
                 print("shoal: nobody reads the output any more; the work goes on", file=sys.stderr)
 
@@ -187,8 +197,8 @@ def _forget(stream: Any) -> None:
 def _output(command: list[str]) -> Iterator[None]:
     """Commands that work go on without a reader; for the others a reader that has enough is the end."""
     before = sys.stdout, sys.stderr
-    if command and command[0] in GOES_ON:
-        sys.stdout, sys.stderr = _Patient(sys.stdout), _Patient(sys.stderr)
+    goes_on = bool(command) and command[0] in GOES_ON
+    sys.stdout, sys.stderr = _Watched(sys.stdout, goes_on), _Watched(sys.stderr, True)
     try:
         yield
     finally:

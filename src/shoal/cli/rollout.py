@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.cli.agent_options import agent_parser, composed, hide_loading, show_warnings
-from shoal.cli.rollout_tables import episode_metrics, print_table, show
+from shoal.cli.grammar import Progress, print_json, table
+from shoal.cli.rollout_tables import episode_metrics, show
 from shoal.core.errors import ConfigError, DataError
 
 EPILOG = """\
@@ -79,13 +81,20 @@ def play(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack)
 
     folder, engine = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend=options.backend) as manager:
-        trajectories = manager.collect(options.iteration)
+        with Progress("playing", sys.stderr, bar=False):
+            trajectories = manager.collect(options.iteration)
         metrics = episode_metrics(trajectories, manager.report.seconds) | manager.report.metrics()
     write_trajectories(folder.path / "trajectories" / "rollout.jsonl", trajectories)
     folder.append_metrics({"iteration": options.iteration, **metrics})
-    folder.finish({**metrics, "iteration": options.iteration, "level": engine.level})
-    print_table(
-        f"rollout of {options.config_name}", ["", "value"], [[k, show(v)] for k, v in metrics.items()]
+    summary = folder.finish({**metrics, "iteration": options.iteration, "level": engine.level})
+    if options.json:
+        print_json(summary)
+        return 0
+    table(
+        f"rollout of {options.config_name}",
+        ["", "value"],
+        [[k, show(v)] for k, v in metrics.items()],
+        text=(0, 1),
     )
     print(f"episodes: {folder.path / 'trajectories'}   replay: shoal rollout --verify {folder.path}")
     return 0

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shoal.cli.grammar import print_json, table
 from shoal.cli.rollout import prepare
-from shoal.cli.rollout_tables import episode_metrics, print_table
+from shoal.cli.rollout_tables import episode_metrics
 from shoal.core.data import Trajectory, write_trajectories
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Engine, Level
@@ -74,19 +75,21 @@ def compare_schedules(config: Any, options: argparse.Namespace, ending: contextl
         rows.append(_row(name, trajectories, report.seconds, sequential, report.worker_deaths, told))
         if verdict.first:
             print(f"{name}: {verdict.first}", file=sys.stderr)
-    print_table(
-        f"{options.config_name}: {len(reference)} episodes, {engine.level} engine ({LEVELS[engine.level]})",
-        HEADER,
-        rows,
+    out = sys.stderr if options.json else sys.stdout
+    title = (
+        f"{options.config_name}: {len(reference)} episodes, {engine.level} engine ({LEVELS[engine.level]})"
     )
+    table(title, HEADER, rows, text=(0, len(HEADER) - 1), out=out)
     if not any(t.success for t in reference) and options.source is None:
         notes.append("no episode succeeded: these weights are untrained; --from RUN plays those of a run")
-    print("\n".join(notes))
+    print("\n".join(notes), file=out)
     least: Level = min(verdict.level for verdict in verdicts)
     metrics = episode_metrics(reference, sequential) | {"least_level": least, "seconds_parallel": parallel}
     if died is not None:
         metrics |= {"worker_deaths": died.worker_deaths, "replayed_episodes": died.replayed_episodes}
-    folder.finish(metrics)
+    summary = folder.finish(metrics)
+    if options.json:
+        print_json(summary)
     equal = least >= min(engine.level, "L1")
     return 0 if equal and (died is None or died.worker_deaths) else 1
 

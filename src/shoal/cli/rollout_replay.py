@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +17,11 @@ from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.verify import Verdict, compare
-
-_SAVED = re.compile(r"(heldout|train)-(\d{6,})\.jsonl")
-
-
-@dataclass(frozen=True, slots=True)
-class _Recording:
-    """A file of episodes and the weights that wrote them."""
-
-    file: Path
-    checkpoint: Path
-    held_out: bool
+from shoal.testing.recorded_runs import Recording, recordings_of, settings_of
 
 
 def verify(run: Path, ending: contextlib.ExitStack) -> int:
     """Replay a saved rollout, or what a training run saved; exit code 1 if less held than was promised."""
-    from omegaconf import OmegaConf
-
     from shoal.train.agent.config import AgentConfig
 
     file = run / "trajectories" / "rollout.jsonl"
@@ -46,41 +32,32 @@ def verify(run: Path, ending: contextlib.ExitStack) -> int:
             f"{file.relative_to(run)}, as `shoal rollout` writes them, or trajectories/heldout-N.jsonl with the "
             f"checkpoint of iteration N, as `shoal train` does"
         )
-    values: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    config = AgentConfig.read(values)
+    config = AgentConfig.read(settings_of(run))
     if file.exists():
         engine = engine_for(config, run if (run / "engine").exists() else None, ending)
         return int(not _replay(str(run), config, engine, file, engine.level))
     return int(not _replay_training(run, config, recordings))
 
 
-def _recordings(run: Path) -> list[_Recording]:
-    """Files of a training run whose weights are still there, oldest first.
-
-    The held-out episodes of iteration N were played with checkpoint N, its training episodes with N - 1.
-    """
-    from shoal.train.agent.checkpoint import list_checkpoints
-
-    folders = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run / "checkpoints")}
+def _recordings(run: Path) -> list[tuple[Recording, Path]]:
+    """Files of a training run whose weights are still there, oldest first, and the checkpoint that wrote each."""
     found = []
-    for file in sorted((run / "trajectories").glob("*.jsonl")):
-        if (named := _SAVED.fullmatch(file.name)) is not None:
-            held_out = named[1] == "heldout"
-            iteration = int(named[2]) - (not held_out)
-            if iteration in folders:
-                found.append((iteration, _Recording(file, folders[iteration], held_out)))
-    return [recording for _, recording in sorted(found, key=lambda item: item[0])]
+    for recording in recordings_of(run):
+        checkpoint = run / "checkpoints" / f"step-{recording.weights:06d}"
+        if recording.kind in ("train", "heldout") and checkpoint.is_dir():
+            found.append((recording, checkpoint))
+    return found
 
 
-def _replay_training(run: Path, config: Any, recordings: Sequence[_Recording]) -> bool:
+def _replay_training(run: Path, config: Any, recordings: Sequence[tuple[Recording, Path]]) -> bool:
     import torch
 
     from shoal.train.agent.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
     held = []
-    for recording in recordings:
-        checkpoint = verify_folder(recording.checkpoint)
+    for recording, folder in recordings:
+        checkpoint = verify_folder(folder)
         engine = load_engine(checkpoint / "engine", device=config.engine.device, config=config.engine)
         engine.weights_version = int(read_json(checkpoint / "state.json")["weights_version"])
         promised: Level = "L0" if config.engine.name in ("vllm", "openai") else engine.level

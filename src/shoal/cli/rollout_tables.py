@@ -1,4 +1,4 @@
-"""What `shoal rollout` prints: metrics of trajectories, and tables."""
+"""What `shoal rollout` tells of trajectories."""
 
 from __future__ import annotations
 
@@ -24,17 +24,3 @@ def episode_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
 def show(value: Any) -> str:
     """A value for a table."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """A table on standard output; the first and the last column are text, the others numbers."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
-    for place, name in enumerate(header):
-        table.add_column(name, justify="right" if 0 < place < len(header) - 1 else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)

@@ -87,6 +87,14 @@ def prove(part: Part, folder: Path, told: Callable[[Row], None] = lambda row: No
     """Make all runs of a part under a folder; `told` gets each row as it is there."""
     rows: list[Row] = []
     reference = folder / _slug(part.cases[0].name)
+    try:
+        _prove(part, folder, reference, rows, told)
+    finally:
+        _end_commands()
+    return rows
+
+
+def _prove(part: Part, folder: Path, reference: Path, rows: list[Row], told: Callable[[Row], None]) -> None:
     for case in part.cases:
         row = _make(part, case, folder / _slug(case.name))
         if case.fault and row.toll.seconds is None:
@@ -96,7 +104,6 @@ def prove(part: Part, folder: Path, told: Callable[[Row], None] = lambda row: No
             row.problem = _compare(part, rows[0], row, reference, folder / _slug(case.name))
         rows.append(row)
         told(row)
-    return rows
 
 
 def _slug(name: str) -> str:
@@ -139,10 +146,23 @@ def shoal_command(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """A `shoal` command in a process and session of its own; what it says goes to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "shoal", *words], stdout=file, stderr=file, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
+    _COMMANDS.append(process)
+    return process
+
+
+_COMMANDS: list[subprocess.Popen[bytes]] = []
+
+
+def _end_commands() -> None:
+    """End commands that a case which was broken off (Ctrl-C) left running."""
+    for process in _COMMANDS:
+        if process.poll() is None:
+            kill_session(process)
+    _COMMANDS.clear()
 
 
 def run_shoal(words: Sequence[str], log: Path, codes: Sequence[int] = (0,)) -> int:

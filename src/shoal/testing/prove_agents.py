@@ -85,7 +85,7 @@ class _Training:
                 self.config([]), [word.partition("=")[0].lstrip("+~") for word in overrides]
             )
         config = self.config([])
-        self.own_sampler = config.engine.name in ("tiny", "huggingface")
+        self.own_sampler = config.engine.name in ("tiny", "huggingface") and not config.model.lora.rank
         self.exact = (
             config.engine.name == "tiny" and config.engine.device == "cpu" and config.engine.threads == 1
         )

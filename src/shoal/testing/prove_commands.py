@@ -158,7 +158,9 @@ def split(*, quick: bool = False, faults: bool = True, ray: bool | None = None, 
         if not shared:
             root = run.parent / "recordings"
             write_gui_recordings(root, count, steps=(3, 6), seed=seed)
-            shared.update(root=root, processor=Path(build_qwen_processor(run.parent / "processor")))
+            shared.update(
+                root=root, processor=Path(build_qwen_processor(run.parent / "processor", vocabulary=20_000))
+            )
         told = ["--num-cpus", str(cpus), "--backend", backend, "--processor", str(shared["processor"])]
         return ["split", str(shared["root"]), *told, "--out", str(run)]
 

@@ -17,6 +17,8 @@ from typing import Any
 from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
 from shoal.core.errors import DataError
 
+MOST_BYTES, MOST_VALUES = 2**20, 20_000
+"""Of the settings of a run."""
 _NUMBERED = re.compile(r"(heldout|train)-(\d{6,})")
 
 
@@ -69,6 +71,39 @@ class Difference:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 160 else text[:120] + f"… ({len(text)} characters)"
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """The settings in a run's `config.yaml`; {} if it has none.
+
+    Raises:
+        DataError: it is broken, or no mapping, or larger than a run's settings are (with all aliases in full).
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    path = run / "config.yaml"
+    if not path.exists():
+        return {}
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise DataError(f"{path} must have at most {MOST_BYTES} bytes")
+        todo = [yaml.safe_load(path.read_bytes())]
+        for _ in range(MOST_VALUES):
+            if not todo:
+                break
+            value = todo.pop()
+            todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if todo:
+            raise DataError(f"{path} must hold at most {MOST_VALUES} values, aliases in full")
+        values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, UnicodeDecodeError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"{path} cannot be read: {why}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path} must be a mapping of settings, got {type(values).__name__}")
+    return {str(key): value for key, value in values.items()}
 
 
 def recordings_of(run: Path) -> list[Recording]:

@@ -25,7 +25,7 @@ from shoal.rollout.episode import Episode, Place, Role
 from shoal.rollout.factory import make_roles
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
-from shoal.testing.recorded_runs import Difference, Recording, difference_of, recordings_of
+from shoal.testing.recorded_runs import Difference, Recording, difference_of, recordings_of, settings_of
 
 Step = Callable[[int, Any, int | str], tuple[Any, Any, Any, Any, Any]]
 """`(turn from 1, env, action) -> what env.step gives`: how a step is made, a debugger's for one."""
@@ -101,14 +101,12 @@ class Replay:
     """
 
     def __init__(self, run: Path, sampler: Any = "auto", device: str | None = None) -> None:
-        from omegaconf import OmegaConf
-
         from shoal.train.agent.config import AgentConfig
 
         if not (run / "config.yaml").exists():
             raise DataError(f"{run} has no config.yaml, which says what its episodes were played with")
-        values: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-        if not isinstance(values, dict) or "custom_envs" not in values:
+        values = settings_of(run)
+        if "custom_envs" not in values:
             raise DataError(f"{run} is no run of agents: its config.yaml names no envs")
         self.run, self.config, self.sampler = run, AgentConfig.read(values), sampler
         self.device = device or self.config.engine.device
@@ -256,10 +254,12 @@ class Replay:
                 f"(trainer.keep_checkpoints), or replay with --sampler recorded"
             )
         if folder is not None:
-            engine = self._load(folder)
-            if self.sampler != "recorded":
+            engine, settings = self._load(folder), self.config.engine
+            elsewhere = "vllm" in (settings.name, settings.replicas.engine if settings.name == "ray" else "")
+            if self.sampler == "checkpoint" or (self.sampler == "auto" and not elsewhere):
                 return engine, engine.tokenizer, f"sampled again with {folder.relative_to(self.run)}"
-            return None, engine.tokenizer, "the recorded tokens are followed"
+            why = ": vLLM wrote them, whose batches decide its rounding" if elsewhere else ""
+            return None, engine.tokenizer, f"the recorded tokens are followed{why}"
         return (
             None,
             self._tokenizer(),

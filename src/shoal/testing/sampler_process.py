@@ -15,6 +15,9 @@ from shoal.core.processes import Channel, ChannelClosedError, WorkerProcess, dum
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
 from shoal.rollout.samplers.settings import EngineConfig
 
+ATTEMPTS = 3
+"""To begin anew, should the new process be killed as well."""
+
 
 class SamplerProcess:
     """What `make_engine` makes of the same arguments, in another process; any thread may ask, one at a time does.
@@ -107,11 +110,17 @@ class SamplerProcess:
 
     def _begin_anew(self) -> None:
         began = time.monotonic()
-        self._process.kill()
-        self._process.release()
-        self._start()
-        if self._weights is not None:
-            self._ask("weights", self._weights)
+        for attempt in range(ATTEMPTS):
+            self._process.kill()
+            self._process.release()
+            try:
+                self._start()
+                if self._weights is not None:
+                    self._ask("weights", self._weights)
+                break
+            except (WorkerDiedError, ChannelClosedError):  # killed again before it was ready
+                if attempt == ATTEMPTS - 1:
+                    raise
         self.lost_seconds += time.monotonic() - began
 
     def _start(self) -> None:

@@ -114,19 +114,25 @@ class Store(jobs.Store):
         """The global expert index of a skill, given at its first launch and kept for good."""
         return self.number(name)
 
-    def event(self, kind: str, skill: str | None = None, **detail: Any) -> int:
+    # The arguments that the first edition named after skills keep their names.
+
+    def event(self, kind: str, skill: str | None = None, **detail: Any) -> int:  # type: ignore[override]
         """Append to the log of events."""
         return super().event(kind, skill, **detail)
 
-    def begin_attempt(self, skill: str, run_folder: Path, budget: int | None = None) -> int:
+    def begin_attempt(self, skill: str, run_folder: Path, budget: int | None = None) -> int:  # type: ignore[override]
         """Record that a training is about to be launched, before it is."""
         return super().begin_attempt(skill, run_folder, budget)
 
-    def attempts(self, skill: str | None = None, state: str | None = None) -> list[AttemptRow]:
+    def attempts(self, skill: str | None = None, state: str | None = None) -> list[AttemptRow]:  # type: ignore[override]
         """Attempts in order, of a skill or in a state."""
         return super().attempts(skill, state)
 
-    def head(self, expert: int) -> VersionRow | None:
+    def rollback(self, expert: int, version: int) -> None:  # type: ignore[override]
+        """Make an older version the head again; nothing is lost, and it can be undone the same way."""
+        super().rollback(expert, version)
+
+    def head(self, expert: int) -> VersionRow | None:  # type: ignore[override]
         """The accepted version of an expert."""
         row = super().head(expert)
         assert row is None or isinstance(row, VersionRow)
@@ -138,13 +144,9 @@ class Store(jobs.Store):
         assert isinstance(row, VersionRow)
         return row
 
-    def versions(self, expert: int | None = None) -> list[VersionRow]:
+    def versions(self, expert: int | None = None) -> list[VersionRow]:  # type: ignore[override]
         """All versions, or those of an expert, oldest first."""
         return [row for row in super().versions(expert) if isinstance(row, VersionRow)]
-
-    def rollback(self, expert: int, version: int) -> None:
-        """Make an older version the head again; nothing is lost, and it can be undone the same way."""
-        super().rollback(expert, version)
 
     def commit_training(
         self,
