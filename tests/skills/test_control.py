@@ -132,7 +132,7 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
 def test_stop_ends_the_trainings_and_a_resumed_run_goes_on_from_their_checkpoints(
     tmp_path: Path, quick
 ) -> None:
-    config = replace(quick, total_timesteps=60_000, success_state_rate=2.0, patience_frames=1e9)
+    config = replace(quick, total_timesteps=30_000, success_state_rate=2.0, patience_frames=1e9)
     s = scheduler(tmp_path, "local", "Collect Wood", config=config, max_retries=0)
     thread = in_thread(s.run)
     run = tmp_path / "training_runs" / "skill_0_Collect_Wood"

@@ -70,7 +70,7 @@ class TrainOptions:
     launcher: str = "local"
     """local, tmux (to attach and watch), ray or slurm"""
     sbatch: tuple[str, ...] = ()
-    """options for SLURM, such as --sbatch=--partition=gpu"""
+    """options for SLURM, each as sbatch takes it; docs/skills.md shows some"""
     time_limit: float | None = None
     """seconds that one launch of a training may take"""
     gpus_per_skill: float = 0.0

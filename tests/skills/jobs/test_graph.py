@@ -120,6 +120,7 @@ def test_a_packed_folder_is_the_same_bytes_and_never_leaves_its_place(tmp_path: 
     assert not (tmp_path / "outside").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_examples_two_trainings_and_their_evaluation_run(tmp_path: Path) -> None:
     env = {**os.environ, **job_environment(2)}

@@ -191,7 +191,14 @@ class Machine(RuleBasedStateMachine):
         runner._merger.shutdown()
         runner._shower.shutdown()
         runner._merger = runner._shower = AtOnce()  # type: ignore[assignment]
-        runner._search = lambda row: {"attempt": row.id} if row.id in self.processes.alive else None  # type: ignore[method-assign]
+
+        def search(row):
+            if row.id not in self.processes.alive:
+                return None
+            store.set_handle(row.id, self.processes.name, {"attempt": row.id}, self.folder / "log")
+            return {"attempt": row.id}
+
+        runner._search = search  # type: ignore[method-assign]
         return runner
 
     def living(self, work) -> None:

@@ -434,10 +434,9 @@ class Runner:
             if handle is None:
                 self._events.put(("ended", attempt.id, "gone"))
                 continue
-            ours = attempt.launcher == self.launcher.name and "session" not in handle
-            self._watch(
-                attempt.id, handle, self.launcher if ours else adopting_launcher(attempt.launcher, handle)
-            )
+            name = self.store.attempt(attempt.id).launcher
+            ours = name == self.launcher.name and "session" not in handle
+            self._watch(attempt.id, handle, self.launcher if ours else adopting_launcher(name, handle))
         later = {attempt.job: attempt.id for attempt in self.store.attempts()}
         for attempt in self.store.attempts():
             left = attempt.outcome == "merged" and (self.store.root / attempt.run_folder).exists()

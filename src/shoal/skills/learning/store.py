@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from shoal.skills.jobs import store as jobs
-from shoal.skills.jobs.store import NewVersion
+from shoal.skills.jobs.store import AttemptRow, NewVersion
 from shoal.skills.learning.spec import Skill, parse_skill
 
 _COLUMNS = {"spec": "payload", "dependencies": "needs", "expert": "artifact"}
@@ -113,7 +114,25 @@ class Store(jobs.Store):
         """The global expert index of a skill, given at its first launch and kept for good."""
         return self.number(name)
 
-    def head(self, expert: int) -> VersionRow | None:
+    # The arguments that the first edition named after skills keep their names.
+
+    def event(self, kind: str, skill: str | None = None, **detail: Any) -> int:  # type: ignore[override]
+        """Append to the log of events."""
+        return super().event(kind, skill, **detail)
+
+    def begin_attempt(self, skill: str, run_folder: Path, budget: int | None = None) -> int:  # type: ignore[override]
+        """Record that a training is about to be launched, before it is."""
+        return super().begin_attempt(skill, run_folder, budget)
+
+    def attempts(self, skill: str | None = None, state: str | None = None) -> list[AttemptRow]:  # type: ignore[override]
+        """Attempts in order, of a skill or in a state."""
+        return super().attempts(skill, state)
+
+    def rollback(self, expert: int, version: int) -> None:  # type: ignore[override]
+        """Make an older version the head again; nothing is lost, and it can be undone the same way."""
+        super().rollback(expert, version)
+
+    def head(self, expert: int) -> VersionRow | None:  # type: ignore[override]
         """The accepted version of an expert."""
         row = super().head(expert)
         assert row is None or isinstance(row, VersionRow)
@@ -125,7 +144,7 @@ class Store(jobs.Store):
         assert isinstance(row, VersionRow)
         return row
 
-    def versions(self, expert: int | None = None) -> Sequence[VersionRow]:
+    def versions(self, expert: int | None = None) -> list[VersionRow]:  # type: ignore[override]
         """All versions, or those of an expert, oldest first."""
         return [row for row in super().versions(expert) if isinstance(row, VersionRow)]
 
