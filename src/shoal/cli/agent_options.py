@@ -117,7 +117,7 @@ def refuse_device(device: str) -> None:
     known = {*have, *(name.partition(":")[0] for name in have), "auto"}
     if device not in known:
         raise ConfigError(
-            f"torch can use {', '.join(have)} on this machine, got device={device}; see shoal doctor"
+            f"device={device} is not available here: torch can use {', '.join(have)}; see shoal doctor"
         )
 
 
