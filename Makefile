@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow check format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout bench-update test-integrations bench-learning
+.PHONY: help setup demo test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout bench-update test-integrations bench-learning
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -25,13 +25,26 @@ test: setup       ## the test suite, no GPU, no network
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadgroup
 
 test-slow: setup  ## the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+	$(BIN)/python -m pytest -m "slow and not gpu and not browser" --timeout 1800
+
+test-browser: setup  ## the viewer in a headless Chromium, which is installed from Debian's packages where it is missing
+	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
+	$(BIN)/python -m pytest tests/viewer/test_browser.py -m browser --timeout 300
 
 check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+docs:             ## the site of the documents, into build/site
+	test -d .venv-docs || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
+package:          ## the wheel and the sdist, into dist
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -c "import setuptools.build_meta as b; b.build_sdist('dist')"
 
 format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .

@@ -95,7 +95,8 @@ def run_shoal(subject: str, env: str, n_envs: int, settings: dict[str, Any], wat
     workers = 2 if "workers" in subject else 0
     with PPO(
         env, n_envs=n_envs, backend="process" if workers else "serial", num_workers=workers or None,
-        path="torch" if "torch" in subject else "compiled", batch_size=n_envs * 32, **settings,
+        path="torch" if "torch" in subject else "compiled", batch_size=n_envs * 32, preset="none",
+        **settings,
     ) as ppo:  # fmt: skip
         for row in ppo.updates(10**9):
             if watch.stop(int(row["steps"])):
@@ -184,6 +185,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
             "CartPole-v1", n_envs=8, seed=seed, backend="process" if "workers" in subject else "serial",
             num_workers=2 if "workers" in subject else None,
             path="torch" if "torch" in subject else "compiled",
+            preset="none",
             **settings,
         ) as ppo:  # fmt: skip
             for found in ppo.updates(total):
@@ -258,7 +260,14 @@ def check_paths() -> None:
     after = {}
     for path in ("compiled", "torch"):
         with PPO(
-            "CartPole-v1", n_envs=4, seed=0, path=path, backend="serial", batch_size=128, **THROUGHPUT
+            "CartPole-v1",
+            n_envs=4,
+            seed=0,
+            path=path,
+            backend="serial",
+            batch_size=128,
+            preset="none",
+            **THROUGHPUT,
         ) as ppo:
             rows = list(ppo.updates(512))
             after[path] = ppo.agent.state()[0]

@@ -91,7 +91,13 @@ def presets() -> None:
     print("| environment | n-envs | steps | source | settings |")
     print("|---|---|---|---|---|")
     for name, preset in PRESETS.items():
-        settings = ", ".join(f"{key} {value}" for key, value in preset.settings.items())
+        around = {
+            "atari": preset.atari,
+            "frame_stack": preset.frame_stack,
+            "wrapper": " ".join(preset.wrappers),
+        }
+        shown = {**preset.settings, **{key: value for key, value in around.items() if value}}
+        settings = ", ".join(f"{key} {value}" for key, value in shown.items())
         print(f"| {name} | {preset.n_envs} | {preset.total_timesteps:,} | {preset.source} | {settings} |")
 
 

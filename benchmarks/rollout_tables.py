@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "rollout.md"
-SUBJECTS = ("shoal", "shoal, greedy", "barrier (shoal, lockstep)", "worker-batched lock", "lock per request")
+SUBJECTS = ("shoal", "barrier (shoal, lockstep)", "worker-batched lock", "lock per request")
 
 
 def cases() -> dict[str, dict[str, float]]:

@@ -32,6 +32,7 @@ _HOME: dict[str, str] = {
     "PPOConfig": "shoal.train.ppo.config",
     "PPOTrainer": "shoal.train.ppo.trainer",
     "load_policy": "shoal.train.ppo.policy",
+    "load_sb3_policy": "shoal.train.ppo.sb3",
     "make_vec": "shoal.vector.make",
     "TrajectorySplitter": "shoal.splitting.splitters",
     "StepwiseTrajectorySplitter": "shoal.splitting.splitters",

@@ -1,4 +1,4 @@
-"""The environments that README and CONTRIBUTING show keep every promise."""
+"""The environments that the tutorial and CONTRIBUTING show keep every promise."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from shoal.testing import check_text_env
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/tutorials/environment.md", "CONTRIBUTING.md"])
 def test_the_env_that_a_page_shows_is_a_whole_one(page, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
     (code,) = [block for block in blocks if "class NumberEnv" in block]

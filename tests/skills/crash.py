@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from shoal.skills.jobs.store import Store
+from shoal.skills.learning.store import Store
 
 seen: Counter[str] = Counter()
 armed = ["", 0]
@@ -76,7 +76,7 @@ def merge(base: str, *numbers: str) -> None:
         attempt = store.attempt(int(number))
         if attempt.outcome == "merged":
             continue
-        row = store.skill(attempt.skill)
+        row = store.skill(attempt.job)
         process_completed_training(
             Path(base) / attempt.run_folder, row.name, int(row.expert or 0), base, attempt=attempt.id, store=store,
             show=False, keep_run=True,

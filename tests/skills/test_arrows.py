@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from shoal.skills.jobs.launchers import training_environment
+from shoal.skills.jobs.launchers import job_environment
 
 
 def test_the_skills_room_stays_light_until_it_draws_or_trains_in_craftax() -> None:
@@ -13,6 +13,6 @@ def test_the_skills_room_stays_light_until_it_draws_or_trains_in_craftax() -> No
         "heavy = {'torch', 'jax', 'ray', 'matplotlib', 'PIL', 'transformers', 'shoal.train'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    env = {**os.environ, **training_environment(1)}
+    env = {**os.environ, **job_environment(1)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cli.skills_train import parse
-from shoal.skills.jobs.store import Store
+from shoal.skills.learning.store import Store
 
 QUICK = [
     "--num_envs", "32", "--num-steps", "16", "--layer_size", "8", "--bank-worlds", "64", "--evaluation_episodes", "32",
@@ -74,6 +74,8 @@ def test_status_history_eval_logs_and_export_tell_of_the_run(
     assert (trained / "evaluations" / "seed-12345" / "summary.json").exists()
     assert skills("export", str(tmp_path / "out"), *at) == 0
     assert (tmp_path / "out/skills/0_Collect_Wood/expert_0_policy/params.safetensors").exists()
+    assert skills("diff", "0", "1", "1", *at) == 0
+    assert "torso/0/weight     0.0000                 0.0000" in capsys.readouterr().out
     assert skills("rollback", "0", "1", *at) == 0
     assert skills("rollback", "0", "7", *at) == 2
     assert "there is no version 7" in capsys.readouterr().err
@@ -136,7 +138,9 @@ def test_the_flags_of_the_reference_are_understood_with_dashes_and_underscores()
 def test_help_names_every_verb_and_a_wrong_one_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     assert skills("--help") == 0
     out = capsys.readouterr().out
-    for verb in "train status retry cancel logs attach eval history rollback export migrate".split():
+    for (
+        verb
+    ) in "train status stop retry cancel logs attach eval history diff rollback export migrate".split():
         assert verb in out
         with pytest.raises(SystemExit) as caught:
             skills(verb, "--help")

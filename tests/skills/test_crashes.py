@@ -9,15 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import kill_group, training_environment
-from shoal.skills.jobs.records import NewVersion
-from shoal.skills.jobs.store import Store
+from shoal.skills.jobs.launchers import job_environment, kill_group
+from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, reopen
 from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.network import Network, decode, encode
 from shoal.skills.learning.plan import dependencies
@@ -25,9 +25,10 @@ from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import finish_training, prepare_training_run, read_outcome
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import load_skills, parse_skill
+from shoal.skills.learning.store import Store, new_version
 
 CRASH = Path(__file__).with_name("crash.py")
-ENV = {**os.environ, **training_environment(2)}
+ENV = {**os.environ, **job_environment(2)}
 SKILLS = load_skills(knowledge_base("crafting"), FEATURES)
 
 
@@ -142,7 +143,7 @@ def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[S
     store.add_skill(wood, [], 10**6)
     store.assign_expert("Collect Wood")
     first = store.put_blob(encode(net("base").params()))
-    store.add_version(NewVersion(0, first, None, 50, 50, "run", True))
+    store.add_version(new_version(0, first, None, 50, 50, "run", True))
     store.update_skill("Collect Wood", status="completed")
     attempts = []
     for i in range(runs):
@@ -168,9 +169,19 @@ def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[S
     return store, attempts
 
 
-def kill_schedulers(tmp_path: Path, quick, kills: int) -> int:
-    """A scheduler and its trainings are killed; in the end the experts are those of an undisturbed run."""
-    config = replace(quick, total_timesteps=8 * 512, success_state_rate=2.0, patience_frames=1e9)
+def kill_schedulers(tmp_path: Path, quick, kills: int) -> Counter[str]:
+    """A scheduler and its trainings are killed; in the end the experts are those of an undisturbed run.
+
+    Meanwhile somebody cancels skills and opens them again, stops all, and changes budgets: how often is returned.
+    """
+    config = replace(
+        quick,
+        total_timesteps=1e5,
+        success_state_rate=0.0,
+        patience_frames=1e9,
+        evaluate_every=2,
+        anneal_frames=1000,
+    )
     names = ["Collect Wood", "Drink Water", "Collect Sapling"]
 
     def prepare(base: Path) -> Store:
@@ -181,50 +192,73 @@ def kill_schedulers(tmp_path: Path, quick, kills: int) -> int:
         s.close()
         return Store(base)
 
-    def heads(store: Store) -> dict[str, bytes]:
+    def results(store: Store) -> dict[str, tuple[int, bytes]]:
         found = {}
         for row in store.skills():
             head = store.head(int(row.expert or 0))
             assert head is not None
-            found[row.name] = decode(store.get_blob(head.sha256), "x")[0]["actor/weight"].tobytes()
+            weights = decode(store.get_blob(head.sha256), "x")[0]["actor/weight"].tobytes()
+            found[row.name] = (row.budget_used, weights)
         return found
 
     settings = json.dumps(asdict(config))
     whole = prepare(tmp_path / "whole")
     assert events_of(start("schedule", "-", str(tmp_path / "whole"), settings))
-    expected = heads(whole)
+    expected = results(whole)
     rng = random.Random(2)
-    done = rounds = 0
-    while done < kills:
+    happened: Counter[str] = Counter()
+    rounds = 0
+    while happened["killed"] < kills:
         base = tmp_path / f"schedule-{rounds}"
         rounds += 1
         store = prepare(base)
         acked: set[str] = set()
         source = points(rng, {"fsync": 40, "replace": 20, "commit": 20, "committed": 20})
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         while any(row.status != "completed" for row in store.skills()):
             assert time.monotonic() < until
-            where = next(source) if done < kills else "-"
+            go_on = happened["killed"] < kills
+            meddle(store, rng if go_on else None, happened)
+            where = next(source) if go_on else "-"
             process = start("schedule", where, str(base), settings)
-            if where == "-" and done < kills:
+            if where == "-" and go_on:
                 time.sleep(rng.uniform(0.3, 1.2))
+                if rng.random() < 0.3:
+                    meddle(store, rng, happened)
+                if rng.random() < 0.2:
+                    happened["stopped"] += ask_to_stop(store, wait=False)
                 for attempt in store.attempts(state="running"):
                     if attempt.handle and rng.random() < 0.5:
                         kill_group(attempt.handle)
-                        done += 1
+                        happened["killed"] += 1
                 process.kill()
             told = events_of(process)
-            done += process.returncode == -signal.SIGKILL
+            happened["killed"] += process.returncode == -signal.SIGKILL
             acked |= {event["skill"] for event in told if event["event"] == "merge"}
             assert acked <= {row.name for row in store.skills("completed")}
             check_files(store)
-        merged = [attempt.skill for attempt in store.attempts() if attempt.outcome == "merged"]
+        merged = [attempt.job for attempt in store.attempts() if attempt.outcome == "merged"]
         assert sorted(merged) == sorted(names)  # each once
         assert [len(store.versions(row.expert)) for row in store.skills()] == [1, 1, 1]
-        assert all(row.budget_used == 8 * 512 for row in store.skills())
-        assert heads(store) == expected
+        assert results(store) == expected
         store.close()
-    return rounds
+    return happened
+
+
+def meddle(store: Store, rng: random.Random | None, happened: Counter[str]) -> None:
+    """Open again what was given up; with `rng` also give up what is not, and change budgets."""
+    for row in store.skills():
+        if row.status in ("skipped", "failed", "blocked"):
+            reopen(store, row.name)
+        elif rng is None:
+            if row.cancel:
+                store.update_skill(row.name, cancel=0)
+        elif rng.random() < 0.15 and row.status in ("waiting", "running"):
+            ask_to_cancel(store, row.name)
+            happened["cancelled"] += 1
+        elif rng.random() < 0.2 and row.status != "completed":
+            reopen(store, row.name, budget=rng.choice([200_000, 300_000]))
+            happened["budgets"] += 1
 
 
 def test_a_training_killed_anywhere_ends_with_the_same_expert(tmp_path: Path, quick) -> None:
@@ -236,7 +270,7 @@ def test_merges_of_three_killed_processes_lose_nothing_and_count_once(tmp_path: 
 
 
 def test_a_killed_scheduler_loses_nothing_and_repeats_nothing(tmp_path: Path, quick) -> None:
-    assert kill_schedulers(tmp_path, quick, 4)
+    assert kill_schedulers(tmp_path, quick, 4)["killed"] >= 4
 
 
 @pytest.mark.slow
@@ -248,4 +282,5 @@ def test_a_hundred_kills_of_each_lose_nothing(tmp_path: Path, quick, net, victim
     elif victim == "merge":
         assert kill_merges(tmp_path, net, 100)
     else:
-        assert kill_schedulers(tmp_path, quick, 100)
+        happened = kill_schedulers(tmp_path, quick, 100)
+        assert min(happened[what] for what in ("cancelled", "budgets", "stopped")) > 0, happened

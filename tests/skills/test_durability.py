@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import training_environment
-from shoal.skills.jobs.store import Store
+from shoal.skills.jobs.launchers import job_environment
 from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import prepare_training_run
 from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.store import Store
 
 CRASH = Path(__file__).with_name("crash.py")
 LINE = re.compile(r"^(\d+) +(\w+)\((.*)\) += +(-?\d+)")
@@ -71,7 +71,7 @@ def strace(command: list[str], out: Path) -> str:
     # One file for each thread would lose their order; -f writes one, each line with its thread.
     done = subprocess.run(
         ["strace", "-f", "-y", "-s", "200", "-e", f"trace={calls}", "-o", str(out), *command],
-        env={**os.environ, **training_environment(1)},
+        env={**os.environ, **job_environment(1)},
         capture_output=True,
         text=True,
         check=False,

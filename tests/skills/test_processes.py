@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import TmuxLauncher, start_time, training_environment
-from shoal.skills.jobs.store import Store
+from shoal.skills.jobs.launchers import TmuxLauncher, job_environment, start_time
 from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
 
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
@@ -41,7 +41,7 @@ def config_of(quick, **change) -> dict:
 
 
 def start(base: Path, config: dict) -> subprocess.Popen[str]:
-    env = {**os.environ, **training_environment(2)}
+    env = {**os.environ, **job_environment(2)}
     return subprocess.Popen(
         [sys.executable, "-c", SCHEDULE, str(base), json.dumps(config)],
         env=env,
@@ -209,7 +209,7 @@ def test_tmux_trainings_are_the_same_and_can_be_attached_to(tmp_path: Path, quic
         assert s.run()
         attempt = s.store.attempts()[0]
         assert attempt.handle is not None
-        assert attempt.handle["session"] == "shoal_e0_Collect_Wood"
+        assert attempt.handle["session"] == "shoal_e0_Collect_Wood_1"
         log = tmp_path / "tmux" / "skills" / "0_Collect_Wood" / "training-1.log"
         assert '"event": "trained"' in log.read_text()
     finally:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,14 @@ def test_as_many_trainings_run_at_once_as_there_are_slots(tmp_path: Path, script
     s = scheduler(tmp_path, launcher, max_parallel=slots)
     for one in (WOOD, WATER, SAPLING):
         s.add_skill(one.name, one)
-    timer = threading.Timer(0.5, launcher.gate.set)
-    timer.start()
-    assert s.run()
+    thread = threading.Thread(target=s.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + 20
+    while len(launcher.running) < slots and time.monotonic() < until:
+        time.sleep(0.01)
+    launcher.gate.set()
+    thread.join(timeout=20)
+    assert len(s.get_completed_skills()) == 3
     assert launcher.most_running == slots
 
 
@@ -223,7 +229,7 @@ def test_two_schedulers_on_one_folder_the_second_refuses(tmp_path: Path, scripte
     launcher.gate.clear()
     first = scheduler(tmp_path, launcher)
     first.add_skill(WOOD.name, WOOD)
-    thread = threading.Thread(target=first.run)
+    thread = threading.Thread(target=first.run, daemon=True)
     thread.start()
     while not launcher.running:
         pass
@@ -251,7 +257,7 @@ def test_cancelling_a_running_training_ends_it_and_blocks_its_dependents(tmp_pat
     s = scheduler(tmp_path, launcher, max_retries=5)
     for one in (WOOD, TABLE):
         s.add_skill(one.name, one)
-    thread = threading.Thread(target=s.run)
+    thread = threading.Thread(target=s.run, daemon=True)
     thread.start()
     while not launcher.running:
         pass
@@ -292,7 +298,7 @@ def test_memory_holds_back_a_second_training_but_never_the_first(tmp_path: Path,
 
 
 def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripted) -> None:
-    from shoal.skills.jobs.store import Store
+    from shoal.skills.learning.store import Store
 
     told = []
 

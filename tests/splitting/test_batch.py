@@ -1,3 +1,4 @@
+import json
 import pickle
 
 import numpy as np
@@ -152,3 +153,69 @@ def test_a_picture_is_rebuilt_from_its_patches(make_batch, processor, tmp_path):
     wanted = np.asarray(image.resize(fitted_size(*image.size, 28, 3136, 12845056), Image.Resampling.BICUBIC))
     for store, values in shown.items():
         assert np.array_equal(values, wanted), store
+
+
+def test_the_click_is_drawn_where_the_answer_says_whatever_its_scale(processor, tmp_path):
+    """On a grey screen of 400 x 200 the ring around (100, 50) is the only thing that is red."""
+    import base64
+    import io
+    import re
+
+    from PIL import Image
+
+    from shoal.splitting import ChatReader
+    from shoal.splitting.page import sample_page
+
+    Image.new("RGB", (400, 200), (128, 128, 128)).save(tmp_path / "screen.png")
+    says = {
+        "click(point='<|box_start|>(100,50)<|box_end|>')": "auto",
+        "pyautogui.click(x=0.25, y=0.25)": "auto",
+        '{"name": "computer", "arguments": {"action": "click", "coordinate": [250, 250]}}': "thousandths",
+        "I wait.": "auto",
+        "click(900,900)": "auto",
+    }
+    for said, scale in says.items():
+        chat = [{"role": "user", "content": [{"type": "image", "image": "screen.png"}]},
+                {"role": "assistant", "content": said}]  # fmt: skip
+        (tmp_path / "a.json").write_text(json.dumps([chat]))
+        reader = ChatReader(tmp_path / "a.json")
+        batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest").split(
+            reader.ids()
+        )
+        page = sample_page(batch, 0, processor.tokenizer, scale=scale)
+        [url] = re.findall(r"src='data:image/jpeg;base64,([^']+)'", page)
+        shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(url)))).astype(int)
+        red = np.argwhere((shown[..., 0] - shown[..., 1] > 60) & (shown[..., 0] > 150))
+        if said in ("I wait.", "click(900,900)"):
+            assert not len(red)
+        else:
+            height, width = shown.shape[:2]
+            middle = (red.min(0) + red.max(0)) / 2
+            assert np.abs(middle - [0.25 * height, 0.25 * width]).max() < 2.5, said
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
+    processor, make_root, tmp_path, suffix, parts
+):
+    from shoal.splitting import ChatReader, FolderReader, write_chats
+
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    root, ids = make_root(2, steps=3, size=(60, 60))
+    reader = FolderReader(root)
+    place = root / f"chats.{suffix}"
+    assert write_chats(place, map(reader.read, ids), parts=parts) == 2
+    back = ChatReader(place)
+    assert back.ids() == ids
+    one = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids, [1.0, 0.0])
+    two = StepwiseTrajectorySplitter(processor, root, padding="longest", reader=back).split(ids, [1.0, 0.0])
+    assert torch.equal(one["input_ids"], two["input_ids"])
+    for left, right in zip(one["multi_modal_inputs"], two["multi_modal_inputs"], strict=True):
+        assert torch.equal(left["pixel_values"], right["pixel_values"])
+    if suffix == "jsonl":
+        row = json.loads(place.read_text().splitlines()[0])
+        text = json.dumps(row["messages"])
+        assert (text.count("<image>"), text.count('{"type": "image"}')) == ((0, 3) if parts else (3, 0))
+        assert len(row["images"]) == 3

@@ -66,18 +66,20 @@ BRIEFS: Mapping[str, Brief] = {
          "--total-timesteps", "--max-retries", "--seed", "--launcher", "--merge", "--llm-name", "--llm-url",
          "--evaluation-worlds", "--resume", "--dry-run", "--json-events", "--json"),
         """\
-  shoal skills train --max_nodes 6 --max_parallel_skills 2
+  shoal skills train --max_parallel_skills 2
   shoal skills train --dry-run                                    what would be trained
   shoal skills train --resume --graph-path runs/skills            go on
   shoal skills train --launcher tmux --skills mine.yaml --run-dir runs/mine""",
     ),
     "skills status": Brief(("--graph-path", "--json"), "  shoal skills status --run-dir runs/skills --json"),
-    "skills retry": Brief(("--graph-path",), '  shoal skills retry "Collect Stone" --run-dir runs/skills'),
+    "skills stop": Brief(("--graph-path", "--wait"), "  shoal skills stop --run-dir runs/skills"),
+    "skills retry": Brief(("--graph-path", "--budget", "--fresh"), '  shoal skills retry "Collect Stone" --budget 2e6'),
     "skills cancel": Brief(("--graph-path",), '  shoal skills cancel "Collect Stone"'),
     "skills logs": Brief(("--graph-path", "--follow"), '  shoal skills logs "Collect Wood" --follow'),
     "skills attach": Brief(("--graph-path",), '  shoal skills attach "Collect Wood"'),
     "skills eval": Brief(("--graph-path", "--episodes", "--seed", "--target"), "  shoal skills eval --episodes 1024"),
     "skills history": Brief(("--graph-path",), '  shoal skills history "Collect Wood"'),
+    "skills diff": Brief(("--graph-path",), '  shoal skills diff "Collect Wood" 1 3'),
     "skills rollback": Brief(("--graph-path",), '  shoal skills rollback "Collect Wood" 3'),
     "skills export": Brief(("--graph-path",), "  shoal skills export for-others/"),
     "skills migrate": Brief(("--graph-path",), "  shoal skills migrate old-project/"),

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "play episodes without training; compare sequential with parallel; replay",
     ),
     "show": ("shoal.cli.show", "look at a run: its summary and an episode turn by turn"),
+    "view": ("shoal.cli.view", "look at runs in a browser, or write one static page of them"),
     "runs": ("shoal.cli.runs", "list the runs of a folder"),
     "compare": ("shoal.cli.compare", "compare runs: settings, metrics, curves, first differing token"),
     "replay": ("shoal.cli.replay", "play a recorded episode again: check, debug, fork it"),

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.files import write_json
-from shoal.core.run_folder import FolderLock, RunFolder
-from shoal.skills.jobs.records import AttemptRow, SkillRow
-from shoal.skills.jobs.store import Store
+from shoal.core.run_folder import RunFolder
+from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, is_held, reopen
+from shoal.skills.learning.store import AttemptRow, SkillRow, Store
+
+if TYPE_CHECKING:
+    from shoal.skills.learning.scheduler import SkillScheduler
 
 GraphPath = Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])]
 DEFAULT = Path("runs/skills")
@@ -46,6 +50,24 @@ class NamedOptions(Folder):
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SKILL")] = tyro.MISSING
     """the skill, by its name or as it is named in folders"""
+
+
+@dataclass(frozen=True)
+class RetryOptions(NamedOptions):
+    """Give a skill another chance: a failed one goes on from its last checkpoint, with what it blocked."""
+
+    budget: float | None = None
+    """env steps that it may use in all from now on; also for skills that run, wait or are completed"""
+    fresh: bool = False
+    """begin anew, with other random numbers"""
+
+
+@dataclass(frozen=True)
+class StopOptions(Folder):
+    """End the run of a folder: its scheduler, and its trainings, which go on from their checkpoints when resumed."""
+
+    wait: bool = False
+    """let trainings that run end first, and merge them"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,16 @@ class RollbackOptions(HistoryOptions):
 
 
 @dataclass(frozen=True)
+class DiffOptions(HistoryOptions):
+    """Compare two versions of an expert: what they were trained for, how they scored, how far their weights differ."""
+
+    old: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
+    """number of the one version, as `history` shows it"""
+    new: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
+    """number of the other"""
+
+
+@dataclass(frozen=True)
 class ExportOptions(Folder):
     """Copy the folders for people (skills, checkpoints, scheduler_state.json) to a place of their own."""
 
@@ -101,25 +133,27 @@ class MigrateOptions(Folder):
 
 
 def table(rows: list[SkillRow], store: Store) -> Any:
-    """The skills as a rich table."""
+    """The skills as a rich table, in the state they are really in."""
     from rich.table import Table
 
+    held = is_held(store.root)
     out = Table(box=None, pad_edge=False)
-    for column in ("skill", "state", "expert", "success", "frames", "seconds", "launches", "why"):
-        out.add_column(
-            column, justify="right" if column in ("success", "frames", "seconds", "launches") else "left"
-        )
+    names = ("skill", "state", "expert", "success in practice", "frames", "seconds", "launches", "why")
+    for column in names:
+        out.add_column(column, justify="left" if column in ("skill", "state", "expert", "why") else "right")
     for row in rows:
         head = store.head(row.expert) if row.expert is not None else None
-        success, frames = row.result.get("success"), head.frames if head else None
-        if row.status == "running":
-            success, frames = _progress(store, row)
-        seconds = (row.ended or time.time()) - row.started if row.started else None
+        success, frames, until = row.result.get("success"), head.frames if head else None, row.ended
+        state = condition(store, row, held=held)
+        if row.status in ("running", "merging"):
+            success, frames, last = _progress(store, row)
+            until = time.time() if state.startswith(("running", "merging")) else last
+        seconds = until - row.started if row.started and until and until > row.started else None
         out.add_row(
             row.name,
-            row.status,
+            state,
             "" if row.expert is None else str(row.expert),
-            "" if success is None else f"{success:.2f}",
+            "" if success is None else f"{success:.0%}",
             "" if frames is None else f"{frames:,}",
             "" if seconds is None else f"{seconds:.1f}",
             str(len(store.attempts(row.name))),
@@ -128,20 +162,20 @@ def table(rows: list[SkillRow], store: Store) -> Any:
     return out
 
 
-def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None]:
-    """Success and env steps of the latest update of a running training."""
+def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, float | None]:
+    """Success, env steps and time of the latest update of a running training."""
     attempts = store.attempts(row.name)
     if not attempts:
-        return None, None
+        return None, None, None
     path = store.root / attempts[-1].run_folder / "metrics.jsonl"
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             lines = file.read().split(b"\n")
         last = json.loads(lines[-2])
-        return last["success"], last["step"]
+        return last["success"], last["step"], last["time"]
     except (OSError, ValueError, IndexError, KeyError):
-        return None, None
+        return None, None, None
 
 
 def status(argv: list[str]) -> int:
@@ -156,29 +190,28 @@ def status(argv: list[str]) -> int:
     from rich.console import Console
 
     Console().print(table(store.skills(), store))
+    if not is_held(options.graph_path) and store.skills("waiting", "running", "merging"):
+        print(f"no scheduler runs; go on with: {resume_command(options.graph_path)}")
     return 0
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with a folder, as it can be typed; the other options are kept in its config.yaml."""
+    return f"shoal skills train --resume --graph-path {shlex.quote(str(folder))}"
 
 
 def retry(argv: list[str]) -> int:
     """Open a failed skill again, and what was blocked by it."""
-    options = tyro.cli(
-        NamedOptions, args=argv, prog="shoal skills retry", description="Train a failed skill again."
-    )
+    options = tyro.cli(RetryOptions, args=argv, prog="shoal skills retry")
     store = Store(options.graph_path, create=False)
-    row = store.skill(options.name)
-    if row.status not in ("failed", "blocked", "skipped"):
-        raise ConfigError(
-            f"{row.name!r} is {row.status}; only failed, blocked or skipped skills can be retried"
-        )
-    opened = [row.name]
-    for name in opened:  # grows while it is read: what waits for something reopened is reopened
-        opened += [r.name for r in store.skills("blocked") if name in r.dependencies and r.name not in opened]
-    with store.transaction():
-        for name in opened:
-            store.update_skill(name, status="waiting", reason=None, retries=0, cancel=0)
-    print(f"reopened: {', '.join(opened)}")
-    if not scheduler_runs(options.graph_path):
-        print(f"start it with: shoal skills train --resume --graph-path {options.graph_path}")
+    budget = None if options.budget is None else int(options.budget)
+    opened = reopen(store, options.name, budget=budget, fresh=options.fresh)
+    if opened:
+        print(f"reopened: {', '.join(opened)}")
+    if budget is not None:
+        print(f"{store.skill(options.name).name}: may use {budget:,} env steps in all")
+    if opened and not is_held(options.graph_path):
+        print(f"start it with: {resume_command(options.graph_path)}")
     return 0
 
 
@@ -191,27 +224,30 @@ def cancel(argv: list[str]) -> int:
         description="Give up a skill; a running training is ended.",
     )
     store = Store(options.graph_path, create=False)
-    row = store.skill(options.name)
-    if row.status not in ("waiting", "blocked", "running"):
-        raise ConfigError(f"{row.name!r} is {row.status}; there is nothing to cancel")
-    if row.status == "running":
-        from shoal.skills.jobs.launchers import make_launcher
-
-        store.update_skill(row.name, cancel=1)
-        attempt = _latest(store, row)
-        if attempt.handle is not None and attempt.launcher != "ray":
-            make_launcher(attempt.launcher or "local").kill(attempt.handle)
-    elif scheduler_runs(options.graph_path):
-        store.update_skill(row.name, cancel=1)
-    else:
-        store.update_skill(row.name, status="skipped", reason="cancelled", ended=time.time())
+    row = ask_to_cancel(store, options.name)
+    if not is_held(options.graph_path):
+        _alone(options.graph_path, store).settle()
     print(f"cancelled: {row.name}")
     return 0
 
 
-def scheduler_runs(folder: Path) -> bool:
-    """Whether a scheduler is running on the folder."""
-    return FolderLock(folder / "scheduler.lock").is_taken()
+def stop(argv: list[str]) -> int:
+    """End the run of a folder."""
+    options = tyro.cli(StopOptions, args=argv, prog="shoal skills stop")
+    store = Store(options.graph_path, create=False)
+    going = [row.name for row in store.skills("running", "merging")]
+    if not ask_to_stop(store, wait=options.wait) and not options.wait:
+        _alone(options.graph_path, store).settle(kill=True)
+    print(f"stopped: {', '.join(going) or 'nothing was in training'}")
+    print(f"go on with: {resume_command(options.graph_path)}")
+    return 0
+
+
+def _alone(folder: Path, store: Store) -> SkillScheduler:
+    """A scheduler to tidy a folder that has none."""
+    from shoal.skills.learning.scheduler import SkillScheduler
+
+    return SkillScheduler(folder, world=store.setting("world") or "crafting")
 
 
 def _latest(store: Store, row: SkillRow) -> AttemptRow:
@@ -274,10 +310,11 @@ def evaluate(argv: list[str]) -> int:
     run = RunFolder(options.graph_path / "evaluations" / f"seed-{options.seed}", "skills eval", options.seed)
     report = evaluate_chain(store, options.episodes, options.seed, options.target)
     run.finish({"chain_success": report.success, **report.as_dict()})
+    print(f"share of {report.episodes} unseen worlds that got so far")
     for step, reached in zip(report.plan, report.reached, strict=True):
         print(f"{reached:7.3f}  {step.skill} x{step.count}")
     print(
-        f"{report.success:7.3f}  whole chain, {report.episodes} unseen worlds, {report.mean_steps:.0f} steps"
+        f"{report.success:7.3f}  whole chain, {report.episodes} unseen worlds, {report.mean_steps:.0f} steps on average"
     )
     return 0
 
@@ -299,14 +336,40 @@ def history(argv: list[str]) -> int:
     head = store.head(expert)
     if head is None:
         raise ConfigError(f"expert {expert} has no version")
-    print("    version  parent      frames  kind     rule         success      sha256")
+    owner = next((row.name for row in store.skills() if row.expert == expert), "?")
+    print(f"expert {expert}, {owner}; frames are env steps it acted in while learning; -> is the head")
+    print("    version  parent      frames  kind     rule         won/episodes at merge  sha256")
     for row in store.versions(expert):
         success = f"{row.wins}/{row.episodes}" if row.episodes else "-"
         mark = "->" if row.id == head.id else "  "
         print(
             f" {mark} {row.id:7}  {row.parent or '-':>6}  {row.frames:>10,}  {row.kind:<7}  {row.rule or '-':<11}  "
-            f"{success:<11}  {row.sha256[:12]}"
+            f"{success:<21}  {row.sha256[:12]}"
         )
+    return 0
+
+
+def diff(argv: list[str]) -> int:
+    """Compare two versions of an expert."""
+    from shoal.skills.learning.network import compare, decode
+
+    options = tyro.cli(DiffOptions, args=argv, prog="shoal skills diff")
+    store = Store(options.graph_path, create=False)
+    expert = _expert(store, options.expert)
+    rows = [store.version(number) for number in (options.old, options.new)]
+    for row in rows:
+        if row.expert != expert:
+            raise ConfigError(f"version {row.id} belongs to expert {row.expert}, not {expert}")
+        won = (
+            f"{row.wins}/{row.episodes} episodes won at its merge"
+            if row.episodes
+            else "not evaluated at its merge"
+        )
+        print(f"version {row.id}: {row.frames:,} frames, {row.kind}, from version {row.parent or '-'}, {won}")
+    one, other = (decode(store.get_blob(row.sha256), f"version {row.id}")[0] for row in rows)
+    print("array            distance  relative to the first  angle in degrees")
+    for name, distance, relative, angle in compare(one, other):
+        print(f"{name:<15}  {distance:8.4f}  {relative:21.4f}  {angle:16.2f}")
     return 0
 
 
@@ -332,7 +395,7 @@ def export(argv: list[str]) -> int:
     if options.to.exists():
         raise ConfigError(f"{options.to} exists; name a folder that does not")
     export_views(store)
-    if not scheduler_runs(options.graph_path):
+    if not is_held(options.graph_path):
         export_state(store, 0)
     options.to.mkdir(parents=True)
     for name in ("skills", "checkpoints"):
@@ -362,12 +425,14 @@ def train(argv: list[str]) -> int:
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (train, "train a graph of skills in parallel"),
     "status": (status, "show every skill: state, success, why"),
-    "retry": (retry, "open a failed skill again"),
+    "stop": (stop, "end the scheduler and the trainings of a folder"),
+    "retry": (retry, "open a failed skill again, or give one more env steps"),
     "cancel": (cancel, "give a skill up"),
     "logs": (logs, "print the output of a training"),
     "attach": (attach, "watch a running training"),
     "eval": (evaluate, "success of skills and chain on unseen worlds"),
     "history": (history, "list the versions of an expert"),
+    "diff": (diff, "compare two versions of an expert"),
     "rollback": (rollback, "make an older version the head again"),
     "export": (export, "copy skills, checkpoints and state for others"),
     "migrate": (migrate, "say why a folder of the original project is not imported"),

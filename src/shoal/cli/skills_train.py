@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from shoal.cli.grammar import count_of, print_json
-from shoal.cli.skills import DEFAULT, GraphPath, table
+from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
@@ -25,9 +25,9 @@ from shoal.skills.jobs.launchers import compilation_cache, make_launcher
 from shoal.skills.learning.chain import evaluate_chain
 from shoal.skills.learning.merge import Rule
 from shoal.skills.learning.plan import dependencies, plan_for
-from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, knowledge_base
+from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler
-from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.spec import load_skills, read_yaml
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.views import draw_chain, draw_graph
 from shoal.skills.learning.worlds import default_config, world_features, world_of
@@ -42,8 +42,8 @@ class TrainOptions:
     graph_path: GraphPath = DEFAULT
     """folder of the run: state, experts, pictures, summary.json"""
     env_name: str = "crafting"
-    """crafting, craftax-classic or craftax (Craftax needs the extra "craftax")"""
-    max_nodes: int = 6
+    """crafting, craftax-classic, craftax (both need the extra "craftax"), or module:Class of your own"""
+    max_nodes: int = 10
     """most skills in the graph"""
     max_parallel_skills: int = 3
     """trainings at a time, whatever the number of GPUs"""
@@ -62,11 +62,17 @@ class TrainOptions:
     llm_name: str | None = None
     """let this language model propose the skills"""
     llm_url: str = "http://127.0.0.1:8000/v1"
-    """its OpenAI-compatible server; the key is read from OPENAI_API_KEY"""
+    """its OpenAI-compatible server; OPENAI_API_KEY is sent to it only if you name it here, and never further"""
+    replay: Path | None = None
+    """propose what a language model proposed in an earlier run, from its proposals.jsonl"""
     merge: Rule = "auto"
     """which version of an expert wins when several trainings changed it"""
     launcher: str = "local"
-    """local, tmux (to attach and watch) or ray"""
+    """local, tmux (to attach and watch), ray or slurm"""
+    sbatch: tuple[str, ...] = ()
+    """options for SLURM, such as --sbatch=--partition=gpu"""
+    time_limit: float | None = None
+    """seconds that one launch of a training may take"""
     gpus_per_skill: float = 0.0
     """share of a GPU each training gets from Ray"""
     analyse: bool = True
@@ -100,7 +106,35 @@ def parse(argv: list[str]) -> TrainOptions:
         if name.replace("_", "-") == "--env-name":
             world = value if equals else (argv[at + 1] if at + 1 < len(argv) else world)
     default = TrainOptions(config=default_config(world_of(world)))
-    return tyro.cli(TrainOptions, args=argv, prog="shoal skills train", default=default)
+    options = tyro.cli(TrainOptions, args=argv, prog="shoal skills train", default=default)
+    path = options.graph_path / "config.yaml"
+    if options.resume and path.exists():  # what is not said again is as it was
+        before = _read_config(path, options.graph_path, default)
+        options = tyro.cli(TrainOptions, args=argv, prog="shoal skills train", default=before)
+    return options
+
+
+def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
+    """The options that a folder was trained with, but for those that belong to one call."""
+    saved = read_yaml(path)
+    kept = {
+        key: value
+        for key, value in saved.items()
+        if key not in ("dry_run", "json_events", "json", "graph_path")
+    }
+    known = {item.name: item for item in fields(TrainOptions)}
+    config = {**asdict(default.config), **kept.pop("config", {})}
+    for key in ("skills", "replay"):
+        kept[key] = Path(kept[key]) if kept.get(key) else None
+    kept["sbatch"] = tuple(kept.get("sbatch") or ())
+    try:
+        return TrainOptions(
+            **{key: value for key, value in kept.items() if key in known},
+            graph_path=folder,
+            config=TrainingConfig(**config),
+        )
+    except TypeError as error:
+        raise ConfigError(f"{path} is not what this version writes: {error}; remove it to resume") from error
 
 
 def main(argv: list[str]) -> int:
@@ -113,11 +147,15 @@ def main(argv: list[str]) -> int:
     if options.conda_env:
         print("shoal: --conda_env is ignored: trainings run in this Python", file=sys.stderr)
     proposer: Proposer
-    if options.llm_name:
-        key = os.environ.get("OPENAI_API_KEY", "none")
+    if options.replay:
+        proposer = Replay(options.replay, features)
+    elif options.llm_name:
+        named = any(word.replace("_", "-").split("=")[0] == "--llm-url" for word in argv)
+        key = os.environ.get("OPENAI_API_KEY", "none") if named else "none"
         proposer = LanguageModel(
-            options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1]
-        )
+            options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1],
+            record=options.graph_path / "proposals.jsonl",
+        )  # fmt: skip
     else:
         proposer = KnowledgeBase(path, features, options.max_nodes, options.target_skill)
     if options.dry_run:
@@ -126,19 +164,24 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
         )
-    if options.gpu_ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = options.gpu_ids
+    if options.gpu_ids and options.gpus_per_skill:
+        raise ConfigError("--gpu-ids names GPUs, --gpus-per-skill lets Ray choose them; give one of the two")
     run = RunFolder(options.graph_path, "skills train", options.seed, _printer(options.json_events))
-    _write_config(options)
-    launcher = make_launcher(options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills)
+    launcher = make_launcher(
+        options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
+        folder=options.graph_path, sbatch=options.sbatch,
+    )  # fmt: skip
     config = options.config
     if options.skill_timesteps_budget is not None:
         config = TrainingConfig(**{**asdict(config), "total_timesteps": options.skill_timesteps_budget})
     scheduler = SkillScheduler(
         options.graph_path, options.max_parallel_skills, options.scheduler_poll_interval, options.max_retries,
         world=world, launcher=launcher, merge=options.merge, seed=options.seed, config=config,
-        analyse=options.analyse, on_event=lambda event: run.event(**event),
+        analyse=options.analyse, on_event=lambda event: run.event(**event), time_limit=options.time_limit,
+        gpu_ids=options.gpu_ids,
     )  # fmt: skip
+    scheduler.take()  # before anything of a run that is going on is changed
+    _write_config(options)
     log = _wandb(options)
     began = time.time()
 
@@ -159,6 +202,7 @@ def main(argv: list[str]) -> int:
         words = [*argv, *([] if options.resume else ["--resume"])]
         print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
         print(f"shoal: go on with: {shlex.join(['shoal', 'skills', 'train', *words])}", file=sys.stderr)
+        print(f"shoal: end them with: shoal skills stop --graph-path {options.graph_path}", file=sys.stderr)
         return 130
     return _conclude(options, scheduler, run, finished, began)
 
@@ -170,7 +214,7 @@ def _conclude(
     metrics = _counts(scheduler, began)
     store = scheduler.store
     draw_graph(store, options.graph_path / "graph.png")
-    if options.evaluation_worlds and store.skills("completed"):
+    if options.evaluation_worlds and store.skills("completed") and not scheduler.runner.stopped:
         report = evaluate_chain(store, options.evaluation_worlds, UNSEEN)
         metrics |= {
             "chain_success": report.success,
@@ -182,19 +226,25 @@ def _conclude(
                 metrics["film_finished"] = draw_chain(store, options.graph_path / "chain.gif", UNSEEN)
             except MissingExtraError as error:
                 print(f"shoal: no chain.gif: {error}", file=sys.stderr)
-    summary = run.finish(metrics, "completed" if finished else "failed")
+    stopped = scheduler.runner.stopped
+    status = "completed" if finished else "interrupted" if stopped else "failed"
+    summary = run.finish(metrics, status)
     if options.json:
         print_json(summary)
     elif not options.json_events:
         if "chain_success" in metrics:
+            print(
+                f"on {options.evaluation_worlds} unseen worlds, of those that got to the skill, the share that did it:"
+            )
             for name, success in metrics["skill_success"].items():
                 print(f"{success:7.3f}  {name}")
-            worlds = options.evaluation_worlds
-            print(f"{metrics['chain_success']:7.3f}  the whole chain on {worlds} unseen worlds")
+            print(f"{metrics['chain_success']:7.3f}  of all worlds: the whole chain")
         print(
-            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s; "
-            f"see {options.graph_path}"
+            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s, "
+            f"{metrics['training_seconds']:.1f} s of training; see {options.graph_path}"
         )
+    if stopped:
+        print(f"shoal: stopped; go on with: {resume_command(options.graph_path)}", file=sys.stderr)
     for name, reason in scheduler.get_failed_skills().items():
         print(f"shoal: {name}: {scheduler.get_status(name)}: {reason}", file=sys.stderr)
     scheduler.close()
@@ -208,6 +258,7 @@ def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
         "skills_failed": sum(row.status == "failed" for row in rows),
         "skills_blocked": sum(row.status in ("blocked", "skipped") for row in rows),
         "frames": sum(row.budget_used for row in rows),
+        "training_seconds": round(sum((row.result.get("seconds") or 0.0) for row in rows), 3),
         "makespan": round(time.time() - began, 3),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -47,6 +48,10 @@ class SplitOptions:
     """where they are split, when there is more than one at a time"""
     out: Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])] = Path("runs/split")
     """the run folder: batch/, summary.json and the page"""
+    shard_size: int = 0
+    """split so many recordings at a time, each lot a batch of its own in OUT/shards; 0: one batch of all"""
+    resume: bool = False
+    """with --shard-size: go on with the lots that are missing in OUT"""
     html: bool = False
     """also write OUT/sample.html, which shows one sample"""
     sample: int = 0
@@ -92,24 +97,21 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("use_vllm_logp needs --splitter stepwise: log-probabilities are recorded per step")
     if not options.root.is_dir() and not options.root.is_file():
         raise DataError(f"{options.root} does not exist: ROOT is a folder or a file of recordings")
-    folder = RunFolder(options.out, "split", 0, print_json if options.json_events else None)
+    if options.resume and not options.shard_size:
+        raise ConfigError("--resume goes on with lots of recordings: it needs --shard-size")
     say = _say_aside if options.json_events or options.json else print
-    try:
-        batch, tokenizer = _split(options)
-    except BaseException:
-        folder.finish({}, status="failed")
-        raise
-    place = batch.save(options.out / "batch")
-    folder.event("batch", path=str(place))
-    if options.html:
-        from shoal.splitting.page import sample_page
-
-        write_text(options.out / "sample.html", sample_page(batch, options.sample, tokenizer))
-    counts = batch.summary()
-    summary = folder.finish(counts | {"skipped_ids": [item.dataset_id for item in batch.skipped]})
-    say(_table(counts, place))
-    for item in batch.skipped:
-        say(f"skipped {item.reason}")
+    with RunFolder(options.out, "split", 0, print_json if options.json_events else None) as folder:
+        try:
+            counts = (
+                _split_in_shards(options, folder) if options.shard_size else _split_at_once(options, folder)
+            )
+        except BaseException:
+            folder.finish({}, status="failed")
+            raise
+        summary = folder.finish({name: value for name, value in counts.items() if name != "reasons"})
+    say(_table(counts, options.out / ("shards" if options.shard_size else "batch")))
+    for reason in counts["reasons"]:
+        say(f"skipped {reason}")
     if options.json:
         print_json(summary)
     if options.html:
@@ -117,8 +119,76 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _split(options: SplitOptions) -> tuple[Any, Any]:
-    """The batch and the tokenizer that reads it."""
+def _split_at_once(options: SplitOptions, folder: RunFolder) -> dict[str, Any]:
+    """One batch of everything; its counts."""
+    splitter, ids, rewards = _prepared(options)
+    with counted("split", len(ids)) as progress:
+        if options.num_cpus > 1 and options.backend == "ray":
+            batch = splitter.split_parallel(ids, rewards, options.num_cpus, progress=progress)
+        else:
+            backend = options.backend if options.num_cpus > 1 else "serial"
+            with make_executor(backend, options.num_cpus) as executor:
+                batch = splitter.split(ids, rewards, executor=executor, progress=progress)
+    place = batch.save(options.out / "batch")
+    folder.event("batch", path=str(place))
+    if options.html:
+        _write_page(options, batch, splitter)
+    skipped = [item.dataset_id for item in batch.skipped]
+    counts: dict[str, Any] = batch.summary()
+    return counts | {"skipped_ids": skipped, "reasons": [item.reason for item in batch.skipped]}
+
+
+def _split_in_shards(options: SplitOptions, folder: RunFolder) -> dict[str, Any]:
+    """Lots of recordings, each a batch; counts of those that were made now."""
+    from shoal.splitting.shards import read_shards, split_shards
+
+    splitter, ids, rewards = _prepared(options)
+    about = json.dumps(
+        {name: str(value) for name, value in asdict(options).items() if name not in _NOT_RESULTS}
+    )
+    backend = options.backend if options.num_cpus > 1 else "serial"
+    counts: dict[str, Any] = {name: 0 for name in _COUNTS} | {"reasons": []}
+    with counted("split", len(ids)) as progress, make_executor(backend, options.num_cpus) as executor:
+        made = split_shards(
+            splitter, ids, rewards, options.out / "shards", size=options.shard_size, about=about,
+            executor=executor, progress=progress,
+        )  # fmt: skip
+        for place, of_lot in made:
+            folder.event("batch", path=str(place))
+            for name in _COUNTS:
+                counts[name] += of_lot.get(name, 0)
+    if options.html:
+        _write_page(options, next(read_shards(options.out / "shards")), splitter)
+    return counts
+
+
+_COUNTS = (
+    "trajectories", "samples", "tokens", "trained_tokens", "images", "image_references", "pixel_bytes",
+    "tensor_bytes", "skipped",
+)  # fmt: skip
+_NOT_RESULTS = (
+    "num_cpus",
+    "backend",
+    "out",
+    "resume",
+    "html",
+    "sample",
+    "json_events",
+    "json",
+    "ids",
+    "rewards",
+)
+
+
+def _write_page(options: SplitOptions, batch: Any, splitter: Any) -> None:
+    from shoal.splitting.page import sample_page
+
+    page = sample_page(batch, options.sample, splitter.plan.template.tokenizer)
+    write_text(options.out / "sample.html", page)
+
+
+def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None]:
+    """The splitter, the ids and their rewards."""
     from shoal.splitting import LastNTrajectorySplitter, StepwiseTrajectorySplitter, TrajectorySplitter
     from shoal.splitting.readers import READERS, find_reader
     from shoal.splitting.readers.recordings import FolderReader
@@ -149,15 +219,7 @@ def _split(options: SplitOptions) -> tuple[Any, Any]:
         settings["stride_size"] = min(options.stride_size, options.window_size)
     processor = _processor(options.processor)
     splitter = kinds[options.splitter](processor, options.root, reader=reader, **settings)
-    rewards = _rewards(options.rewards, ids)
-    with counted("split", len(ids)) as progress:
-        if options.num_cpus > 1 and options.backend == "ray":
-            batch = splitter.split_parallel(ids, rewards, options.num_cpus, progress=progress)
-        else:
-            backend = options.backend if options.num_cpus > 1 else "serial"
-            with make_executor(backend, options.num_cpus) as executor:
-                batch = splitter.split(ids, rewards, executor=executor, progress=progress)
-    return batch, splitter.plan.template.tokenizer
+    return splitter, ids, _rewards(options.rewards, ids)
 
 
 def _processor(folder: Path | None) -> Any:

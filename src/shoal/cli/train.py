@@ -22,6 +22,7 @@ examples:
   shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
   shoal train --config-name demo --resume             go on with the newest run of that name
   shoal train --config-name base --cfg                print all settings and stop
+  shoal train --config-name recorded recordings=DIR   imitate recordings (recorded-grpo: learn from their rewards)
 
 Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
 """
@@ -41,6 +42,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--resume", action="store_true", help="resume=true: go on with the run in run_dir")
     options = parser.parse_intermixed_args(argv)
+    if options.config_name in ("recorded", "recorded-grpo"):
+        from shoal.cli.train_recorded import train_recorded
+
+        return train_recorded(options)
     config = composed(options)
     if options.cfg:
         from omegaconf import OmegaConf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import sys
@@ -89,7 +90,11 @@ def _defaults(argv: list[str]) -> tuple[RunOptions, PPOConfig]:
     if preset is None:
         options, settings = RunOptions(total_timesteps=100_000), PPOConfig()
     else:
-        options = RunOptions(n_envs=preset.n_envs, total_timesteps=preset.total_timesteps)
+        options = RunOptions(
+            n_envs=preset.n_envs, total_timesteps=preset.total_timesteps, atari=preset.atari,
+            frame_stack=preset.frame_stack, wrapper=preset.wrappers,
+            env_kwargs=tuple(f"{key}={json.dumps(value)}" for key, value in preset.env_kwargs.items()),
+        )  # fmt: skip
         settings = PPOConfig(**preset.settings)
     if known.num_episodes is not None:
         options = replace(options, total_timesteps=None)
@@ -119,6 +124,9 @@ def _greet(run: PPORun, out: Any) -> None:
     if ppo.n_envs > 1:
         say(f"Using {ppo.n_envs} parallel environments for training", out)
     say(f"   Start method: {options.parallel_start_method or 'default'}", out)
+    preset = preset_for(options.env, options.preset) if options.resume_from is None else None
+    if preset is not None:
+        say(f"   Settings: preset {preset.name} ({preset.source}), where not given otherwise", out)
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
     say(f"   {options.env}, {how}, run folder {run.path}", out)
     if ppo.path == "compiled" and not kernels_cached():

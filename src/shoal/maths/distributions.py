@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # tensors bring their own arithmetic: torch is not needed to 
 Array = np.ndarray
 
 _LOG_ROOT_2PI = 0.5 * math.log(2 * math.pi)
+EXPLORED_LEAST = 1e-6
+"""Variance of an action whose features are all 0."""
 
 
 class Judged(NamedTuple):
@@ -57,6 +59,31 @@ def judge_points(mean: Tensor, log_std: Tensor, actions: Tensor) -> Judged:
     logprob = (-0.5 * z * z - log_std - _LOG_ROOT_2PI).sum(dim=1)
     entropy = (log_std + 0.5 + _LOG_ROOT_2PI).sum().expand(len(mean))
     return Judged(logprob, entropy)
+
+
+def judge_explored(mean: Tensor, features: Tensor, log_std: Tensor, actions: Tensor) -> Judged:
+    """The same under state-dependent exploration, arXiv:2005.05719: the deviation grows with the features `[B, F]`.
+
+    `log_std[F, A]` is of the weights by which noise is made of features; those learn nothing here.
+    """
+    variance = (features.detach() ** 2) @ (2 * log_std).exp() + EXPLORED_LEAST
+    log_deviation = 0.5 * variance.log()
+    logprob = (-0.5 * (actions - mean) ** 2 / variance - log_deviation - _LOG_ROOT_2PI).sum(dim=1)
+    return Judged(logprob, (log_deviation + 0.5 + _LOG_ROOT_2PI).sum(dim=1))
+
+
+def explore(
+    mean: Array, features: Array, log_std: Array, noise: Array, deterministic: bool = False
+) -> tuple[Array, Array]:
+    """Points `[B, A]` and log-densities under state-dependent exploration, from normal `noise[B, F * A]`.
+
+    The same noise at every step of an env explores smoothly: it is a function of the state.
+    """
+    weights = np.exp(log_std)[None] * noise.reshape(len(mean), *log_std.shape)
+    apart = np.zeros_like(mean) if deterministic else np.einsum("bf,bfa->ba", features, weights)
+    variance = features**2 @ np.exp(2 * log_std) + np.float32(EXPLORED_LEAST)
+    logprob = -0.5 * apart**2 / variance - 0.5 * np.log(variance) - np.float32(_LOG_ROOT_2PI)
+    return mean + apart, logprob.sum(axis=1)
 
 
 def choose(

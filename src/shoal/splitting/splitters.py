@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,16 @@ from shoal.core.sharing import Shared, shared_by_ray
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
 from shoal.splitting.cut import Cut, Limits, answers_of, places_of
 from shoal.splitting.encode import MODEL_TEXT, ChatTemplate, Encoder
-from shoal.splitting.images import MAX_IMAGE_PIXELS, ImageReader, Pixels, Store, TrajectoryPixels
+from shoal.splitting.images import (
+    MAX_IMAGE_PIXELS,
+    ImageReader,
+    Parked,
+    Pixels,
+    Store,
+    TrajectoryPixels,
+    park,
+    parking_place,
+)
 from shoal.splitting.place import (
     RewardPlacement,
     Truncation,
@@ -81,7 +91,7 @@ class SplitTrajectory:
     index: int
     dataset_id: str
     samples: list[Sample]
-    pixels: Pixels
+    pixels: Any  # `Pixels`, or where a worker put them
     n_images: int
 
 
@@ -296,7 +306,16 @@ class TrajectorySplitter:
             logger.warning("%d trajectories at the end of the stream were skipped", len(skipped))
 
     # --- how
-    def _collected(self, results: Iterable[SplitTrajectory | Skipped]) -> Batch:
+    def results(
+        self, dataset_ids: Iterable[str], reward_tensor: Any = None, *, executor: Executor | None = None
+    ) -> Iterator[SplitTrajectory | Skipped]:
+        """What became of each trajectory, in order: its samples and pixels, or why it was skipped."""
+        return self._results(dataset_ids, reward_tensor, executor, None, None, None)
+
+    def collected(
+        self, results: Iterable[SplitTrajectory | Skipped]
+    ) -> tuple[Batch | None, tuple[Skipped, ...]]:
+        """One batch of results, or None where all were skipped; and what was."""
         samples: list[Sample] = []
         pixels: dict[int, Pixels] = {}
         skipped: list[Skipped] = []
@@ -307,10 +326,16 @@ class TrajectorySplitter:
                 samples += result.samples
                 pixels[result.index] = result.pixels
         if not samples and skipped:
+            return None, tuple(skipped)
+        return self._batch(samples, pixels, skipped), tuple(skipped)
+
+    def _collected(self, results: Iterable[SplitTrajectory | Skipped]) -> Batch:
+        batch, skipped = self.collected(results)
+        if batch is None:
             raise DataError(
                 f"all {len(skipped)} trajectories were skipped; the first because {skipped[0].reason}"
             )
-        return self._batch(samples, pixels, skipped)
+        return batch
 
     def _results(
         self,
@@ -326,30 +351,36 @@ class TrajectorySplitter:
     ) -> Iterator[SplitTrajectory | Skipped]:
         executor = executor if executor is not None else SerialExecutor()
         local = isinstance(executor, SerialExecutor | ThreadPoolExecutor)
+        by_file = not local and not (isinstance(executor, RayExecutor) and _several_machines())
         store = self.plan.images.store
-        # Elsewhere pixels are packed 8-bit and expanded here: an eighth of the bytes to move.
-        packed: Store = store if local or store in ("path",) or self.plan.images.by_table is None else "u8"
+        # Through a pipe or the object store pixels go as 8-bit and are expanded here: an eighth of the bytes.
+        exact = local or by_file or store == "path" or self.plan.images.by_table is None
+        packed: Store = store if exact else "u8"
         jobs = make_jobs([str(item) for item in dataset_ids], rewards, scores, paths, packed)
         if self.traj_filter:
             jobs = without_first_turns(self.plan.reader, jobs)
         if isinstance(executor, SerialExecutor):
             in_flight = 1
         plan = share(self.plan)
-        todo = ((plan, job) for job in jobs if isinstance(job, Job))
-        outcomes = map_ordered(executor, _work, todo, in_flight=in_flight)
-        for done, job in enumerate(jobs, 1):
-            outcome = next(outcomes) if isinstance(job, Job) else job.error
-            if isinstance(outcome, SplitTrajectory):
-                if not local and isinstance(outcome.pixels, TrajectoryPixels):
-                    outcome.pixels = outcome.pixels.converted(store)
-                yield outcome
-            else:
-                if self.on_error == "raise":
-                    raise outcome
-                logger.warning("skipped: %s", outcome)
-                yield Skipped(job.dataset_id, str(outcome))
-            if progress is not None:
-                progress(done, len(jobs))
+        with contextlib.ExitStack() as stack:
+            parking = stack.enter_context(parking_place()) if by_file else None
+            todo = ((plan, job, parking) for job in jobs if isinstance(job, Job))
+            outcomes = map_ordered(executor, _work, todo, in_flight=in_flight)
+            for done, job in enumerate(jobs, 1):
+                outcome = next(outcomes) if isinstance(job, Job) else job.error
+                if isinstance(outcome, SplitTrajectory):
+                    if isinstance(outcome.pixels, Parked):
+                        outcome.pixels = outcome.pixels.fetched()
+                    elif not local and isinstance(outcome.pixels, TrajectoryPixels):
+                        outcome.pixels = outcome.pixels.converted(store)
+                    yield outcome
+                else:
+                    if self.on_error == "raise":
+                        raise outcome
+                    logger.warning("skipped: %s", outcome)
+                    yield Skipped(job.dataset_id, str(outcome))
+                if progress is not None:
+                    progress(done, len(jobs))
 
     def _batch(
         self, samples: Sequence[Sample], pixels: Mapping[int, Pixels], skipped: Sequence[Skipped]
@@ -436,10 +467,19 @@ def _start_ray(num_cpus: int) -> int:
     return num_cpus if ray.cluster_resources().get("CPU", 0) > num_cpus else 2 * num_cpus
 
 
-def _work(item: tuple[Shared[Plan], Job]) -> SplitTrajectory | DataError:
-    plan, job = item
+def _several_machines() -> bool:
+    import ray
+
+    return len([node for node in ray.nodes() if node.get("Alive")]) > 1
+
+
+def _work(item: tuple[Shared[Plan], Job, str | None]) -> SplitTrajectory | DataError:
+    plan, job, parking = item
     try:
-        return split_recording(plan.get(), job)
+        done = split_recording(plan.get(), job)
+        if parking is not None and isinstance(done.pixels, TrajectoryPixels):
+            done.pixels = park(done.pixels, parking)
+        return done
     except (ImportError, MemoryError):
         raise
     except ShoalError as error:

@@ -111,3 +111,44 @@ class _Desk:
 
 def _sentence(rng: np.random.Generator, length: int) -> str:
     return " ".join(WORDS[index] for index in rng.integers(0, len(WORDS), length))
+
+
+def write_button_recordings(
+    root: Path | str, count: int, *, seed: int = 0, cells: int = 3, side: int = 28
+) -> list[str]:
+    """Write `count` recordings of one turn: a screen with a button somewhere, and the click on it; returns their ids.
+
+    Small enough that a tiny model learns from the pixels where the button is. The answer is `click(column,row)` of
+    the cell that the button is in, of `cells x cells` cells of `side` pixels.
+
+    Args:
+        root: folder to write to.
+        count: how many screens, each a task of its own.
+        seed: the same seed draws the same screens.
+        cells: along each side of the screen.
+        side: of a cell; twice the patch of the model makes each cell a token.
+    """
+    from PIL import Image, ImageDraw
+
+    ids = []
+    for number in range(count):
+        rng = stream(seed, "button", number)
+        down, right = np.mgrid[0 : cells * side, 0 : cells * side] / (cells * side)
+        paper = np.stack([60 + 120 * right, 60 + 120 * down, np.full_like(right, 90)], axis=-1)
+        paper += rng.normal(0, 4, paper.shape)
+        screen = Image.fromarray(np.clip(paper, 0, 255).astype(np.uint8))
+        row, column = (int(place) for place in rng.integers(0, cells, 2))
+        left, top = (int(place) * side + int(rng.integers(3, side // 2 - 6)) for place in (column, row))
+        ImageDraw.Draw(screen).rectangle([left, top, left + side // 2, top + side // 2], fill=(220, 30, 30))
+        name = f"screen_{seed}_{number:05d}"
+        folder = Path(root) / name
+        folder.mkdir(parents=True)
+        screen.save(folder / "screen.png")
+        messages = [
+            {"role": "user", "content": [{"type": "image", "image": "screen.png"}]},
+            {"role": "assistant", "content": f"click({column},{row})"},
+        ]
+        (folder / "final_messages.json").write_text(json.dumps(messages))
+        (folder / "task_config.json").write_text(json.dumps({"id": name}))
+        ids.append(name)
+    return ids

@@ -57,6 +57,7 @@ pragma user_version = {FORMAT};
 """
 _TAIL = 4096
 _CHUNK = 2000
+_BETWEEN_COMMITS = 64 * 2**20  # bytes read; a commit for each of a thousand small files is slow
 
 
 class _Turn(msgspec.Struct):
@@ -210,6 +211,7 @@ class EpisodeIndex:
             db = sqlite3.connect(self.path, isolation_level=None, timeout=60)
             try:
                 db.execute("pragma synchronous = off")  # it can be made again
+                db.execute("pragma cache_size = -65536")
                 if db.execute("pragma user_version").fetchone()[0] == FORMAT:
                     return db
                 db.execute("begin exclusive")
@@ -257,13 +259,23 @@ class EpisodeIndex:
                     self._forget(db, known[name][0])
             stale = [(name, status) for name in names if (status := self._stale(name, known.get(name)))]
             todo = sum(status.st_size - self._kept(name, known.get(name), status) for name, status in stale)
-            done = 0
-            for name, status in stale:
-                for n_bytes in self._read(db, name, known.get(name), status):
-                    done += n_bytes
-                    self.progress = (done, todo)
-                    if progress is not None:
-                        progress(done, todo)
+            done = safe = 0
+            db.execute("begin immediate")
+            try:
+                for name, status in stale:
+                    for n_bytes in self._read(db, name, known.get(name), status):
+                        done += n_bytes
+                        self.progress = (done, todo)
+                        if progress is not None:
+                            progress(done, todo)
+                    if done - safe > _BETWEEN_COMMITS:
+                        db.execute("commit")
+                        db.execute("begin immediate")
+                        safe = done
+            except BaseException:
+                db.execute("rollback")
+                raise
+            db.execute("commit")
             self.progress = (0, 0)
         return self
 
@@ -291,47 +303,37 @@ class EpisodeIndex:
         db.execute("commit")
 
     def _read(self, db: sqlite3.Connection, name: str, row: Any, status: os.stat_result) -> Iterator[int]:
-        """Add a file's lines, all in one transaction; yields how many bytes were read."""
+        """Add a file's lines; yields how many bytes were read."""
         begin = self._kept(name, row, status)
-        db.execute("begin immediate")
-        try:
-            number, rows, broken = (row[0], row[7], row[8]) if row is not None else (None, 0, 0)
-            if row is not None and not begin:
-                db.execute("delete from episode where file = ?", (number,))
-                rows = broken = 0
-            if number is None:
-                db.execute("delete from episode where file = (select id from file where name = ?)", (name,))
-                db.execute("delete from file where name = ?", (name,))
-                number = db.execute("select coalesce(max(id), 0) + 1 from file").fetchone()[0]
-            end, tail = begin, row[6] if begin else b""
-            found: list[tuple[Any, ...]] = []
-            with (self.folder / name).open("rb") as file:
-                file.seek(begin)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    values = _values(line)
-                    if values is None:
-                        broken += bool(line.strip())
-                    else:
-                        found.append((number, rows, end, len(line), *values))
-                        rows += 1
-                    end, tail = end + len(line), (tail + line)[-_TAIL:]
-                    if len(found) == _CHUNK:
-                        _insert(db, found)
-                        yield sum(item[3] for item in found)
-                        found.clear()
-            _insert(db, found)
-            db.execute(
-                "insert or replace into file values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    number, name, status.st_ino, status.st_size, status.st_mtime_ns, end, tail[-_TAIL:], rows, broken,
-                ),
-            )  # fmt: skip
-            db.execute("commit")
-        except BaseException:
-            db.execute("rollback")
-            raise
+        number, rows, broken = (row[0], row[7], row[8]) if row is not None else (None, 0, 0)
+        if row is not None and not begin:
+            db.execute("delete from episode where file = ?", (number,))
+            rows = broken = 0
+        if number is None:
+            db.execute("delete from episode where file = (select id from file where name = ?)", (name,))
+            db.execute("delete from file where name = ?", (name,))
+            number = db.execute("select coalesce(max(id), 0) + 1 from file").fetchone()[0]
+        end, tail = begin, row[6] if begin else b""
+        found: list[tuple[Any, ...]] = []
+        with (self.folder / name).open("rb") as file:
+            file.seek(begin)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                values = _values(line)
+                if values is None:
+                    broken += bool(line.strip())
+                else:
+                    found.append((number, rows, end, len(line), *values))
+                    rows += 1
+                end, tail = end + len(line), (tail + line)[-_TAIL:]
+                if len(found) == _CHUNK:
+                    _insert(db, found)
+                    yield sum(item[3] for item in found)
+                    found.clear()
+        _insert(db, found)
+        known = (number, name, status.st_ino, status.st_size, status.st_mtime_ns, end, tail, rows, broken)
+        db.execute("insert or replace into file values (?, ?, ?, ?, ?, ?, ?, ?, ?)", known)
         yield sum(item[3] for item in found)
 
     # --- asking it

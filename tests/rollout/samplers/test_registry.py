@@ -1,7 +1,9 @@
 import os
+import re
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -24,6 +26,8 @@ from shoal.rollout.samplers.registry import (
 from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.testing import check_engine
+from shoal.train.agent.config import compose_config
 from shoal.train.agent.policy import TinyPolicy, load_engine, make_policy, policy_of
 
 
@@ -96,6 +100,28 @@ def test_a_sampler_is_registered_by_name_and_made_from_the_settings_of_a_run():
         assert sampler("test_hash", replace=True)(make) is make
     finally:
         del SAMPLERS._items["test_hash"]
+
+
+def test_the_example_of_contributing_keeps_its_promises_and_plays(tmp_path):
+    text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+    (code,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "@sampler" in b]
+    assert len(code.split("\n\n\n")[1].strip().splitlines()) < 20
+    (tmp_path / "mine.py").write_text(code)
+    overrides = [
+        f"imports=[{tmp_path / 'mine.py'}]",
+        "engine.name=first-word",
+        "es_manager.train.env_groups=2",
+    ]
+    try:
+        config = compose_config("demo", overrides)
+        check_engine(lambda: make_engine(config.engine, ["Left", "Up"], 0))
+        with ParallelRolloutManager(
+            config, make_engine(config.engine, ["Left", "Up"], 0), backend="serial"
+        ) as manager:
+            played = manager.collect(0)
+    finally:
+        SAMPLERS._items.pop("first-word", None)
+    assert {turn.action for t in played for turn in t.turns} == {"Left"}
 
 
 def test_a_sampler_from_outside_writes_for_a_model_that_trains_here(monkeypatch):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.skills.jobs.records import NewVersion
-from shoal.skills.jobs.store import HeadMovedError, Store
+from shoal.skills.jobs.store import HeadMovedError
 from shoal.skills.learning.spec import parse_skill
+from shoal.skills.learning.store import Store, new_version
 
 WOOD = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
 
@@ -20,8 +20,8 @@ def trained(store: Store, name: str = "Collect Wood") -> int:
     return store.begin_attempt(name, store.root / "training_runs" / name)
 
 
-def version(store: Store, expert: int, data: bytes, frames: int = 10, accepted: bool = True) -> NewVersion:
-    return NewVersion(expert, store.put_blob(data), None, frames, frames, "run", accepted)
+def version(store: Store, expert: int, data: bytes, frames: int = 10, accepted: bool = True) -> object:
+    return new_version(expert, store.put_blob(data), None, frames, frames, "run", accepted)
 
 
 def test_a_commit_brings_version_head_state_and_event_together(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_head_that_moved_refuses_the_commit_and_writes_nothing(tmp_path: Path)
     first, second = trained(store), trained(store, "Place Table")
     store.commit_training(first, [version(store, 0, b"one")], {0: None}, result={}, frames=1)
     events = len(store.events())
-    with pytest.raises(HeadMovedError, match="expert 0: head is 1, expected None"):
+    with pytest.raises(HeadMovedError, match="artifact 0: head is 1, expected None"):
         store.commit_training(second, [version(store, 0, b"two")], {0: None}, result={}, frames=1)
     assert len(store.versions()) == 1
     assert len(store.events()) == events
@@ -89,7 +89,7 @@ def test_an_altered_expert_file_is_noticed(tmp_path: Path) -> None:
 def test_a_version_without_its_file_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(DataError, match="must be written before"):
-        store.add_version(NewVersion(0, "0" * 64, None, 1, 1, "run", True))
+        store.add_version(new_version(0, "0" * 64, None, 1, 1, "run", True))
 
 
 def test_the_same_skill_may_be_added_again_but_not_another_of_its_name(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_rolling_back_changes_the_head_and_loses_nothing(tmp_path: Path) -> None
     assert head is not None
     assert (head.id, head.frames) == (one, 10)
     assert [row.id for row in store.versions(0)] == [one, two]
-    with pytest.raises(ValueError, match="belongs to expert 0, not 1"):
+    with pytest.raises(ValueError, match="belongs to 0, not 1"):
         store.rollback(1, two)
 
 

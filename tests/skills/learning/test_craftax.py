@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import MissingExtraError
-from shoal.skills.jobs.launchers import training_environment
+from shoal.skills.jobs.launchers import job_environment
 from shoal.skills.learning.craftax import CraftaxWorld, features_of
 
 try:
@@ -75,7 +75,7 @@ def test_a_world_of_craftax_steps_saves_and_reads_its_features(name: str) -> Non
 def test_four_skills_of_craftax_classic_are_learned(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal", "skills", "train", "--env_name", "Craftax-Classic-Symbolic-v1"]
     options = ["--max_nodes", "4", "--max_parallel_skills", "2", "--evaluation-worlds", "128"]
-    env = {**os.environ, **training_environment(2), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {**os.environ, **job_environment(2), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache" / "jax")}
     subprocess.run(
         [*command, *options, "--graph-path", str(tmp_path / "run"), "--no-film"], check=True, env=env

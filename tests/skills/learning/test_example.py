@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal.skills.jobs.launchers import training_environment
+from shoal.skills.jobs.launchers import job_environment
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_skills.py"
 
 
 def test_the_example_does_what_its_first_sentence_says() -> None:
-    env = {**os.environ, **training_environment(2)}
+    env = {**os.environ, **job_environment(2)}
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)], env=env, capture_output=True, text=True, check=False
     )

@@ -10,11 +10,10 @@ import pytest
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import DataError
-from shoal.skills.jobs.records import NewVersion
-from shoal.skills.jobs.store import Store
 from shoal.skills.learning.network import Network, decode, encode
 from shoal.skills.learning.run import Run, finish_training, read_outcome
 from shoal.skills.learning.spec import parse_skill
+from shoal.skills.learning.store import Store, new_version
 
 MILLION = 1_000_000
 
@@ -30,9 +29,9 @@ def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) ->
     spec = parse_skill({"name": name, "gain": {feature: 1}, "done": {"feature": feature}})
     store.add_skill(spec, [], 10**9)
     with store.transaction() as db:
-        db.execute("update skill set expert=? where name=?", (expert, name))
+        db.execute("update job set artifact=? where name=?", (expert, name))
     store.add_version(
-        NewVersion(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
+        new_version(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
     )
     store.update_skill(name, status="completed")
     store.close()
@@ -43,7 +42,7 @@ def prepare(base: Path, name: str, expert: int, deps: dict[str, int], gain: str)
     spec = parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}})
     store.add_skill(spec, list(deps), 10**9)
     with store.transaction() as db:
-        db.execute("update skill set expert=? where name=?", (expert, name))
+        db.execute("update job set artifact=? where name=?", (expert, name))
     store.close()
     done = {dep: {"expert_idx": index} for dep, index in deps.items()}
     return prepare_training_run(name, amounts(**{gain: 1}), expert, list(deps), done, base)[0]

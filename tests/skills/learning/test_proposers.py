@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import ConfigError, EngineError
+from shoal.skills.learning import proposers
 from shoal.skills.learning.crafting import FEATURES
-from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, first_object, knowledge_base
+from shoal.skills.learning.proposers import (
+    KnowledgeBase,
+    LanguageModel,
+    Replay,
+    first_object,
+    knowledge_base,
+    read_proposals,
+)
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler
 from shoal.skills.learning.spec import load_skills
 
@@ -200,3 +208,90 @@ def test_no_more_than_max_nodes_are_proposed(tmp_path: Path, scripted) -> None:
     s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
     assert Frontier(s, KnowledgeBase(knowledge_base("crafting"), FEATURES, 3), max_nodes=3).run()
     assert len(s.store.skills()) == 3
+
+
+def test_what_a_model_proposed_is_kept_and_proposed_again_without_it(server: Server, tmp_path: Path) -> None:
+    record = tmp_path / "proposals.jsonl"
+    table = {
+        "name": "Place Table",
+        "requirements": {"wood": 2},
+        "gain": {"table": 1},
+        "done": {"feature": "table"},
+    }
+    server.replies = [
+        json.dumps(WOOD),
+        json.dumps({**table, "horizon": 10**12}),
+        json.dumps(table),
+        '{"name": null}',
+    ]
+    model, known = LanguageModel("m", server.url, FEATURES, record=record), []
+    while (skill := model.next_skill(known, [], {})) is not None:
+        known.append(skill)
+    rows = read_proposals(record)
+    assert [row["refused"] is not None for row in rows] == [False, True, False, False]
+    assert "horizon in 1..10,000" in rows[1]["refused"]
+    assert rows[1]["reply"] == json.dumps({**table, "horizon": 10**12})
+    with record.open("a") as file:
+        file.write('{"skill": {"name": "cut sho')  # a kill came between
+    replay, again = Replay(record, FEATURES), []
+    while (skill := replay.next_skill(again, [], {})) is not None:
+        again.append(skill)
+    assert again == known
+    assert len(server.asked) == 4
+
+
+def test_a_key_is_not_carried_to_where_a_redirection_points(server: Server) -> None:
+    got: list[str | None] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    other = HTTPServer(("127.0.0.1", 0), Elsewhere)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{other.server_port}/")
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    first = HTTPServer(("127.0.0.1", 0), Redirecting)
+    threading.Thread(target=first.serve_forever, daemon=True).start()
+    try:
+        model = LanguageModel(
+            "m", f"http://127.0.0.1:{first.server_port}/v1", FEATURES, api_key="secret", tries=1
+        )
+        with pytest.raises(EngineError, match="302"):
+            model.next_skill([], [], {})
+        assert got == []
+    finally:
+        for one in (first, other):
+            one.shutdown()
+            one.server_close()
+
+
+def test_a_server_that_is_busy_is_asked_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LanguageModel("m", server.url, FEATURES, patience=0.001)
+    server.replies = [json.dumps(WOOD)]
+    opened, failures = proposers._opener.open, [OSError("refused"), OSError("refused")]
+
+    def sometimes(*arguments, **more):
+        if failures:
+            raise failures.pop()
+        return opened(*arguments, **more)
+
+    monkeypatch.setattr(proposers._opener, "open", sometimes)
+    assert model.next_skill([], [], {}) is not None
+    assert failures == []

@@ -1,13 +1,19 @@
 """The warm-up teaches the format from random play, or an expert's moves from the expert's."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from shoal.core.errors import ConfigError
 from shoal.envs import make
+from shoal.rollout.episode import Role
+from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import compose_config
+from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.warmup import _play
 
 SOLVED_ENVS = [
     ("sokoban", {"max_pushes": 3}),
@@ -70,3 +76,44 @@ def test_free_text_needs_an_expert_to_warm_up(tmp_path):
 def test_the_experts_share_is_a_share():
     with pytest.raises(ConfigError, match=r"warmup.expert must be in \[0, 1\], got 2"):
         compose_config("sokoban", ["warmup.expert=2"])
+
+
+class Endless:
+    """An env without end, whose observations grow a prompt by ever more."""
+
+    def __init__(self):
+        self.inner = make("frozen_lake", desc="4x4")
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self, action):
+        _, _, _, _, info = self.inner.step(action)
+        _, _ = self.inner.reset(seed=0)
+        return "S F H G " * 3, 0.0, False, False, {**info, "success": False}
+
+
+def test_play_that_fills_the_context_is_cut_before_the_turn_that_does_not_fit():
+    """Beside the same play in a context without end: its beginning, as long as fits, and not a turn less."""
+
+    def plays(context, n=6):
+        policy = policy_of(TinyEngine(["Down", "Left", "Right", "Up"], TinyShape(16, 1, 2, 4096)))
+        policy.module.shape = replace(policy.module.shape, context=context)
+        env = Endless()
+        role = Role("Lake", "", env.projection, 12)
+        prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
+        samples = _play(policy, env, role, prompter, 0.0, seed=3)
+        return [next(samples) for _ in range(n)]
+
+    roomy = plays(4096)
+    limit = len(roomy[0].ids) // 2
+    for whole, cut in zip(roomy, plays(limit), strict=True):
+        assert len(cut.ids) <= limit < len(whole.ids)
+        assert cut.ids == whole.ids[: len(cut.ids)]
+        ends = [p + 1 for p, q in zip(whole.places, [*whole.places[1:], -1], strict=True) if q != p + 1]
+        assert len(cut.ids) == max(end for end in ends if end <= limit)
+
+
+def test_a_context_without_room_for_one_turn_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="do not fit the model's context of 8 tokens"):
+        first_row(tmp_path, "warmup.steps=1", "engine.context=8", name="demo")

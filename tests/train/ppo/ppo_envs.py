@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import gymnasium as gym
@@ -148,3 +149,41 @@ class NaNLaterEnv(CountingEnv):
         if self.life == 100:
             observation = np.array([np.nan, 0], np.float32)
         return observation, *rest
+
+
+class RecallEnv(gym.Env):
+    """Shows which of two it will ask for, then nothing for a while; naming it at the end pays 1.
+
+    With `masked` there is a third action, the only one that is allowed while it waits, and forbidden when it asks. A
+    wrong answer ends by truncation, a right one by termination.
+    """
+
+    def __init__(self, length: int = 4, masked: bool = False) -> None:
+        self.observation_space = spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space = spaces.Discrete(3 if masked else 2)
+        self.length, self.masked = length, masked
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def _look(self) -> Any:
+        return np.array([self.cue if self.t == 0 else 0.0, float(self.t == self.length)], np.float32)
+
+    def _info(self) -> dict[str, Any]:
+        if not self.masked:
+            return {}
+        asks = self.t == self.length
+        return {"action_mask": np.array([asks, asks, not asks], np.int8)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t, self.cue = 0, float(self.np_random.choice([-1, 1]))
+        return self._look(), self._info()
+
+    def step(self, action: Any) -> Any:
+        if self.t < self.length:
+            assert not self.masked or action == 2, "a forbidden action was taken"
+            self.t += 1
+            return self._look(), 0.0, False, False, self._info()
+        right = (action == 1) == (self.cue > 0)
+        return self._look(), float(right), bool(right), not right, self._info()

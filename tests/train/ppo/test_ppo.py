@@ -17,7 +17,7 @@ from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEn
 from torch import nn
 
 from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, UnknownNameError
-from shoal.train import ppo as ppo_module
+from shoal.train.ppo import ppo as ppo_module
 from shoal.train.ppo.checkpoint import list_checkpoints
 from shoal.train.ppo.collect import workers_pay
 from shoal.train.ppo.config import PPOConfig

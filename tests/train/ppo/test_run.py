@@ -222,4 +222,4 @@ def test_every_preset_is_a_valid_config():
 
     for preset in PRESETS.values():
         PPOConfig(**preset.settings)
-        assert preset.source in ("zoo", "own")
+        assert preset.source in ("zoo", "cleanrl", "own")

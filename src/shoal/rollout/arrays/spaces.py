@@ -1,7 +1,8 @@
 """Gymnasium spaces as flat rows: what a policy network reads, and what its outputs mean to the env.
 
-Observations become one row of numbers each (float32; uint8 when the space is an image), actions are discrete
-(one integer per group) or continuous (one float per dimension).
+Observations become one row each: of float32, or of bytes when there are images, which stay uint8 until the network
+reads them (numbers beside them are the first bytes). Actions are discrete (one integer per group) or continuous (one
+float per dimension).
 """
 
 from __future__ import annotations
@@ -25,61 +26,136 @@ class Leaf:
 
     path: tuple[str, ...]  # keys into nested dicts; empty for a space that is not a dict
     space: gym.Space
-    start: int
+    start: int  # in the row, counted in numbers; of an image in bytes
     stop: int
 
     @property
+    def picture(self) -> Picture | None:
+        """How this part is a picture, or None if it is none."""
+        return picture_of(self.space)
+
+    @property
     def is_image(self) -> bool:
-        """Whether this part is a uint8 picture."""
-        return (
-            isinstance(self.space, spaces.Box) and self.space.dtype == np.uint8 and len(self.space.shape) == 3
-        )
+        """Whether this part is a uint8 picture, or a stack of them."""
+        return self.picture is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A uint8 Box as `[channels, height, width]`: what its axes mean."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # the axes as (others that are channels too, channels, height, width)
+    channels: int
+    height: int
+    width: int
+
+
+LEAST_SIDE = 8
+"""A table of bytes with a shorter side is no picture, if it has two dimensions."""
+
+
+def picture_of(space: gym.Space) -> Picture | None:
+    """A space of uint8 with two dimensions (grey), three (channels first or last), or four (a stack of such).
+
+    The shorter of the first and the last axis of a picture are its channels, the last one if they are equal.
+    """
+    if not (isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3, 4)):
+        return None
+    shape = space.shape
+    if len(shape) == 2:
+        return Picture(shape, (0, 1), 1, *shape) if min(shape) >= LEAST_SIDE else None
+    first = len(shape) - 3
+    last = first + 2
+    if shape[last] <= shape[first]:
+        order = (*range(first), last, first, first + 1)
+    else:
+        order = tuple(range(len(shape)))
+    height, width = (shape[axis] for axis in order[-2:])
+    return Picture(shape, order, int(np.prod(shape)) // (height * width), height, width)
 
 
 class ObservationRows:
     """Turns observations of a space into rows `[D]` of `dtype`.
 
     Box is flattened, Discrete and MultiDiscrete are one-hot, MultiBinary is 0/1, Dict is its parts one
-    after the other. Anything else is a `ConfigError`.
+    after the other. Anything else is a `ConfigError`. With images a row is bytes: those of the float32 numbers,
+    if there are any, then those of the images.
     """
 
     def __init__(self, space: gym.Space) -> None:
         self.space = space
-        self.leaves = _leaves(space, (), 0)
-        self.size = self.leaves[-1].stop if self.leaves else 0
-        if self.size == 0:
+        self.leaves = _leaves(space, ())
+        if not self.leaves:
             raise ConfigError(f"the observation space {space} is empty")
-        only_images = all(leaf.is_image for leaf in self.leaves)
-        self.dtype = np.dtype(np.uint8 if only_images else np.float32)
+        images = any(leaf.is_image for leaf in self.leaves)
+        self.n_numbers = sum(leaf.stop for leaf in self.leaves if not leaf.is_image)
+        self.dtype = np.dtype(np.uint8 if images else np.float32)
+        self._bytes = self.n_numbers * (4 if images else 1)
+        self.leaves = _placed(self.leaves, self._bytes)
+        self.size = self._bytes + sum(leaf.stop - leaf.start for leaf in self.leaves if leaf.is_image)
         self.is_plain = isinstance(space, spaces.Box) and len(space.shape) == 1
         """Whether `row[:] = observation` is all there is to do."""
 
     def encode(self, observations: Any, rows: Array) -> None:
         """Write a batch of observations (as a vector env returns them) into `rows[N, D]`."""
+        packed = self.dtype == np.uint8 and self.n_numbers > 0
+        numbers = np.zeros((len(rows), self.n_numbers), np.float32) if packed else rows
         for leaf in self.leaves:
             value = observations
             for key in leaf.path:
                 value = value[key]
-            _encode_leaf(leaf.space, np.asarray(value), rows[:, leaf.start : leaf.stop])
+            block = rows if leaf.is_image else numbers
+            _encode_leaf(leaf.space, np.asarray(value), block[:, leaf.start : leaf.stop])
+        if packed:
+            rows[:, : self._bytes] = numbers.view(np.uint8)
 
     def encode_one(self, observation: Any, row: Array) -> None:
         """Write one observation into `row[D]`."""
         if self.is_plain:
             row[:] = observation
             return
-        for leaf in self.leaves:
-            value = observation
-            for key in leaf.path:
-                value = value[key]
-            _encode_leaf(leaf.space, np.asarray(value)[None], row[None, leaf.start : leaf.stop])
+        self.encode(_alone(observation), row[None])
+
+    def numbers(self, rows: Array) -> Array:
+        """The float32 numbers `[..., n_numbers]` of rows `[..., D]`."""
+        if self.dtype == np.float32:
+            return rows
+        return np.ascontiguousarray(rows[..., : self._bytes]).view(np.float32)
+
+    def with_numbers(self, rows: Array, numbers: Array) -> Array:
+        """Rows of the same images beside other numbers."""
+        if self.dtype == np.float32:
+            return numbers
+        changed = rows.copy()
+        changed[..., : self._bytes] = np.ascontiguousarray(numbers, np.float32).view(np.uint8)
+        return changed
 
 
-def _leaves(space: gym.Space, path: tuple[str, ...], start: int) -> list[Leaf]:
+def _alone(observation: Any) -> Any:
+    """A batch of one observation."""
+    if isinstance(observation, dict):
+        return {key: _alone(value) for key, value in observation.items()}
+    return np.asarray(observation)[None]
+
+
+def _placed(leaves: list[Leaf], images_from: int) -> list[Leaf]:
+    """The leaves with their places: numbers from 0, counted in numbers, and images behind them."""
+    placed, numbers, images = [], 0, images_from
+    for leaf in leaves:
+        start = images if leaf.is_image else numbers
+        placed.append(Leaf(leaf.path, leaf.space, start, start + leaf.stop))
+        if leaf.is_image:
+            images = placed[-1].stop
+        else:
+            numbers = placed[-1].stop
+    return placed
+
+
+def _leaves(space: gym.Space, path: tuple[str, ...]) -> list[Leaf]:
+    """The simple parts of a space, each as if it stood at 0."""
     if isinstance(space, spaces.Dict):
-        found: list[Leaf] = []
-        for key, part in space.spaces.items():
-            found += _leaves(part, (*path, key), found[-1].stop if found else start)
-        return found
+        return [leaf for key, part in space.spaces.items() for leaf in _leaves(part, (*path, key))]
     if isinstance(space, spaces.Box):
         size = int(np.prod(space.shape))
     elif isinstance(space, spaces.Discrete):
@@ -94,7 +170,7 @@ def _leaves(space: gym.Space, path: tuple[str, ...], start: int) -> list[Leaf]:
             f"PPO reads Box, Discrete, MultiDiscrete, MultiBinary and Dict observations, got {space}{place}; "
             "wrap the environment, for example with gymnasium.wrappers.TransformObservation"
         )
-    return [Leaf(path, space, start, start + size)]
+    return [Leaf(path, space, 0, size)] if size else []
 
 
 def _encode_leaf(space: gym.Space, values: Array, rows: Array) -> None:

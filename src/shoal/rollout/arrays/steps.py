@@ -21,7 +21,7 @@ Array = np.ndarray
 
 
 class StepPolicy(Protocol):
-    """What a collector asks of a policy."""
+    """What a collector asks of a policy; one that remembers also has `forget(i)`, for an env whose episode begins."""
 
     def act(self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array) -> None:
         """Write `actions[N, A]` and `logprobs[N]` for `obs[N, D]`; all chance comes from `noise[N, A]`."""
@@ -40,11 +40,18 @@ class StepRollout:
     final_obs: Array  # [K, D] the true last observations of truncated episodes, in the order of t, then env
     masks: Array  # [T, N, sum(groups)] uint8, or empty [0, 0, 0] when every action is always allowed
     valid: Array | None = None  # [T, N] bool; False where a vector env spent the step on a reset
+    memory: Array | None = None  # [N, S] what a recurrent policy remembered at the first step
 
     @property
     def done(self) -> Array:
         """Whether the step ended its episode, either way."""
         return np.asarray(self.terminated | self.truncated)
+
+    @property
+    def begins(self) -> Array:
+        """`[T + 1, N]`: whether the observation is the first of an episode that begins within the rollout."""
+        before = self.done if self.valid is None else ~self.valid
+        return np.concatenate([np.zeros_like(before[:1]), before])
 
     @staticmethod
     def empty(
@@ -110,6 +117,7 @@ class EnvSlice:
         steps = [env.step for env in self.envs]
         to_env, plain, masked = self.action_rows.to_env, self.obs_rows.is_plain, self.masked
         encode_one = self.obs_rows.encode_one
+        forget = getattr(policy, "forget", _nothing)
         rewards: list[Any] = []
         finals: list[Array] = []
         obs[0] = self.now
@@ -134,6 +142,7 @@ class EnvSlice:
                             encode_one(observation, final)
                             finals.append(final)
                         self._start(i)
+                        forget(i)
                         row[i] = self.now[i]
                         continue
                     if plain:
@@ -228,6 +237,7 @@ class VectorSteps:
         rollout = StepRollout.empty(n_steps, n_envs, self.obs_rows, self.action_rows, self.masked)
         finals: list[Array] = []
         valid = np.ones((n_steps, n_envs), bool)
+        forget = getattr(policy, "forget", _nothing)
         rollout.obs[0] = self.now
         for t in range(n_steps):
             if self.masked:
@@ -246,6 +256,8 @@ class VectorSteps:
             if done.any():
                 self._note_finals(cut, rollout.obs[t], row, infos, finals)
                 infos = self._restart_done(done, row, infos)
+            for i in np.flatnonzero(~valid[t] if self.mode == AutoresetMode.NEXT_STEP else done):
+                forget(int(i))
             self._resetting = done if self.mode == AutoresetMode.NEXT_STEP else self._resetting
             self._note_masks(infos)
         self.now[:] = rollout.obs[n_steps]
@@ -303,6 +315,10 @@ class VectorSteps:
                     )
                 else:
                     self._mask[i] = 1  # the action is ignored
+
+
+def _nothing(_: int) -> None:
+    """What a policy without memory forgets."""
 
 
 def _those(answers: Sequence[Any]) -> list[Any]:

@@ -1,1 +1,1 @@
-"""Jobs that need each other, and what they made, kept as versions; nothing here knows of learning."""
+"""A resumable graph of jobs whose results are kept as versions; nothing here knows what the jobs do."""

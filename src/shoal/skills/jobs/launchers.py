@@ -1,19 +1,22 @@
-"""Where trainings run: local processes, tmux sessions to watch, Ray. None goes through a shell.
+"""Where jobs run: local processes, tmux sessions to watch, Ray, SLURM. None gets its command by a shell's parsing.
 
-A launcher starts a command and later says that it ended. Local and tmux trainings outlive the scheduler; a new
-one adopts them by process id and start time. The exit status is a hint only: what counts is `DONE.json`.
+A launcher starts a command and later says that it ended. All but Ray's outlive the scheduler; a new one adopts them
+by process id and start time, or by the number that SLURM gave. The exit status is a hint only: what counts is the
+mark that a job leaves in its folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
+import shlex
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +28,7 @@ Ended = Callable[[str], None]  # called with how it ended, in words, from anothe
 
 
 class Launcher(Protocol):
-    """Starts trainings."""
+    """Starts jobs. One with a method `room(running, slots)` says itself how many more it has resources for."""
 
     name: str
 
@@ -39,24 +42,80 @@ class Launcher(Protocol):
         """End it and all it started."""
 
 
-LAUNCHERS = ("local", "tmux", "ray")
+LAUNCHERS = ("local", "tmux", "ray", "slurm")
 
 
-def make_launcher(name: str, *, gpus: float = 0.0, slots: int = 1) -> Launcher:
-    """A launcher by name; `gpus` per training and `slots` are for Ray."""
+def make_launcher(
+    name: str,
+    *,
+    gpus: float = 0.0,
+    slots: int = 1,
+    folder: Path | str = ".",
+    sbatch: Sequence[str] = (),
+) -> Launcher:
+    """A launcher by name.
+
+    Args:
+        name: one of `LAUNCHERS`.
+        gpus: per job, for Ray.
+        slots: jobs at a time, by which Ray's CPUs are shared out.
+        folder: of the graph; its tmux server is named after it.
+        sbatch: options for SLURM, such as `--partition=gpu`.
+    """
     if name == "local":
         return LocalLauncher()
     if name == "tmux":
-        return TmuxLauncher()
+        return TmuxLauncher(server_of(folder))
     if name == "ray":
         return RayLauncher(gpus=gpus, slots=slots)
+    if name == "slurm":
+        return SlurmLauncher(sbatch)
     raise ConfigError(f"no launcher named {name!r}.{did_you_mean(name, LAUNCHERS)}")
 
 
-def training_environment(slots: int) -> dict[str, str]:
-    """Variables that keep `slots` trainings side by side from fighting for cores and GPU memory.
+def adopting_launcher(name: str | None, handle: Handle) -> Launcher:
+    """What can watch and end a launch of an earlier scheduler, by what is known of it."""
+    if "slurm" in handle:
+        return SlurmLauncher()
+    if "session" in handle and shutil.which("tmux"):
+        return TmuxLauncher(str(handle["server"]))
+    if "pid" in handle or name != "ray":
+        return LocalLauncher()
+    return _Gone()
 
-    One thread each, however many run: the nets are small, and sums must not depend on the number of slots.
+
+class _Gone:
+    """What a launch of another driver is to Ray: over."""
+
+    name = "gone"
+
+    def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
+        """Nothing is launched here."""
+        raise NotImplementedError
+
+    def watch(self, handle: Handle, ended: Ended) -> bool:
+        """It is gone."""
+        return False
+
+    def kill(self, handle: Handle) -> None:
+        """Nothing is left to end."""
+
+
+def alive(name: str | None, handle: Handle | None) -> bool:
+    """Whether what a launch left in the store still runs, as far as this process can see."""
+    if not handle:
+        return False
+    if "slurm" in handle:
+        return SlurmLauncher().state(handle) is not None
+    if "pid" in handle:
+        return handle.get("began") is not None and start_time(int(handle["pid"])) == handle["began"]
+    return name == "ray" and start_time(int(handle.get("driver", 0))) is not None
+
+
+def job_environment(slots: int, gpu_ids: str | None = None) -> dict[str, str]:
+    """Variables that keep `slots` jobs side by side from fighting for cores and GPU memory.
+
+    One thread each, however many run: sums must not depend on the number of slots.
     """
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     share = f"{0.9 / slots:.2f}"
@@ -65,6 +124,7 @@ def training_environment(slots: int) -> dict[str, str]:
         "XLA_PYTHON_CLIENT_MEM_FRACTION": share,
         "PYTHONUNBUFFERED": "1",
         **compilation_cache(),
+        **({"CUDA_VISIBLE_DEVICES": gpu_ids} if gpu_ids else {}),
         # The child must find this very package, installed or not.
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *_path_entries()]),
     }
@@ -84,20 +144,8 @@ def _path_entries() -> list[str]:
     return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
-def training_command(run_folder: Path, attempt: int) -> list[str]:
-    """What a launcher runs for one attempt."""
-    return [
-        sys.executable,
-        "-m",
-        "shoal.skills.learning.run",
-        str(run_folder.resolve()),
-        "--attempt",
-        str(attempt),
-    ]
-
-
 class LocalLauncher:
-    """Each training a process of its own session, so that signals to the scheduler do not reach it."""
+    """Each job a process of its own session, so that signals to the scheduler do not reach it."""
 
     name = "local"
 
@@ -129,12 +177,17 @@ class LocalLauncher:
         return True
 
     def kill(self, handle: Handle) -> None:
-        """Kill the training's process group."""
+        """Kill the job's process group."""
         kill_group(handle)
 
 
+def server_of(folder: Path | str) -> str:
+    """The name of the tmux server of a folder, so that graphs in different folders cannot meet."""
+    return f"shoal-{hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:10]}"
+
+
 class TmuxLauncher:
-    """Each training in a tmux session of its own, to attach and watch."""
+    """Each job in a tmux session of its own, to attach and watch."""
 
     name = "tmux"
 
@@ -148,7 +201,6 @@ class TmuxLauncher:
         name = session.replace(".", "~2e").replace(":", "~3a")  # both mean something else in a tmux target
         variables = [part for key, value in env.items() for part in ("-e", f"{key}={value}")]
         teed = [sys.executable, "-m", "shoal.skills.jobs.launchers", str(log), *command]
-        self._tmux("kill-session", "-t", f"={name}", check=False)
         pid = self._tmux(
             "new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", name, "-x", "180", "-y", "50", *variables, "--",
             *teed,
@@ -162,11 +214,15 @@ class TmuxLauncher:
     def kill(self, handle: Handle) -> None:
         """End the session."""
         kill_group(handle)
-        self._tmux("kill-session", "-t", f"={handle['session']}", check=False)
+        self._tmux("kill-session", "-t", f"={handle['session']}", check=False, server=str(handle["server"]))
 
-    def _tmux(self, *arguments: str, check: bool = True) -> str:
+    def _tmux(self, *arguments: str, check: bool = True, server: str | None = None) -> str:
         done = subprocess.run(
-            ["tmux", "-L", self.server, *arguments], capture_output=True, text=True, timeout=30, check=False
+            ["tmux", "-L", server or self.server, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
         )
         if check and done.returncode:
             raise RuntimeError(f"tmux {arguments[0]} failed: {done.stderr.strip() or done.returncode}")
@@ -174,7 +230,7 @@ class TmuxLauncher:
 
 
 class RayLauncher:
-    """Each training a Ray task; the folder must be reachable from every node. They end with the driver."""
+    """Each job a Ray task; the folder must be reachable from every node. They end with the driver."""
 
     name = "ray"
 
@@ -184,12 +240,20 @@ class RayLauncher:
         except ImportError as error:
             raise missing_extra("the Ray launcher", "parallel") from error
         self._ray = ray
-        self._gpus = gpus
-        self._cpus = cpus if cpus is not None else max(1, available_cpus() // slots)
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+        self._gpus = gpus
+        cluster = float(ray.cluster_resources().get("CPU", available_cpus()))
+        self._cpus = cpus if cpus is not None else max(1.0, cluster // slots)
         self._tasks: dict[str, Any] = {}
         self._count = 0
+
+    def room(self, running: int, slots: int) -> int:
+        """How many more jobs the whole cluster has CPUs and GPUs for, whatever this machine has."""
+        have = self._ray.cluster_resources()
+        fit = [int(float(have.get("CPU", 0)) // self._cpus)] if self._cpus else []
+        fit += [int(float(have.get("GPU", 0)) // self._gpus)] if self._gpus else []
+        return min([slots, *fit]) - running
 
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
         """Submit a task that runs the command on some node."""
@@ -212,7 +276,7 @@ class RayLauncher:
         def wait() -> None:
             try:
                 words = exit_words(int(self._ray.get(task)))
-            except Exception as error:  # whatever Ray says, the training is over
+            except Exception as error:  # whatever Ray says, the job is over
                 lines = [line for line in str(error).splitlines() if line.strip()]
                 words = f"{type(error).__name__}: {lines[-1] if lines else ''}"
             ended(words)
@@ -239,6 +303,69 @@ def _run_command(command: list[str], env: dict[str, str], log: str) -> int:
         except BaseException:
             child.kill()
             raise
+
+
+class SlurmLauncher:
+    """Each job a batch job of SLURM, in a folder that all nodes share; they outlive the scheduler.
+
+    Args:
+        sbatch: options for `sbatch`, such as `--partition=gpu` or `--time=2:00:00`.
+        every: seconds between looks at the queue.
+    """
+
+    name = "slurm"
+
+    def __init__(self, sbatch: Sequence[str] = (), every: float = 5.0) -> None:
+        self.options, self.every = list(sbatch), every
+        if shutil.which("sbatch") is None:
+            raise ConfigError("the slurm launcher needs the program sbatch: run it where jobs are submitted")
+
+    def room(self, running: int, slots: int) -> int:
+        """As many as there are slots: SLURM's queue knows what there is."""
+        return slots - running
+
+    def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
+        """Submit a script; every word of it is quoted."""
+        script = log.with_suffix(".sh")
+        lines = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
+        script.write_text("\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(command)}"]) + "\n")
+        done = self._run(
+            "sbatch", "--parsable", f"--job-name={session}", f"--output={log}", "--open-mode=append",
+            *self.options, str(script),
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"sbatch failed: {done.stderr.strip() or done.returncode}")
+        return {"slurm": done.stdout.strip().split(";")[0]}
+
+    def state(self, handle: Handle) -> str | None:
+        """What SLURM calls its state while it waits or runs, None when it is over."""
+        done = self._run("squeue", "--noheader", "--format=%T", f"--jobs={handle['slurm']}")
+        if done.returncode and "Invalid job id" not in done.stderr:
+            return "UNKNOWN"  # the controller does not answer: what it would say is not known to be the end
+        return done.stdout.strip() or None
+
+    def watch(self, handle: Handle, ended: Ended) -> bool:
+        """Look at the queue now and then, in a thread."""
+        if self.state(handle) is None:
+            return False
+
+        def wait() -> None:
+            while self.state(handle) is not None:
+                time.sleep(self.every)
+            ended("ended")
+
+        threading.Thread(target=wait, name=f"wait-{handle['slurm']}", daemon=True).start()
+        return True
+
+    def kill(self, handle: Handle) -> None:
+        """Cancel the batch job."""
+        self._run("scancel", str(handle["slurm"]))
+
+    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
 def start_time(pid: int) -> str | None:
@@ -282,7 +409,7 @@ def watch_process(handle: Handle, ended: Ended) -> bool:
 
 
 def kill_group(handle: Handle) -> None:
-    """SIGKILL to a training's process group, if it is still that training."""
+    """SIGKILL to a job's process group, if it is still that job."""
     pid = int(handle["pid"])
     if handle.get("began") is not None and start_time(pid) == handle["began"]:
         try:
@@ -296,19 +423,15 @@ def exit_words(code: int) -> str:
     return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
 
-FIRST_GUESS = 256 << 20  # bytes, before any training has been measured
+FIRST_GUESS = 256 << 20  # bytes, before any launch has been measured
 RESERVE = 0.1  # share of the available memory left alone
 
 
 def available_memory() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        return None
-    return None
+    """Bytes that can be had without swapping, of the machine and of the container we are in."""
+    from shoal.vector.buffers import available_memory
+
+    return available_memory()
 
 
 def resident_memory(pid: int) -> int:
@@ -320,20 +443,6 @@ def resident_memory(pid: int) -> int:
     except OSError:
         return 0
     return 0
-
-
-def fits(expected: int, running: Iterable[int], available: int | None) -> bool:
-    """Whether a training that will need `expected` bytes can start.
-
-    Args:
-        expected: its measured or guessed peak.
-        running: bytes that each running training holds now; they may still grow to `expected`.
-        available: what the system can give; None: unknown, so yes.
-    """
-    if available is None:
-        return True
-    growth = sum(max(0, expected - held) for held in running)
-    return expected + growth <= available * (1 - RESERVE)
 
 
 def tee(log: str, command: Sequence[str]) -> int:

@@ -11,10 +11,10 @@ import numpy as np
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeding import stream
 from shoal.maths.distributions import sample
-from shoal.skills.jobs.store import Store
 from shoal.skills.learning.network import Network, decode
 from shoal.skills.learning.plan import Step, covering_plan
 from shoal.skills.learning.spec import Features, Skill, is_relative
+from shoal.skills.learning.store import Store
 from shoal.skills.learning.worlds import (
     Bank,
     Bools,
@@ -24,6 +24,7 @@ from shoal.skills.learning.worlds import (
     batch_lanes,
     make_world,
     world_features,
+    world_kind,
 )
 
 
@@ -312,7 +313,7 @@ def record_chain(
     course = Course(
         plan, {row.name: row.spec for row in store.skills()}, features, [names.index(s.skill) for s in plan]
     )
-    lanes = batch_lanes(world_name, lanes if world_name == "crafting" else 64)
+    lanes = world_kind(world_name).most_lanes or lanes
     world: World = make_world(world_name, lanes)
     frames: list[Bank] = []
     at_frames: list[Any] = []

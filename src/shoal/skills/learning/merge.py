@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.seeding import stream
-from shoal.skills.jobs.records import NewVersion
-from shoal.skills.jobs.store import HeadMovedError, Store
+from shoal.skills.jobs.run import DONE, mark_of, read_done
+from shoal.skills.jobs.store import AttemptRow, HeadMovedError, NewVersion
 from shoal.skills.learning.chain import Course, fresh_worlds, walk
 from shoal.skills.learning.network import Network, average, decode, encode
 from shoal.skills.learning.plan import Step, plan_for
 from shoal.skills.learning.run import Outcome, Run, read_outcome, training_plan
-from shoal.skills.learning.spec import Features, Skill
+from shoal.skills.learning.spec import Features, Skill, parse_skill
+from shoal.skills.learning.store import Store, new_version
 from shoal.skills.learning.views import export_views
 from shoal.skills.learning.worlds import Bools, Floats, batch_lanes, make_world, world_features
 
@@ -71,13 +72,14 @@ def process_completed_training(
     base_dir, run_folder = Path(base_dir), Path(run_folder)
     opened = store or Store(base_dir)
     try:
-        number = _attempt(opened, run_folder, skill_name, attempt)
-        if opened.attempt(number).outcome == "merged":
-            return {"skill_name": skill_name, "expert_updates": {}, "new_expert": {}, "already_merged": True}
-        run, outcome = Run.open(run_folder), read_outcome(run_folder, attempt)
-        if total_timesteps is not None:
-            outcome.acted_frames.update(dict.fromkeys(outcome.experts, total_timesteps))
-        result = _merge_and_commit(opened, run, outcome, number, merge, analyse)
+        committed = _committed(opened, run_folder, skill_name, attempt)
+        if committed is None:
+            run, outcome, mark = Run.open(run_folder), read_outcome(run_folder, attempt), mark_of(run_folder)
+            if total_timesteps is not None:
+                outcome.acted_frames.update(dict.fromkeys(outcome.experts, total_timesteps))
+            _register(opened, run, skill_name, global_expert_idx)
+            number = _attempt(opened, run_folder, skill_name, attempt)
+            result = _merge_and_commit(opened, run, outcome, number, merge, analyse, mark)
         if show:
             export_views(opened)
         if not keep_run:
@@ -85,6 +87,8 @@ def process_completed_training(
     finally:
         if store is None:
             opened.close()
+    if committed is not None:
+        return {"skill_name": skill_name, "expert_updates": {}, "new_expert": {}, "already_merged": True}
     updates = {index: update for index, update in result.items() if index != global_expert_idx}
     own = result[global_expert_idx]
     return {
@@ -94,6 +98,39 @@ def process_completed_training(
     }
 
 
+def _committed(store: Store, run_folder: Path, skill_name: str, attempt: int | None) -> AttemptRow | None:
+    """The launch as which this very result was committed before, by whomever."""
+    if attempt is not None and store.attempt(attempt).outcome == "merged":
+        return store.attempt(attempt)
+    if (run_folder / DONE).exists():
+        own = read_done(run_folder).get("attempt")
+        known = [row for row in store.attempts(skill_name) if row.id == own and row.outcome == "merged"]
+        return known[0] if known else store.merged(mark_of(run_folder))
+    past = store.attempts(skill_name)
+    gone = not run_folder.exists() and past and past[-1].outcome == "merged"
+    return past[-1] if gone else None
+
+
+def _register(store: Store, run: Run, skill_name: str, expert: int) -> None:
+    """Add the skill of a folder that was prepared by hand, with the expert it was prepared for."""
+    if (run.spec["skill"], run.expert) != (skill_name, expert):
+        raise ConfigError(
+            f"{run.folder} is the training of {run.spec['skill']!r} as expert {run.expert}, not of {skill_name!r} as "
+            f"expert {expert}"
+        )
+    with store.transaction():
+        owner = {row.expert: row.name for row in store.skills()}.get(expert)
+        if owner not in (None, skill_name):
+            raise ConfigError(f"expert {expert} belongs to {owner!r} in {store.root}, not to {skill_name!r}")
+        if skill_name not in {row.name for row in store.skills()}:
+            skill = parse_skill(run.spec["skills"][skill_name])
+            store.add_skill(skill, [], int(run.spec["config"]["total_timesteps"]))
+        if owner is None:
+            store.update_skill(skill_name, expert=expert)
+        if store.setting("world") is None:
+            store.set_setting("world", run.spec["world"])
+
+
 def _attempt(store: Store, run_folder: Path, skill_name: str, attempt: int | None) -> int:
     """The launch to commit; a folder finished by hand gets one."""
     if attempt is not None:
@@ -101,13 +138,11 @@ def _attempt(store: Store, run_folder: Path, skill_name: str, attempt: int | Non
     past = store.attempts(skill_name)
     if past and past[-1].state == "running":
         return past[-1].id
-    if past and past[-1].outcome == "merged" and not (run_folder / "DONE.json").exists():
-        return past[-1].id
     return store.begin_attempt(skill_name, run_folder)
 
 
 def _merge_and_commit(
-    store: Store, run: Run, outcome: Outcome, attempt: int, rule: str, analyse: bool
+    store: Store, run: Run, outcome: Outcome, attempt: int, rule: str, analyse: bool, mark: str
 ) -> dict[int, dict[str, Any]]:
     spec = _corrected(store, run, outcome) if analyse else None
     while True:
@@ -127,10 +162,14 @@ def _merge_and_commit(
             actions[index] = {"action": "kept" if kept else "updated", "frames": decision.chosen.frames}
         result = {"success": outcome.success, "frames": outcome.frames, **outcome.numbers}
         try:
-            store.commit_training(
+            committed = store.commit_training(
                 attempt, versions, expected, result=result, frames=outcome.frames,
-                peak_memory=outcome.numbers.get("peak_memory"), spec=spec,
+                peak_memory=outcome.numbers.get("peak_memory"), spec=spec, mark=mark,
             )  # fmt: skip
+            if not committed and store.attempt(attempt).state == "running":  # another process was faster
+                with store.transaction():
+                    store.end_attempt(attempt, "lost", "the same result was committed by another process")
+                    store.update_skill(run.spec["skill"], status="completed")
             return actions
         except HeadMovedError:
             continue
@@ -168,7 +207,7 @@ def _versions(
             "kind": candidate.kind,
         }
         made.append(
-            NewVersion(
+            new_version(
                 index,
                 store.put_blob(encode(candidate.params, note)),
                 base["version"] if base else None,

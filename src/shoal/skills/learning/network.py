@@ -6,6 +6,7 @@ All parameters live in one flat vector, with views for the layers, so that Adam 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,6 +247,23 @@ def average(one: Mapping[str, NDArray], other: Mapping[str, NDArray]) -> Arrays:
     if {key: array.shape for key, array in one.items()} != {key: array.shape for key, array in other.items()}:
         raise ValueError("experts of different shapes cannot be averaged")
     return {key: ((array + other[key]) / 2).astype(array.dtype) for key, array in one.items()}
+
+
+def compare(
+    one: Mapping[str, NDArray], other: Mapping[str, NDArray]
+) -> list[tuple[str, float, float, float]]:
+    """How far each array of two experts lies apart: distance, share of the first's length, angle in degrees."""
+    found = []
+    for name in one:
+        if name not in other or one[name].shape != other[name].shape:
+            raise DataError(f"the two experts differ in shape: {name}")
+        a, b = one[name].astype(np.float64).ravel(), other[name].astype(np.float64).ravel()
+        lengths = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+        cosine = float(a @ b) / (lengths[0] * lengths[1]) if all(lengths) else 1.0
+        distance = float(np.linalg.norm(a - b))
+        angle = math.degrees(math.acos(min(1.0, max(-1.0, cosine))))
+        found.append((name, distance, distance / lengths[0] if lengths[0] else 0.0, angle))
+    return found
 
 
 def encode(arrays: Mapping[str, NDArray], note: Mapping[str, Any] | None = None) -> bytes:

@@ -13,6 +13,7 @@ from shoal.core.errors import ConfigError, did_you_mean
 from shoal.skills.learning.spec import Features, Skill
 
 MAX_STEPS = 500
+MAX_LENGTH = 200_000  # env steps that a plan may take by the horizons of its skills
 MAX_WORK = 20_000  # applications tried while resolving; a graph that needs more is refused
 
 
@@ -101,7 +102,7 @@ class _Resolver:
         self.skills, self.features = skills, features
         self.steps: list[Step] = []
         self.hands: Counter[str] = Counter()
-        self.work = 0
+        self.work = self.length = 0
 
     def apply(self, skill: Skill, times: int, path: tuple[str, ...]) -> None:
         """Have everything `skill` needs, then apply it."""
@@ -140,7 +141,7 @@ class _Resolver:
             )
         while self.hands[item] < amount:
             errors = []
-            saved = list(self.steps), Counter(self.hands)
+            saved = list(self.steps), Counter(self.hands), self.length
             for provider in providers(item, self.skills):
                 missing = amount - self.hands[item]
                 try:
@@ -148,12 +149,15 @@ class _Resolver:
                     break
                 except ConfigError as error:
                     errors.append(str(error))
-                    self.steps, self.hands = list(saved[0]), Counter(saved[1])
+                    self.steps, self.hands, self.length = list(saved[0]), Counter(saved[1]), saved[2]
             else:
                 reason = "; ".join(errors) or "no skill gains it"
                 raise ConfigError(f"{path[-1]!r} requires {item!r}, which cannot be had: {reason}")
 
     def _step(self, skill: Skill, times: int) -> None:
+        self.length += skill.horizon * times
+        if self.length > MAX_LENGTH:
+            raise ConfigError(f"the plan for {skill.name!r} may take more than {MAX_LENGTH:,} env steps")
         for item, amount in skill.consumption.items():
             self.hands[item] -= amount * times
         for item, amount in skill.gain.items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -12,7 +15,15 @@ from typing import Any, Protocol
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
-from shoal.skills.learning.spec import Features, Skill, check_skill, load_skills, parse_skill, slug
+from shoal.skills.learning.spec import (
+    Features,
+    Skill,
+    check_skill,
+    check_skills,
+    load_skills,
+    parse_skill,
+    slug,
+)
 
 logger = logging.getLogger(__name__)
 MAX_REPLY = 20_000  # characters of a model's reply that are looked at
@@ -31,11 +42,16 @@ def knowledge_base(world: str) -> Path:
     """The skills that come with shoal for a world."""
     from importlib import resources
 
-    return Path(str(resources.files("shoal") / "configs" / "skills" / f"{world}.yaml"))
+    path = Path(str(resources.files("shoal") / "configs" / "skills" / f"{world}.yaml"))
+    if not path.exists():
+        raise ConfigError(f"no skills come with the world {world!r}; name a YAML file of them with --skills")
+    return path
 
 
 class KnowledgeBase:
     """Skills from a file, in its order; of those wanted, one that can be trained now goes first.
+
+    All of them are known beforehand, so the graph is whole from the start and the longest way in it goes first.
 
     Args:
         path: a YAML file of skills.
@@ -43,6 +59,8 @@ class KnowledgeBase:
         max_nodes: use the first so many skills.
         target: use only this skill and what its plan needs.
     """
+
+    foresees = True
 
     def __init__(
         self, path: Path | str, features: Features, max_nodes: int | None = None, target: str | None = None
@@ -82,6 +100,8 @@ class LanguageModel:
         tries: replies asked for per skill.
         timeout: seconds to wait for one reply.
         examples: skills shown to the model.
+        record: a file to which every reply is added, with what became of it; `Replay` proposes from it.
+        patience: seconds before the second try of a request that the server could not answer, doubled each time.
     """
 
     def __init__(
@@ -94,11 +114,14 @@ class LanguageModel:
         tries: int = 3,
         timeout: float = 120.0,
         examples: Sequence[Skill] = (),
+        record: Path | str | None = None,
+        patience: float = 1.0,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"the model's base_url must start with http:// or https://, got {base_url!r}")
         self.model, self.base_url, self.features = model, base_url.rstrip("/"), features
         self.api_key, self.tries, self.timeout, self.examples = api_key, tries, timeout, examples
+        self.record, self.patience = Path(record) if record else None, patience
 
     def next_skill(
         self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]
@@ -112,9 +135,12 @@ class LanguageModel:
         for _ in range(self.tries):
             reply = self._ask(messages)
             try:
-                return self._read(reply, known)
+                skill = self._read(reply, known)
+                self._save(reply, skill)
+                return skill
             except (ConfigError, ValueError) as error:
                 problem = str(error)
+                self._save(reply, problem)
                 logger.warning("the model's skill was refused: %s", problem)
                 messages += [
                     {"role": "assistant", "content": reply[:MAX_REPLY]},
@@ -179,12 +205,81 @@ class LanguageModel:
             json.dumps(body).encode(),
             {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"},
         )
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                answer = json.loads(response.read(1 << 22))
-            return str(answer["choices"][0]["message"]["content"])
-        except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise EngineError(f"no reply from {self.base_url}: {type(error).__name__}: {error}") from error
+        for again in range(self.tries - 1, -1, -1):
+            try:
+                with _opener.open(request, timeout=self.timeout) as response:
+                    answer = json.loads(response.read(1 << 22))
+                return str(answer["choices"][0]["message"]["content"])
+            except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+                status = getattr(error, "code", None)
+                passing = isinstance(error, OSError) and (status is None or status == 429 or status >= 500)
+                if not again or not passing:
+                    raise EngineError(
+                        f"no reply from {self.base_url}: {type(error).__name__}: {error}"
+                    ) from error
+                logger.warning("%s did not answer (%s); asked again", self.base_url, error)
+                time.sleep(self.patience * 2 ** (self.tries - 1 - again))
+        raise EngineError(f"no reply from {self.base_url}: tries must be at least 1")
+
+    def _save(self, reply: str, became: Skill | str | None) -> None:
+        """Add a reply to the record, durably before it is used."""
+        if self.record is None:
+            return
+        spec = became.as_dict() if isinstance(became, Skill) else None
+        row = {
+            "time": time.time(),
+            "model": self.model,
+            "reply": reply[:MAX_REPLY],
+            "refused": became if isinstance(became, str) else None,
+            "skill": spec,
+        }
+        with self.record.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_proposals(path: Path | str) -> list[dict[str, Any]]:
+    """The whole rows of a record of proposals, oldest first; one that a kill cut short is left out."""
+    rows = []
+    for line in Path(path).read_text().split("\n"):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
+
+
+class Replay:
+    """Proposes again what a language model proposed before, in its order and without it.
+
+    Args:
+        path: the record that a run left, `proposals.jsonl`.
+        features: of the world; every skill is checked as if it were new.
+    """
+
+    foresees = True
+
+    def __init__(self, path: Path | str, features: Features) -> None:
+        specs = [row["skill"] for row in read_proposals(path) if row.get("skill")]
+        self.skills = check_skills([parse_skill(spec) for spec in specs], features)
+
+    def next_skill(
+        self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]
+    ) -> Skill | None:
+        """The next skill of the record."""
+        names = {skill.name for skill in known}
+        return next((skill for skill in self.skills if skill.name not in names), None)
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: a key is for the host that was named, not for where that one points to."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Refuse, which makes an HTTPError of it."""
+
+
+_opener = urllib.request.build_opener(_Stay)
 
 
 def first_object(text: str) -> dict[str, Any]:

@@ -10,17 +10,13 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import re
 import resource
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,7 +25,7 @@ from numpy.typing import NDArray
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.store import Store
+from shoal.skills.jobs.run import ExhaustedError, leave, read_done, run_as_process, write_done, write_failure
 from shoal.skills.learning.network import (
     Arrays,
     Network,
@@ -41,6 +37,7 @@ from shoal.skills.learning.network import (
 )
 from shoal.skills.learning.plan import Step, plan_for
 from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill, slug
+from shoal.skills.learning.store import Store
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig
 from shoal.skills.learning.worlds import Bank, world_features
 
@@ -265,6 +262,12 @@ class Run:
             config=TrainingConfig(**self.spec["config"]),
         )
 
+    def allow(self, steps: float) -> None:
+        """Let the training use so many env steps in all."""
+        config = {**self.spec["config"], "total_timesteps": float(max(steps, 1))}
+        if config != self.spec["config"]:
+            write_json(self.folder / f"{self.expert}.json", {**self.spec, "config": config})
+
     def save_checkpoint(self, update: int, arrays: Arrays, plain: Mapping[str, Any]) -> Path:
         """Write a checkpoint durably; the two newest are kept."""
         data = encode(arrays, plain)
@@ -336,11 +339,10 @@ def finish_training(
     arrays |= {f"expert_{len(to_global)}/episodes/{key}": array for key, array in (episodes or {}).items()}
     data = encode(arrays)
     write_bytes(run.policies / "result.safetensors", data)
-    done = run.folder / "DONE.json"
-    write_json(
-        done,
+    return write_done(
+        run.folder,
+        attempt,
         {
-            "attempt": attempt,
             "sha256": hashlib.sha256(data).hexdigest(),
             "acted_frames": {to_global[local]: int(count) for local, count in acted_frames.items()},
             "frames": int(sum(acted_frames.values()) if frames is None else frames),
@@ -348,18 +350,12 @@ def finish_training(
             "numbers": dict(numbers or {}),
         },
     )
-    return done
 
 
 def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
     """The result of a finished training; a `DataError` if it is not done, broken, or of another launch."""
     run = Run.open(run_folder)
-    path = run.folder / "DONE.json"
-    if not path.exists():
-        raise DataError(f"{run.folder} is not done: it has no DONE.json")
-    done = read_json(path)
-    if attempt is not None and done.get("attempt") != attempt:
-        raise DataError(f"{path} is the mark of launch {done.get('attempt')}, not of launch {attempt}")
+    done = read_done(run.folder, attempt)
     result = run.policies / "result.safetensors"
     data = result.read_bytes()
     if hashlib.sha256(data).hexdigest() != done["sha256"]:
@@ -380,20 +376,10 @@ def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
 
 def fail_training(run_folder: Path | str, attempt: int | None, reason: str) -> None:
     """Leave the reason of a failed launch where the scheduler finds it."""
-    write_json(Path(run_folder) / "FAILED.json", {"attempt": attempt, "reason": reason})
+    write_failure(Path(run_folder), attempt, reason)
 
 
-def failure_reason(run_folder: Path | str, attempt: int) -> str | None:
-    """Why a launch failed, if it could say so."""
-    path = Path(run_folder) / "FAILED.json"
-    with contextlib.suppress(FileNotFoundError, DataError, json.JSONDecodeError):
-        failed = read_json(path)
-        if failed.get("attempt") == attempt:
-            return str(failed.get("reason"))
-    return None
-
-
-class NotLearnedError(RuntimeError):
+class NotLearnedError(ExhaustedError):
     """The budget ran out before the skill was learned well enough to be of use."""
 
 
@@ -455,9 +441,12 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
 def _prepare(run: Run, trainer: Trainer) -> None:
     """Make the start states, or read those that an earlier launch made."""
     path = run.policies / "bank.safetensors"
+    spec = {
+        **run.spec,
+        "config": {**run.spec["config"], "total_timesteps": None},
+    }  # a budget may be raised later
     mark = hashlib.sha256(
-        (run.policies / "mixture.safetensors").read_bytes()
-        + json.dumps(dict(run.spec), sort_keys=True).encode()
+        (run.policies / "mixture.safetensors").read_bytes() + json.dumps(spec, sort_keys=True).encode()
     ).hexdigest()
     if path.exists():
         arrays, note = decode(path.read_bytes(), str(path))
@@ -481,28 +470,16 @@ def _print_event(event: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one training as a process of its own."""
     parser = argparse.ArgumentParser(prog="python -m shoal.skills.learning.run", description=__doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--attempt", type=int, default=None)
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _stop)
-    try:
-        run_training(options.run_folder, options.attempt)
-    except Exception as error:
-        traceback.print_exc()
-        fail_training(options.run_folder, options.attempt, f"{type(error).__name__}: {error}")
-        return 1
-    return 0
+    return run_as_process(
+        options.run_folder, options.attempt, lambda: run_training(options.run_folder, options.attempt)
+    )
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # nothing is left to clean up, and the scheduler waits for the exit
+    leave(main())

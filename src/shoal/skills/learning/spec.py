@@ -17,10 +17,11 @@ import msgspec
 
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.registry import check_name
+from shoal.skills.jobs.store import slug
 
 Op = Literal[">=", "<="]
 MAX_SPEC_BYTES = 1 << 20
-MAX_COUNT = 10_000
+MAX_HORIZON = 10_000  # env steps that one application may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +142,25 @@ def check_skill(skill: Skill, features: Features) -> Skill:
             raise fail(f"consumes {amount} {item!r} but requires {skill.requirements.get(item, 0)}")
     if not skill.gain:
         raise fail("gain is empty: nothing could ever need this skill or see it done")
-    if not 1 <= skill.done.count <= MAX_COUNT or skill.horizon < 1 or skill.practice < 1:
-        raise fail("done.count, horizon and practice must be at least 1")
+    done = skill.done
+    if done.count < 1 or skill.practice < 1 or not 1 <= skill.horizon <= MAX_HORIZON:
+        raise fail(
+            f"done.count and practice must be at least 1, horizon in 1..{MAX_HORIZON:,}, got {done.count}, "
+            f"{skill.practice} and {skill.horizon}"
+        )
     for item in skill.gain:
         if skill.practice * skill.gain[item] > features.holds(item):
             raise fail(
                 f"practice {skill.practice} would gain more {item!r} than can be held ({features.holds(item)})"
             )
+    most = features.holds(done.feature)
+    if done.op == ">=" and done.count * (skill.practice if is_relative(done, features) else 1) > most:
+        raise fail(
+            f"is never done: {done.count} {done.feature!r}, {skill.practice} times in a row, are more than the {most} "
+            f"that can be held"
+        )
+    if done.op == "<=" and (is_relative(done, features) or done.count >= most):
+        raise fail(f"is done before it begins: {done.feature!r} <= {done.count} always holds at its start")
     values = [*skill.reward.weights.values(), skill.reward.bonus, skill.reward.step_cost]
     if not all(math.isfinite(value) and abs(value) <= 100 for value in values):
         raise fail(
@@ -203,18 +216,6 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not plain YAML: {error}") from error
-
-
-def slug(name: str) -> str:
-    """A folder and session name for a skill name; different names have different slugs.
-
-    Letters, digits and `-` stay, a space becomes `_`, anything else `~` and its code, so it can be undone.
-
-    >>> slug("Collect Wood"), slug("Make (Iron) Pickaxe")
-    ('Collect_Wood', 'Make_~28Iron~29_Pickaxe')
-    """
-    check_name("skill", name)
-    return "".join(c if c.isalnum() or c == "-" else "_" if c == " " else f"~{ord(c):02x}" for c in name)
 
 
 def _same_family(one: str, other: str) -> bool:

@@ -8,7 +8,6 @@ skills/0_Collect_Wood/{metadata.json, metrics.json, expert_0_policy/{params.safe
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, missing_extra
+from shoal.core.errors import ConfigError, MissingExtraError, missing_extra
 from shoal.core.files import write_bytes, write_json
-from shoal.skills.jobs.records import SkillRow, VersionRow
-from shoal.skills.jobs.store import Store
+from shoal.skills.jobs.runner import condition, is_held
 from shoal.skills.learning.chain import record_chain
-from shoal.skills.learning.worlds import Bank
+from shoal.skills.learning.store import SkillRow, Store, VersionRow
+from shoal.skills.learning.worlds import Bank, world_kind
 
 
 def skill_folder(row: SkillRow) -> str:
@@ -71,7 +70,7 @@ def _export_skill(store: Store, row: SkillRow, head: VersionRow) -> None:
     folder = store.root / skill_folder(row)
     policy = folder / f"expert_{row.expert}_policy"
     policy.mkdir(parents=True, exist_ok=True)
-    _link(store.blob_path(head.sha256), policy / "params.safetensors")
+    _copy(store.blob_path(head.sha256), policy / "params.safetensors")
     _write_if_new(
         policy / "metadata.json",
         {
@@ -87,17 +86,11 @@ def _export_skill(store: Store, row: SkillRow, head: VersionRow) -> None:
     _write_if_new(folder / "metrics.json", row.result)
 
 
-def _link(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source`, at once; a copy where hard links are not possible."""
-    if target.exists() and target.samefile(source):
-        return
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        temporary.write_bytes(source.read_bytes())
-    os.replace(temporary, target)
+def _copy(source: Path, target: Path) -> None:
+    """Make `target` a copy of `source`: what people do to it must not reach the store."""
+    data = source.read_bytes()
+    if not target.is_file() or target.samefile(source) or target.read_bytes() != data:
+        write_bytes(target, data)
 
 
 def _write_if_new(path: Path, value: Any) -> None:
@@ -114,8 +107,9 @@ def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
     skills: dict[str, Any] = {}
     rows = store.skills()
     attempts = store.attempts()
+    held = is_held(store.root)
     for row in rows:
-        last = next((attempt for attempt in reversed(attempts) if attempt.skill == row.name), None)
+        last = next((attempt for attempt in reversed(attempts) if attempt.job == row.name), None)
         handle: Mapping[str, Any] = (last.handle if last else None) or {}
         skills[row.slug] = {
             "skill_name": row.name,
@@ -135,6 +129,7 @@ def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
             "skill_folder": skill_folder(row) if row.expert is not None else None,
             "tmux_session": handle.get("session"),
             "pid": handle.get("pid"),
+            "condition": condition(store, row, held=held),
             "budget_total": row.budget_total,
             "budget_remaining": row.budget_total - row.budget_used,
             "processing_results": row.result,
@@ -201,14 +196,17 @@ def draw_graph(store: Store, path: Path) -> None:
         for name in direct:
             graph.annotate(
                 "", xy=place[row.name], xytext=place[name], zorder=1,
-                arrowprops={"arrowstyle": "-|>", "color": "#888888", "shrinkA": 28, "shrinkB": 28},
+                arrowprops={"arrowstyle": "-|>", "color": "#888888", "shrinkA": 44, "shrinkB": 44},
             )  # fmt: skip
         success = row.result.get("success")
-        label = row.name + (f"\n{success:.0%}" if success is not None else f"\n{row.status}")
+        label = row.name + (f"\n{success:.0%} in practice" if success is not None else f"\n{row.status}")
         box = {"boxstyle": "round,pad=0.4", "facecolor": COLOURS[row.status], "edgecolor": "#444444"}
         graph.text(*place[row.name], label, ha="center", va="center", fontsize=8, bbox=box, zorder=2)
     graph.set(xlim=(-0.6, columns - 0.4), ylim=(0, 1))
     graph.axis("off")
+    graph.set_title(
+        "Skills, each after what it needs; success in practice is from starts that its training made"
+    )
     _draw_times(chart, store, rows)
     FigureCanvasAgg(figure)
     out = BytesIO()
@@ -228,7 +226,7 @@ def _draw_times(chart: Any, store: Store, rows: Sequence[SkillRow]) -> None:
     begin = min((attempt.started for attempt in attempts), default=0.0)
     for number, row in enumerate(rows):
         for attempt in attempts:
-            if attempt.skill == row.name:
+            if attempt.job == row.name:
                 end = attempt.ended or attempt.started
                 colour = COLOURS["completed" if attempt.outcome == "merged" else "failed"]
                 chart.barh(
@@ -240,7 +238,9 @@ def _draw_times(chart: Any, store: Store, rows: Sequence[SkillRow]) -> None:
                 )
     chart.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     chart.invert_yaxis()
-    chart.set_xlabel("seconds since the first launch")
+    chart.set_xlabel(
+        "seconds since the first launch; each bar is one launch (green: merged, red: ended otherwise)"
+    )
 
 
 def draw_chain(store: Store, path: Path, seed: int = 0) -> bool:
@@ -268,33 +268,7 @@ def draw_chain(store: Store, path: Path, seed: int = 0) -> bool:
 
 def picture_of(world_name: str, bank: Bank) -> NDArray[np.uint8]:
     """`[height, width, 3]` of the first state of a bank."""
-    if world_name == "crafting":
-        return _crafting_picture(bank)
-    from shoal.skills.learning.craftax import picture
-
-    return picture(world_name, bank)
-
-
-def _crafting_picture(bank: Bank, cell: int = 14) -> NDArray[np.uint8]:
-    from shoal.skills.learning.crafting import FEATURES, MOVES, REACH
-
-    palette = np.array(
-        [
-            [176, 214, 140], [46, 110, 52], [140, 140, 140], [214, 150, 90],
-            [90, 150, 220], [150, 96, 48], [120, 220, 90], [40, 40, 40],
-        ],
-        np.uint8,
-    )  # fmt: skip
-    cells = bank.arrays["cells"][0][REACH - 1 : -REACH + 1, REACH - 1 : -REACH + 1]
-    picture = np.kron(palette[cells], np.ones((cell, cell, 1), np.uint8))
-    row, column = (bank.arrays["place"][0] - REACH + 1) * cell
-    picture[row + 2 : row + cell - 2, column + 2 : column + cell - 2] = (200, 40, 40)
-    nose = np.array([row, column]) + cell // 2 + MOVES[int(bank.arrays["look"][0])] * (cell // 2 - 3)
-    picture[nose[0] - 1 : nose[0] + 2, nose[1] - 1 : nose[1] + 2] = (255, 255, 255)
-    bar = np.full((cell, picture.shape[1], 3), 255, np.uint8)
-    shades = np.linspace(40, 220, len(FEATURES.names)).astype(np.uint8)
-    for number, amount in enumerate(bank.arrays["hands"][0].astype(int)):
-        left = number * (picture.shape[1] // len(FEATURES.names)) + 2
-        height = min(amount, 9) * (cell - 2) // 9 + (amount > 0)
-        bar[cell - height :, left : left + 12] = (shades[number], 90, 255 - shades[number])
-    return np.concatenate([picture, bar])
+    paint = world_kind(world_name).picture
+    if paint is None:
+        raise MissingExtraError(f"the world {world_name!r} draws no pictures of itself")
+    return paint(bank)

@@ -6,14 +6,16 @@ deep skills and checkpoints are all banks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import unknown_name
+from shoal.core.errors import ConfigError
+from shoal.core.registry import Registry
 from shoal.skills.learning.spec import Features
 
 if TYPE_CHECKING:
@@ -99,55 +101,85 @@ class World(Protocol):
         """Act in every lane; True where the agent died."""
 
 
-WORLDS = ("crafting", "craftax-classic", "craftax")
+@dataclass(frozen=True)
+class WorldKind:
+    """A world under its name: what is known of it without making one, and how it is made."""
+
+    make: Callable[[int], World]  # of so many lanes
+    features: Callable[[], Features]
+    training: Mapping[str, Any] = field(default_factory=dict)  # settings that suit it, see `TrainingConfig`
+    most_lanes: int | None = None  # states that are worth stepping together; None: any number
+    picture: Callable[[Bank], NDArray[np.uint8]] | None = None  # `[height, width, 3]` of the first state
+
+
+def _crafting() -> WorldKind:
+    from shoal.skills.learning import crafting
+
+    return WorldKind(crafting.CraftingWorld, lambda: crafting.FEATURES, picture=crafting.picture)
+
+
+def _craftax(name: str) -> WorldKind:
+    from shoal.skills.learning import craftax
+
+    return WorldKind(
+        lambda lanes: craftax.CraftaxWorld(name, lanes), lambda: craftax.features_of(name), craftax.DEFAULTS, 64,
+        lambda bank: craftax.picture(name, bank),
+    )  # fmt: skip
+
+
+worlds: Registry[Callable[[], WorldKind]] = Registry("world")
+worlds.register("crafting", _crafting)
+worlds.register("craftax-classic", lambda: _craftax("craftax-classic"))
+worlds.register("craftax", lambda: _craftax("craftax"))
 _OTHER_NAMES = {"Craftax-Classic-Symbolic-v1": "craftax-classic", "Craftax-Symbolic-v1": "craftax"}
 
 
 def world_of(name: str) -> str:
-    """A world's name here, also from its name in Craftax."""
+    """A world's name here, also from its name in Craftax; `module:Class` is a name too."""
     name = _OTHER_NAMES.get(name, name)
-    if name not in WORLDS:
-        raise unknown_name("world", name, WORLDS)
+    world_kind(name)
     return name
+
+
+def world_kind(name: str) -> WorldKind:
+    """A registered world, or the class that `module:Class` names.
+
+    Such a class is made with the number of lanes and has `features`; it may have `training`, `most_lanes` and
+    `picture` as `WorldKind` has them. `shoal.testing.check_world` examines it.
+    """
+    if ":" not in name:
+        return worlds[name]()
+    module, _, attribute = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"no world {name!r}: {error}") from error
+    if not isinstance(getattr(made, "features", None), Features):
+        raise ConfigError(f"{name!r} has no features: a world's class needs `features = Features(…)`")
+    picture = getattr(made, "picture", None)
+    return WorldKind(
+        made, lambda: made.features, getattr(made, "training", {}), getattr(made, "most_lanes", None), picture
+    )
 
 
 def default_config(world: str) -> TrainingConfig:
     """Training settings that suit a world."""
     from shoal.skills.learning.trainer import TrainingConfig
 
-    if world == "crafting":
-        return TrainingConfig()
-    from shoal.skills.learning.craftax import DEFAULTS
-
-    return TrainingConfig(**DEFAULTS)
+    return TrainingConfig(**world_kind(world).training)
 
 
 def make_world(name: str, lanes: int) -> World:
     """A world by name; Craftax needs the extra "craftax"."""
-    if name == "crafting":
-        from shoal.skills.learning.crafting import CraftingWorld
-
-        return CraftingWorld(lanes)
-    if name in ("craftax-classic", "craftax"):
-        from shoal.skills.learning.craftax import CraftaxWorld
-
-        return CraftaxWorld(name, lanes)
-    raise unknown_name("world", name, WORLDS)
+    return world_kind(name).make(lanes)
 
 
 def batch_lanes(name: str, wanted: int) -> int:
-    """How many lanes to make for `wanted` states: for Craftax no more than one compiled program serves."""
-    return wanted if name == "crafting" else min(wanted, 64)
+    """How many lanes to make for `wanted` states: no more than are worth stepping together."""
+    most = world_kind(name).most_lanes
+    return wanted if most is None else min(wanted, most)
 
 
 def world_features(name: str) -> Features:
     """The features of a world, without making one (Craftax is not imported)."""
-    if name == "crafting":
-        from shoal.skills.learning.crafting import FEATURES
-
-        return FEATURES
-    if name in ("craftax-classic", "craftax"):
-        from shoal.skills.learning.craftax import features_of
-
-        return features_of(name)
-    raise unknown_name("world", name, WORLDS)
+    return world_kind(name).features()

@@ -288,6 +288,8 @@ class ImageLocator:
 class FolderReader:
     """`<root>/<id>/final_messages.json` with `task_config.json` and the images beside them.
 
+    The config has `id`, the task, and where known `reward`.
+
     Args:
         root: the folder of trajectory folders.
         rollout_tokens: also read `data_for_step_<k>` files (see `read_rollout`).
@@ -312,8 +314,15 @@ class FolderReader:
                 f"{folder / 'task_config.json'} must be an object with 'id', the name of the task"
             )
         steps = read_rollout(folder) if self.rollout_tokens else None
+        reward = config.get("reward")
         return Recording(
-            dataset_id, str(config["id"]), messages, str(source), steps=steps, folder=str(folder)
+            dataset_id,
+            str(config["id"]),
+            messages,
+            str(source),
+            reward=None if reward is None else finite_reward(reward, str(folder / "task_config.json")),
+            steps=steps,
+            folder=str(folder),
         )
 
 

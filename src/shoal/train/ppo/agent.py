@@ -5,6 +5,7 @@ All randomness is a function of the run's seed and the iteration, so nothing of 
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -21,7 +22,7 @@ from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
 from shoal.train.ppo.config import PPOConfig
-from shoal.train.ppo.learner import Learner, make_learner
+from shoal.train.ppo.learner import Learner, RecurrentLearner, make_learner
 from shoal.train.ppo.networks import build_network
 
 Array = np.ndarray
@@ -44,10 +45,7 @@ def make_agent(
         device: where the torch path computes.
     """
     obs_rows, action_rows = ObservationRows(observation_space), ActionRows(action_space)
-    built = build_network(
-        obs_rows, action_rows, hidden=config.hidden, activation=config.activation,
-        log_std_init=config.log_std_init, seed=seed, network=network,
-    )  # fmt: skip
+    built = build_network(obs_rows, action_rows, config, seed=seed, network=network)
     learner = make_learner(built, action_rows, path=path, device=device, adam_eps=config.adam_eps)
     return PPOAgent(learner, obs_rows, action_rows, config, n_envs, seed)
 
@@ -71,8 +69,9 @@ class PPOAgent:
         self.learner, self.obs_rows, self.action_rows = learner, obs_rows, action_rows
         self.config, self.n_envs, self.seed = config, n_envs, seed
         self.iteration = 0
-        normalizable = config.normalize_obs and obs_rows.dtype == np.float32
-        self.obs_norm = ObservationNormalizer(obs_rows.size) if normalizable else None
+        self.memory = learner.no_memory(n_envs) if isinstance(learner, RecurrentLearner) else None
+        normalizable = config.normalize_obs and obs_rows.n_numbers > 0
+        self.obs_norm = ObservationNormalizer(obs_rows.n_numbers) if normalizable else None
         self.reward_norm = RewardNormalizer(n_envs, config.gamma) if config.normalize_reward else None
 
     def act(
@@ -84,8 +83,39 @@ class PPOAgent:
         logprobs: Array,
         deterministic: bool = False,
     ) -> None:
-        """Write actions and log-probabilities for raw observations; the normaliser's statistics stay."""
-        self.learner.act(self._seen(obs), masks, noise, actions, logprobs, deterministic)
+        """Write actions and log-probabilities for raw observations; the normaliser's statistics stay.
+
+        One that remembers goes on from what it remembers of these envs, and remembers this step.
+        """
+        seen = self._seen(obs)
+        if self.memory is None:
+            self.learner.act(seen, masks, noise, actions, logprobs, deterministic)
+        else:
+            assert isinstance(self.learner, RecurrentLearner)
+            self.learner.act_on(self.memory, seen, masks, noise, actions, logprobs, deterministic)
+
+    def value_of(self, row: Array) -> float:
+        """The critic's value of one raw observation row, before it is acted on."""
+        seen = self._seen(row)
+        if isinstance(self.learner, RecurrentLearner):
+            assert self.memory is not None
+            return self.learner.value_on(self.memory, seen)
+        return float(self.learner.values(seen)[0])
+
+    def forget(self, i: int) -> None:
+        """An episode begins in env `i`: nothing is remembered of the last one."""
+        if self.memory is not None:
+            self.memory[i] = 0
+
+    def remembered(self) -> Array | None:
+        """A copy of what is remembered of every env."""
+        return None if self.memory is None else self.memory.copy()
+
+    def alone(self) -> PPOAgent:
+        """The same policy for one env of its own, with a memory of its own."""
+        one = copy.copy(self)
+        one.memory = self.learner.no_memory(1) if isinstance(self.learner, RecurrentLearner) else None
+        return one
 
     def set_envs(self, n_envs: int) -> None:
         """Learn from rollouts of another number of environments from now on."""
@@ -93,11 +123,28 @@ class PPOAgent:
             self.n_envs = n_envs
             if self.reward_norm is not None:
                 self.reward_norm.sums = np.zeros(n_envs)
+            if isinstance(self.learner, RecurrentLearner):
+                self.memory = self.learner.no_memory(n_envs)
+
+    @property
+    def noise_size(self) -> int:
+        """How many numbers of chance an action takes."""
+        log_std = self.learner.network.log_std if self.config.sde else None
+        return self.action_rows.size if log_std is None else log_std.numel()
 
     def noise(self, n_steps: int) -> Array:
-        """The chance of this iteration's rollout, `[T, N, A]`: uniform for choices, normal for points."""
+        """The chance of this iteration's rollout, `[T, N, noise_size]`: uniform for choices, normal for points."""
+        if self.config.sde:
+            held = self.config.sde_every or n_steps
+            draws = [
+                stream(self.seed, "exploration", self.iteration, k).standard_normal(
+                    (self.n_envs, self.noise_size), np.float32
+                )
+                for k in range(-(-n_steps // held))
+            ]
+            return np.repeat(np.stack(draws), held, axis=0)[:n_steps]
         chance = stream(self.seed, "actions", self.iteration)
-        shape = (n_steps, self.n_envs, self.action_rows.size)
+        shape = (n_steps, self.n_envs, self.noise_size)
         if self.action_rows.is_discrete:
             return chance.random(shape, dtype=np.float32)
         return chance.standard_normal(shape, dtype=np.float32)
@@ -113,7 +160,7 @@ class PPOAgent:
             EnvError: NaN or infinity in observations or rewards; nothing was learned from them.
             DivergedError: NaN or infinity in the losses; the weights are those from before.
         """
-        check_finite(rollout)
+        check_finite(rollout, self.obs_rows)
         before, iteration = self._snapshot(), self.iteration
         try:
             return self._improve(rollout, progress)
@@ -129,8 +176,13 @@ class PPOAgent:
         rewards = rollout.rewards if self.reward_norm is None else self.reward_norm(rollout.rewards, done)
         rewards = rewards.astype(np.float32)
         obs = self._seen(rollout.obs)
-        values = learner.values(obs.reshape((n_steps + 1) * n_envs, -1)).reshape(n_steps + 1, n_envs)
-        ahead = next_values_of(values, rollout.truncated, learner.values(self._seen(rollout.final_obs)))
+        final_obs = self._seen(rollout.final_obs)
+        if isinstance(learner, RecurrentLearner):
+            values, finals = learner.values_along(rollout, obs, final_obs)
+        else:
+            values = learner.values(obs.reshape((n_steps + 1) * n_envs, -1)).reshape(n_steps + 1, n_envs)
+            finals = learner.values(final_obs)
+        ahead = next_values_of(values, rollout.truncated, finals)
         values = values[:-1]
         advantages = learner.gae(
             rewards, values, ahead, rollout.terminated, done, config.gamma, config.gae_lambda
@@ -146,7 +198,7 @@ class PPOAgent:
                 "undone. Lower the learning rate, or normalise observations and rewards"
             )
         if self.obs_norm is not None:
-            self.obs_norm.update(rollout.obs[:-1])
+            self.obs_norm.update(self.obs_rows.numbers(rollout.obs[:-1]))
         self.iteration += 1
         return {
             **stats._asdict(),
@@ -176,25 +228,32 @@ class PPOAgent:
         return self.obs_norm, self.reward_norm
 
     def _seen(self, obs: Array) -> Array:
-        return obs if self.obs_norm is None else self.obs_norm(obs)
+        return seen_rows(self.obs_rows, self.obs_norm, obs)
 
     def _batch(
         self, rollout: StepRollout, obs: Array, advantages: Array, returns: Array, values: Array
     ) -> UpdateBatch:
-        keep = slice(None) if rollout.valid is None else np.flatnonzero(rollout.valid)
         size = rollout.rewards.size
+        keep: Any = slice(None)
+        if rollout.valid is not None and rollout.memory is None:  # sequences keep their steps of resets
+            keep = np.flatnonzero(rollout.valid)
 
         def flat(array: Array) -> Array:
             return np.ascontiguousarray(array.reshape(size, *array.shape[2:])[keep])
 
         masks = flat(rollout.masks) if rollout.masks.size else np.zeros((0, 0), np.uint8)
         kept = size if rollout.valid is None else int(rollout.valid.sum())
+        more: dict[str, Array] = {}
+        if rollout.memory is not None:
+            kept = rollout.rewards.shape[1]
+            valid = np.ones_like(rollout.terminated) if rollout.valid is None else rollout.valid
+            more = {"begins": rollout.begins[:-1], "valid": valid, "memory": rollout.memory}
         shuffle = stream(self.seed, "minibatches", self.iteration)
         orders = np.stack([shuffle.permutation(kept) for _ in range(self.config.n_epochs)])
         return UpdateBatch(
             obs=flat(obs), actions=flat(rollout.actions), logprobs=flat(rollout.logprobs),
             advantages=flat(advantages), returns=flat(returns), values=flat(values), masks=masks,
-            orders=orders,
+            orders=orders, **more,
         )  # fmt: skip
 
     def _rates(self, progress: float) -> UpdateRates:
@@ -248,15 +307,23 @@ def _moments(name: str, moments: Any) -> dict[str, Array]:
     }
 
 
-def check_finite(rollout: StepRollout) -> None:
+def seen_rows(rows: ObservationRows, norm: ObservationNormalizer | None, obs: Array) -> Array:
+    """What a network gets of raw observation rows: their numbers normalised, their images as they are."""
+    if norm is None or norm.moments.count == 0:
+        return obs
+    return rows.with_numbers(obs, norm(rows.numbers(obs)))
+
+
+def check_finite(rollout: StepRollout, rows: ObservationRows) -> None:
     """Raise an `EnvError` that names the env and step of the first NaN or infinity in a rollout."""
-    for what, array in (("reward", rollout.rewards), ("observation", rollout.obs)):
-        if array.dtype == np.uint8 or np.isfinite(array).all():
+    for what, array in (("reward", rollout.rewards), ("observation", rows.numbers(rollout.obs))):
+        if np.isfinite(array).all():
             continue
         t, env = (int(place[0]) for place in np.nonzero(~np.isfinite(array))[:2])
         value = array[t, env].tolist()
         raise EnvError(f"env {env}, step {t} of the rollout: {what} must be finite, got {value}")
-    if rollout.final_obs.dtype != np.uint8 and not np.isfinite(rollout.final_obs).all():
-        row = int(np.nonzero(~np.isfinite(rollout.final_obs))[0][0])
+    finals = rows.numbers(rollout.final_obs)
+    if not np.isfinite(finals).all():
+        row = int(np.nonzero(~np.isfinite(finals))[0][0])
         t, env = (int(places[row]) for places in np.nonzero(rollout.truncated))
         raise EnvError(f"env {env}, step {t} of the rollout: the final observation must be finite")

@@ -148,6 +148,8 @@ def describe_policy(
     env: str = "",
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[str] = (),
+    atari: bool = False,
+    frame_stack: int = 0,
 ) -> dict[str, Any]:
     """What weights mean, as JSON: the `policy` of a checkpoint."""
     own = getattr(network, "module", None)
@@ -161,14 +163,30 @@ def describe_policy(
         "activation": config.activation,
         "normalize_obs": normalize_obs,
     }
-    return {**described, "wrappers": list(wrappers)} if wrappers else described
+    if config.cnn != "auto":
+        described["cnn"] = config.cnn
+    if config.squash:
+        described["squash"] = True
+    if config.recurrent != "none":
+        described |= {"recurrent": config.recurrent, "memory_units": config.memory_units}
+    more = {"wrappers": list(wrappers), "atari": atari, "frame_stack": frame_stack}
+    return {**described, **{key: value for key, value in more.items() if value}}
 
 
 def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
     """Raise a `ConfigError` that lists the differences if a checkpoint is of another env or network."""
     wrong = [
         f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy.get(key)!r}"
-        for key in ("env", "wrappers", "observation_space", "action_space", "network")
+        for key in (
+            "env",
+            "wrappers",
+            "atari",
+            "frame_stack",
+            "squash",
+            "observation_space",
+            "action_space",
+            "network",
+        )
         if saved.policy.get(key) != mine.policy.get(key)
     ]
     for name in sorted({*saved.weights, *mine.weights}):
@@ -207,7 +225,7 @@ def read_space(value: dict[str, Any]) -> spaces.Space:
         return spaces.Dict({key: read_space(part) for key, part in value["spaces"].items()})
     if kind == "Box":
         dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
-        low, high = (np.broadcast_to(_unbound(value[key]), shape).astype(dtype) for key in ("low", "high"))
+        low, high = (_unbound(value[key], shape).astype(dtype) for key in ("low", "high"))
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
         return spaces.Discrete(value["n"], start=value["start"])
@@ -231,5 +249,7 @@ def _number(value: Any) -> Any:
     return number if not isinstance(number, float) or np.isfinite(number) else repr(number)
 
 
-def _unbound(value: Any) -> Array:
-    return np.array([float(v) for v in value] if isinstance(value, list) else float(value))
+def _unbound(value: Any, shape: tuple[int, ...]) -> Array:
+    if isinstance(value, list):
+        return np.array([float(v) for v in value]).reshape(shape)
+    return np.full(shape, float(value))

@@ -185,13 +185,15 @@ class Experience:
     def collect(self, total_timesteps: int | None) -> StepRollout:
         """The next rollout; workers that died are started again, at most three times in a row."""
         n_steps = self.agent.config.n_steps
-        noise = self.agent.noise(n_steps)
+        noise, remembered = self.agent.noise(n_steps), self.agent.remembered()
         for attempt in range(MAX_RECOVERIES + 1):
             try:
                 if self.collector is None:
                     self._start(total_timesteps)
                 assert self.collector is not None
-                return self.collector.collect(self.agent, noise)
+                rollout = self.collector.collect(self.agent, noise)
+                rollout.memory = remembered
+                return rollout
             except WorkerError as error:
                 if not isinstance(error, WorkerDiedError | WorkerTimeoutError):  # it would raise again
                     cause = error.__cause__
@@ -203,6 +205,7 @@ class Experience:
                     "nothing is lost", RuntimeWarning, stacklevel=3,
                 )  # fmt: skip
                 self.close()
+                self.agent.memory = None if remembered is None else remembered.copy()
         raise AssertionError("unreachable")
 
     def _start(self, total_timesteps: int | None) -> None:
@@ -220,7 +223,7 @@ class Experience:
         if self.goes_on and self.agent.iteration > 0:
             histories = [self._env_actions(i) for i in range(self.n_envs)]
             now = collector.resume(self.log.started.tolist(), histories)
-            if self.now is not None:
+            if self.now is not None and self.now.dtype == now.dtype:  # it was float32 with images once
                 strangers = [i for i in range(self.n_envs) if not np.array_equal(now[i], self.now[i])]
                 if strangers:
                     logger.warning(
@@ -229,7 +232,12 @@ class Experience:
                         strangers,
                     )
                     collector.restart(strangers)
-                    self.log.restarted(strangers)
+                    self._broken_off(strangers)
+
+    def _broken_off(self, envs: list[int]) -> None:
+        self.log.restarted(envs)
+        for i in envs:
+            self.agent.forget(i)
 
     def _env_actions(self, i: int) -> list[Any]:
         rows = self.log.actions_since_reset(i)
@@ -275,7 +283,7 @@ class Experience:
         """Begin new episodes in these environments."""
         if self.collector is not None:
             self.collector.restart(envs)
-        self.log.restarted(envs)
+        self._broken_off(envs)
         self.now = None
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from shoal.core.errors import ConfigError, did_you_mean
 from shoal.maths.schedules import Decay
 
 Activation = Literal["tanh", "relu"]
+Recurrence = Literal["none", "lstm", "gru"]
+Convolutions = Literal["auto", "nature", "impala", "small"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,21 @@ class PPOConfig:
     """Where the log standard deviation of continuous actions starts."""
     adam_eps: float = 1e-5
     """Added to Adam's denominator."""
+    recurrent: Recurrence = "none"
+    """A policy that remembers: "lstm" or "gru" behind the hidden layers; trained through whole rollouts."""
+    memory_units: int = 64
+    """Of the recurrent layer."""
+    cnn: Convolutions = "auto"
+    """For images: "nature" (Mnih et al. 2015), "impala" (residual), "small", or by their size."""
+    squash: bool = False
+    """Continuous actions through tanh into their bounds, instead of clipped to them."""
+    sde: bool = False
+    """State-dependent exploration (gSDE, arXiv:2005.05719) for continuous actions of perceptrons."""
+    sde_every: int = 0
+    """Steps between its draws; 0 for one draw a rollout."""
 
     def __post_init__(self) -> None:
-        for name in ("n_steps", "batch_size", "n_epochs"):
+        for name in ("n_steps", "batch_size", "n_epochs", "memory_units"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("gamma", "gae_lambda"):
@@ -76,7 +90,7 @@ class PPOConfig:
             raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}")
         if not self.clip_range > 0:
             raise ConfigError(f"clip_range must be positive, got {self.clip_range}")
-        for name in ("clip_range_vf", "ent_coef", "vf_coef", "max_grad_norm", "target_kl"):
+        for name in ("clip_range_vf", "ent_coef", "vf_coef", "max_grad_norm", "target_kl", "sde_every"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if not self.hidden or min(self.hidden) < 1:

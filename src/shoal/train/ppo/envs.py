@@ -1,4 +1,4 @@
-"""Find, make and try the environment that `--env` names."""
+"""Find, make and try the environment that `--env` names; Atari games as the literature plays them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from shoal.core.errors import ConfigError, EnvError, ShoalError
@@ -30,6 +31,9 @@ class EnvFactory:
         kwargs: for the environment.
         stream: name of its stream of seeds.
         wrappers: put around the environment, the first innermost.
+        atari: play the screen of an Atari game as the literature does (see `AtariScreen`).
+        frame_stack: show the last so many observations as one; 0 or 1 for the last alone.
+        squash: take actions of any size, and squash them into the bounds (see `SquashedActions`).
 
     Raises:
         UnknownNameError: no environment of that name; says which was probably meant.
@@ -41,13 +45,20 @@ class EnvFactory:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     stream: str = "env"
     wrappers: Sequence[Wrapper] = ()
+    atari: bool = False
+    frame_stack: int = 0
+    squash: bool = False
     name: str = field(init=False)
     """What to call the environment in files and messages."""
     _found: Callable[..., gym.Env] | EnvSpec = field(init=False, repr=False)
     _wraps: Sequence[Wrapper] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        resolve(self.source, env_kwargs=self.kwargs, wrappers=self.wrappers)  # so that a mistake shows here
+        if self.frame_stack < 0:
+            raise ConfigError(f"frame_stack must not be negative, got {self.frame_stack}")
+        resolve(
+            self.source, env_kwargs=self._kwargs(), wrappers=self.wrappers
+        )  # so that a mistake shows here
         found = find(self.source)
         object.__setattr__(self, "name", name_of(self.source))
         object.__setattr__(self, "_found", _lean(found) if isinstance(found, EnvSpec) else found)
@@ -55,11 +66,121 @@ class EnvFactory:
 
     def __call__(self, index: int = 0, **more: Any) -> SeededEpisodes:
         """A fresh environment that seeds its own episodes."""
-        make = resolve(self._found, env_kwargs={**self.kwargs, **more}, wrappers=self._wraps)
+        make = resolve(self._found, env_kwargs={**self._kwargs(), **more}, wrappers=self._wraps)
         env = make()
         if not isinstance(env, gym.Env):
             raise ConfigError(f"{self.name} must make a gymnasium.Env, got {type(env).__name__}")
+        if self.atari:
+            env = AtariScreen(env, clip_rewards=self.stream == "env")
+        if self.frame_stack > 1:
+            env = gym.wrappers.FrameStackObservation(env, self.frame_stack)
+        if self.squash:
+            env = SquashedActions(env)
         return SeededEpisodes(env, self.seed, index, self.stream)
+
+    def _kwargs(self) -> dict[str, Any]:
+        return {**(ATARI_KWARGS if self.atari else {}), **self.kwargs}
+
+
+class SquashedActions(gym.ActionWrapper):
+    """Takes points of any size and gives the env their tanh, stretched over its bounds.
+
+    A policy's Gaussian lies before the squashing. Its probability ratios are those of the squashed actions, since the
+    slope of tanh depends on the action alone; its entropy is that before the squashing.
+    """
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self.action_space = unbounded(env.action_space)
+
+    def action(self, action: Any) -> Any:
+        """The env's own action."""
+        return squashed(self.env.action_space, action)
+
+
+def unbounded(space: gym.Space) -> gym.spaces.Box:
+    """The space of points before they are squashed.
+
+    Raises:
+        ConfigError: there are no bounds to squash them into.
+    """
+    if not (isinstance(space, gym.spaces.Box) and space.is_bounded()):
+        raise ConfigError(f"squash=True needs continuous actions with finite bounds, got {space}")
+    return gym.spaces.Box(-np.inf, np.inf, space.shape, np.float32)
+
+
+def squashed(space: gym.Space, action: Any) -> Any:
+    """A point of `unbounded(space)` as an action."""
+    assert isinstance(space, gym.spaces.Box)
+    share = 0.5 * (np.tanh(np.asarray(action, np.float64)) + 1.0)
+    return np.clip(space.low + share * (space.high - space.low), space.low, space.high).astype(space.dtype)
+
+
+ATARI_KWARGS = {"frameskip": 1, "obs_type": "grayscale"}
+"""Of an Atari game, since `AtariScreen` skips frames itself."""
+
+
+class AtariScreen(gym.Wrapper):
+    """The screen of an Atari game in grey, 84 x 84, as in Mnih et al. (2015), without losing lives as ends.
+
+    Every action is held for four frames, of which the last two are shown, the brighter of each pixel; an episode
+    begins with up to 30 actions that do nothing, and FIRE where the game needs it. A lost life ends no episode: an
+    episode is then a function of its seed and actions alone.
+
+    Args:
+        env: made with `frameskip=1, obs_type="grayscale"`.
+        clip_rewards: to their sign, for learning; evaluation counts the game's own points.
+    """
+
+    SKIP, NOOPS, SIDE = 4, 30, 84
+
+    def __init__(self, env: gym.Env, clip_rewards: bool = True) -> None:
+        super().__init__(env)
+        shape = env.observation_space.shape
+        if not hasattr(env.unwrapped, "ale") or shape is None or len(shape) != 2:
+            raise ConfigError(
+                f"atari=True (--atari) takes a game of ale_py with obs_type='grayscale', got {env.unwrapped} with "
+                f"observations {env.observation_space}"
+            )
+        self._clips = clip_rewards
+        self._rows, self._columns = _area(shape[0], self.SIDE), _area(shape[1], self.SIDE).T
+        self._fires = env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]  # type: ignore[attr-defined]
+        self.observation_space = gym.spaces.Box(0, 255, (self.SIDE, self.SIDE), np.uint8)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Start a game, do nothing for a while, and fire where the game waits for it."""
+        frame, info = self.env.reset(seed=seed, options=options)
+        waits = int(np.random.default_rng(seed).integers(1, self.NOOPS + 1))
+        for action in [0] * waits + [1] * self._fires:
+            frame, _, terminated, truncated, info = self.env.step(action)
+            if terminated or truncated:
+                frame, info = self.env.reset(options=options)
+        return self._seen(frame), info
+
+    def step(self, action: Any) -> Any:
+        """Four frames of the same action."""
+        total, frames = 0.0, []
+        for _ in range(self.SKIP):
+            frame, reward, terminated, truncated, info = self.env.step(action)
+            frames.append(frame)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        reward = float(np.sign(total)) if self._clips else total
+        return self._seen(np.max(frames[-2:], axis=0)), reward, terminated, truncated, info
+
+    def _seen(self, frame: Any) -> Any:
+        return np.rint(self._rows @ frame.astype(np.float32) @ self._columns).astype(np.uint8)
+
+
+def _area(pixels: int, into: int) -> Any:
+    """The matrix `[into, pixels]` that averages over areas of equal size, pixels shared by two counted in parts."""
+    edges = np.arange(into + 1) * (pixels / into)
+    begin, end = np.arange(pixels), np.arange(1, pixels + 1)
+    overlap = np.minimum(end, edges[1:, None]) - np.maximum(begin, edges[:-1, None])
+    return (np.clip(overlap, 0, None) * (into / pixels)).astype(np.float32)
 
 
 def _lean(spec: EnvSpec) -> EnvSpec:
@@ -79,6 +200,7 @@ class EnvFacts:
     masked: bool  # it gives info["action_mask"]
     step_seconds: float  # median time of a step
     max_steps: int | None  # its time limit, if it has one
+    own_action_space: gym.Space  # of the environment, before actions are squashed into it
 
 
 def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
@@ -115,6 +237,8 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
                 env.reset()
         limit = env.spec.max_episode_steps if env.spec is not None else None
         seconds = sorted(times)[len(times) // 2] if times else 0.0
-        return EnvFacts(env.observation_space, env.action_space, masked, seconds, limit)
+        inner = env.env
+        own = inner.env.action_space if isinstance(inner, SquashedActions) else env.action_space
+        return EnvFacts(env.observation_space, env.action_space, masked, seconds, limit, own)
     finally:
         env.close()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,8 +13,29 @@ from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 
 Array = np.ndarray
-Act = Callable[[Array, Array, Array, Array, Array, bool], None]
-"""(obs, masks, noise, actions, logprobs, deterministic): writes actions, as `PPOAgent.act` does."""
+
+
+class Player(Protocol):
+    """Who plays; `PPOAgent.alone()` is one."""
+
+    @property
+    def noise_size(self) -> int:
+        """How many numbers of chance an action takes."""
+        ...
+
+    def act(
+        self,
+        obs: Array,
+        masks: Array,
+        noise: Array,
+        actions: Array,
+        logprobs: Array,
+        deterministic: bool = False,
+    ) -> None:
+        """Write an action."""
+
+    def forget(self, i: int) -> None:
+        """An episode begins."""
 
 
 class Evaluation(NamedTuple):
@@ -36,7 +56,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    act: Act,
+    player: Player,
     env: SeededEpisodes,
     *,
     episodes: int = 10,
@@ -47,7 +67,7 @@ def evaluate(
     """Play episodes 0, 1, … of `env`'s stream and report their returns.
 
     Args:
-        act: the policy; its statistics must not move.
+        player: the policy, for one env; its statistics must not move.
         env: a single environment that nothing else uses.
         episodes: how many.
         deterministic: the likeliest action instead of a drawn one.
@@ -62,6 +82,7 @@ def evaluate(
     for episode in range(episodes):
         env.episode = episode
         observation, info = env.reset()
+        player.forget(0)
         chance = stream(env.seed, env.stream, "actions", episode)
         total, length = 0.0, 0
         while True:
@@ -75,10 +96,10 @@ def evaluate(
                 else np.zeros((1, 0), np.uint8)
             )
             if actions.is_discrete:
-                noise = chance.random(shape, dtype=np.float32)
+                noise = chance.random((1, player.noise_size), dtype=np.float32)
             else:
-                noise = chance.standard_normal(shape, dtype=np.float32)
-            act(obs, masks, noise, chosen, logprob, deterministic)
+                noise = chance.standard_normal((1, player.noise_size), dtype=np.float32)
+            player.act(obs, masks, noise, chosen, logprob, deterministic)
             observation, reward, terminated, truncated, info = env.step(actions.to_env(chosen)[0])
             total, length = total + float(reward), length + 1
             if terminated or truncated:

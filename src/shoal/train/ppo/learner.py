@@ -6,8 +6,11 @@ checkpoint of one is a checkpoint of the other.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +21,7 @@ from shoal.maths import distributions
 from shoal.maths.gae import gae
 from shoal.maths.losses import clipped_policy_loss, normalized, value_loss
 from shoal.rollout.arrays.spaces import ActionRows
+from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.ppo.compiled.learner import CompiledLearner
 from shoal.train.ppo.compiled.network import (
     UpdateBatch,
@@ -25,11 +29,20 @@ from shoal.train.ppo.compiled.network import (
     UpdateStats,
     kernels_available,
 )
-from shoal.train.ppo.networks import ActorCritic, MLPActorCritic, copied
+from shoal.train.ppo.networks import (
+    ActorCritic,
+    MLPActorCritic,
+    Pieces,
+    RecurrentActorCritic,
+    SDEActorCritic,
+    copied,
+    pieces_of,
+)
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray
 Arrays = dict[str, Array]
+Tensors = dict[str, Tensor]
 
 
 class Learner(Protocol):
@@ -76,6 +89,14 @@ class Learner(Protocol):
         """What `state` gave."""
 
 
+class Minibatch(NamedTuple):
+    """Samples `[m]` of a rollout."""
+
+    taken: Tensors
+    answer: Callable[[], tuple[Tensor, Tensor]]
+    """The network's (action parameters, values) of them, with gradients."""
+
+
 class TorchLearner:
     """PPO by autograd, for any network and device.
 
@@ -110,12 +131,18 @@ class TorchLearner:
         """Write actions and their log-probabilities."""
         with torch.inference_mode():
             parameters = self.network.policy(self._rows(obs)).cpu().numpy()
-            if self.actions.is_discrete:
-                chosen = distributions.choose(parameters, noise, self.actions.groups, masks, deterministic)
-            else:
-                log_std = self._log_std().cpu().numpy()
-                chosen = distributions.draw(parameters, log_std, noise, deterministic)
-        actions[:], logprobs[:] = chosen
+            actions[:], logprobs[:] = self._drawn(parameters, masks, noise, deterministic)
+
+    def _drawn(
+        self, parameters: Array, masks: Array, noise: Array, deterministic: bool
+    ) -> tuple[Array, Array]:
+        if self.actions.is_discrete:
+            return distributions.choose(parameters, noise, self.actions.groups, masks, deterministic)
+        log_std, size = self._log_std().cpu().numpy(), self.actions.size
+        if log_std.ndim == 2:
+            mean, features = parameters[:, :size], parameters[:, size:]
+            return distributions.explore(mean, features, log_std, noise, deterministic)
+        return distributions.draw(parameters, log_std, noise, deterministic)
 
     def values(self, obs: Array) -> Array:
         """The critic's values."""
@@ -138,21 +165,17 @@ class TorchLearner:
             name: torch.from_numpy(getattr(batch, name)).to(self.device)
             for name in ("actions", "logprobs", "advantages", "returns", "values")
         }
-        obs, masks = self._rows(batch.obs, keep_bytes=True), self._masks(batch.masks)
-        orders = torch.from_numpy(batch.orders).to(self.device)
+        data["obs"], masks = self._rows(batch.obs), self._masks(batch.masks)
+        if masks is not None:
+            data["masks"] = masks
         for group in self.optimizer.param_groups:
             group["lr"], group["eps"] = rates.learning_rate, rates.adam_eps
         told: list[list[Tensor]] = []
         first_kl, stop = None, False
         limit = rates.max_grad_norm if rates.max_grad_norm > 0 else float("inf")
-        for order in orders:
-            shuffled = {name: value[order] for name, value in data.items()}
-            shuffled_obs, shuffled_masks = obs[order], masks[order] if masks is not None else None
-            for start in range(0, len(order), rates.batch_size):
-                rows = slice(start, start + rates.batch_size)
-                taken = {name: value[rows] for name, value in shuffled.items()}
-                mask = shuffled_masks[rows] if shuffled_masks is not None else None
-                loss, numbers = self._loss(shuffled_obs[rows].float(), mask, taken, rates)
+        for order in batch.orders:
+            for minibatch in self._minibatches(batch, data, order, rates):
+                loss, numbers = self._loss(minibatch, rates)
                 first_kl = numbers[3] if first_kl is None else first_kl
                 if rates.target_kl > 0 and float(numbers[3]) > 1.5 * rates.target_kl:
                     stop = True
@@ -171,12 +194,26 @@ class TorchLearner:
         first = float(first_kl) if first_kl is not None else 0.0
         return UpdateStats(policy, critic, entropy, kl, clipped, norm, len(told), first)
 
-    def _loss(
-        self, obs: Tensor, masks: Tensor | None, taken: dict[str, Tensor], rates: UpdateRates
-    ) -> tuple[Tensor, list[Tensor]]:
-        parameters, values = self.network(obs)
+    def _minibatches(
+        self, batch: UpdateBatch, data: Tensors, order: Array, rates: UpdateRates
+    ) -> Iterator[Minibatch]:
+        """The samples of each minibatch of an epoch."""
+        rows = torch.from_numpy(order).to(self.device)
+        shuffled = {name: value[rows] for name, value in data.items()}
+        for start in range(0, len(order), rates.batch_size):
+            taken = {name: value[start : start + rates.batch_size] for name, value in shuffled.items()}
+            yield Minibatch(taken, partial(self.network, taken["obs"]))
+
+    def _loss(self, minibatch: Minibatch, rates: UpdateRates) -> tuple[Tensor, list[Tensor]]:
+        taken = minibatch.taken
+        parameters, values = minibatch.answer()
         if self.actions.is_discrete:
-            judged = distributions.judge_choices(parameters, taken["actions"], self.actions.groups, masks)
+            judged = distributions.judge_choices(
+                parameters, taken["actions"], self.actions.groups, taken.get("masks")
+            )
+        elif isinstance(self.network, SDEActorCritic):
+            mean, features = parameters[:, : self.actions.size], parameters[:, self.actions.size :]
+            judged = distributions.judge_explored(mean, features, self._log_std(), taken["actions"])
         else:
             judged = distributions.judge_points(parameters, self._log_std(), taken["actions"])
         advantages = normalized(taken["advantages"]) if rates.normalize_advantage else taken["advantages"]
@@ -233,9 +270,8 @@ class TorchLearner:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
-    def _rows(self, obs: Array, keep_bytes: bool = False) -> Tensor:
-        rows = torch.from_numpy(np.ascontiguousarray(obs)).to(self.device)
-        return rows if keep_bytes or rows.dtype == torch.float32 else rows.float()
+    def _rows(self, obs: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(obs)).to(self.device)
 
     def _masks(self, masks: Array) -> Tensor | None:
         return torch.from_numpy(masks.astype(bool)).to(self.device) if masks.size else None
@@ -246,9 +282,114 @@ class TorchLearner:
         return self.network.log_std
 
 
+class RecurrentLearner(TorchLearner):
+    """PPO for a policy that remembers: a minibatch is the whole rollouts of some envs, cut where episodes begin.
+
+    Gradients go back to the beginning of a rollout; what was remembered there is taken as it was.
+    """
+
+    network: RecurrentActorCritic
+
+    def no_memory(self, n_envs: int) -> Array:
+        """What is remembered of envs whose episodes begin."""
+        return np.zeros((n_envs, self.network.memory_size), np.float32)
+
+    def act_on(
+        self, memory: Array, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        """`act`, with `memory[N, S]` of the envs, which is brought up to date in place."""
+        with torch.inference_mode():
+            before = torch.from_numpy(memory).to(self.device)
+            parameters, _, after = self.network.step(self._rows(obs), before)
+            actions[:], logprobs[:] = self._drawn(parameters.cpu().numpy(), masks, noise, deterministic)
+            memory[:] = after.cpu().numpy()
+
+    def value_on(self, memory: Array, obs: Array) -> float:
+        """The value of one observation `[1, D]` after what is remembered, which stays as it is."""
+        with torch.inference_mode():
+            return float(self.network.step(self._rows(obs), torch.from_numpy(memory).to(self.device))[1][0])
+
+    def values_along(self, rollout: StepRollout, obs: Array, final_obs: Array) -> tuple[Array, Array]:
+        """Values `[T + 1, N]` of a rollout's observations and `[K]` of its final ones, remembered up to there.
+
+        Args:
+            rollout: whose ends and memory count.
+            obs: `[T + 1, N, D]` its observations as the network sees them.
+            final_obs: `[K, D]` likewise.
+        """
+        assert rollout.memory is not None
+        n_rows, n_envs = obs.shape[0] * obs.shape[1], obs.shape[1]
+        begins, sequences = rollout.begins, []
+        finals = {place: k for k, place in enumerate(zip(*np.nonzero(rollout.truncated), strict=True))}
+        places = np.zeros(len(finals), np.int64)
+        for i, first, last in _runs(begins):
+            rows = [t * n_envs + i for t in range(first, last)]
+            for t in range(first, last):
+                if (t, i) in finals:
+                    k = finals[t, i]
+                    # With a vector env that spends a step on the reset, the row behind is the final observation.
+                    places[k] = rows[t + 1 - first] if t + 1 < last else n_rows + k
+                    if t + 1 == last:
+                        rows.append(n_rows + k)
+            sequences.append((i if first == 0 else -1, rows))
+        known = [k for k in range(len(finals)) if places[k] < n_rows]  # their own rows are asked for nothing
+        sequences += [(-1, [n_rows + k]) for k in known]
+        everything = np.concatenate([obs.reshape(n_rows, -1), final_obs.reshape(len(finals), obs.shape[2])])
+        with torch.inference_mode():
+            memory = torch.from_numpy(rollout.memory).to(self.device)
+            pieces = self._there(pieces_of(sequences, len(everything)))
+            values = self.network.along(self._rows(everything), memory, pieces)[1].cpu().numpy()
+        return values[:n_rows].reshape(obs.shape[:2]), values[places]
+
+    def _minibatches(
+        self, batch: UpdateBatch, data: Tensors, order: Array, rates: UpdateRates
+    ) -> Iterator[Minibatch]:
+        """Some envs each, as many as have about `batch_size` steps."""
+        n_steps, n_envs = batch.begins.shape
+        together = max(1, round(rates.batch_size / n_steps))
+        runs: dict[int, list[tuple[int, int]]] = {}
+        for i, first, last in _runs(batch.begins):
+            runs.setdefault(i, []).append((first, last))
+        all_memory = torch.from_numpy(batch.memory).to(self.device)
+        for start in range(0, n_envs, together):
+            envs = order[start : start + together]
+            rows = (np.arange(n_steps)[:, None] * n_envs + envs).reshape(-1)
+            sequences = [
+                (k if first == 0 else -1, [t * len(envs) + k for t in range(first, last)])
+                for k, i in enumerate(envs)
+                for first, last in runs[int(i)]
+            ]
+            keep = torch.from_numpy(np.flatnonzero(batch.valid.reshape(-1)[rows])).to(self.device)
+            if not len(keep):
+                continue
+            whole = torch.from_numpy(rows).to(self.device)
+            pieces = self._there(pieces_of(sequences, len(rows)))
+            seen, memory = data["obs"][whole], all_memory[torch.from_numpy(envs).to(self.device)]
+            taken = {name: value[whole[keep]] for name, value in data.items() if name != "obs"}
+
+            def answer(
+                seen: Tensor = seen, memory: Tensor = memory, pieces: Pieces = pieces, keep: Tensor = keep
+            ) -> tuple[Tensor, Tensor]:
+                parameters, values = self.network.along(seen, memory, pieces)
+                return parameters[keep], values[keep]
+
+            yield Minibatch(taken, answer)
+
+    def _there(self, pieces: Pieces) -> Pieces:
+        return Pieces(*(part.to(self.device) for part in pieces))
+
+
+def _runs(begins: Array) -> Iterator[tuple[int, int, int]]:
+    """(env, first, behind the last) of each piece of an episode in `begins[T, N]`."""
+    for i in range(begins.shape[1]):
+        cuts = [0, *(int(t) for t in np.flatnonzero(begins[1:, i]) + 1), len(begins)]
+        yield from ((i, first, last) for first, last in itertools.pairwise(cuts))
+
+
 def fits_kernels(network: ActorCritic, device: str) -> str | None:
     """Why the compiled path cannot take this network, or None if it can."""
-    if not isinstance(network, MLPActorCritic):
+    if type(network) is not MLPActorCritic:
         return f"it knows perceptrons only, got {type(network).__name__}"
     if device != "cpu":
         return f"it runs on the CPU, got device {device!r}"
@@ -266,6 +407,8 @@ def make_learner(
     obstacle = fits_kernels(network, device)
     if path == "compiled" and obstacle:
         raise ConfigError(f"path='compiled' is not possible: {obstacle}; use path='torch' or 'auto'")
+    if isinstance(network, RecurrentActorCritic):
+        return RecurrentLearner(network, actions, device, adam_eps)
     if path == "torch" or obstacle:
         return TorchLearner(network, actions, device, adam_eps)
     assert isinstance(network, MLPActorCritic)

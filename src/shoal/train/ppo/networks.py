@@ -6,19 +6,28 @@ choices, or means of a Gaussian whose log deviation is the parameter `log_std`.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from shoal.maths.initial_weights import initialize
-from shoal.rollout.arrays.spaces import ActionRows, Leaf, ObservationRows
+from shoal.core.errors import ConfigError
+from shoal.core.seeding import stream
+from shoal.maths.initial_weights import initialize, orthogonal
+from shoal.rollout.arrays.spaces import ActionRows, Leaf, ObservationRows, Picture
 from shoal.train.ppo.compiled.network import NetworkShape
+from shoal.train.ppo.config import PPOConfig
+
+logger = logging.getLogger(__name__)
+
+MANY_NUMBERS = 1024
+"""Of a table so large somebody wants to know that it is not taken for a picture."""
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
@@ -77,54 +86,175 @@ class MLPActorCritic(ActorCritic):
         return self.critic(rows).squeeze(1)  # type: ignore[no-any-return]
 
 
-class CNNActorCritic(ActorCritic):
-    """Convolutions for the images of an observation, its numbers beside them, two linear heads on top."""
+class SDEActorCritic(MLPActorCritic):
+    """Perceptrons for state-dependent exploration: the actor's last features stand behind its means.
+
+    `log_std[F, A]` is of the weights by which noise is made of those features.
+    """
+
+    def __init__(self, inputs: int, actions: ActionRows, config: PPOConfig, *, seed: int = 0) -> None:
+        if actions.is_discrete:
+            raise ConfigError(f"sde=True is for continuous actions, got {actions.space}")
+        super().__init__(inputs, actions, hidden=config.hidden, activation=config.activation, seed=seed)
+        self.log_std = nn.Parameter(torch.full((config.hidden[-1], actions.size), float(config.log_std_init)))
+
+    def policy(self, rows: Tensor) -> Tensor:
+        """Means `[B, A]` and features `[B, F]`, side by side."""
+        features = self.actor[:-1](rows)
+        return torch.cat([self.actor[-1](features), features], dim=1)
+
+
+class Encoder(nn.Module):
+    """What an observation with images says, as `[B, width]`: convolutions for each image, a layer for its numbers."""
 
     def __init__(
-        self, rows: ObservationRows, actions: ActionRows, *, features: int = 512,
-        hidden: Sequence[int] = (64,), log_std_init: float = 0.0, seed: int = 0,
+        self, rows: ObservationRows, *, kind: str = "auto", features: int | None = None, numbers: int = 64,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self._images = [leaf for leaf in rows.leaves if leaf.is_image]
-        self._numbers = [leaf for leaf in rows.leaves if not leaf.is_image]
-        self.towers = nn.ModuleList(_tower(leaf, features) for leaf in self._images)
-        width = features * len(self._images)
-        if self._numbers:
-            size = sum(leaf.stop - leaf.start for leaf in self._numbers)
+        self._n_numbers = rows.n_numbers
+        towers = [_tower(_picture_of(leaf), kind, features) for leaf in self._images]
+        self.towers = nn.ModuleList(tower for tower, _ in towers)
+        self.width = sum(width for _, width in towers)
+        if self._n_numbers:
             self.numbers: nn.Module = nn.Sequential(
-                nn.utils.skip_init(nn.Linear, size, hidden[-1]), nn.ReLU()
+                nn.utils.skip_init(nn.Linear, self._n_numbers, numbers), nn.ReLU()
             )
             initialize(self.numbers, seed, "numbers", last_gain=2**0.5)
-            width += hidden[-1]
-        self.actor = nn.utils.skip_init(nn.Linear, width, actions.n_parameters)
-        self.critic = nn.utils.skip_init(nn.Linear, width, 1)
-        self.log_std = _log_std(actions, log_std_init)
+            self.width += numbers
         initialize(self.towers, seed, "towers", last_gain=2**0.5)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """What the heads read."""
+        numbers, pixels = split_rows(rows, self._n_numbers)
+        begin = self._images[0].start
+        parts = [
+            tower(_pixels(pixels[:, leaf.start - begin : leaf.stop - begin], _picture_of(leaf)))
+            for tower, leaf in zip(self.towers, self._images, strict=True)
+        ]
+        if self._n_numbers:
+            parts.append(self.numbers(numbers))
+        return torch.cat(parts, dim=1)
+
+
+class CNNActorCritic(Encoder, ActorCritic):
+    """Convolutions for the images of an observation, its numbers beside them, two linear heads on top."""
+
+    def __init__(
+        self, rows: ObservationRows, actions: ActionRows, *, kind: str = "auto", features: int | None = None,
+        hidden: Sequence[int] = (64,), log_std_init: float = 0.0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(rows, kind=kind, features=features, numbers=hidden[-1], seed=seed)
+        self.actor = nn.utils.skip_init(nn.Linear, self.width, actions.n_parameters)
+        self.critic = nn.utils.skip_init(nn.Linear, self.width, 1)
+        self.log_std = _log_std(actions, log_std_init)
         initialize(self.actor, seed, "actor", last_gain=0.01)
         initialize(self.critic, seed, "critic", last_gain=1.0)
 
-    def features(self, rows: Tensor) -> Tensor:
-        """What both heads read."""
-        parts = [
-            tower(_picture(rows[:, leaf.start : leaf.stop], leaf))
-            for tower, leaf in zip(self.towers, self._images, strict=True)
-        ]
-        if self._numbers:
-            parts.append(self.numbers(torch.cat([rows[:, x.start : x.stop] for x in self._numbers], dim=1)))
-        return torch.cat(parts, dim=1)
-
     def policy(self, rows: Tensor) -> Tensor:
         """Action parameters."""
-        return self.actor(self.features(rows))  # type: ignore[no-any-return]
+        return self.actor(Encoder.forward(self, rows))  # type: ignore[no-any-return]
 
     def value(self, rows: Tensor) -> Tensor:
         """Values."""
-        return self.critic(self.features(rows)).squeeze(1)  # type: ignore[no-any-return]
+        return self.critic(Encoder.forward(self, rows)).squeeze(1)  # type: ignore[no-any-return]
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Both, with the features computed once."""
-        features = self.features(rows)
+        features = Encoder.forward(self, rows)
         return self.actor(features), self.critic(features).squeeze(1)
+
+
+class RecurrentActorCritic(ActorCritic):
+    """An encoder, an LSTM (Hochreiter & Schmidhuber 1997) or GRU (arXiv:1406.1078), and two linear heads.
+
+    What is remembered of an env is a row `[S]`: the hidden state, and for an LSTM the cell state behind it.
+    """
+
+    def __init__(
+        self, rows: ObservationRows, actions: ActionRows, config: PPOConfig, *, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.units, self.is_lstm = config.memory_units, config.recurrent == "lstm"
+        self.memory_size = self.units * (2 if self.is_lstm else 1)
+        self.encoder: nn.Module
+        if rows.dtype == np.uint8:
+            self.encoder = Encoder(rows, kind=config.cnn, numbers=config.hidden[-1], seed=seed)
+            width = self.encoder.width
+        else:
+            layers = _perceptron(rows.size, config.hidden[:-1], config.hidden[-1], config.activation)
+            self.encoder = nn.Sequential(*layers, ACTIVATIONS[config.activation]())
+            initialize(self.encoder, seed, "encoder", last_gain=2**0.5)
+            width = config.hidden[-1]
+        self.core = (nn.LSTM if self.is_lstm else nn.GRU)(width, self.units)
+        self.actor = nn.utils.skip_init(nn.Linear, self.units, actions.n_parameters)
+        self.critic = nn.utils.skip_init(nn.Linear, self.units, 1)
+        self.log_std = _log_std(actions, config.log_std_init)
+        initialize_core(self.core, seed)
+        initialize(self.actor, seed, "actor", last_gain=0.01)
+        initialize(self.critic, seed, "critic", last_gain=1.0)
+
+    def step(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Action parameters `[N, P]`, values `[N]` and what is remembered afterwards `[N, S]`."""
+        told, memory = self._core(self.encoder(rows)[None], memory)
+        return self.actor(told[0]), self.critic(told[0]).squeeze(1), memory
+
+    def along(self, rows: Tensor, memory: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        """Action parameters `[M, P]` and values `[M]` of rows `[M, D]` that follow each other as `pieces` say.
+
+        Args:
+            rows: in any order.
+            memory: `[N, S]` before the first rows.
+            pieces: in what order the rows come; each piece begins with a row of `memory` or with nothing.
+        """
+        features = self.encoder(rows)
+        begin = torch.cat([memory, memory.new_zeros(1, memory.shape[1])])[pieces.begin]
+        told, _ = self._core(features[pieces.rows], begin)
+        told = told[pieces.step, pieces.piece]
+        return self.actor(told), self.critic(told).squeeze(1)
+
+    def _core(self, features: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.is_lstm:
+            told, last = self.core(features, memory[None].contiguous())
+            return told, last[0]
+        hidden, cell = (part[None].contiguous() for part in memory.split(self.units, dim=1))
+        told, (hidden, cell) = self.core(features, (hidden, cell))
+        return told, torch.cat([hidden[0], cell[0]], dim=1)
+
+
+class Pieces(NamedTuple):
+    """Rows `[M]` as sequences side by side, padded to the longest: pieces of episodes, none of which goes on."""
+
+    rows: Tensor  # [L, K] which row stands where; behind the end of a piece its first one again
+    begin: Tensor  # [K] the row of memory it begins with; -1 for nothing
+    step: Tensor  # [M] where each row stands in `rows`
+    piece: Tensor  # [M]
+
+
+def pieces_of(sequences: Sequence[tuple[int, Sequence[int]]], n_rows: int) -> Pieces:
+    """Sequences, each given by its row of memory (-1 for nothing) and its rows, side by side."""
+    longest = max(len(rows) for _, rows in sequences)
+    table = np.zeros((longest, len(sequences)), np.int64)
+    step, piece = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
+    for k, (_, rows) in enumerate(sequences):
+        table[:, k] = rows[0]
+        table[: len(rows), k] = rows
+        step[list(rows)], piece[list(rows)] = np.arange(len(rows)), k
+    begin = np.array([memory for memory, _ in sequences], np.int64)
+    return Pieces(*(torch.from_numpy(array) for array in (table, begin, step, piece)))
+
+
+def initialize_core(core: nn.Module, seed: int) -> None:
+    """Orthogonal weights for each gate of a recurrent layer and zero biases, from the run's seed."""
+    gates = 4 if isinstance(core, nn.LSTM) else 3
+    for name, parameter in core.named_parameters():
+        if name.startswith("bias"):
+            nn.init.zeros_(parameter)
+            continue
+        for k, gate in enumerate(parameter.detach().chunk(gates)):
+            chance = stream(seed, "init", "core", name, k)
+            gate.copy_(torch.from_numpy(orthogonal((gate.shape[0], gate.shape[1]), 1.0, chance)))
 
 
 class OwnNetwork(ActorCritic):
@@ -170,8 +300,14 @@ class OwnNetwork(ActorCritic):
 
     def _shaped(self, rows: Tensor) -> Any:
         whole: dict[str, Any] = {}
+        packed = self._rows.dtype == np.uint8
+        numbers, pixels = split_rows(rows, self._rows.n_numbers) if packed else (rows, rows)
+        begin = min((leaf.start for leaf in self._rows.leaves if leaf.is_image), default=0)
         for leaf in self._rows.leaves:
-            part = rows[:, leaf.start : leaf.stop]
+            if leaf.is_image:
+                part = pixels[:, leaf.start - begin : leaf.stop - begin]
+            else:
+                part = numbers[:, leaf.start : leaf.stop]
             if isinstance(leaf.space, spaces.Box | spaces.MultiBinary):
                 part = part.reshape(len(rows), *(leaf.space.shape or (1,)))
             part = part / 255.0 if leaf.is_image else part
@@ -184,46 +320,115 @@ class OwnNetwork(ActorCritic):
         return whole
 
 
-def _tower(leaf: Leaf, features: int) -> nn.Sequential:
-    """The convolutions of Mnih et al. (2015); small ones for images under 36 pixels."""
-    shape = leaf.space.shape or ()
-    channels, height, width = (shape[2], *shape[:2]) if _channels_last(shape) else shape
+def split_rows(rows: Tensor, n_numbers: int) -> tuple[Tensor, Tensor]:
+    """Rows of an observation with images as (numbers, pixels), from bytes, or from floats one after the other."""
+    if rows.dtype == torch.uint8 and n_numbers:
+        return rows[:, : 4 * n_numbers].contiguous().view(torch.float32), rows[:, 4 * n_numbers :]
+    return rows[:, :n_numbers], rows[:, n_numbers:]
+
+
+def _picture_of(leaf: Leaf) -> Picture:
+    assert leaf.picture is not None
+    return leaf.picture
+
+
+def _pixels(rows: Tensor, picture: Picture) -> Tensor:
+    """Rows of pixels as `[B, channels, height, width]` in [0, 1]."""
+    shaped = rows.reshape(len(rows), *picture.shape).permute(0, *(axis + 1 for axis in picture.order))
+    return shaped.reshape(len(rows), picture.channels, picture.height, picture.width) / 255.0
+
+
+Layers = tuple[nn.Module, int]  # and how many features come out
+
+
+def _tower(picture: Picture, kind: str, features: int | None) -> Layers:
+    """The convolutions `kind`; "auto" is nature's from 36 pixels on and small ones below."""
+    if kind == "auto":
+        kind = "nature" if min(picture.height, picture.width) >= 36 else "small"
+    return _impala(picture, features or 256) if kind == "impala" else _plain(picture, kind, features or 512)
+
+
+def _plain(picture: Picture, kind: str, features: int) -> Layers:
+    """The convolutions of Mnih et al. (2015), or small ones."""
+    channels, height, width = picture.channels, picture.height, picture.width
     nature, small = [(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)], [(32, 3, 1, 1), (64, 3, 2, 1)]
-    plan = nature if min(height, width) >= 36 else small
     layers: list[nn.Module] = []
-    for units, size, stride, padding in plan:
+    for units, size, stride, padding in nature if kind == "nature" else small:
         layers += [nn.utils.skip_init(nn.Conv2d, channels, units, size, stride, padding), nn.ReLU()]
         height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
         channels = units
-    flat = channels * height * width
-    return nn.Sequential(*layers, nn.Flatten(), nn.utils.skip_init(nn.Linear, flat, features), nn.ReLU())
+    if min(height, width) < 1:
+        raise ConfigError(
+            f"the convolutions cnn='nature' need pictures of at least 36 x 36 pixels, got "
+            f"{picture.height} x {picture.width}; use cnn='small' or 'auto'"
+        )
+    flat = nn.utils.skip_init(nn.Linear, channels * height * width, features)
+    return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU()), features
 
 
-def _channels_last(shape: tuple[int, ...]) -> bool:
-    return shape[2] <= shape[0]
+class _Residual(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.utils.skip_init(nn.Conv2d, units, units, 3, 1, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As wide and high as it was."""
+        return x + self.second(torch.relu(self.first(torch.relu(x))))  # type: ignore[no-any-return]
 
 
-def _picture(rows: Tensor, leaf: Leaf) -> Tensor:
-    """Rows of uint8 pixels as `[B, channels, height, width]` in [0, 1]."""
-    shape = leaf.space.shape or ()
-    picture = rows.reshape(len(rows), *shape) / 255.0
-    return picture.permute(0, 3, 1, 2) if _channels_last(shape) else picture
+def _impala(picture: Picture, features: int) -> Layers:
+    """The residual network of Espeholt et al. (2018, arXiv:1802.01561), of 15 convolutions."""
+    channels, height, width = picture.channels, picture.height, picture.width
+    layers: list[nn.Module] = []
+    for units in (16, 32, 32):
+        layers += [nn.utils.skip_init(nn.Conv2d, channels, units, 3, 1, 1), nn.MaxPool2d(3, 2, 1)]
+        layers += [_Residual(units), _Residual(units)]
+        channels, height, width = units, (height + 1) // 2, (width + 1) // 2
+    flat = nn.utils.skip_init(nn.Linear, channels * height * width, features)
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), flat, nn.ReLU()), features
 
 
 def build_network(
-    rows: ObservationRows, actions: ActionRows, *, hidden: Sequence[int], activation: str,
-    log_std_init: float, seed: int, network: nn.Module | None = None,
+    rows: ObservationRows, actions: ActionRows, config: PPOConfig, *, seed: int, network: nn.Module | None = None
 ) -> ActorCritic:  # fmt: skip
-    """The network for these spaces: the user's own, a CNN when there are images, else a perceptron."""
+    """The network for these spaces: the user's own, one that remembers, a CNN for images, else a perceptron."""
+    if network is not None and config.sde:
+        raise ConfigError("sde=True builds a network, but one was given; leave out either")
+    if network is not None and config.recurrent != "none":
+        raise ConfigError(
+            f"recurrent={config.recurrent!r} builds a network, but one was given; leave out either"
+        )
     if isinstance(network, ActorCritic):
         return network
     if network is not None:
-        return OwnNetwork(network, rows, actions, log_std_init)
-    if any(leaf.is_image for leaf in rows.leaves):
-        return CNNActorCritic(rows, actions, log_std_init=log_std_init, seed=seed)
+        return OwnNetwork(network, rows, actions, config.log_std_init)
+    _warn_of_tables(rows)
+    if config.sde and (config.recurrent != "none" or rows.dtype == np.uint8):
+        raise ConfigError("sde=True is for perceptrons, not for images or recurrent policies")
+    if config.recurrent != "none":
+        return RecurrentActorCritic(rows, actions, config, seed=seed)
+    if rows.dtype == np.uint8:
+        return CNNActorCritic(rows, actions, kind=config.cnn, log_std_init=config.log_std_init, seed=seed)
+    if config.sde:
+        return SDEActorCritic(rows.size, actions, config, seed=seed)
     return MLPActorCritic(
-        rows.size, actions, hidden=hidden, activation=activation, log_std_init=log_std_init, seed=seed
-    )
+        rows.size, actions, hidden=config.hidden, activation=config.activation,
+        log_std_init=config.log_std_init, seed=seed,
+    )  # fmt: skip
+
+
+def _warn_of_tables(rows: ObservationRows) -> None:
+    for leaf in rows.leaves:
+        shape = leaf.space.shape or ()
+        if not leaf.is_image and len(shape) >= 2 and leaf.stop - leaf.start >= MANY_NUMBERS:
+            logger.warning(
+                "observations of shape %s and type %s go through a perceptron: if they are pictures, give them as "
+                "uint8 (0 to 255), for which there are convolutions",
+                shape,
+                leaf.space.dtype,
+            )
 
 
 def n_weights(network: nn.Module) -> int:
@@ -246,6 +451,9 @@ class ExportedPolicy(nn.Module):
         super().__init__()
         self.network = network
         self.normalizes = mean is not None
+        self.n_parameters: int | None = None
+        if isinstance(network, SDEActorCritic) and network.log_std is not None:
+            self.n_parameters = network.log_std.shape[1]  # not the features behind the means
         self.register_buffer("mean", mean if mean is not None else torch.zeros(1))
         self.register_buffer("scale", scale if scale is not None else torch.ones(1))
 
@@ -253,7 +461,7 @@ class ExportedPolicy(nn.Module):
         """Action parameters `[batch, n]`."""
         if self.normalizes:
             observation = ((observation - self.mean) * self.scale).clamp(-10.0, 10.0)
-        return self.network.policy(observation)  # type: ignore[no-any-return]
+        return self.network.policy(observation)[:, : self.n_parameters]  # type: ignore[no-any-return]
 
 
 def write_onnx(policy: ExportedPolicy, n_inputs: int, path: Path) -> Path:

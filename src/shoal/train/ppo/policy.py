@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, missing_extra
+from shoal.maths.distributions import EXPLORED_LEAST
 from shoal.maths.normalizer import ObservationNormalizer
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.train.ppo.checkpoint import Checkpoint, load_checkpoint, read_space
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.envs import squashed, unbounded
 
 Array = np.ndarray
 
@@ -27,10 +30,11 @@ class Policy:
         self.observation_space = read_space(described["observation_space"])
         self.action_space = read_space(described["action_space"])
         self.rows = ObservationRows(self.observation_space)
-        self.actions = ActionRows(self.action_space)
+        self._squashes = described.get("squash", False)
+        self.actions = ActionRows(unbounded(self.action_space) if self._squashes else self.action_space)
         self.norm: ObservationNormalizer | None = None
         if described["normalize_obs"]:
-            self.norm = ObservationNormalizer(self.rows.size)
+            self.norm = ObservationNormalizer(self.rows.n_numbers)
             self.norm.moments.count = float(checkpoint.statistics["obs.count"])
             self.norm.moments.mean = checkpoint.statistics["obs.mean"]
             self.norm.moments.square = checkpoint.statistics["obs.square"]
@@ -38,8 +42,18 @@ class Policy:
         self._checkpoint = checkpoint
         self._network = network
         self._module: Any = None
+        self._memory: Any = None
         if described["network"] != "MLPActorCritic":
             self._module = self.module()
+        self.reset()
+
+    def reset(self) -> None:
+        """An episode begins: a recurrent policy forgets what it remembers. Call it after every `env.reset()`."""
+        self._memory = None
+        if "recurrent" in self._checkpoint.policy:
+            import torch
+
+            self._memory = torch.zeros(1, self._module.memory_size)
 
     def __call__(self, observation: Any, *, mask: Any = None, rng: np.random.Generator | None = None) -> Any:
         """The action for one observation.
@@ -56,18 +70,32 @@ class Policy:
             chosen = _choose(parameters, self.actions.groups, mask, rng)
         else:
             log_std = self._checkpoint.weights["log_std"]
-            noise = rng.standard_normal(len(parameters)) if rng is not None else 0.0
-            chosen = (parameters + np.exp(log_std) * noise).astype(np.float32)
-        return self.actions.to_env(chosen[None])[0]
+            size = self.actions.size
+            mean, deviation = parameters[:size], np.exp(log_std)
+            if log_std.ndim == 2:  # state-dependent exploration: the features stand behind the means
+                deviation = np.sqrt(parameters[size:] ** 2 @ deviation**2 + EXPLORED_LEAST)
+            noise = rng.standard_normal(size) if rng is not None else 0.0
+            chosen = (mean + deviation * noise).astype(np.float32)
+        action = self.actions.to_env(chosen[None])[0]
+        return squashed(self.action_space, action) if self._squashes else action
 
     def parameters(self, rows: Array) -> Array:
         """Logits or means for raw observation rows `[B, D]`."""
-        seen = self.norm(rows) if self.norm is not None else rows
+        seen = (
+            self.rows.with_numbers(rows, self.norm(self.rows.numbers(rows)))
+            if self.norm is not None
+            else rows
+        )
         if self._module is not None:
             import torch
 
             with torch.inference_mode():
-                return self._module.policy(torch.from_numpy(np.asarray(seen)).float()).numpy()  # type: ignore[no-any-return]
+                if self._memory is not None:
+                    remembered = self._memory.expand(len(seen), -1)
+                    answer, _, memory = self._module.step(torch.from_numpy(np.asarray(seen)), remembered)
+                    self._memory = memory[-1:]
+                    return answer.numpy()  # type: ignore[no-any-return]
+                return self._module.policy(torch.from_numpy(np.asarray(seen))).numpy()  # type: ignore[no-any-return]
         weights = self._checkpoint.weights
         layers = sorted({int(name.split(".")[1]) for name in weights if name.startswith("actor.")})
         tanh = self._checkpoint.policy["activation"] == "tanh"
@@ -84,12 +112,21 @@ class Policy:
         from shoal.train.ppo.networks import build_network
 
         described = self._checkpoint.policy
-        if described["network"] not in ("MLPActorCritic", "CNNActorCritic") and self._network is None:
+        if (
+            described["network"]
+            not in ("MLPActorCritic", "CNNActorCritic", "RecurrentActorCritic", "SDEActorCritic")
+            and self._network is None
+        ):
             raise ConfigError(f"this policy has its own network: pass network={described['network']}()")
-        module = build_network(
-            self.rows, self.actions, hidden=described["hidden"], activation=described["activation"],
-            log_std_init=0.0, seed=0, network=self._network,
-        )  # fmt: skip
+        built = {
+            key: described[key]
+            for key in ("activation", "cnn", "recurrent", "memory_units")
+            if key in described
+        }
+        config = PPOConfig(
+            hidden=tuple(described["hidden"]), sde=described["network"] == "SDEActorCritic", **built
+        )
+        module = build_network(self.rows, self.actions, config, seed=0, network=self._network)
         module.load_state_dict(
             {name: torch.from_numpy(value) for name, value in self._checkpoint.weights.items()}
         )
@@ -108,6 +145,8 @@ class Policy:
             raise missing_extra("ONNX export", "onnx") from error
         import torch
 
+        if "recurrent" in self._checkpoint.policy:
+            raise ConfigError("a recurrent policy has no ONNX form here; load it with shoal.load_policy")
         from shoal.train.ppo.networks import ExportedPolicy, write_onnx
 
         mean = scale = None

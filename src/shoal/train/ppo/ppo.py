@@ -33,6 +33,7 @@ from shoal.train.ppo.config import PPOConfig, check_call, choose_device, read_co
 from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo.evaluation import Evaluation, evaluate
 from shoal.train.ppo.networks import ActorCritic, n_weights
+from shoal.train.ppo.presets import NO_PRESET, preset_for
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -50,9 +51,10 @@ class PPO:
 
     Args:
         env: what `shoal.envs.resolve` takes: a name, `module:Class`, or a function that returns an environment.
-        n_envs: how many of them.
+        n_envs: how many of them; None for the preset's, else 8.
         seed: of the run; all randomness is derived from it.
-        config: how to learn; single settings may also be given by keyword (`learning_rate=1e-3`).
+        config: how to learn; single settings may also be given by keyword (`learning_rate=1e-3`), on top of it or of
+            the preset.
         network: an own `nn.Module` (see `OwnNetwork`); None builds one for the spaces.
         backend: "serial" steps all envs in this process, "process" in workers, "auto" measures and chooses.
         num_workers: worker processes; None for one per core.
@@ -61,18 +63,36 @@ class PPO:
         path: "compiled" for the kernels, "torch" for autograd, "auto" for kernels where they fit.
         env_kwargs: for the environment.
         wrappers: put around each environment, the first innermost: callables, or "module:Name".
+        preset: "auto" takes the settings tuned for the environment if there are any, "none" takes none, or a name of
+            `PRESETS`; a `config` takes the place of its settings. `preset` says afterwards which one it is.
+        atari: show a game of ale_py as the literature does; None for what the preset says.
+        frame_stack: show the last so many observations as one; None for what the preset says.
     """
 
     def __init__(
-        self, env: EnvSource, *, n_envs: int = 8, seed: int = 0, config: PPOConfig | None = None,
+        self, env: EnvSource, *, n_envs: int | None = None, seed: int = 0, config: PPOConfig | None = None,
         network: nn.Module | None = None, backend: str = "auto", num_workers: int | None = None,
         start_method: StartMethod | None = None, device: str = "cpu", path: str = "auto",
-        env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Wrapper] = (), **settings: Any,
+        env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Wrapper] = (), preset: str = "auto",
+        atari: bool | None = None, frame_stack: int | None = None, **settings: Any,
     ) -> None:  # fmt: skip
+        tuned = preset_for(env if isinstance(env, str) else "", preset) or NO_PRESET
+        n_envs = tuned.n_envs if n_envs is None else n_envs
         check_call(n_envs, backend, num_workers, start_method, settings)
-        self.config = dataclasses.replace(config or PPOConfig(), **settings)
+        base = config if config is not None else PPOConfig(**tuned.settings)
+        self.config = dataclasses.replace(base, **settings)
+        self.preset = tuned.name if config is None else None
+        if self.preset is not None:
+            logger.info(
+                "%s with the settings of its preset (%s); preset='none' takes none", env, tuned.source
+            )
         self.n_envs, self.seed = n_envs, seed
-        self.factory = EnvFactory(env, seed, dict(env_kwargs or {}), wrappers=tuple(wrappers))
+        self.factory = EnvFactory(
+            env, seed, {**tuned.env_kwargs, **(env_kwargs or {})},
+            wrappers=tuple(wrappers) or tuned.wrappers,
+            atari=tuned.atari if atari is None else atari,
+            frame_stack=tuned.frame_stack if frame_stack is None else frame_stack, squash=self.config.squash,
+        )  # fmt: skip
         self.facts = try_env(self.factory)
         self.device = choose_device(device)
         self.agent = make_agent(
@@ -130,7 +150,7 @@ class PPO:
         seconds, first_step = 0.0, self.log.n_steps
         while self.progress(total_timesteps, num_episodes) < 1.0:
             progress = self.progress(total_timesteps, num_episodes)
-            started = time.perf_counter()
+            started, remembered = time.perf_counter(), self.agent.remembered()
             try:
                 with self._threads():
                     rollout = self._experience.collect(total_timesteps)
@@ -139,6 +159,7 @@ class PPO:
                 self._experience.now = rollout.obs[-1]
             except BaseException:  # the environments went on, the log did not: they are played again from it
                 self._experience.close()
+                self.agent.memory = remembered
                 raise
             self._booked = self.agent.iteration
             seconds += time.perf_counter() - started
@@ -172,7 +193,7 @@ class PPO:
         try:
             with self._threads():
                 return evaluate(
-                    self.agent.act, env, episodes=episodes, deterministic=deterministic, frames=frames
+                    self.agent.alone(), env, episodes=episodes, deterministic=deterministic, frames=frames
                 )
         finally:
             env.close()
@@ -205,10 +226,13 @@ class PPO:
         values, episodes = self.log.state()
         if self._experience.now is not None:
             episodes["now"] = self._experience.now
+        if self.agent.memory is not None:
+            episodes["memory"] = self.agent.memory.copy()
         policy = describe_policy(
-            self.facts.observation_space, self.facts.action_space, self.network, self.config,
+            self.facts.observation_space, self.facts.own_action_space, self.network, self.config,
             self.agent.obs_norm is not None, self.factory.name, _plain(self.factory.kwargs),
-            [wrapper_name(wrapper) for wrapper in self.factory.wrappers],
+            [wrapper_name(wrapper) for wrapper in self.factory.wrappers], self.factory.atari,
+            self.factory.frame_stack,
         )  # fmt: skip
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,
@@ -248,12 +272,15 @@ class PPO:
             config=read_config(training["config"]), network=network, backend=backend,
             num_workers=num_workers, start_method=start_method, device=device, path=path,
             env_kwargs=env_kwargs if env_kwargs is not None else policy["env_kwargs"],
-            wrappers=policy.get("wrappers", ()) if wrappers is None else wrappers,
+            wrappers=policy.get("wrappers", ()) if wrappers is None else wrappers, preset="none",
+            atari=policy.get("atari", False), frame_stack=policy.get("frame_stack", 0),
         )  # fmt: skip
         check_same(saved, ppo.checkpoint())
         ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
         ppo.log.load_state(training, saved.episodes)
         ppo._booked = ppo.agent.iteration
+        if ppo.agent.memory is not None:
+            ppo.agent.memory = saved.episodes["memory"].copy()
         ppo._experience.now = saved.episodes.get("now")
         ppo._experience.goes_on = bool(training["begun"])
         return ppo

@@ -1,13 +1,14 @@
 """Settings tuned for an environment, each with where they come from.
 
-"zoo" is the published table of RL Baselines3 Zoo (hyperparams/ppo.yml), without state-dependent
-exploration; "own" was found by trying a few.
+"zoo" is the published table of RL Baselines3 Zoo (hyperparams/ppo.yml), without state-dependent exploration;
+"cleanrl" is CleanRL's ppo_continuous_action, its 2,048 steps of one environment spread over eight; "own" was found by
+trying a few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.core.errors import unknown_name
@@ -21,7 +22,35 @@ class Preset:
     total_timesteps: int
     source: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    atari: bool = False
+    frame_stack: int = 0
+    wrappers: tuple[str, ...] = ()
+    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    """Under which it was found."""
 
+
+NO_PRESET = Preset(8, 100_000, "none")
+"""What holds where there is none."""
+
+
+MUJOCO = Preset(
+    8, 1_000_000, "cleanrl",
+    {"n_steps": 256, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "lr_schedule": "linear",
+     "clip_range_vf": 0.2, "normalize_obs": True, "normalize_reward": True},
+)  # fmt: skip
+ATARI = Preset(
+    8, 10_000_000, "zoo",
+    {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4, "lr_schedule": "linear",
+     "clip_range": 0.1, "clip_schedule": "linear", "ent_coef": 0.01},
+    atari=True, frame_stack=4,
+)  # fmt: skip
+MINIGRID = Preset(
+    8, 100_000, "zoo",
+    {"n_steps": 512, "batch_size": 64, "n_epochs": 10, "learning_rate": 2.5e-4, "normalize_obs": True,
+     "normalize_reward": True},
+    wrappers=("minigrid.wrappers:FlatObsWrapper",),
+)  # fmt: skip
 
 PRESETS: dict[str, Preset] = {
     "CartPole-v1": Preset(
@@ -63,6 +92,11 @@ PRESETS: dict[str, Preset] = {
         {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "gamma": 0.999, "clip_range": 0.18,
          "normalize_obs": True, "normalize_reward": True},
     ),
+    **{f"{name}-v5": MUJOCO for name in ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")},
+    **{f"ALE/{name}-v5": ATARI for name in ("Pong", "Breakout")},
+    "MiniGrid-Empty-Random-5x5-v0": MINIGRID,
+    "MiniGrid-DoorKey-5x5-v0": MINIGRID,
+    "MiniGrid-DoorKey-6x6-v0": replace(MINIGRID, total_timesteps=400_000),
 }  # fmt: skip
 
 
@@ -70,8 +104,9 @@ def preset_for(env: str, name: str = "auto") -> Preset | None:
     """The preset `name`, or with "auto" the one of `env` if there is any, or with "none" no preset."""
     if name == "none":
         return None
-    if name == "auto":
-        return PRESETS.get(env)
-    if name not in PRESETS:
+    wanted = env.rpartition(":")[2] if name == "auto" else name  # of module:Id-v0 the id
+    if wanted not in PRESETS:
+        if name == "auto":
+            return None
         raise unknown_name("preset", name, [*PRESETS, "auto", "none"])
-    return PRESETS[name]
+    return replace(PRESETS[wanted], name=wanted)

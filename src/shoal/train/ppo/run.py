@@ -45,6 +45,10 @@ class RunOptions:
     """Arguments of the environment; values are JSON or plain text."""
     wrapper: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODULE:NAME")] = ()
     """Put this around the environment; may be given several times, the first is innermost."""
+    atari: bool = False
+    """Show a game of ale_py as the literature does: grey, 84 x 84, four frames an action."""
+    frame_stack: int = 0
+    """Show the last so many observations as one; 0 for the last alone."""
     preset: str = "auto"
     """Tuned settings: "auto" takes those of the env if there are any, "none" takes none, or a name."""
     n_envs: int = 8
@@ -103,6 +107,8 @@ def saved_options(path: str) -> tuple[RunOptions, PPOConfig]:
         "n_envs": saved.training["n_envs"],
         "env_kwargs": tuple(f"{k}={json.dumps(v)}" for k, v in saved.policy["env_kwargs"].items()),
         "wrapper": tuple(saved.policy.get("wrappers", ())),
+        "atari": saved.policy.get("atari", False),
+        "frame_stack": saved.policy.get("frame_stack", 0),
     }
     return RunOptions(**{**options, "resume_from": str(folder)}), read_config(saved.training["config"])
 
@@ -293,7 +299,7 @@ class PPORun:
         if options.resume_from is None:
             return PPO(
                 options.env, n_envs=options.n_envs, seed=options.seed, config=self.config, path=options.path,
-                **places,
+                preset="none", atari=options.atari, frame_stack=options.frame_stack, **places,
             )  # fmt: skip
         ppo = PPO.load(options.resume_from, options.env, path=options.path, **places)
         if (ppo.seed, ppo.n_envs) != (options.seed, options.n_envs):
@@ -301,12 +307,16 @@ class PPORun:
                 f"the checkpoint was made with --seed {ppo.seed} --n-envs {ppo.n_envs}, got "
                 f"--seed {options.seed} --n-envs {options.n_envs}; leave them out to continue"
             )
-        saved = load_checkpoint(options.resume_from).policy["env_kwargs"]
-        if places["env_kwargs"] != saved:
-            raise ConfigError(
-                f"the checkpoint was made with --env-kwargs {saved}, got {places['env_kwargs']}; leave them out "
-                f"to continue"
-            )
+        saved = load_checkpoint(options.resume_from).policy
+        for flag, was, now in (
+            ("--env-kwargs", saved["env_kwargs"], places["env_kwargs"]),
+            ("--atari", saved.get("atari", False), options.atari),
+            ("--frame-stack", saved.get("frame_stack", 0), options.frame_stack),
+        ):
+            if was != now:
+                raise ConfigError(
+                    f"the checkpoint was made with {flag} {was}, got {now}; leave it out to continue"
+                )
         if ppo.config != self.config:
             changed = [
                 f.name for f in dataclasses.fields(PPOConfig)

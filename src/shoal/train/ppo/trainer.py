@@ -72,6 +72,11 @@ class PPOTrainer:
             settings["learning_rate"] = learning_rate
         base = config or PPOConfig()
         self.config = read_config({**dataclasses.asdict(base), **settings})
+        if self.config.squash:
+            raise ConfigError(
+                "squash=True wraps environments, and PPOTrainer steps the caller's: wrap them in "
+                "shoal.train.ppo.envs.SquashedActions instead"
+            )
         self.device, self.seed, self.path, self.total_episodes = (
             choose_device(device),
             seed,
@@ -83,6 +88,8 @@ class PPOTrainer:
         self._spaces: tuple[gym.Space, gym.Space] | None = None
         self._collectors: dict[int, EnvSlice | VectorSteps] = {}  # by id of the env they step
         self._logs: dict[int, EpisodeLog] = {}
+        self._memories: dict[int, Array] = {}  # of a recurrent policy, by id of the env
+        self._selecting: PPOAgent | None = None  # who answers `select_action`, with a memory of its own
         self.log = EpisodeLog(1, replayable=False)  # all episodes, whatever env they came from
         if observation_space is not None and action_space is not None:
             self._meet(observation_space, action_space, 1)
@@ -120,7 +127,11 @@ class PPOTrainer:
         self.agent.set_envs(1)
         limit = env.spec.max_episode_steps if env.spec is not None else None
         noise = self.agent.noise(min(limit or LONGEST_EPISODE, LONGEST_EPISODE))
-        return self._learn(id(env), known.collect(self.agent, noise, until_done=True))
+        self._recall(id(env))
+        remembered = self.agent.remembered()
+        rollout = known.collect(self.agent, noise, until_done=True)
+        rollout.memory = remembered
+        return self._learn(id(env), rollout)
 
     def train_episode_vectorized(self, vec_env: VectorEnv | HasVectorEnv) -> dict[str, float]:
         """Collect `n_steps` of every environment, then update; returns the metrics.
@@ -143,7 +154,16 @@ class PPOTrainer:
             known.reset()
             self._collectors[id(vec_env)] = known
         self.agent.set_envs(vec_env.num_envs)
-        return self._learn(id(vec_env), known.collect(self.agent, self.agent.noise(self.config.n_steps)))
+        self._recall(id(vec_env))
+        remembered = self.agent.remembered()
+        rollout = known.collect(self.agent, self.agent.noise(self.config.n_steps))
+        rollout.memory = remembered
+        return self._learn(id(vec_env), rollout)
+
+    def _recall(self, key: int) -> None:
+        """Go on from what was remembered of these envs, or from nothing."""
+        if (memory := self.agent.memory) is not None:
+            self.agent.memory = self._memories.setdefault(key, np.zeros_like(memory))
 
     def update(self, rollout: StepRollout) -> dict[str, float]:
         """One PPO update from a rollout that this policy collected."""
@@ -155,10 +175,23 @@ class PPOTrainer:
         return min(1.0, self.num_episodes / self.total_episodes) if self.total_episodes else 0.0
 
     def select_action(
-        self, observation: Any, *, mask: Any = None, deterministic: bool = False, draw: int = 0
+        self,
+        observation: Any,
+        *,
+        mask: Any = None,
+        deterministic: bool = False,
+        draw: int = 0,
+        start: bool = False,
     ) -> Selected:
-        """The action for one observation; `draw` numbers the draws, the same one gives the same action."""
-        agent = self.agent
+        """The action for one observation; `draw` numbers the draws, the same one gives the same action.
+
+        A recurrent policy remembers the observations of earlier calls; `start=True` begins an episode.
+        """
+        if self._selecting is None or self._selecting.learner is not self.agent.learner:
+            self._selecting = self.agent.alone()
+        agent, self._selecting.iteration = self._selecting, self.agent.iteration
+        if start:
+            agent.forget(0)
         row = np.zeros((1, agent.obs_rows.size), agent.obs_rows.dtype)
         agent.obs_rows.encode_one(observation, row[0])
         shape = (1, agent.action_rows.size)
@@ -166,15 +199,14 @@ class PPOTrainer:
         logprob = np.zeros(1, np.float32)
         chance = stream(self.seed, "select", agent.iteration, draw)
         if agent.action_rows.is_discrete:
-            noise = chance.random(shape, dtype=np.float32)
+            noise = chance.random((1, agent.noise_size), dtype=np.float32)
         else:
-            noise = chance.standard_normal(shape, dtype=np.float32)
+            noise = chance.standard_normal((1, agent.noise_size), dtype=np.float32)
         masks = np.zeros((1, 0), np.uint8) if mask is None else np.asarray(mask, np.uint8).reshape(1, -1)
         if masks.size and any(agent.action_rows.forbidden(masks)):
             raise ValueError("the action mask allows no action")
+        value = agent.value_of(row)
         agent.act(row, masks, noise, actions, logprob, deterministic)
-        seen = row if agent.obs_norm is None else agent.obs_norm(row)
-        value = float(agent.learner.values(seen)[0])
         return Selected(agent.action_rows.to_env(actions)[0], float(logprob[0]), value)
 
     def save(self, root: Path | str) -> Path:
@@ -222,6 +254,8 @@ class PPOTrainer:
         self.log.n_episodes, self.log.n_steps = saved.training["n_episodes"], saved.training["n_steps"]
         self._collectors.clear()
         self._logs.clear()
+        self._memories.clear()
+        self._selecting = None
 
     def _meet(self, obs: gym.Space, act: gym.Space, n_envs: int) -> None:
         if self._agent is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 Array = np.ndarray
 NO_MASKS = np.zeros((0, 0), np.uint8)
+NO_ROWS = np.zeros((0, 0), bool)
 
 
 class UpdateStats(NamedTuple):
@@ -37,7 +38,12 @@ class UpdateBatch:
     returns: Array  # [B] float32
     values: Array  # [B] float32 before the update
     masks: Array  # [B, sum(groups)] uint8, or empty [0, 0]
-    orders: Array  # [E, B] int64, a permutation for each epoch
+    orders: Array  # [E, B] int64, a permutation for each epoch; of envs, where sequences are learned from
+    begins: Array = field(
+        default_factory=lambda: NO_ROWS
+    )  # [T, N] bool, of a recurrent policy, whose rows are all those of [T, N]
+    valid: Array = field(default_factory=lambda: NO_ROWS)  # [T, N] bool, which of them are learned from
+    memory: Array = field(default_factory=lambda: NO_ROWS)  # [N, S] what it remembered at the first
 
 
 @dataclass(frozen=True, slots=True)

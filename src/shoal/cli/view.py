@@ -1,0 +1,108 @@
+"""`shoal view RUN…`: runs, episodes, skills and samples in a browser of this machine, or in one static file."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from shoal.core.errors import DataError
+from shoal.core.files import write_text
+
+MARKS = ("metrics.jsonl", "trajectories", "state.db", "summary.json", "batch")
+"""One of these makes a folder a run."""
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """Look at runs in a browser: curves, advice, episodes turn by turn, groups side by side, skills, split samples.
+
+    RUN is a run folder, or a folder of run folders such as runs/. The page is served on 127.0.0.1 only, to whoever has
+    its whole address, and only reads. It follows runs that are going on.
+
+        shoal view runs/demo
+        shoal view runs/seed1 runs/seed2 --open
+        shoal view runs/demo --export demo.html
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = (Path("runs"),)
+    """run folders, or folders that hold them"""
+    port: int = 0
+    """on which to answer; 0 takes a free one"""
+    open: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """also open the page in the browser"""
+    export: Path | None = None
+    """write one static file instead, which needs no server and no network"""
+    episodes: int = 60
+    """with --export: how many episodes of each run it holds, the worst, the best, failed ones and the newest"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until interrupted, or write the file."""
+    options = tyro.cli(ViewOptions, args=list(argv), prog="shoal view")
+    from shoal.viewer.runs import Run
+
+    with contextlib.ExitStack() as ending:
+        runs = [Run(folder) for folder in run_folders(options.runs)]
+        for run in runs:
+            ending.callback(run.index.close)
+        if options.export is not None:
+            return _export(runs, options.export, options.episodes)
+        from shoal.viewer.server import index_in_background, make_app, serve
+
+        app = make_app(runs)
+        ending.callback(index_in_background(runs))
+
+        def ready(address: str) -> None:
+            print(f"{len(runs)} run{'s' * (len(runs) != 1)} at {address}", flush=True)
+            print("the address holds a token: who has it can read these runs; Ctrl-C ends it", flush=True)
+            if options.open:
+                webbrowser.open(address)
+
+        serve(app, options.port, ready)
+    return 0
+
+
+def _export(runs: Sequence[object], place: Path, episodes: int) -> int:
+    from shoal.viewer.export import export
+    from shoal.viewer.runs import Run
+
+    if episodes < 1:
+        raise DataError(f"--episodes must be at least 1, got {episodes}")
+    known = [run for run in runs if isinstance(run, Run)]
+    for run in known:
+        run.index.refresh()
+    text = export(known, episodes)
+    write_text(place, text)
+    print(f"{place}: {len(text.encode()) / 2**20:.1f} MiB, open it in any browser", file=sys.stderr)
+    return 0
+
+
+def run_folders(asked: Sequence[Path]) -> list[Path]:
+    """The run folders that are meant: each as it is, or those inside, in the order of their names.
+
+    Raises:
+        DataError: one is no folder, or holds no run.
+    """
+    found: list[Path] = []
+    for path in asked:
+        if not path.is_dir():
+            raise DataError(f"{path} is not a folder; runs are in runs/ unless run_dir= said otherwise")
+        inside = [path] if is_run(path) else sorted(p for p in path.iterdir() if p.is_dir() and is_run(p))
+        if not inside:
+            raise DataError(
+                f"{path} holds no run: there is none of {', '.join(MARKS)} in it or in its folders"
+            )
+        found += [folder for folder in inside if folder.resolve() not in {f.resolve() for f in found}]
+    return found
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is one of a run."""
+    return any((folder / name).exists() for name in MARKS)

@@ -1,0 +1,247 @@
+"""The side of a job: what it is given, and the marks it leaves when it is over.
+
+`DONE.json` is written last, by one rename, and names the launch it belongs to: a scheduler believes no other.
+`FAILED.json` says why there is none. `python -m shoal.skills.jobs.run FOLDER --attempt N` runs the function that
+the folder's `job.json` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import io
+import json
+import os
+import resource
+import secrets
+import signal
+import sys
+import tarfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, write_bytes, write_json
+
+DONE, FAILED = "DONE.json", "FAILED.json"
+
+
+class ExhaustedError(RuntimeError):
+    """The budget was used up before the job reached its goal: the same again would end the same."""
+
+
+def write_done(folder: Path, attempt: int | None, fields: Mapping[str, Any]) -> Path:
+    """Leave the mark of a result that is whole on disk; its `id` tells results apart, however alike."""
+    path = folder / DONE
+    write_json(path, {"attempt": attempt, "id": secrets.token_hex(8), **fields})
+    return path
+
+
+def read_done(folder: Path, attempt: int | None = None) -> dict[str, Any]:
+    """The mark in a folder; a `DataError` if it is missing, broken, or of another launch."""
+    path = folder / DONE
+    if not path.exists():
+        raise DataError(f"{folder} is not done: it has no {DONE}")
+    done: dict[str, Any] = read_json(path)
+    if attempt is not None and done.get("attempt") != attempt:
+        raise DataError(f"{path} is the mark of launch {done.get('attempt')}, not of launch {attempt}")
+    return done
+
+
+def mark_of(folder: Path) -> str:
+    """What tells this result from every other; marks of the first edition are told by their bytes."""
+    done = read_done(folder)
+    return str(done.get("id") or hashlib.sha256((folder / DONE).read_bytes()).hexdigest())
+
+
+def write_failure(folder: Path, attempt: int | None, error: BaseException | str) -> None:
+    """Leave the reason of a failed launch where the scheduler finds it."""
+    reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    final = isinstance(error, ExhaustedError)
+    write_json(folder / FAILED, {"attempt": attempt, "reason": reason, "final": final})
+
+
+def read_failure(folder: Path, attempt: int) -> tuple[str | None, bool]:
+    """Why a launch failed, if it could say so, and whether it says that another try would be in vain."""
+    with contextlib.suppress(FileNotFoundError, DataError, AttributeError):
+        failed = read_json(folder / FAILED)
+        if failed.get("attempt") == attempt:
+            return str(failed.get("reason")), bool(failed.get("final"))
+    return None, False
+
+
+def clear_marks(folder: Path) -> None:
+    """Forget how an earlier launch in this folder ended."""
+    for mark in (DONE, FAILED):
+        (folder / mark).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the function of a job is given; its folder lasts over launches, so what it saves there is found again."""
+
+    folder: Path
+    attempt: int | None
+    name: str
+    function: str
+    settings: dict[str, Any]
+    steps: int  # most it may use, as it counts them itself; 0: no limit
+    needs: dict[str, dict[str, Any]]  # by name: what they made, "path", and "numbers"
+
+    @staticmethod
+    def open(folder: Path | str, attempt: int | None = None) -> Run:
+        """Read the folder of a job."""
+        folder = Path(folder).resolve()
+        path = folder / "job.json"
+        if not path.exists():
+            raise DataError(f"{folder} is not the folder of a job: it has no job.json")
+        return Run(folder, attempt, **read_json(path))
+
+    def input(self, name: str) -> Path:
+        """What a needed job made: its file, or the folder that it packed, unpacked here."""
+        if name not in self.needs:
+            raise ConfigError(
+                f"{self.name!r} does not need {name!r}; it needs {', '.join(self.needs) or 'nothing'}"
+            )
+        path = Path(self.needs[name]["path"])
+        if not self.needs[name]["packed"]:
+            return path
+        target = self.folder / "inputs" / str(self.needs[name]["sha256"])
+        if not target.exists():
+            unpack(path.read_bytes(), target)
+        return target
+
+    def numbers(self, name: str) -> dict[str, Any]:
+        """The numbers that a needed job finished with."""
+        return dict(self.needs[name]["numbers"])
+
+    def finish(
+        self, made: Path | str | bytes = b"", numbers: Mapping[str, Any] | None = None, steps: int = 0
+    ) -> None:
+        """Say that the job is done, once what it made is safe.
+
+        Args:
+            made: bytes, a file or a folder; what needs this job is given it.
+            numbers: to show, and for those who need this job.
+            steps: that were used.
+        """
+        packed = not isinstance(made, bytes) and Path(made).is_dir()
+        data = made if isinstance(made, bytes) else pack(Path(made)) if packed else Path(made).read_bytes()
+        write_bytes(self.folder / "result", data)
+        peak = max(
+            resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
+        fields = {
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "packed": packed,
+            "steps": steps,
+            "numbers": dict(numbers or {}),
+            "peak_memory": peak * 1024,
+            "finished_at": time.time(),
+        }
+        write_done(self.folder, self.attempt, fields)
+
+
+def pack(folder: Path) -> bytes:
+    """A folder as an uncompressed tar; the same files give the same bytes."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and not path.is_symlink():
+                info = tarfile.TarInfo(path.relative_to(folder).as_posix())
+                info.size = path.stat().st_size
+                with path.open("rb") as file:
+                    tar.addfile(info, file)
+    return out.getvalue()
+
+
+def unpack(data: bytes, target: Path) -> None:
+    """The files of a tar below `target`, which appears whole or not at all; nothing leaves it."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+        tar.extractall(temporary, filter="data")
+    with contextlib.suppress(OSError):  # another launch was faster
+        os.replace(temporary, target)
+
+
+def name_of(function: Callable[[Run], Any]) -> str:
+    """`module:function`, or `file.py:function` for one of a script."""
+    if "." in function.__qualname__ or function.__name__ == "<lambda>":
+        raise ConfigError(
+            f"a job's function must stand at the top of a module, got {function.__qualname__!r}"
+        )
+    if function.__module__ != "__main__":
+        return f"{function.__module__}:{function.__name__}"
+    return f"{Path(function.__code__.co_filename).resolve()}:{function.__name__}"
+
+
+def load_function(name: str) -> Callable[[Run], Any]:
+    """The function that `name_of` named."""
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location("shoal_job", place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["shoal_job"] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    function: Callable[[Run], Any] = getattr(module, attribute)
+    return function
+
+
+def run_as_process(folder: Path, attempt: int | None, work: Callable[[], object]) -> int:
+    """Do `work` as the whole of a process: its failure is left in the folder, SIGTERM ends it at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        work()
+    except Exception as error:
+        traceback.print_exc()
+        write_failure(folder, attempt, error)
+        return 1
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one job as a process of its own."""
+    parser = argparse.ArgumentParser(prog="python -m shoal.skills.jobs.run", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--attempt", type=int, default=None)
+    options = parser.parse_args(argv)
+
+    def work() -> None:
+        run = Run.open(options.folder, options.attempt)
+        os.chdir(run.folder)
+        load_function(run.function)(run)
+        if not (run.folder / DONE).exists():
+            run.finish()
+        sys.stdout.write(json.dumps({"event": "finished", "job": run.name, "attempt": run.attempt}) + "\n")
+
+    return run_as_process(options.folder, options.attempt, work)
+
+
+def leave(code: int) -> None:
+    """End this process at once: nothing is left to clean up, and the scheduler waits for the exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":  # as the module that jobs import, so that its exceptions are the ones they raise
+    from shoal.skills.jobs import run
+
+    leave(run.main())

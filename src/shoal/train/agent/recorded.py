@@ -1,0 +1,418 @@
+"""Training on recorded samples, images included: imitate them, or weigh them by their rewards (clipped, in groups).
+
+A sample is what `shoal.splitting` makes: prompt and response ids, the mask of what is trained, positions, and what
+the model needs of its images. Samples share rows as in `shoal.train.agent.batch`; attention stays within a sample,
+so packing decides speed and memory, never results. Minibatches depend on (seed, epoch) alone, and a checkpoint holds
+all that comes after it: a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, verify_folder, write_folder, write_json
+from shoal.core.seeding import derive_seed, stream
+from shoal.train.agent.advantages import group_relative
+from shoal.train.agent.batch import Batching, Row, plan_batches
+from shoal.train.agent.config import Algorithm, refuse_not_positive
+from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights
+from shoal.train.agent.policy import MasterAdamW, trained_parameters
+from shoal.train.agent.update import refuse_diverged
+
+logger = logging.getLogger(__name__)
+Objective = Literal["supervised", "grpo"]
+
+
+@dataclass(frozen=True)
+class RecordedTraining:
+    """How to learn from recorded samples."""
+
+    objective: Objective = "supervised"
+    """`supervised` raises the likelihood of every trained token; `grpo` that of tokens of episodes that beat their
+    group (recordings of one task), with ratios against the recorded log-probabilities, clipped."""
+    epochs: int = 1
+    minibatch_size: int = 8
+    """Samples of a gradient step."""
+    micro_batch_tokens: int = 8192
+    """Tokens that go through the network at a time, padding included."""
+    batching: Batching = "auto"
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    loss_aggregation: Aggregation = "token_mean"
+    policy_loss: str = "clip"
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.28
+    checkpoint_every: int = 50
+    """Gradient steps; 0 for none before the end."""
+
+    def __post_init__(self) -> None:
+        refuse_not_positive(
+            self, "epochs", "minibatch_size", "micro_batch_tokens", "learning_rate", "max_grad_norm"
+        )
+        if self.objective not in ("supervised", "grpo"):
+            raise ConfigError(f"objective must be supervised or grpo, got {self.objective!r}")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One sample as it goes into a row."""
+
+    ids: np.ndarray  # [n] int64, prompt and response
+    positions: np.ndarray  # [rows, n] int64
+    places: np.ndarray  # [k] where the trained tokens stand
+    images: Mapping[str, Any] = field(repr=False)  # tensors by the model's names; made when they are read
+    advantages: np.ndarray  # [k] float32
+    old_logprobs: np.ndarray | None  # [k] float32, as recorded
+
+
+def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Recorded]:
+    """What a step reads, from samples of `shoal.splitting` (`Batch.samples()`).
+
+    Raises:
+        DataError: `grpo` without recorded log-probabilities, or without a group whose rewards differ.
+    """
+    advantages = np.ones(len(samples))
+    if objective == "grpo":
+        advantages = _advantages(samples)
+        if any(sample.logprobs is None for sample in samples):
+            raise DataError(
+                "objective=grpo needs the log-probabilities that were recorded: split step by step with use_vllm_logp"
+            )
+    made = []
+    for sample, advantage in zip(samples, advantages, strict=True):
+        border, mask = len(sample.prompt_ids), np.asarray(sample.response_mask, bool)
+        places = np.flatnonzero(mask) + border
+        if not len(places) or places[0] == 0:
+            continue
+        made.append(
+            Recorded(
+                ids=np.asarray(sample.input_ids, np.int64),
+                positions=np.asarray(sample.position_ids, np.int64),
+                places=places,
+                images=sample.inputs or {},
+                advantages=np.full(len(places), advantage, np.float32),
+                old_logprobs=None if sample.logprobs is None else sample.logprobs[mask].astype(np.float32),
+            )
+        )
+    if not made:
+        raise DataError("no sample has a token to train")
+    return made
+
+
+def _advantages(samples: Sequence[Any]) -> np.ndarray:
+    """Of each sample: how its trajectory's reward compares with those of its task, each trajectory once."""
+    rewards: dict[int, float] = {}
+    tasks: dict[int, str] = {}
+    for sample in samples:
+        last = float(np.sum(sample.rewards))
+        rewards[sample.traj_index], tasks[sample.traj_index] = last, sample.uid
+    names = {uid: number for number, uid in enumerate(dict.fromkeys(tasks.values()))}
+    order = list(rewards)
+    groups = [names[tasks[index]] for index in order]
+    relative = dict(zip(order, group_relative([rewards[i] for i in order], groups).tolist(), strict=True))
+    if not any(relative.values()):
+        raise DataError(
+            "objective=grpo compares recordings of one task, and no task has two with different rewards: record "
+            "several tries of each task, and give their rewards"
+        )
+    return np.array([relative[sample.traj_index] for sample in samples])
+
+
+# --- rows
+@dataclass(frozen=True)
+class Rows:
+    """Samples in rows of one length `T`; `N` tokens of them are trained, in row-major order."""
+
+    inputs: dict[str, Tensor]  # of the network
+    where: Tensor  # [B, T] bool, N of them true
+    targets: Tensor  # [N]
+    samples: Tensor  # [N] which sample of the minibatch each trained token is of
+
+
+def rows_of(
+    samples: Sequence[Recorded], plan: Sequence[Row], pad: int, device: str, dtype: torch.dtype
+) -> Rows:
+    """Lay samples out behind each other in rows; each sees itself alone."""
+    width = max(sum(len(samples[i].ids) for i in row) for row in plan)
+    ids = np.full((len(plan), width), pad, np.int64)
+    own = np.tile(-1 - np.arange(width), (len(plan), 1))  # padding is of nobody, and sees itself alone
+    positions = np.zeros((samples[0].positions.shape[0], len(plan), width), np.int64)
+    where = np.zeros(ids.shape, bool)
+    of, images = [], []
+    for number, row in enumerate(plan):
+        start = 0
+        for i in row:
+            sample, stop = samples[i], start + len(samples[i].ids)
+            ids[number, start:stop], own[number, start:stop] = sample.ids, i
+            positions[:, number, start:stop] = sample.positions
+            where[number, start + sample.places] = True
+            of.append(np.full(len(sample.places), i))
+            images.append(dict(sample.images))
+            start = stop
+    seen = torch.from_numpy(own[:, :, None] == own[:, None, :]).to(device).tril()
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+    inputs = {
+        "input_ids": torch.from_numpy(ids).to(device),
+        "attention_mask": mask[:, None],
+        "position_ids": torch.from_numpy(positions if len(positions) > 1 else positions[0]).to(device),
+    }
+    for name in dict.fromkeys(name for each in images for name in each):
+        value = torch.cat([each[name] for each in images if name in each]).to(device)
+        inputs[name] = value.to(dtype) if value.is_floating_point() else value
+    return Rows(
+        inputs,
+        torch.from_numpy(where).to(device),
+        torch.from_numpy(ids[where]).to(device),
+        torch.from_numpy(np.concatenate(of)).to(device),
+    )
+
+
+def token_logprobs(model: nn.Module, rows: Rows, temperature: float = 1.0) -> Tensor:
+    """`[N]` log-probabilities of the trained tokens."""
+    return scores_of(model, rows.inputs, rows.where, temperature).gather(1, rows.targets[:, None])[:, 0]
+
+
+def scores_of(model: Any, inputs: Mapping[str, Tensor], where: Tensor, temperature: float = 1.0) -> Tensor:
+    """`[N, V]` log-probabilities of every token at the true places of `where`; only those are worked out."""
+    hidden = model.base_model(**inputs, use_cache=False)[0]
+    chosen = hidden[:, :-1][where[:, 1:]]
+    return (model.get_output_embeddings()(chosen).float() / temperature).log_softmax(-1)  # type: ignore[no-any-return]
+
+
+# --- the loop
+class RecordedTrainer:
+    """Trains a network on recorded samples, step by step.
+
+    Args:
+        model: a causal language model of transformers, with or without images.
+        samples: see `recorded_samples`.
+        config: how.
+        pad_id: fills rows up.
+        seed: of the order of samples.
+    """
+
+    def __init__(
+        self, model: Any, samples: Sequence[Recorded], config: RecordedTraining, pad_id: int, seed: int = 0
+    ) -> None:
+        self.model, self.samples, self.config, self.pad_id, self.seed = (
+            model,
+            list(samples),
+            config,
+            pad_id,
+            seed,
+        )
+        self.step = 0
+        self.optimizer = MasterAdamW(
+            [{"params": trained_parameters(model), "lr": config.learning_rate}], config.weight_decay
+        )
+        self._algorithm = Algorithm(
+            policy_loss=config.policy_loss,
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Gradient steps in all."""
+        return self.config.epochs * math.ceil(len(self.samples) / self.config.minibatch_size)
+
+    def train(self) -> Iterator[dict[str, float]]:
+        """The steps that are left; yields what each was like."""
+        a_pass = math.ceil(len(self.samples) / self.config.minibatch_size)
+        while self.step < self.steps:
+            epoch, place = divmod(self.step, a_pass)
+            order = stream(self.seed, "recorded", epoch).permutation(len(self.samples))
+            size = self.config.minibatch_size
+            row = self.gradient_step([self.samples[i] for i in order[place * size : (place + 1) * size]])
+            self.step += 1
+            yield {"iteration": self.step, "epoch": epoch + 1, **row}
+
+    def gradient_step(self, minibatch: Sequence[Recorded]) -> dict[str, float]:
+        """One step of the optimizer; the weights of the minibatch's tokens sum to 1, however it is cut."""
+        config, parameters = self.config, trained_parameters(self.model)
+        device, dtype = str(parameters[0].device), parameters[0].dtype
+        weights = aggregation_weights([len(s.places) for s in minibatch], config.loss_aggregation)
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = {"loss": 0.0, "logprob": 0.0, "clip_fraction": 0.0}
+        plans = plan_batches([len(s.ids) for s in minibatch], config.micro_batch_tokens, config.batching)
+        for plan in plans:
+            rows = rows_of(minibatch, plan, self.pad_id, device, dtype)
+            order = [i for row in plan for i in row]
+            logprobs = token_logprobs(self.model, rows)
+            weight = _joined([weights[i] for i in order], device)
+            if config.objective == "supervised":
+                losses, clipped = -logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
+            else:
+                old = _joined([_known(minibatch[i].old_logprobs) for i in order], device)
+                advantages = _joined([minibatch[i].advantages for i in order], device)
+                tokens = Tokens(logprobs, old, advantages, rows.samples)
+                losses, clipped = LOSSES[config.policy_loss].compute(tokens, self._algorithm)
+            loss = (losses * weight).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            totals["loss"] += float(loss.detach())
+            totals["logprob"] += float(logprobs.detach().sum())
+            totals["clip_fraction"] += float(clipped.sum())
+        count = sum(len(s.places) for s in minibatch)
+        norm = refuse_diverged(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm), "policy")
+        self.optimizer.step()
+        means = {name: totals[name] / count for name in ("logprob", "clip_fraction")}
+        return {"loss": totals["loss"], **means, "grad_norm": norm, "trained_tokens": count}
+
+    def save(self, folder: Path) -> None:
+        """Write all that comes after this step; the folder appears whole or not at all."""
+        from safetensors.torch import save_file
+
+        state = self.optimizer.state_dict()["state"]
+        moments = {
+            f"{number}.{name}": value
+            for number, values in state.items()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        with write_folder(folder) as new:
+            self.model.save_pretrained(new / "model")
+            save_file({**moments, **self.optimizer.masters()}, new / "optimizer.safetensors")
+            write_json(new / "state.json", {"step": self.step, "steps": self.steps, "seed": self.seed})
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote.
+
+        Raises:
+            DataError: it is of another run.
+        """
+        from safetensors.torch import load_file
+
+        verify_folder(folder)
+        state = read_json(folder / "state.json")
+        if (state.get("steps"), state.get("seed")) != (self.steps, self.seed):
+            raise DataError(f"{folder} is of a run with {state.get('steps')} steps and seed {state.get('seed')}, "
+                            f"not {self.steps} and {self.seed}; resume with the same settings")  # fmt: skip
+        kept = type(self.model).from_pretrained(folder / "model")
+        self.model.load_state_dict(kept.state_dict())
+        self.step = int(state["step"])
+        saved, optimizer = load_file(folder / "optimizer.safetensors"), self.optimizer.state_dict()
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in saved.items():
+            number, _, kind = name.partition(".")
+            if kind != "master":
+                moments.setdefault(int(number), {})[kind] = value
+        self.optimizer.load_state_dict(optimizer | {"state": moments})
+        masters = self.optimizer.masters()
+        if masters:
+            with torch.no_grad():
+                for name, value in masters.items():
+                    value.copy_(saved[name])
+
+
+def _joined(arrays: Sequence[np.ndarray], device: str) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).to(device)
+
+
+def _known(values: np.ndarray | None) -> np.ndarray:
+    assert values is not None
+    return values
+
+
+# --- answers
+def answer(
+    model: Any,
+    prompts: Sequence[Any],
+    pad_id: int,
+    end_ids: Sequence[int],
+    *,
+    max_tokens: int = 32,
+    temperature: float = 0.0,
+    seed: int = 0,
+    grow: Callable[[np.ndarray, int], np.ndarray] | None = None,
+) -> list[tuple[list[int], list[float]]]:
+    """What the model writes after the prompts of samples: token ids and their log-probabilities.
+
+    Args:
+        model: as for `RecordedTrainer`.
+        prompts: samples of `shoal.splitting`, of which only the prompts are read.
+        pad_id: fills rows up.
+        end_ids: tokens that end an answer; they are part of it.
+        max_tokens: of an answer.
+        temperature: 0 takes the likeliest token.
+        seed: of the tokens that are drawn, by the number of the prompt and of the token.
+        grow: positions of the next token from those so far; counts on if it is not given.
+    """
+    device, dtype = str(next(model.parameters()).device), next(model.parameters()).dtype
+    found: list[tuple[list[int], list[float]]] = []
+    with torch.no_grad():
+        for number, sample in enumerate(prompts):
+            ids = np.asarray(sample.prompt_ids, np.int64)
+            positions = np.asarray(sample.prompt_positions, np.int64)
+            noise = stream(seed, "recorded answers", number)
+            written: list[int] = []
+            logprobs: list[float] = []
+            while len(written) < max_tokens and not (written and written[-1] in end_ids):
+                row = Recorded(
+                    ids, positions, np.array([len(ids) - 1]), sample.inputs or {}, np.ones(1), None
+                )
+                inputs = rows_of([row], [[0]], pad_id, device, dtype).inputs
+                hidden = model.base_model(**inputs, use_cache=False)[0][:, -1]
+                scores = model.get_output_embeddings()(hidden)[0].float()
+                chances = (scores / temperature if temperature else scores).log_softmax(-1)
+                if temperature:
+                    gumbel = -np.log(-np.log(noise.uniform(1e-12, 1, len(chances))))
+                    token = int((chances.cpu().numpy() + gumbel).argmax())
+                else:
+                    token = int(chances.argmax())
+                written.append(token)
+                logprobs.append(float(chances[token]))
+                ids = np.append(ids, token)
+                following = positions.max() + 1 if grow is None else grow(positions, token)
+                positions = np.concatenate(
+                    [positions, np.full((len(positions), 1), following, np.int64)], axis=1
+                )
+            found.append((written, logprobs))
+    return found
+
+
+def tiny_model(
+    vocabulary: int, image_token_id: int, seed: int, *, width: int = 64, layers: int = 2, patch: int = 14
+) -> Any:
+    """A Qwen2.5-VL of random weights, small enough to train on two cores.
+
+    Args:
+        vocabulary: tokens that it knows.
+        image_token_id: the one that stands for a part of an image.
+        seed: of the weights.
+        width: of the language part; the vision part has half.
+        layers: of each part.
+        patch: side of an image patch in pixels.
+    """
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    head = width // 4
+    text = {
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "intermediate_size": 4 * width, "vocab_size": vocabulary, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": None,
+        "rope_scaling": {"type": "default", "mrope_section": [head // 2 - 2 * (head // 6), head // 6, head // 6]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
+                            "mrope_section": [head // 2 - 2 * (head // 6), head // 6, head // 6]},
+    }  # fmt: skip
+    sight = {
+        "hidden_size": width // 2, "depth": layers, "num_heads": 2, "intermediate_size": width, "patch_size": patch,
+        "out_hidden_size": width, "spatial_merge_size": 2, "temporal_patch_size": 2, "fullatt_block_indexes": [0],
+        "window_size": 8 * patch,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=sight, image_token_id=image_token_id, tie_word_embeddings=True
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "recorded model") % 2**63)
+        return Qwen2_5_VLForConditionalGeneration(config).eval()

@@ -1,0 +1,447 @@
+"""The pages about episodes: a filtered list, a group side by side, one episode turn by turn, token by token."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.core.data import Trajectory, Turn
+from shoal.core.errors import DataError
+from shoal.viewer.charts import histogram
+from shoal.viewer.index import ORDERS, Episode, Filter
+from shoal.viewer.markup import Html, counted, join, number, tag
+from shoal.viewer.pages import Page, Site, anchor, command, facts, table
+from shoal.viewer.runs import PICTURES, Run
+from shoal.viewer.tokens import Spell, spelling
+
+PAGE = 50
+"""Episodes on a page."""
+OUTCOMES = {"success": "solved", "failed": "failed", "truncated": "out of turns", "error": "error"}
+_TAG = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
+
+
+def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
+    """A page of episodes with the histogram and the causes of failures as filters."""
+    wanted, order = read_filter(query)
+    at = max(0, _whole(query.get("page", "0")))
+    place = f"{site.place(run)}/episodes"
+    total, outcomes = run.index.count(wanted), run.index.outcomes(replace(wanted, outcome=None))
+
+    def with_(**changes: Any) -> dict[str, Any]:
+        return {key: value for key, value in {**query, "page": None, **changes}.items() if value is not None}
+
+    chips = [
+        anchor(
+            site,
+            join(f"{OUTCOMES[name]} ", tag("b", number(n))),
+            place,
+            class_=f"chip {name}" + (" chosen" if wanted.outcome == name else ""),
+            **with_(outcome=None if wanted.outcome == name else name),
+        )
+        for name, n in outcomes.items()
+    ]
+    unbound = replace(wanted, reward_from=None, reward_to=None)
+    bars = run.index.rewards(unbound)
+    links = [
+        site.link(place, **with_(reward_from=repr(low), reward_to=repr(high))) for low, high, _, _ in bars
+    ]
+    reach = wanted.reward_from, wanted.reward_to
+    drawn = histogram(bars, links, reach if None not in reach else None)  # type: ignore[arg-type]
+    causes = [
+        tag(
+            "li",
+            tag("b", number(n)),
+            anchor(
+                site,
+                cause[:300],
+                place,
+                class_="chosen" if cause == wanted.cause else None,
+                **with_(cause=cause),
+            ),
+        )
+        for cause, n in run.index.causes(replace(wanted, cause=None))
+    ]
+    found = run.index.episodes(wanted, order, PAGE, at * PAGE)  # type: ignore[arg-type]
+    orders = [
+        anchor(site, name, place, class_="chip chosen" if name == order else "chip", **with_(order=name))
+        for name in ORDERS
+    ]
+    back = site.link(place, **with_(page=at - 1 or None)) if at else None
+    forth = site.link(place, **with_(page=at + 1)) if (at + 1) * PAGE < total else None
+    pager = [
+        tag("a", "← earlier", href=back, rel="prev") if back else None,
+        tag("span", f"{at * PAGE + bool(total):,} to {at * PAGE + len(found):,} of {total:,}"),
+        tag("a", "later →", href=forth, rel="next") if forth else None,
+    ]
+    body = join(
+        tag("header", tag("h1", "Episodes"), _chosen(site, place, query)),
+        tag(
+            "div",
+            tag("figure", tag("figcaption", tag("b", "Rewards")), drawn),
+            tag(
+                "div",
+                tag("h2", "How they ended"),
+                tag("p", chips, class_="chips"),
+                join(tag("h2", "Why they broke off"), tag("ul", causes, class_="causes")) if causes else None,
+            ),
+            class_="split",
+        ),
+        tag("p", "order: ", orders, class_="chips"),
+        episode_table(site, run, found),
+        tag("nav", pager, class_="pager"),
+    )
+    trail = (("runs", site.link("")), (run.name, site.link(site.place(run))), ("episodes", None))
+    return Page(f"Episodes of {run.name}", body, trail, back, forth, site.link(site.place(run)))
+
+
+def _chosen(site: Site, place: str, query: Mapping[str, str]) -> Html | None:
+    """The filters that hold, each with a link that drops it."""
+    shown = {k: v for k, v in query.items() if k not in ("page", "order") and v}
+    chips = []
+    for key, value in shown.items():
+        rest = {k: v for k, v in query.items() if k not in (key, "page")}
+        chips.append(
+            anchor(site, f"{key.replace('_', ' ')}: {value[:80]} ✕", place, class_="chip chosen", **rest)
+        )
+    return tag("p", chips, class_="chips") if chips else None
+
+
+def read_filter(query: Mapping[str, str]) -> tuple[Filter, str]:
+    """The filter and the order that a link asks for; what it does not say right is a `DataError`."""
+    outcome, order = query.get("outcome"), query.get("order", "file")
+    if outcome not in (None, *OUTCOMES) or order not in ORDERS:
+        raise DataError("that is no kind of episode, or no order, that there is")
+    whole = {key: _whole(query[key]) for key in ("iteration", "group") if query.get(key)}
+    real = {key: _real(query[key]) for key in ("reward_from", "reward_to") if query.get(key)}
+    text = {key: query[key] for key in ("file", "env", "cause") if query.get(key)}
+    return Filter(**text, **whole, **real, outcome=outcome, contains_invalid="invalid" in query), order  # type: ignore[arg-type]
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,15}", text):
+        raise DataError(f"{text[:40]!r} is no whole number")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise DataError(f"{text[:40]!r} is no number") from None
+
+
+def episode_table(site: Site, run: Run, found: Sequence[Episode]) -> Html:
+    """Episodes line by line."""
+    place = site.place(run)
+    rows = [
+        (
+            anchor(site, e.name, f"{place}/episode", class_="row-link", name=e.name),
+            tag("span", OUTCOMES[e.outcome], class_=f"chip {e.outcome}", title=e.error),
+            e.reward,
+            e.turns,
+            anchor(site, f"{e.group}.{e.member}", f"{place}/group", name=e.name),
+            e.tokens,
+            e.invalid,
+            e.iteration,
+            e.env,
+        )
+        for e in found
+    ]
+    heads = ("episode", "end", "reward", "turns", "group.member", "tokens", "invalid", "iteration", "env")
+    return table(heads, rows, "episodes")
+
+
+# --- a group
+def parting(trajectories: Sequence[Trajectory]) -> int | None:
+    """The first turn at which the members of a group do different things; None if they never do.
+
+    A member that has ended parts from one that goes on.
+    """
+    longest = max((len(t.turns) for t in trajectories), default=0)
+    for k in range(longest):
+        if len({_act(t.turns[k]) if k < len(t.turns) else None for t in trajectories}) > 1:
+            return k
+    return None
+
+
+def _act(turn: Turn) -> tuple[Any, ...]:
+    return (turn.observation, turn.action if turn.action_is_valid else turn.response, turn.action_is_valid)
+
+
+def group(site: Site, run: Run, name: str) -> Page:
+    """The members of a group side by side, from the turn where they part."""
+    episode = run.index.find(name)
+    members = run.index.group_of(episode)
+    trajectories = [run.index.read(member) for member in members]
+    part = parting(trajectories)
+    place = site.place(run)
+    mean = statistics.fmean(m.reward for m in members)
+    spread = statistics.pstdev([m.reward for m in members])
+    heads = [
+        tag(
+            "th",
+            anchor(site, f"member {m.member}", f"{place}/episode", name=m.name),
+            tag("span", OUTCOMES[m.outcome], class_=f"chip {m.outcome}"),
+            tag("small", f"reward {number(m.reward)} ({m.reward - mean:+.3g}), {counted(m.turns, 'turn')}"),
+            class_="chosen" if m.name == episode.name else None,
+        )
+        for m in members
+    ]
+    longest = max((len(t.turns) for t in trajectories), default=0)
+    rows = []
+    for k in range(longest):
+        turns = [t.turns[k] if k < len(t.turns) else None for t in trajectories]
+        head = tag("th", str(k + 1), tag("small", "they part here") if k == part else None)
+        if part is None or k < part:
+            cells = [
+                tag(
+                    "td",
+                    _cell(turns[0]),
+                    tag("small", "the same in all"),
+                    colspan=len(members),
+                    class_="same",
+                )
+            ]
+        else:
+            usual = Counter(_act(turn)[1] for turn in turns if turn is not None).most_common(1)[0][0]
+            cells = [
+                tag(
+                    "td",
+                    _cell(t),
+                    class_="gone" if t is None else "as-most" if _act(t)[1] == usual else "other",
+                )
+                for t in turns
+            ]
+        rows.append(tag("tr", head, cells, class_="parting" if k == part else None))
+    said = f"they part in turn {part + 1}" if part is not None else "all members did the same"
+    body = join(
+        tag(
+            "header",
+            tag("h1", f"Group {episode.group}"),
+            facts(
+                {
+                    "env": episode.env,
+                    "iteration": episode.iteration,
+                    "env seed": episode.env_seed,
+                    "members": len(members),
+                    "mean reward": mean,
+                    "standard deviation": spread,
+                    "parting": said,
+                }
+            ),
+        ),
+        None
+        if spread
+        else tag("p", "All rewards are equal: this group gives no advantage to learn from.", class_="hint"),
+        tag(
+            "div",
+            tag(
+                "table", tag("thead", tag("tr", tag("th", "turn"), heads)), tag("tbody", rows), class_="group"
+            ),
+            class_="wide",
+        ),
+    )
+    place_of = f"{place}/episodes"
+    trail = (
+        ("runs", site.link("")),
+        (run.name, site.link(place)),
+        (episode.file.removesuffix(".jsonl"), site.link(place_of, file=episode.file)),
+        (f"group {episode.group}", None),
+    )
+    before = _neighbour(run, members[0], -1)
+    after = _neighbour(run, members[-1], 1)
+    return Page(
+        f"Group {episode.group}",
+        body,
+        trail,
+        site.link(f"{place}/group", name=before) if before else None,
+        site.link(f"{place}/group", name=after) if after else None,
+        site.link(place_of, file=episode.file),
+    )
+
+
+def _neighbour(run: Run, episode: Episode, step: int) -> str | None:
+    """The name of the episode before or behind in the file, if there is one."""
+    try:
+        return (
+            run.index.find(f"{episode.file}:{episode.row + step}").name if episode.row + step >= 0 else None
+        )
+    except DataError:
+        return None
+
+
+def _cell(turn: Turn | None) -> Html:
+    if turn is None:
+        return tag("span", "ended")
+    saw = tag("pre", turn.observation[:2000], class_="saw")
+    did = tag("pre", _marked(turn.response[:2000].strip("\n"), turn.action_is_valid), class_="said")
+    paid = tag("small", f"reward {number(turn.reward)}") if turn.reward else None
+    return join(saw, did, paid)
+
+
+def _marked(text: str, valid: bool) -> Html:
+    """Text of a model with its action marked."""
+    parts: list[Any] = []
+    end = 0
+    for match in _TAG.finditer(text):
+        parts += [
+            text[end : match.start()],
+            tag("mark", match.group(), class_="valid" if valid else "invalid"),
+        ]
+        end = match.end()
+    return join(*parts, text[end:]) if text else tag("i", "(nothing)")
+
+
+# --- an episode
+def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None) -> Page:
+    """An episode turn by turn, with the tokens that the model wrote."""
+    episode = run.index.find(name)
+    trajectory = run.index.read(episode)
+    place = site.place(run)
+    members = run.index.group_of(episode)
+    mean = statistics.fmean(m.reward for m in members)
+    spell = spelling(run.path)
+    versus = (
+        f"{episode.reward - mean:+.3g} against the mean of its {len(members)} members"
+        if len(members) > 1
+        else None
+    )
+    head = tag(
+        "header",
+        tag(
+            "h1",
+            "Episode ",
+            episode.name,
+            " ",
+            tag("span", OUTCOMES[episode.outcome], class_=f"chip {episode.outcome}"),
+        ),
+        facts(
+            {
+                "env": episode.env,
+                "iteration": episode.iteration,
+                "env seed": episode.env_seed,
+                "reward": episode.reward,
+                "in its group": versus,
+                "turns": episode.turns,
+                "tokens": episode.tokens,
+                "weights": trajectory.weights_version,
+            }
+        ),
+        tag("p", f"{episode.status}: {episode.error or 'no cause was recorded'}", class_="error")
+        if episode.status != "ok"
+        else None,
+        tag(
+            "p",
+            anchor(
+                site,
+                f"Its group of {len(members)}, side by side",
+                f"{place}/group",
+                class_="button",
+                name=name,
+            ),
+        )
+        if len(members) > 1
+        else None,
+        command(["shoal", "replay", str(run.path), episode.name]),
+        key() if spell or any(t.logprobs for t in trajectory.turns) else None,
+    )
+    turns = [_turn(site, run, k, t, spell, turn_number) for k, t in enumerate(trajectory.turns)]
+    nothing = tag("p", "This episode has no turns.", class_="empty") if not turns else None
+    trail = (
+        ("runs", site.link("")),
+        (run.name, site.link(place)),
+        (episode.file.removesuffix(".jsonl"), site.link(f"{place}/episodes", file=episode.file)),
+        (f"episode {episode.row}", None),
+    )
+    before, after = _neighbour(run, episode, -1), _neighbour(run, episode, 1)
+    return Page(
+        f"Episode {episode.name}",
+        join(head, turns, nothing),
+        trail,
+        site.link(f"{place}/episode", name=before) if before else None,
+        site.link(f"{place}/episode", name=after) if after else None,
+        site.link(f"{place}/group", name=name) or site.link(place),
+    )
+
+
+def key() -> Html:
+    """What the colours of tokens mean."""
+    steps = [
+        tag("span", text, class_=f"token p{k}")
+        for k, text in ((0, "< 1 %"), (3, "10 %"), (6, "50 %"), (9, "> 90 %"))
+    ]
+    return tag("p", "probability of a token when it was sampled: ", steps, class_="key-line")
+
+
+def _turn(site: Site, run: Run, k: int, turn: Turn, spell: Spell | None, chosen: int | None) -> Html:
+    verdict = turn.action if turn.action_is_valid else "no valid action"
+    prompt = "".join(spell(turn.prompt_ids)) if spell and turn.prompt_ids else None
+    length = counted(len(turn.prompt_ids), "token")
+    return tag(
+        "article",
+        tag(
+            "h2",
+            tag("a", f"Turn {k + 1}", href=f"#turn-{k + 1}") if site.only is None else f"Turn {k + 1}",
+            tag("small", f"reward {number(turn.reward)}"),
+            tag("small", "cut at the limit of tokens") if turn.finish == "length" else None,
+        ),
+        _image(site, run, turn.image),
+        tag("pre", turn.observation, class_="saw"),
+        tag("details", tag("summary", f"prompt of {length}"), tag("pre", prompt))
+        if prompt
+        else tag("small", f"prompt of {length}"),
+        tag("pre", _marked(turn.response.strip("\n"), turn.action_is_valid), class_="said"),
+        strip(turn, spell),
+        tag("p", "→ ", tag("b", verdict), class_="did" if turn.action_is_valid else "did invalid"),
+        id=f"turn-{k + 1}" if site.only is None else None,
+        class_="turn chosen" if chosen == k + 1 else "turn",
+    )
+
+
+def strip(turn: Turn, spell: Spell | None) -> Html | None:
+    """The tokens of a response, coloured by their probability; the log-probability stands in the tip."""
+    if not turn.response_ids:
+        return None
+    pieces = spell(turn.response_ids) if spell else [str(i) for i in turn.response_ids]
+    pairs = list(zip(turn.response_ids, pieces, turn.logprobs or (None,) * len(pieces), strict=False))
+    return tag("p", [token(i, piece, logprob) for i, piece, logprob in pairs], class_="strip")
+
+
+def token(
+    i: int, piece: str, logprob: float | None, *, trained: bool = True, advantage: float | None = None
+) -> Html:
+    """One token: its colour is its probability, a line under it says that it was trained on."""
+    shown = piece.replace("\n", "⏎").replace(" ", "·") or "∅"
+    said = [f"token {i}"]
+    shade = "plain"
+    if logprob is not None:
+        p = math.exp(min(float(logprob), 0.0))
+        shade = f"p{max(0, min(9, int(p * 10) if p >= 0.1 else 2 if p >= 0.05 else 1 if p >= 0.01 else 0))}"
+        said += [f"log-prob {logprob:.4g}", f"probability {p:.1%}"]
+    if advantage is not None:
+        said.append(f"advantage {advantage:+.4g}")
+    said.append("trained on" if trained else "not trained on")
+    more = "" if trained else " masked"
+    sign = "" if not advantage else " up" if advantage > 0 else " down"
+    return tag("span", shown, class_=f"token {shade}{more}{sign}", title=", ".join(said), tabindex="-1")
+
+
+def _image(site: Site, run: Run, image: str | None) -> Html | None:
+    """The picture of a turn: a data URL of a picture, or a file inside the run."""
+    if not image:
+        return None
+    if re.match(r"data:image/(png|jpeg|gif|webp|bmp);base64,[A-Za-z0-9+/=\s]*\Z", image):
+        return tag("img", src=image, alt="what the agent saw", class_="shot")
+    try:
+        run.file(image, PICTURES)
+    except DataError:
+        return tag("small", f"picture {image[:200]} is not in the run folder")
+    address = site.picture(run, image)
+    return (
+        tag("img", src=address, alt="what the agent saw", class_="shot", loading="lazy") if address else None
+    )

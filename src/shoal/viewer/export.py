@@ -1,0 +1,114 @@
+"""One static file of runs: pages as sections of one document, style and script inside, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from urllib.parse import parse_qsl
+
+from shoal.viewer.index import Filter
+from shoal.viewer.markup import Html, join, tag
+from shoal.viewer.pages import Site, address_of
+from shoal.viewer.runs import Run
+from shoal.viewer.server import keys, page_for, static
+
+FILES = 12
+"""Newest files of episodes whose first page is in the file."""
+
+
+def export(runs: Sequence[Run], episodes: int = 60) -> str:
+    """The text of the file.
+
+    Args:
+        runs: to be shown, their indexes up to date.
+        episodes: of each run at most; the worst, the best, failed ones and the newest.
+    """
+    addresses = list(dict.fromkeys(_addresses(Site(runs), episodes)))
+    site = Site(runs, only={path + query: f"#{_name(path + query)}" for path, query in addresses})
+    sections = []
+    for path, query in addresses:
+        page = page_for(site, path, _read(query))
+        trail = [
+            tag("li", tag("a", name, href=link) if link else tag("span", name)) for name, link in page.trail
+        ]
+        ways = {"data_prev": page.previous, "data_next": page.next, "data_up": page.up}
+        sections.append(
+            tag(
+                "div",
+                tag("nav", tag("ol", trail), class_="bar"),
+                tag("main", page.body),
+                class_="page",
+                id=_name(path + query),
+                data_title=page.title,
+                **ways,
+            )
+        )
+    style, script = static("view.css"), static("view.js").replace("</", "<\\/")
+    policy = (
+        f"default-src 'none'; script-src '{_sum(script)}'; style-src '{_sum(style)}'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    title = ", ".join(run.name for run in runs)
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{title} · shoal"),
+        Html(f"<style>{style}</style>"),
+    )
+    body = tag(
+        "body", join(*sections), keys(), Html(f'<script type="module">{script}</script>'), data_static=True
+    )
+    return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
+
+
+def _sum(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _name(address: str) -> str:
+    """An address as the name of a section."""
+    return re.sub(r"[^A-Za-z0-9.:_-]+", "-", address).strip("-") or "runs"
+
+
+def _read(query: str) -> dict[str, str]:
+    return dict(parse_qsl(query.removeprefix("?")))
+
+
+def _addresses(site: Site, most: int) -> list[tuple[str, str]]:
+    """Path and query of every page that the file holds."""
+    found = [("", "")]
+
+    def add(path: str, **query: str) -> None:
+        address = address_of(path, **query)
+        found.append((path, address[len(path) :]))
+
+    for run in site.runs:
+        place = site.place(run)
+        add(place)
+        for skill in run.skills()["skill"]:
+            add(f"{place}/skill", name=str(skill["name"]))
+        for k in range(min(len(run.samples()), most)):
+            add(f"{place}/sample", number=str(k))
+        if run.index.files():
+            add(f"{place}/episodes")
+            for file in run.index.files()[-FILES:]:
+                add(f"{place}/episodes", file=file)
+        part = max(1, most // 4)
+        chosen = [
+            *run.index.episodes(order="worst", limit=part),
+            *run.index.episodes(order="best", limit=part),
+            *run.index.episodes(Filter(outcome="error"), limit=part),
+            *run.index.episodes(order="newest", limit=part),
+        ]
+        names = list(dict.fromkeys(episode.name for episode in chosen))[:most]
+        for name in names:
+            add(f"{place}/episode", name=name)
+        for name in names[: max(1, most // 4)]:
+            add(f"{place}/group", name=name)
+    if len(site.runs) > 1:
+        add("compare")
+    return found

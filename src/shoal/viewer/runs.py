@@ -1,0 +1,255 @@
+"""A run folder as the viewer reads it: kind, metrics, settings, end, skills and samples. Nothing is ever written.
+
+Every file may be missing, half written or replaced while it is read; what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.core.errors import DataError
+from shoal.viewer.index import EpisodeIndex
+
+Kind = Literal["agent", "ppo", "skills", "split"]
+PICTURES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".gif": "image/gif",
+    ".webp": "image/webp",
+}
+FILMS = {".mp4": "video/mp4", ".webm": "video/webm"}
+_LARGEST = 64 * 2**20
+"""Bytes of a file of settings, and of a picture that is shown."""
+
+
+class Run:
+    """One run folder. Safe to use from several threads.
+
+    Args:
+        path: the folder.
+        cache: where the index of its episodes is kept.
+    """
+
+    def __init__(self, path: Path | str, cache: Path | None = None) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise DataError(
+                f"{self.path} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
+            )
+        self.name = self.path.resolve().name
+        self.index = EpisodeIndex(self.path, cache)
+        self._known: dict[str, tuple[Any, Any]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def kind(self) -> Kind:
+        """What made it, by the files that it holds."""
+        if (self.path / "state.db").is_file():
+            return "skills"
+        if (self.path / "batch" / "batch.json").is_file():
+            return "split"
+        return "ppo" if "ppo" in self.config() else "agent"
+
+    @property
+    def x(self) -> str:
+        """The metric that tells how far a row is."""
+        return "steps" if self.kind == "ppo" else "iteration"
+
+    def _cached(self, name: str, make: Callable[[bytes], Any], empty: Any) -> Any:
+        """What `make` gives of a file's bytes, made again only when the file has changed."""
+        path = self.path / name
+        try:
+            status = path.stat()
+            mark = (status.st_ino, status.st_size, status.st_mtime_ns)
+            with self._lock:
+                known = self._known.get(name)
+            if known is not None and known[0] == mark:
+                return known[1]
+            value = make(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return empty
+        with self._lock:
+            self._known[name] = (mark, value)
+        return value
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl` that are whole, in order."""
+        return list(self._cached("metrics.jsonl", whole_rows, []))
+
+    def config(self) -> dict[str, Any]:
+        """The settings of the run."""
+        return dict(self._cached("config.yaml", _settings, {}))
+
+    def summary(self) -> dict[str, Any]:
+        """What the run wrote at its end; empty before."""
+        return dict(self._cached("summary.json", _object, {}))
+
+    def seed(self) -> Any:
+        """The seed of the run, None where it is not known."""
+        return self.summary().get("seed", self.config().get("seed"))
+
+    def status(self) -> str:
+        """`running`, `completed` and so on, or `stopped` when nothing tells how it ended."""
+        if self.is_running():
+            return "running"
+        said = self.summary().get("status")
+        return str(said) if said else "stopped"
+
+    def is_running(self) -> bool:
+        """Whether the process that took the folder lives; one that got its number later does not count."""
+        for name in (".lock", "scheduler.lock"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                taken = (self.path / name).stat().st_mtime
+                process = Path("/proc") / str(int((self.path / name).read_text().strip()))
+                began = int((process / "stat").read_text().rpartition(")")[2].split()[19])
+                since_boot = float(Path("/proc/uptime").read_text().split()[0])
+                age = since_boot - began / os.sysconf("SC_CLK_TCK")
+                ended = any(
+                    (self.path / end).stat().st_mtime >= taken
+                    for end in ("summary.json",)
+                    if (self.path / end).exists()
+                )
+                if time.time() - age <= taken + 1 and not ended:
+                    return True
+        return False
+
+    def version(self) -> str:
+        """A word that changes when something in the run does."""
+        digest = hashlib.sha256(self.status().encode())
+        for name in (
+            "metrics.jsonl",
+            "summary.json",
+            "config.yaml",
+            "state.db",
+            "state.db-wal",
+            "batch/batch.json",
+        ):
+            with contextlib.suppress(OSError):
+                status = (self.path / name).stat()
+                digest.update(f"{name} {status.st_ino} {status.st_size} {status.st_mtime_ns}".encode())
+        digest.update(f"{self.index.files()} {self.index.progress}".encode())
+        with contextlib.suppress(sqlite3.Error, OSError, DataError):
+            digest.update(str(self.index.count()).encode())
+        return digest.hexdigest()[:20]
+
+    # --- files that are shown
+    def file(self, name: str, kinds: Mapping[str, str]) -> tuple[Path, str]:
+        """A file inside the run folder, and its media type.
+
+        Raises:
+            DataError: it is outside, of another kind, too large, or not there.
+        """
+        path, root = self.path / name, self.path.resolve()
+        media = kinds.get(Path(name).suffix.lower())
+        try:
+            real = path.resolve(strict=True)
+            allowed = (
+                media and real.is_relative_to(root) and real.is_file() and real.stat().st_size <= _LARGEST
+            )
+        except (OSError, ValueError, RuntimeError):
+            allowed = False
+        if not allowed or media is None:
+            raise DataError(f"{name[:200]!r} is no picture or film of this run")
+        return real, media
+
+    def media(self) -> list[str]:
+        """Pictures and films that the run made of itself, by name."""
+        found = []
+        for name in ("curves.png", "video.gif", "video.mp4", "video.webm", "chain.gif"):
+            with contextlib.suppress(DataError):
+                self.file(name, PICTURES | FILMS)
+                found.append(name)
+        return found
+
+    # --- skills
+    def skills(self) -> dict[str, list[dict[str, Any]]]:
+        """The tables of the graph's store by name, each row a dict; empty where there is none."""
+        tables: dict[str, list[dict[str, Any]]] = {
+            "skill": [],
+            "attempt": [],
+            "version": [],
+            "head": [],
+            "event": [],
+        }
+        path = self.path / "state.db"
+        if not path.is_file():
+            return tables
+        # Where nobody writes there is no -wal, and opening would make one, except of a file declared unchanging.
+        live = path.with_name("state.db-wal").exists()
+        with contextlib.suppress(sqlite3.Error):
+            address = f"{path.resolve().as_uri()}?{'mode=ro' if live else 'immutable=1'}"
+            with contextlib.closing(sqlite3.connect(address, uri=True, timeout=5)) as db:
+                db.row_factory = sqlite3.Row
+                db.execute("begin")
+                for name in tables:
+                    order = " order by rowid desc limit 500" if name == "event" else " order by rowid"
+                    tables[name] = [dict(row) for row in db.execute(f"select * from {name}{order}")]
+        return tables
+
+    # --- split samples
+    def samples(self) -> list[dict[str, Any]]:
+        """What `batch/batch.json` tells of each sample."""
+        document = self._cached("batch/batch.json", _object, {})
+        samples = document.get("samples")
+        return [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
+
+
+def whole_rows(data: bytes) -> list[dict[str, Any]]:
+    """The JSON objects of the whole lines; a last line that is still being written is left out, so are torn ones."""
+    rows = []
+    for line in data.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append({str(key): value for key, value in row.items()})
+    return rows
+
+
+def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[float], list[float]]:
+    """The curve of a metric: where both it and `x` are finite numbers."""
+    xs, ys = [], []
+    for row in rows:
+        a, b = row.get(x), row.get(name)
+        if _is_number(a) and _is_number(b):
+            xs.append(float(a))  # type: ignore[arg-type]
+            ys.append(float(b))  # type: ignore[arg-type]
+    return xs, ys
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def metric_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every metric that is a number in some row, in the order of their first appearance."""
+    return list(dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value)))
+
+
+def _settings(data: bytes) -> dict[str, Any]:
+    if len(data) > _LARGEST:
+        return {}
+    import yaml
+
+    try:
+        value = yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    value = msgspec.json.decode(data)
+    return value if isinstance(value, dict) else {}

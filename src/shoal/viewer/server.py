@@ -1,0 +1,279 @@
+"""The site as a server of this machine alone: it only answers who knows its token, and it only reads.
+
+Every address begins with the token, so links keep it and nothing is stored in the browser. Requests under another host
+name (DNS rebinding), from another origin, or with a method that writes are refused before anything is looked up.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+from shoal.core.errors import DataError, MissingExtraError, ShoalError, missing_extra
+from shoal.viewer import episode_pages, pages
+from shoal.viewer.markup import Html, tag
+from shoal.viewer.pages import Page, Site
+from shoal.viewer.runs import FILMS, PICTURES, Run
+from shoal.viewer.skill_pages import skill_page
+from shoal.viewer.split_pages import sample_page
+
+logger = logging.getLogger(__name__)
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+STATIC = {"view.js": "text/javascript; charset=utf-8", "view.css": "text/css; charset=utf-8"}
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+
+def static(name: str) -> str:
+    """The text of a file that comes with the viewer."""
+    return (resources.files("shoal.viewer") / "static" / name).read_text("utf-8")
+
+
+def document(page: Page, base: str, version: str = "") -> str:
+    """The whole HTML of a page."""
+    trail = [
+        tag("li", tag("a", name, href=link) if link else tag("span", name, aria_current="page"))
+        for name, link in page.trail
+    ]
+    ways = [
+        tag("link", rel=rel, href=href)
+        for rel, href in (("prev", page.previous), ("next", page.next), ("up", page.up))
+        if href
+    ]
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{page.title} · shoal"),
+        tag("link", rel="icon", href="data:image/png;base64,iVBORw0KGgo="),
+        tag("link", rel="stylesheet", href=f"{base}static/view.css"),
+        tag("script", Html(""), type="module", src=f"{base}static/view.js"),
+        ways,
+    )
+    buttons = [
+        tag("button", "theme", type="button", data_do="theme", title="dark or light (t)"),
+        tag("button", "keys", type="button", data_do="help", title="what the keys do (?)"),
+    ]
+    bar = tag("nav", tag("ol", trail), tag("div", buttons), class_="bar")
+    body = tag("body", bar, tag("main", page.body, id="main", data_version=version or None), keys())
+    return "<!doctype html>\n" + tag("html", head, body, lang="en")
+
+
+def keys() -> Html:
+    """The list of keys, which opens over any page."""
+    known = (
+        ("j k", "next, previous line"),
+        ("Enter", "open it"),
+        ("n p", "next, previous page, episode or group"),
+        ("u", "up"),
+        ("h", "all runs"),
+        ("t", "dark or light"),
+        ("c", "copy the command"),
+        ("?", "this list"),
+    )
+    rows = [
+        tag("div", tag("dt", [tag("kbd", k) for k in keys.split()]), tag("dd", what)) for keys, what in known
+    ]
+    close = tag("button", "close", type="button", data_do="help")
+    return tag("dialog", tag("h2", "Keys"), tag("dl", rows, class_="keys"), close, id="keys")
+
+
+def page_for(site: Site, path: str, query: dict[str, str]) -> Page:
+    """The page at an address, without the token.
+
+    Raises:
+        DataError: there is none.
+    """
+    parts = path.strip("/").split("/")
+    if parts == [""]:
+        return pages.home(site)
+    if parts == ["compare"]:
+        return pages.compare(site, query)
+    if parts[0] != "run" or len(parts) not in (2, 3):
+        raise DataError("there is no such page")
+    run = site.run(parts[1])
+    if len(parts) == 2:
+        return pages.overview(site, run)
+    if parts[2] == "episodes":
+        return episode_pages.episodes(site, run, query)
+    if parts[2] == "episode":
+        turn = query.get("turn", "")
+        return episode_pages.one_episode(
+            site, run, query.get("name", ""), int(turn) if turn.isdecimal() and len(turn) < 9 else None
+        )
+    if parts[2] == "group":
+        return episode_pages.group(site, run, query.get("name", ""))
+    if parts[2] == "skill":
+        return skill_page(site, run, query.get("name", ""))
+    if parts[2] == "sample" and (number := query.get("number", "")).isdecimal() and len(number) < 9:
+        return sample_page(site, run, int(number))
+    raise DataError("there is no such page")
+
+
+def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
+    """The Starlette application; `app.state.token` is what addresses begin with.
+
+    Args:
+        runs: to be looked at.
+        token: 22 or more letters that nobody guesses; drawn if not given.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.concurrency import run_in_threadpool
+        from starlette.requests import Request
+        from starlette.responses import FileResponse, PlainTextResponse, Response
+        from starlette.routing import Route
+    except ImportError as error:
+        raise missing_extra("shoal view", "web") from error
+    token = token or secrets.token_urlsafe(24)
+    site = Site(runs, f"/{token}/")
+
+    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def check(request: Request) -> Response:
+            refused = refusal(request.headers, request.path_params.get("token", ""), token)
+            if refused is not None:
+                return PlainTextResponse(refused + "\n", 403, headers=HEADERS)
+            return await answer(request)
+
+        return check
+
+    async def page(request: Request) -> Response:
+        path, query = request.path_params["path"], dict(request.query_params)
+        shown = path.strip("/").split("/")
+
+        def make() -> Response:
+            known = site.run(shown[1]) if shown[0] == "run" and len(shown) > 1 else None
+            if shown[2:] == ["file"] and known is not None:
+                place, media = known.file(query.get("name", ""), PICTURES | FILMS)
+                return FileResponse(place, media_type=media, headers=HEADERS)
+            version = known.version() if known is not None else "-".join(run.version() for run in site.runs)
+            if version and request.headers.get("x-have") == version:
+                return Response(status_code=204, headers=HEADERS)
+            text = document(page_for(site, path, query), site.base, version)
+            return Response(text, media_type="text/html; charset=utf-8", headers=HEADERS)
+
+        try:
+            return await run_in_threadpool(make)
+        except MissingExtraError as error:
+            return _told(str(error), 501)
+        except (ShoalError, OSError) as error:
+            return _told(str(error), 404)
+
+    def _told(text: str, status: int) -> Response:
+        body = tag("section", tag("h1", "Not here"), tag("p", text, class_="error"))
+        shown = document(Page("Not here", body, (("runs", site.base),), up=site.base), site.base)
+        return Response(shown, status, media_type="text/html; charset=utf-8", headers=HEADERS)
+
+    async def asset(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in STATIC:
+            return PlainTextResponse("there is no such file\n", 404, headers=HEADERS)
+        return Response(static(name), media_type=STATIC[name], headers=HEADERS)
+
+    async def nothing(request: Request) -> Response:
+        return PlainTextResponse(
+            "the token is missing: use the whole address that shoal view printed\n", 403, headers=HEADERS
+        )
+
+    app = Starlette(
+        routes=[
+            Route("/{token}/static/{name}", guarded(asset), methods=["GET"]),
+            Route("/{token}/{path:path}", guarded(page), methods=["GET"]),
+            Route("/{path:path}", nothing, methods=["GET"]),
+        ]
+    )
+    app.state.token = token
+    app.state.site = site
+    return app
+
+
+def refusal(headers: Any, given: str, token: str) -> str | None:
+    """Why a request is refused; None if it may be answered."""
+    if host_of(headers.get("host", "")) not in LOCAL:
+        return "this server only answers as 127.0.0.1 or localhost"
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        return "requests of other sites are refused"
+    if (
+        headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        and headers.get("sec-fetch-mode") != "navigate"
+    ):
+        return "requests of other sites are refused"
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        return "the token is missing or wrong: use the whole address that shoal view printed"
+    return None
+
+
+def host_of(host: str) -> str:
+    """The name in a Host header, without the port.
+
+    >>> [host_of(h) for h in ("127.0.0.1:80", "localhost", "[::1]:9", "a@localhost:1")]
+    ['127.0.0.1', 'localhost', '[::1]', 'a@localhost']
+    """
+    return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+
+
+def index_in_background(runs: Sequence[Run], every: float = 2.0) -> Callable[[], None]:
+    """Keep the indexes up to date in a thread; returns what ends it."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            for run in runs:
+                try:
+                    run.index.refresh()
+                except (ShoalError, OSError) as error:
+                    logger.warning("the episodes of %s cannot be indexed now: %s", run.path, error)
+            ended.wait(every)
+
+    thread = threading.Thread(target=work, name="shoal-view-index", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join(5)
+
+    return end
+
+
+def serve(app: Any, port: int, on_ready: Callable[[str], None]) -> None:
+    """Answer on 127.0.0.1 until interrupted.
+
+    Args:
+        app: of `make_app`.
+        port: 0 takes a free one.
+        on_ready: told the whole address.
+    """
+    import socket
+
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise missing_extra("shoal view", "web") from error
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise DataError(
+                f"port {port} is taken ({error.strerror}); use --port 0 for a free one"
+            ) from error
+        on_ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{app.state.token}/")
+        config = uvicorn.Config(app, log_level="error", access_log=False, server_header=False)
+        uvicorn.Server(config).run(sockets=[listener])

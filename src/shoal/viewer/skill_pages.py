@@ -1,0 +1,204 @@
+"""A graph of skills: what needs what, when it was trained, and which versions each expert has had."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any
+
+from shoal.viewer.charts import Series, graph, line_chart, timeline
+from shoal.viewer.markup import NONE, Html, counted, join, number, tag
+from shoal.viewer.pages import Page, Site, anchor, facts, media, state, table
+from shoal.viewer.runs import Run, points, whole_rows
+
+Row = dict[str, Any]
+
+
+def _json(text: Any, empty: Any) -> Any:
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, type(empty)):
+            return value
+    return empty
+
+
+def _rate(skill: Row) -> str:
+    success = _json(skill.get("result"), {}).get("success")
+    return f", {success:.1%}" if isinstance(success, int | float) else ""
+
+
+def skills_section(site: Site, run: Run) -> Html:
+    """The graph, the time line and a table of all skills."""
+    tables = run.skills()
+    skills, attempts = tables["skill"], tables["attempt"]
+    if not skills:
+        return tag("p", "no skills yet", class_="empty")
+    place = f"{site.place(run)}/skill"
+    names = [str(skill["name"]) for skill in skills]
+    needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
+    states = {str(s["name"]): f"{s['status']}{_rate(s)}" for s in skills}
+    links = {name: link for name in names if (link := site.link(place, name=name))}
+    bars = [
+        (
+            str(a["skill"]),
+            float(a["started"]),
+            float(a["ended"] or time.time()),
+            str(a["outcome"] or a["state"]),
+        )
+        for a in attempts
+    ]
+    rows = [
+        (
+            anchor(site, s["name"], place, class_="row-link", name=s["name"]),
+            state(str(s["status"])),
+            _rate(s).strip(", ") or NONE,
+            s["budget_used"],
+            s["budget_total"],
+            sum(a["skill"] == s["name"] for a in attempts),
+            s["reason"] or "",
+        )
+        for s in skills
+    ]
+    heads = ("skill", "state", "success in its own test", "env steps used", "of", "trainings", "reason")
+    busy = sum(end - begin for _, begin, end, _ in bars)
+    span = max((b[2] for b in bars), default=0.0) - min((b[1] for b in bars), default=0.0)
+    done = sum(s["status"] == "completed" for s in skills)
+    said = {
+        "skills": f"{done} of {len(skills)} completed",
+        "trainings": len(attempts),
+        "seconds from first to last": round(span, 1),
+        "seconds of training in all": round(busy, 1),
+    }
+    return join(
+        tag("section", tag("h2", "Graph"), facts(said), graph(needs, states, links), id="graph"),
+        tag("section", tag("h2", "Time line"), timeline(bars), id="timeline"),
+        tag("section", tag("h2", "Skills"), table(heads, rows)),
+        media(site, run),
+        _events(tables["event"]),
+    )
+
+
+def _events(events: list[Row]) -> Html | None:
+    if not events:
+        return None
+    first = min(float(e["time"]) for e in events)
+    rows = [
+        (
+            f"{float(e['time']) - first:.1f} s",
+            str(e["kind"]),
+            str(e["skill"] or ""),
+            str(e["detail"] or "")[:300],
+        )
+        for e in events
+    ]
+    return tag(
+        "section",
+        tag(
+            "details",
+            tag("summary", counted(len(rows), "event")),
+            table(("at", "event", "skill", "detail"), rows),
+        ),
+    )
+
+
+def skill_page(site: Site, run: Run, name: str) -> Page:
+    """One skill: what it says of itself, its trainings, the versions of its expert, its curve."""
+    from shoal.core.errors import DataError
+
+    tables = run.skills()
+    found = [s for s in tables["skill"] if s["name"] == name]
+    if not found:
+        raise DataError(f"there is no skill {name[:80]!r} in this run")
+    skill = found[0]
+    heads = {h["version"] for h in tables["head"] if h["expert"] == skill["expert"]}
+    versions = [
+        v for v in tables["version"] if v["expert"] == skill["expert"] and skill["expert"] is not None
+    ]
+    attempts = [a for a in tables["attempt"] if a["skill"] == name]
+    version_rows = [
+        (
+            v["id"],
+            "head" if v["id"] in heads else "",
+            v["parent"] if v["parent"] is not None else NONE,
+            str(v["kind"]),
+            str(v["rule"] or ""),
+            f"{v['wins']} of {v['episodes']}" if v["episodes"] else NONE,
+            v["frames"],
+            "accepted" if v["accepted"] else "refused",
+            tag("code", str(v["sha256"])[:12]),
+        )
+        for v in versions
+    ]
+    attempt_rows = [
+        (
+            a["id"],
+            state(str(a["outcome"] or a["state"])),
+            f"{float(a['ended'] or time.time()) - float(a['started']):.1f} s",
+            a["frames"] if a["frames"] is not None else NONE,
+            str(a["launcher"] or ""),
+            str(a["reason"] or ""),
+        )
+        for a in attempts
+    ]
+    spec = json.dumps(_json(skill.get("spec"), {}), indent=2, ensure_ascii=False)
+    slug = str(skill["slug"])
+    curve = _curve(run, slug)
+    body = join(
+        tag("header", tag("h1", name, " ", state(str(skill["status"])))),
+        facts(
+            {
+                "expert": skill["expert"],
+                "needs": ", ".join(map(str, _json(skill.get("dependencies"), []))) or "nothing",
+                "success in its own test": _rate(skill).strip(", ") or None,
+                "env steps used": skill["budget_used"],
+                "of": skill["budget_total"],
+            }
+        ),
+        tag("p", skill["reason"], class_="error") if skill["reason"] else None,
+        curve,
+        tag(
+            "section",
+            tag("h2", "Versions of its expert"),
+            table(("version", "", "made from", "kind", "rule", "won", "env steps", "", "file"), version_rows),
+        ),
+        tag(
+            "section",
+            tag("h2", "Trainings"),
+            table(("no.", "end", "took", "env steps", "launcher", "reason"), attempt_rows),
+        ),
+        tag("section", tag("h2", "Specification"), tag("pre", spec)),
+    )
+    place = site.place(run)
+    names = [str(s["name"]) for s in tables["skill"]]
+    at = names.index(name)
+    return Page(
+        name,
+        body,
+        (("runs", site.link("")), (run.name, site.link(place)), (name, None)),
+        site.link(f"{place}/skill", name=names[at - 1]) if at else None,
+        site.link(f"{place}/skill", name=names[at + 1]) if at + 1 < len(names) else None,
+        site.link(place),
+    )
+
+
+def _curve(run: Run, slug: str) -> Html | None:
+    """Success and entropy over the training of a skill, if its folder has them."""
+    for folder in sorted((run.path / "skills").glob("*")):
+        if folder.name.partition("_")[2] != slug:
+            continue
+        with contextlib.suppress(OSError):
+            real = (folder / "metrics.jsonl").resolve(strict=True)
+            if not real.is_relative_to(run.path.resolve()):
+                return None
+            rows = whole_rows(real.read_bytes())
+            drawn = []
+            for name, limits in (("success", (0.0, 1.0)), ("entropy", None)):
+                xs, ys = points(rows, "step", name)
+                if xs:
+                    picture = line_chart([Series(name, xs, ys)], name, "env steps", limits)
+                    drawn.append(tag("figure", tag("figcaption", tag("b", name), number(ys[-1])), picture))
+            return (
+                tag("section", tag("h2", "Training"), tag("div", drawn, class_="panels")) if drawn else None
+            )
+    return None

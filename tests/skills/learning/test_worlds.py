@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.core.errors import ConfigError, UnknownNameError
+from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.learning.crafting import CraftingWorld
+from shoal.skills.learning.worlds import Bank, default_config, make_world, world_features, world_of
+from shoal.testing import check_world
+
+REPO = Path(__file__).parents[3]
+PAGE = (REPO / "docs" / "own-world.md").read_text()
+
+
+@pytest.fixture
+def corridor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of the page, beside each other."""
+    blocks = dict(re.findall(r"```(python|yaml)\n(.*?)```", PAGE, re.DOTALL))
+    (tmp_path / "corridor.py").write_text(blocks["python"])
+    (tmp_path / "corridor.yaml").write_text(blocks["yaml"])
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("corridor", None)
+
+
+def test_the_worlds_that_come_with_shoal_keep_the_promises() -> None:
+    check_world(CraftingWorld)
+
+
+def test_the_world_of_the_page_keeps_the_promises_and_is_found_by_its_name(corridor: Path) -> None:
+    assert world_of("corridor:CorridorWorld") == "corridor:CorridorWorld"
+    assert world_features("corridor:CorridorWorld").names == ("key", "door")
+    assert default_config("corridor:CorridorWorld").num_envs == 32
+    check_world(lambda lanes: make_world("corridor:CorridorWorld", lanes))
+    assert len(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()) <= 40  # type: ignore[index]
+
+
+@pytest.mark.timeout(300)
+def test_the_page_on_ones_own_world_does_what_it_says(corridor: Path) -> None:
+    command = re.search(r"```bash\nshoal (.*?)\n```", PAGE)[1].split()  # type: ignore[index]
+    env = {**os.environ, **job_environment(2)}
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *command, "--evaluation-worlds", "64"],
+        cwd=corridor, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    share = re.search(r"([0-9.]+)  of all worlds: the whole chain", done.stdout)
+    assert share
+    assert float(share[1]) >= 0.9
+    assert "draws no pictures" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("craftnig", UnknownNameError, "Did you mean 'crafting'"),
+        ("nosuch:World", ConfigError, "no world 'nosuch:World'"),
+        ("corridor:Nothing", ConfigError, "no world 'corridor:Nothing'"),
+        ("corridor:Corridor", ConfigError, "needs `features = Features"),
+    ],
+)
+def test_a_world_that_is_none_is_refused_by_name(corridor: Path, name: str, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        world_of(name)
+
+
+def broken(**change):
+    return type("Broken", (CraftingWorld,), change)
+
+
+def _forgetful(self, bank: Bank, rows, mask) -> None:
+    CraftingWorld.load(self, Bank({**bank.arrays, "hands": bank.arrays["hands"] * 0}), rows, mask)
+
+
+def _lucky(self, actions, rng):
+    return CraftingWorld.step(self, actions, np.random.default_rng())
+
+
+@pytest.mark.parametrize(
+    ("change", "promise"),
+    [
+        ({"wait": 99}, "`wait` must be an action"),
+        ({"moves": ()}, "`moves` must be actions"),
+        ({"observe": lambda self: CraftingWorld.observe(self)[:, :-1]}, "must have shapes"),
+        ({"values": lambda self: self.hands.astype(np.float64)}, "must be float32"),
+        ({"values": lambda self: self.hands + 10}, "must not be more than can be held"),
+        (
+            {"load": lambda self, bank, rows, mask: CraftingWorld.load(self, bank, rows, mask | True)},
+            "outside its mask",
+        ),
+        ({"load": _forgetful}, "must look the same in another world"),
+        ({"step": _lucky}, "must be a function of state, action and random numbers"),
+        ({"fresh": lambda self, n, rng: CraftingWorld.fresh(self, n + 1, rng)}, "must give n states"),
+        (
+            {"fresh": lambda self, n, rng: CraftingWorld.fresh(self, n, np.random.default_rng())},
+            "a function of its",
+        ),
+    ],
+)
+def test_a_broken_promise_is_named(change: dict, promise: str) -> None:
+    with pytest.raises(AssertionError, match=promise):
+        check_world(broken(**change), steps=60)

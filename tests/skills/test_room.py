@@ -1,0 +1,45 @@
+"""The room itself: how many files one skill passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.rooms.trace import Tracer
+
+from shoal.skills.jobs.graph import Graph
+from shoal.skills.jobs.launchers import LocalLauncher
+from shoal.skills.learning.crafting import FEATURES
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.run import run_training
+from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.learning.spec import load_skills
+
+SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
+
+
+def test_a_job_passes_at_most_six_files(tmp_path: Path) -> None:
+    with Tracer("shoal", tmp_path) as tracer:
+        graph = Graph(tmp_path / "graph", launcher=LocalLauncher())
+        graph.add("nothing", "shoal.skills.jobs.run:leave")  # ends at once, and is a failure
+        with tracer.piece() as passed:
+            assert not graph.run()
+        graph.close()
+    files = passed.files(leave_out=("core/", "skills/jobs/graph.py"))
+    assert {"skills/jobs/runner.py", "skills/jobs/decide.py", "skills/jobs/store.py"} <= files
+    assert len(files) <= 6, files
+
+
+def test_a_skill_passes_a_job_s_files_and_at_most_as_many_of_learning_as_it_has_ideas(
+    tmp_path: Path, scripted, quick
+) -> None:
+    with Tracer("shoal", tmp_path) as tracer:
+        launcher = scripted(lambda folder, attempt: str(run_training(folder, attempt) and "exit status 0"))
+        s = SkillScheduler(tmp_path / "skills", launcher=launcher, config=quick)
+        s.add_skill("Collect Wood", SKILLS["Collect Wood"])
+        with tracer.piece() as passed:
+            assert s.run()
+        s.close()
+    files = passed.files(leave_out=("core/", "maths/", "vector/", "skills/learning/scheduler.py"))
+    assert {"skills/learning/trainer.py", "skills/learning/crafting.py"} <= files
+    assert len([file for file in files if file.startswith("skills/jobs/")]) <= 5, files
+    assert len([file for file in files if file.startswith("skills/learning/")]) <= 11, files

@@ -1,0 +1,194 @@
+"""Lots of recordings: killed at any moment, a run goes on and does nothing twice; pixels come back by file."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.splitting import ChatReader, StepwiseTrajectorySplitter
+from shoal.splitting.images import park, parking_place
+from shoal.splitting.shards import read_shards, split_shards
+
+READER = """
+import os
+from pathlib import Path
+from shoal.splitting.readers import reader
+from shoal.splitting.readers.recordings import FolderReader
+
+@reader("logged")
+class Logged(FolderReader):
+    def read(self, dataset_id, path=None):
+        with open(os.environ["READ_LOG"], "a") as log:
+            log.write(dataset_id + "\\n")
+        return super().read(dataset_id, path)
+"""
+
+
+def command(root, processor, mine, out, *more):
+    words = ["split", str(root), "--processor", str(processor), "--reader", "logged", "--imports", str(mine)]
+    words += ["--shard-size", "2", "--out", str(out), "--json-events", *more]
+    return [
+        sys.executable,
+        "-c",
+        "import sys; from shoal.cli.main import main; sys.exit(main(sys.argv[1:]))",
+        *words,
+    ]
+
+
+def rows(folder):
+    return [
+        (sample.dataset_id, sample.input_ids.tolist(), sample.response_mask.tolist())
+        for batch in read_shards(folder)
+        for sample in batch.samples()
+    ]
+
+
+def test_a_killed_run_goes_on_and_does_nothing_twice(processor_folder, make_root, tmp_path):
+    root, ids = make_root(9, steps=2, size=(60, 60))
+    (tmp_path / "mine.py").write_text(READER)
+    log = tmp_path / "log"
+    env = {**os.environ, "READ_LOG": str(log)}
+    line = command(root, processor_folder, tmp_path / "mine.py", tmp_path / "out")
+    with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        made = [json.loads(run.stdout.readline()) for _ in range(2)]
+        run.send_signal(signal.SIGKILL)
+    assert [event["event"] for event in made] == ["batch", "batch"]
+    before = log.read_text().split()
+    done = len(list((tmp_path / "out" / "shards").glob("0*")))
+    assert 2 <= done < 5
+    assert before[: 2 * done] == ids[: 2 * done]
+    log.unlink()
+    again = subprocess.run([*line, "--resume"], env=env, capture_output=True, text=True, timeout=100)
+    assert again.returncode == 0, again.stderr
+    assert log.read_text().split() == ids[2 * done :]  # nothing that was done is read again
+    with pytest.raises(DataError, match="not done; resume it"):
+        list(read_shards(_less_one(tmp_path / "out" / "shards")))
+    calm = subprocess.run(
+        command(root, processor_folder, tmp_path / "mine.py", tmp_path / "calm"),
+        env=env, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert calm.returncode == 0, calm.stderr
+    assert len(rows(tmp_path / "calm" / "shards")) == 18
+    other = subprocess.run(
+        [*line, "--resume", "--window-size", "3"], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert other.returncode != 0
+    assert "begun with other recordings or settings" in other.stderr
+
+
+def _less_one(folder):
+    import shutil
+
+    copy = folder.with_name("less")
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "000003")
+    return copy
+
+
+def test_lots_hold_what_one_split_holds_and_reasons_where_all_was_skipped(processor, make_root, tmp_path):
+    root, ids = make_root(5, steps=(1, 3), size=(60, 60))
+    for name in ids[2:4]:
+        (root / name / "final_messages.json").write_text("[")
+    splitter = StepwiseTrajectorySplitter(processor, root, padding="longest", on_error="skip")
+    whole = splitter.split(ids, [0.0, 1.0, 2.0, 3.0, 4.0]).samples()
+    seen = []
+    made = list(split_shards(splitter, ids, [0.0, 1.0, 2.0, 3.0, 4.0], tmp_path / "lots", size=2,
+                             progress=lambda done, total: seen.append((done, total))))  # fmt: skip
+    assert [counts["skipped"] for _, counts in made] == [0, 2, 0]
+    assert seen == [(2, 5), (4, 5), (5, 5)]
+    assert set(json.loads((tmp_path / "lots" / "000001" / "skipped.json").read_text())) == set(ids[2:4])
+    got = [sample for batch in read_shards(tmp_path / "lots") for sample in batch.samples()]
+    assert [s.dataset_id for s in got] == [s.dataset_id for s in whole]
+    for left, right in zip(got, whole, strict=True):
+        assert left.input_ids.tolist() == right.input_ids.tolist()
+        assert left.rewards.tolist() == right.rewards.tolist()
+        assert torch.equal(left.inputs["pixel_values"], right.inputs["pixel_values"])
+    assert list(split_shards(splitter, ids, [0.0, 1.0, 2.0, 3.0, 4.0], tmp_path / "lots", size=2)) == []
+    with pytest.raises(ConfigError, match="begun with other"):
+        list(split_shards(splitter, ids, None, tmp_path / "lots", size=2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ten_thousand_recordings_are_split_lot_by_lot(processor, tmp_path):
+    chat = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "Gone."}]
+    with (tmp_path / "many.jsonl").open("w") as file:
+        for number in range(10_000):
+            file.write(json.dumps({"id": f"r{number:05d}", "messages": chat}) + "\n")
+    reader = ChatReader(tmp_path / "many.jsonl")
+    splitter = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest")
+    first = split_shards(splitter, reader.ids(), None, tmp_path / "lots", size=500)
+    made = [next(first)[0].name for _ in range(7)]
+    first.close()
+    made += [
+        place.name for place, _ in split_shards(splitter, reader.ids(), None, tmp_path / "lots", size=500)
+    ]
+    assert made == [f"{number:06d}" for number in range(20)]
+    names = [sample.dataset_id for batch in read_shards(tmp_path / "lots") for sample in batch.samples()]
+    assert names == reader.ids()
+
+
+# --- pixels by file
+def places():
+    return {path.name for path in Path("/dev/shm").glob(f"shoal-pixels-{os.getpid()}-*")}
+
+
+def test_pixels_come_back_through_files_that_do_not_stay(processor, make_root):
+    root, ids = make_root(3, steps=2, size=(90, 60))
+    serial = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        splitter = StepwiseTrajectorySplitter(processor, root, padding="longest")
+        results = splitter.results(ids, executor=executor)
+        first = next(results)
+        assert type(first.pixels.rows).__name__ == "memmap"
+        assert len(places()) == 1
+        results.close()  # left half way
+        assert places() == set()
+        batch = splitter.split(ids, executor=executor)
+    assert places() == set()
+    for got, want in zip(batch["multi_modal_inputs"], serial["multi_modal_inputs"], strict=True):
+        assert torch.equal(got["pixel_values"], want["pixel_values"])
+
+
+def test_pixels_are_sent_as_they_are_where_there_is_no_room_for_a_file(
+    processor, make_root, monkeypatch, caplog
+):
+    root, ids = make_root(1, steps=1, size=(60, 60))
+    pixels = next(StepwiseTrajectorySplitter(processor, root).results(ids)).pixels
+    with parking_place() as place:
+        parked = park(pixels, place)
+        assert torch.equal(parked.fetched().values([0]), pixels.values([0]))
+        assert not list(Path(place).iterdir())
+
+        class Full:
+            def __enter__(self):
+                raise OSError(28, "No space left on device")
+
+            def __exit__(self, *_):
+                return None
+
+        monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: os.close(descriptor) or Full())
+        assert park(pixels, place) is pixels
+        assert not list(Path(place).iterdir())
+    assert "no room" in caplog.text
+
+
+def test_what_a_killed_run_left_of_its_pixels_is_swept(tmp_path):
+    from shoal.splitting import images
+
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(images.tempfile.gettempdir())
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    left = base / f"shoal-pixels-{gone.stdout.strip()}-abc"
+    left.mkdir()
+    with parking_place():
+        assert not left.exists()

@@ -1,0 +1,140 @@
+"""The documents: their links lead, their code is code, their commands are commands, and the tutorials run."""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import COMMANDS
+from tests.freeze.record import SPLIT_COMMANDS, flags_of
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")]
+    + list((ROOT / "docs").rglob("*.md"))
+)
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.S | re.M)
+GENERATED = {"results.md"}
+"""Made with the site."""
+
+of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#…` may follow the name of a page."""
+    heads = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.strip().lower()).replace(" ", "-") for head in heads}
+
+
+@of_each_page
+def test_links_lead_somewhere(page):
+    text = BLOCK.sub("", page.read_text())
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target.name in GENERATED:
+            continue
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: there is no such heading"
+
+
+@of_each_page
+def test_python_shown_is_python_and_its_names_exist(page):
+    for _, code in [found for found in BLOCK.findall(page.read_text()) if found[0] == "python"]:
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shoal":
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+
+
+@cache
+def known_flags(command: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(flag for flag in flags_of(command) if flag.startswith("-"))
+
+
+def commands_in(page: Path) -> list[list[str]]:
+    """The words of every `shoal …` in the blocks of a page."""
+    found = []
+    for kind, text in BLOCK.findall(page.read_text()):
+        if kind not in ("", "bash", "sh"):
+            continue
+        for line in text.replace("\\\n", " ").splitlines():
+            line = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
+            if re.match(r"shoal [a-z]", line):
+                for part in re.split(r"\s(?:&&|\||;|>)\s", line):
+                    if part.startswith("shoal "):
+                        found.append(shlex.split(part, comments=True)[1:])
+    return found
+
+
+@of_each_page
+def test_commands_shown_are_commands_with_flags_that_exist(page):
+    for words in commands_in(page):
+        assert words[0] in COMMANDS, " ".join(words)
+        command: tuple[str, ...] = (words[0],)
+        if words[0] in SPLIT_COMMANDS and len(words) > 1 and words[1] in SPLIT_COMMANDS[words[0]]:
+            command = (words[0], words[1])
+        flags = [word.split("=")[0] for word in words[1:] if word.startswith("--")]
+        known = known_flags(command) if flags else frozenset()
+        same = {flag.replace("_", "-") for flag in known} | {"--help"}
+        for flag in flags:
+            assert flag.replace("_", "-") in same, f"shoal {' '.join(words)}: there is no {flag}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert (
+        listed
+        == {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} | GENERATED
+    )
+
+
+def test_the_page_of_results_names_every_rival(tmp_path):
+    subprocess.run([sys.executable, ROOT / "docs" / "make_results.py", tmp_path], check=True)
+    text = (tmp_path / "results.md").read_text()
+    assert text.count("<svg") > 20
+    assert "sb3" in text
+    assert "gymnasium async" in text
+
+
+def test_the_readme_fits_a_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path):
+    """Blocks of Python and bash run in order; one that begins with `# NAME` is saved under that name."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "shoal").write_text(f'#!/bin/sh\nexec {sys.executable} -m shoal "$@"\n')
+    (commands / "shoal").chmod(0o755)
+    env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    env["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    work = tmp_path / "work"
+    work.mkdir()
+    ran = 0
+    for kind, text in BLOCK.findall(page.read_text()):
+        named = re.match(r"# ([\w-]+\.(?:py|yaml))\n", text)
+        if named:
+            (work / named[1]).write_text(text)
+            continue
+        if kind not in ("python", "bash"):
+            continue
+        words = [sys.executable, "-c", text] if kind == "python" else ["bash", "-euc", text]
+        done = subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        ran += 1
+    assert ran > 0

@@ -1,0 +1,245 @@
+"""Training on recorded samples: packing changes nothing, kills change nothing, and what is learned is right."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.core.errors import DataError
+from shoal.core.files import read_json
+from shoal.splitting import (
+    StepwiseTrajectorySplitter,
+    TrajectorySplitter,
+    build_qwen_processor,
+    load_processor,
+)
+from shoal.splitting.synthetic import write_button_recordings, write_gui_recordings
+from shoal.train.agent.recorded import (
+    RecordedTrainer,
+    RecordedTraining,
+    answer,
+    recorded_samples,
+    rows_of,
+    tiny_model,
+    token_logprobs,
+)
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recorded") / "qwen"
+    return load_processor(build_qwen_processor(folder, vocabulary=600, compact=True))
+
+
+@pytest.fixture
+def model(processor):
+    return tiny_model(len(processor.tokenizer), processor.image_token_id, 0, width=32, layers=1)
+
+
+@pytest.fixture
+def batch(processor, tmp_path):
+    ids = write_gui_recordings(tmp_path / "gui", 3, steps=(1, 3), size=(90, 60), words=(2, 9))
+    return TrajectorySplitter(processor, tmp_path / "gui", 2, 2, padding="longest").split(
+        ids, [1.0, 0.0, 1.0]
+    )
+
+
+def logprobs(model, samples, plan, pad):
+    with torch.no_grad():
+        return token_logprobs(model, rows_of(samples, plan, pad, "cpu", torch.float32))
+
+
+def test_log_probs_in_packed_rows_are_those_of_the_models_own_forward(processor, model, batch):
+    samples = recorded_samples(batch.samples(), "supervised")
+    pad = processor.tokenizer.pad_token_id
+    packed = logprobs(model, samples, [[1, 0], list(range(2, len(samples)))], pad)
+    own = []
+    for i in [1, 0, *range(2, len(samples))]:
+        ids = torch.from_numpy(samples[i].ids)[None]
+        with torch.no_grad():
+            made = model(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                mm_token_type_ids=(ids == processor.image_token_id).int(),
+                **dict(samples[i].images),
+            )
+        scores = made.logits[0].log_softmax(-1)
+        own += [scores[place - 1, samples[i].ids[place]] for place in samples[i].places.tolist()]
+    assert len(own) > 40
+    torch.testing.assert_close(packed, torch.stack(own), atol=2e-6, rtol=1e-5)
+
+
+def test_a_sample_does_not_see_the_one_before_it_in_its_row(processor, model, batch):
+    samples = recorded_samples(batch.samples(), "supervised")
+    pad, last = processor.tokenizer.pad_token_id, len(samples[2].places)
+    one = logprobs(model, samples, [[0, 2]], pad)[-last:]
+    other = logprobs(model, samples, [[1, 2]], pad)[-last:]
+    assert (one - other).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("objective", ["supervised", "grpo"])
+def test_a_step_is_the_same_however_the_minibatch_is_cut(processor, batch, objective):
+    found = batch.samples()
+    for sample in found:
+        sample.uid, sample.logprobs = "one task", np.full(len(sample.response_ids), -6.0, np.float32)
+    samples = recorded_samples(found, objective)
+    weights = []
+    for batching, size in (("packed", 100_000), ("padded", 1), ("auto", 300)):
+        model = tiny_model(len(processor.tokenizer), processor.image_token_id, 0, width=32, layers=1)
+        config = RecordedTraining(
+            objective=objective, batching=batching, micro_batch_tokens=size, learning_rate=1e-3
+        )
+        trainer = RecordedTrainer(model, samples, config, processor.tokenizer.pad_token_id)
+        rows = list(trainer.train())
+        weights.append((rows[0]["loss"], rows[0]["grad_norm"]))
+    assert weights[0] == pytest.approx(weights[1], rel=1e-4)
+    assert weights[0] == pytest.approx(weights[2], rel=1e-4)
+
+
+def test_advantages_compare_recordings_of_one_task_each_once(batch):
+    found = batch.samples()
+    for sample in found:
+        sample.logprobs = np.zeros(len(sample.response_ids), np.float32)
+        sample.uid = "a" if sample.traj_index < 2 else "b"
+    samples = recorded_samples(found, "grpo")
+    told = {s.traj_index: set() for s in found}
+    for sample, recorded in zip(found, samples, strict=True):
+        told[sample.traj_index] |= set(np.round(recorded.advantages, 3).tolist())
+    # rewards 1 and 0 of task a: mean 0.5, so they are as far above as below; b is alone
+    assert len(told[0]) == len(told[1]) == 1
+    assert told[2] == {0.0}
+    assert told[0].pop() == -told[1].pop() > 0.5
+    for sample in found:
+        sample.uid = str(sample.traj_index)
+    with pytest.raises(DataError, match="several tries of each task"):
+        recorded_samples(found, "grpo")
+    found[0].logprobs, found[0].uid, found[-1].uid = None, "a", "a"
+    with pytest.raises(DataError, match="log-probabilities|several tries"):
+        recorded_samples(found, "grpo")
+
+
+def test_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(processor, batch, tmp_path):
+    samples = recorded_samples(batch.samples(), "supervised")
+    config = RecordedTraining(epochs=4, minibatch_size=2, learning_rate=1e-3)
+
+    def trainer():
+        model = tiny_model(len(processor.tokenizer), processor.image_token_id, 0, width=32, layers=1)
+        return RecordedTrainer(model, samples, config, processor.tokenizer.pad_token_id, seed=5)
+
+    calm = trainer()
+    rows = list(calm.train())
+    first = trainer()
+    for row in first.train():
+        if row["iteration"] == 3:
+            break
+    first.step = 3  # the loop was left before it counted
+    first.save(tmp_path / "last")
+    second = trainer()
+    second.load(tmp_path / "last")
+    again = list(second.train())
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows[3:]]
+    for name, value in calm.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name]), name
+    other = RecordedTrainer(second.model, samples, config, 0, seed=6)
+    with pytest.raises(DataError, match="resume with the same settings"):
+        other.load(tmp_path / "last")
+
+
+def run_cli(*words):
+    from shoal.cli.main import main
+
+    return main(["train", "--config-name", *words])
+
+
+def test_the_command_trains_evaluates_and_resumes(tmp_path, capsys):
+    write_button_recordings(tmp_path / "screens", 20, seed=3)
+    same = (f"recordings={tmp_path / 'screens'}", f"run_dir={tmp_path / 'run'}", "train.learning_rate=1e-3")
+    assert run_cli("recorded", *same, "train.epochs=2") == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["status"] == "completed"
+    assert summary["metrics"]["samples"] == 18
+    assert 0 <= summary["metrics"]["heldout_right"] <= 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert (tmp_path / "run" / "checkpoints" / "last" / "model" / "config.json").is_file()
+    assert run_cli("recorded", *same, "train.epochs=2", "resume=true") == 0
+    assert "6/6" not in capsys.readouterr().out.split("held-out")[-1]
+
+
+def test_settings_that_are_wrong_are_named(tmp_path, capsys):
+    assert run_cli("recorded", "recordings=x", "train.epoch=2") != 0
+    assert "epochs" in capsys.readouterr().err
+    assert run_cli("recorded") != 0
+    assert "recordings=" in capsys.readouterr().err
+
+
+def tries(processor, model, root, source, ids, per_task):
+    """Recordings of what the model samples on each screen, with its log-probabilities and rewards."""
+    from shoal.splitting import RolloutTokens, write_rollout
+
+    tokenizer, rewards = processor.tokenizer, []
+    samples = StepwiseTrajectorySplitter(processor, source, padding="longest").split(ids).samples()
+    for number in range(per_task):
+        written = answer(
+            model, samples, tokenizer.pad_token_id, [tokenizer.eos_token_id], max_tokens=12, temperature=1.0,
+            seed=number,
+        )  # fmt: skip
+        for sample, (tokens, scores) in zip(samples, written, strict=True):
+            folder = root / f"{sample.dataset_id}_{number}"
+            folder.mkdir(parents=True)
+            rewards.append(float(tokens == sample.response_ids.tolist()))
+            (folder / "screen.png").write_bytes((source / sample.dataset_id / "screen.png").read_bytes())
+            said = tokenizer.decode(tokens).removesuffix("<|im_end|>") or " "
+            chat = [sample.messages[0], {"role": "assistant", "content": said}]
+            (folder / "final_messages.json").write_text(json.dumps(chat))
+            (folder / "task_config.json").write_text(json.dumps({"id": sample.uid, "reward": rewards[-1]}))
+            write_rollout(
+                folder, [RolloutTokens(tuple(sample.prompt_ids.tolist()), tuple(tokens), tuple(scores), "")]
+            )
+    return float(np.mean(rewards))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_model_learns_from_drawn_screens_and_then_from_its_rewards(tmp_path):
+    """Supervised until about half of its tries are right, then once on those: more are right, on new screens."""
+    from transformers import AutoModelForImageTextToText
+
+    write_button_recordings(tmp_path / "screens", 440, seed=1)
+    same = (
+        f"recordings={tmp_path / 'screens'}",
+        "train.minibatch_size=16",
+        "train.learning_rate=2e-3",
+        "heldout=0.1",
+    )
+    run_cli("recorded", *same, f"run_dir={tmp_path / 'half'}", "train.epochs=7")
+    last = tmp_path / "half" / "checkpoints" / "last"
+    processor = load_processor(last.parent / "processor")
+    model = AutoModelForImageTextToText.from_pretrained(last / "model").eval()
+    fresh = write_button_recordings(tmp_path / "fresh", 60, seed=2)
+    test = write_button_recordings(tmp_path / "test", 60, seed=4)
+    before = tries(processor, model, tmp_path / "before", tmp_path / "test", test, 1)
+    share = tries(processor, model, tmp_path / "tries", tmp_path / "fresh", fresh, 8)
+    run_cli(
+        "recorded-grpo", f"recordings={tmp_path / 'tries'}", f"model={last / 'model'}",
+        f"processor={last.parent / 'processor'}", f"run_dir={tmp_path / 'grpo'}", "train.learning_rate=5e-4",
+        "train.minibatch_size=32", "train.epochs=2", "heldout=0",
+    )  # fmt: skip
+    better = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "grpo" / "checkpoints" / "last" / "model"
+    ).eval()
+    after = tries(processor, better, tmp_path / "after", tmp_path / "test", test, 1)
+    assert 0.2 < share < 0.8, share
+    assert after > before + 0.05, (before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_example_ends_in_a_model_that_is_right_on_nine_screens_of_ten(tmp_path):
+    from examples.train_on_recordings import run
+
+    assert run(tmp_path) >= 0.9
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"] / 10

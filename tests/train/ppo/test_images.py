@@ -1,0 +1,306 @@
+"""Any observation: pictures of every layout, pictures beside numbers, Atari's screen, and presets that set them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tests.train.ppo.ppo_envs import DictEnv
+
+from shoal.cli.main import main
+from shoal.core.errors import ConfigError
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, picture_of
+from shoal.train.ppo.checkpoint import load_checkpoint
+from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.envs import AtariScreen, EnvFactory
+from shoal.train.ppo.networks import CNNActorCritic
+from shoal.train.ppo.policy import load_policy
+from shoal.train.ppo.ppo import PPO
+
+TINY = {"n_envs": 2, "n_steps": 8, "batch_size": 8, "n_epochs": 1, "backend": "serial"}
+
+
+class Screen(gym.Env):
+    """Random pictures of a shape; the action decides the reward by the first pixel."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...] = (84, 84), dtype: Any = np.uint8) -> None:
+        self.observation_space = spaces.Box(0, 255, shape, dtype)
+
+    def _look(self) -> Any:
+        return self.np_random.integers(0, 256, self.observation_space.shape).astype(
+            self.observation_space.dtype
+        )
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._look(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self._look(), float(action), False, self.t >= 5, {}
+
+
+# --- what is a picture
+@pytest.mark.parametrize(
+    ("shape", "channels", "height", "width"),
+    [
+        ((84, 84), 1, 84, 84),
+        ((8, 9), 1, 8, 9),
+        ((84, 84, 1), 1, 84, 84),
+        ((210, 160, 3), 3, 210, 160),
+        ((3, 64, 96), 3, 64, 96),
+        ((4, 84, 84), 4, 84, 84),
+        ((7, 7, 3), 3, 7, 7),
+        ((4, 210, 160, 3), 12, 210, 160),
+        ((4, 3, 64, 96), 12, 64, 96),
+    ],
+)
+def test_a_picture_is_read_by_its_channels_wherever_they_are(shape, channels, height, width):
+    picture = picture_of(spaces.Box(0, 255, shape, np.uint8))
+    assert (picture.channels, picture.height, picture.width) == (channels, height, width)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((128,), np.uint8), ((4, 200), np.uint8), ((84, 84), np.float32)]
+)
+def test_what_is_no_picture_stays_numbers(shape, dtype):
+    space = spaces.Box(0, 255, shape, dtype)
+    assert picture_of(space) is None
+    assert ObservationRows(space).dtype == np.float32
+
+
+@pytest.mark.parametrize("shape", [(9, 8), (9, 8, 3), (3, 9, 8), (2, 9, 8, 3), (2, 3, 9, 8)])
+def test_every_pixel_reaches_the_network_at_its_place(shape):
+    """Against a loop that puts each byte where the shape says it belongs."""
+    from shoal.train.ppo.networks import _pixels
+
+    image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    (leaf,) = ObservationRows(spaces.Box(0, 255, shape, np.uint8)).leaves
+    got = _pixels(torch.from_numpy(image.reshape(1, -1)), leaf.picture)[0].numpy()
+    stack = image.reshape(-1, *shape[-3:]) if len(shape) > 2 else image.reshape(1, 9, 8, 1)
+    expected = []
+    for one in stack:
+        last = one.shape[2] <= one.shape[0]
+        for channel in range(one.shape[2] if last else one.shape[0]):
+            expected.append(
+                [[(one[y, x, channel] if last else one[channel, y, x]) for x in range(8)] for y in range(9)]
+            )
+    np.testing.assert_array_equal(got, np.array(expected, np.float32) / np.float32(255))
+
+
+def test_a_large_table_that_is_no_picture_is_told_of(caplog):
+    with caplog.at_level(logging.WARNING), PPO(Screen, env_kwargs={"dtype": np.float32}, **TINY):
+        assert "go through a perceptron: if they are pictures, give them as uint8" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), PPO(Screen, **TINY) as ppo:
+        assert caplog.text == ""
+        assert type(ppo.network) is CNNActorCritic
+
+
+@pytest.mark.parametrize(("shape", "cnn", "first"), [
+    ((84, 84), "auto", (32, 1, 8, 8)), ((4, 40, 36), "nature", (32, 4, 8, 8)), ((9, 9), "auto", (32, 1, 3, 3)),
+    ((2, 40, 36, 3), "impala", (16, 6, 3, 3)), ((9, 9, 3), "impala", (16, 3, 3, 3)), ((40, 40), "small", (32, 1, 3, 3)),
+])  # fmt: skip
+def test_pictures_train_by_the_convolutions_asked_for_and_stay_bytes(shape, cnn, first, tmp_path):
+    with PPO(Screen, env_kwargs={"shape": shape}, cnn=cnn, **TINY) as ppo:
+        before = {name: value.clone() for name, value in ppo.network.state_dict().items()}
+        (metrics,) = list(ppo.updates(16))
+        assert abs(metrics["first_kl"]) < 1e-6
+        assert ppo.obs_rows.dtype == np.uint8
+        after = ppo.network.state_dict()
+        assert after["towers.0.0.weight"].shape == first
+        assert [name for name in after if torch.equal(after[name], before[name])] == []
+        ppo.save(tmp_path)
+        picture = np.full(shape, 7, np.uint8)
+        policy = load_policy(tmp_path)
+        rows = torch.full((1, picture.size), 7, dtype=torch.uint8)
+        np.testing.assert_allclose(
+            policy.parameters(rows.numpy()), ppo.network.policy(rows).detach(), atol=1e-6
+        )
+        assert policy(picture) in (0, 1)
+
+
+def test_convolutions_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="need pictures of at least 36 x 36 pixels, got 20 x 84"):
+        PPO(Screen, env_kwargs={"shape": (20, 84)}, cnn="nature", **TINY)
+
+
+# --- pictures beside numbers
+def test_numbers_beside_pictures_are_the_first_bytes_of_a_row():
+    env = DictEnv()
+    rows, (seen, _) = ObservationRows(env.observation_space), env.reset(seed=0)
+    row = np.zeros((1, rows.size), rows.dtype)
+    rows.encode_one(seen, row[0])
+    assert rows.dtype == np.uint8
+    assert rows.size == 4 * 5 + 8 * 8 * 3
+    speed, mode = seen["speed"].astype(np.float32), np.eye(3, dtype=np.float32)[seen["mode"] - 5]
+    both = {"camera": seen["camera"].reshape(-1), "numbers": np.concatenate([mode, speed])}
+    order = [key for key in env.observation_space.spaces if key != "camera"]
+    assert order == ["mode", "speed"]
+    np.testing.assert_array_equal(rows.numbers(row)[0], both["numbers"])
+    np.testing.assert_array_equal(row[0, 20:], both["camera"])
+    other = rows.with_numbers(row, np.arange(5, dtype=np.float32)[None])
+    np.testing.assert_array_equal(rows.numbers(other)[0], np.arange(5))
+    np.testing.assert_array_equal(other[0, 20:], both["camera"])
+
+
+def test_beside_pictures_the_numbers_alone_are_normalised(tmp_path):
+    with PPO(DictEnv, normalize_obs=True, **TINY) as ppo:
+        ppo.learn(64)
+        assert ppo.agent.obs_norm.moments.mean.shape == (5,)
+        row = np.random.default_rng(0).integers(0, 200, (3, ppo.obs_rows.size), np.uint8)
+        row = ppo.obs_rows.with_numbers(row, np.full((3, 5), 2.0))
+        seen = ppo.agent._seen(row)
+        np.testing.assert_array_equal(seen[:, 20:], row[:, 20:])
+        np.testing.assert_allclose(
+            ppo.obs_rows.numbers(seen), ppo.agent.obs_norm(np.full((3, 5), 2.0)), rtol=1e-6
+        )
+        ppo.save(tmp_path)
+        policy = load_policy(tmp_path)
+        mine = ppo.network.policy(torch.from_numpy(seen)).detach()
+        np.testing.assert_allclose(policy.parameters(row), mine, atol=1e-6)
+
+
+def test_a_nan_among_numbers_beside_pictures_is_named():
+    class Broken(DictEnv):
+        def step(self, action):
+            observation, *rest = super().step(action)
+            if self.t == 3:
+                observation["speed"][:] = np.nan
+            return observation, *rest
+
+    with (
+        PPO(Broken, **{**TINY, "n_steps": 4}) as ppo,
+        pytest.raises(Exception, match="env 0, step 3 .*finite"),
+    ):
+        ppo.learn(64)
+
+
+def test_floats_and_bytes_give_the_same_answer_so_that_export_may_take_floats():
+    env = DictEnv()
+    rows = ObservationRows(env.observation_space)
+    network = CNNActorCritic(rows, ActionRows(env.action_space))
+    packed = np.random.default_rng(0).integers(0, 256, (4, rows.size), np.uint8)
+    packed = rows.with_numbers(packed, np.random.default_rng(1).standard_normal((4, 5)))
+    plain = np.concatenate([rows.numbers(packed), packed[:, 20:].astype(np.float32)], axis=1)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            network.policy(torch.from_numpy(packed)), network.policy(torch.from_numpy(plain))
+        )
+
+
+# --- Atari
+def pong(stream: str = "env", **more: Any) -> Any:
+    pytest.importorskip("ale_py")
+    return EnvFactory(
+        "ale_py:ALE/Pong-v5", 3, {"repeat_action_probability": 0.0}, atari=True, stream=stream, **more
+    )()
+
+
+def test_an_atari_screen_is_the_average_of_areas_of_the_brighter_of_two_frames():
+    """Against a loop over fine pixels: 84 and 210, 84 and 160 have common multiples 420 and 3360."""
+    env = pong()
+    shown, _ = env.reset()
+    screen = env.env
+    assert isinstance(screen, AtariScreen)
+    frames = []
+    raw = screen.env
+    step = raw.step
+    raw.step = lambda action: frames.append(step(action)) or frames[-1]
+    shown, *_ = env.step(2)
+    assert len(frames) == 4
+    bright = np.maximum(frames[2][0], frames[3][0]).astype(np.float64)
+    fine = np.repeat(np.repeat(bright, 2, axis=0), 21, axis=1)  # [420, 3360]: blocks of 5 x 40 are one pixel
+    expected = fine.reshape(84, 5, 84, 40).mean(axis=(1, 3))
+    assert shown.shape == (84, 84)
+    np.testing.assert_allclose(shown, expected, atol=0.51)
+    env.close()
+
+
+def test_rewards_are_clipped_for_learning_and_not_for_evaluation():
+    class Points(gym.Wrapper):
+        def step(self, action):
+            observation, _, *rest = self.env.step(action)
+            return observation, 3.0, *rest
+
+    for stream, expected in (("env", 1.0), ("eval", 12.0)):
+        env = pong(stream, wrappers=(Points,))
+        env.reset()
+        assert env.step(0)[1] == expected
+        env.close()
+
+
+def test_an_env_that_is_no_atari_game_is_told_so():
+    pytest.importorskip("ale_py")
+    with pytest.raises(Exception, match="takes a game of ale_py|takes no argument 'frameskip'"):
+        PPO("CartPole-v1", atari=True, **TINY)
+
+
+def test_atari_with_stacked_frames_trains_and_goes_on_exactly(tmp_path):
+    pytest.importorskip("ale_py")
+    settings = {**TINY, "preset": "auto", "n_steps": 4}
+    with PPO("ale_py:ALE/Pong-v5", **settings) as ppo:
+        assert ppo.preset == "ALE/Pong-v5"
+        assert (ppo.factory.atari, ppo.factory.frame_stack, ppo.config.clip_range) == (True, 4, 0.1)
+        assert ppo.network.state_dict()["towers.0.0.weight"].shape == (32, 4, 8, 8)
+        ppo.learn(16).save(tmp_path)
+        whole = ppo.learn(32).agent.state()[0]
+    with PPO.load(tmp_path, backend="serial") as ppo:
+        again = ppo.learn(32).agent.state()[0]
+    assert {name: value.tobytes() for name, value in whole.items()} == {
+        name: value.tobytes() for name, value in again.items()
+    }
+
+
+# --- presets
+def test_the_class_takes_the_preset_that_the_command_takes(tmp_path, caplog):
+    with caplog.at_level(logging.INFO), PPO("CartPole-v1", seed=3, backend="serial") as ppo:
+        assert "CartPole-v1 with the settings of its preset (zoo)" in caplog.text
+        assert ppo.preset == "CartPole-v1"
+        weights = ppo.learn(1024).agent.state()[0]
+    arguments = ["train-ppo", "--seed", "3", "--backend", "serial", "--total-timesteps", "1024", "--eval-every", "0",
+                 "--tensorboard", "False", "--eval-episodes", "1", "--run-dir", str(tmp_path / "run")]  # fmt: skip
+    assert main(arguments) == 0
+    saved = load_checkpoint(tmp_path / "run").weights
+    assert {name: value.tobytes() for name, value in saved.items()} == {
+        name: value.tobytes() for name, value in weights.items()
+    }
+
+
+def test_a_config_or_none_leaves_the_preset_out_and_keywords_go_on_top_of_it():
+    with PPO("Pendulum-v1", backend="serial") as ppo:
+        assert (ppo.n_envs, ppo.config.gamma, ppo.config.n_epochs) == (4, 0.9, 10)
+    with PPO("Pendulum-v1", backend="serial", gamma=0.5, n_envs=3) as ppo:
+        assert (ppo.n_envs, ppo.config.gamma, ppo.config.n_epochs) == (3, 0.5, 10)
+    with PPO("Pendulum-v1", backend="serial", preset="none") as ppo:
+        assert (ppo.n_envs, ppo.config, ppo.preset) == (8, PPOConfig(), None)
+    with PPO("Pendulum-v1", backend="serial", config=PPOConfig(gamma=0.7)) as ppo:
+        assert (ppo.config, ppo.preset) == (PPOConfig(gamma=0.7), None)
+
+
+def test_stacked_observations_are_a_flag_that_a_resumed_run_keeps(tmp_path, capsys):
+    arguments = ["train-ppo", "--env", "CartPole-v1", "--preset", "none", "--n-envs", "2", "--n-steps", "16",
+                 "--backend", "serial", "--tensorboard", "False", "--eval-episodes", "1", "--frame-stack", "3",
+                 "--total-timesteps", "64", "--run-dir", str(tmp_path / "run")]  # fmt: skip
+    assert main(arguments) == 0
+    assert load_policy(tmp_path / "run").observation_space.shape == (3, 4)
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "128"]) == 0
+    resumed = [
+        "train-ppo",
+        "--resume-from",
+        str(tmp_path / "run"),
+        "--total-timesteps",
+        "256",
+        "--frame-stack",
+        "2",
+    ]
+    assert main(resumed) == 2
+    assert "made with --frame-stack 3, got 2" in capsys.readouterr().err

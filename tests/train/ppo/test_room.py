@@ -1,0 +1,26 @@
+"""How far one reads to follow an update: the files that it passes."""
+
+from __future__ import annotations
+
+import pytest
+from tests.rooms.trace import Tracer
+
+from shoal.train.ppo.ppo import PPO
+
+SMALL = {"n_envs": 2, "n_steps": 8, "batch_size": 8, "hidden": (4,), "backend": "serial", "preset": "none"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [({"path": "compiled", "normalize_obs": True}, 7), ({"path": "torch"}, 8), ({"recurrent": "lstm"}, 8)],
+)
+def test_an_update_passes_few_files(tmp_path, settings, most):
+    with PPO("CartPole-v1", **SMALL, **settings) as ppo:
+        ppo.learn(16)
+        rollout = ppo._experience.collect(None)
+        with Tracer("shoal", tmp_path) as tracer, tracer.piece() as passed:
+            metrics = ppo.agent.improve(rollout, 0.5)
+    assert metrics["n_minibatches"] >= 1
+    files = passed.files(leave_out=("core/", "train/ppo/agent.py"))
+    assert {"maths/gae.py", "rollout/arrays/steps.py"} <= files
+    assert len(files) <= most, sorted(files)

@@ -1,0 +1,148 @@
+"""A headless Chromium that a test drives over its DevTools protocol."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-default-apps --remote-allow-origins=* "
+    "--remote-debugging-port=0"
+).split()
+
+
+def chromium() -> str | None:
+    """Where Chromium is, None if it is not installed."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Browser:
+    """One page of a Chromium of its own; everything it keeps is removed at the end."""
+
+    def __init__(self) -> None:
+        from websockets.sync.client import connect
+
+        program = chromium()
+        assert program is not None, "Chromium is not installed: apt-get install chromium"
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-browser-", ignore_cleanup_errors=True)
+        profile = Path(self._folder.name)
+        self._process = subprocess.Popen(
+            [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        port = _wait(lambda: (profile / "DevToolsActivePort").read_text().split()[0], 60)
+        targets = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list"))
+        address = next(t["webSocketDebuggerUrl"] for t in targets if t["type"] == "page")
+        self._socket = connect(address, max_size=2**28)
+        self._number = 0
+        self.problems: list[str] = []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.send(f"{domain}.enable")
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command and its answer; what the page complains of meanwhile is kept in `problems`."""
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            said = json.loads(self._socket.recv(timeout=60))
+            if said.get("method") == "Runtime.exceptionThrown":
+                self.problems.append(json.dumps(said["params"]["exceptionDetails"])[:500])
+            if said.get("method") == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
+                self.problems.append(said["params"]["entry"]["text"])
+            if said.get("id") == self._number:
+                assert "error" not in said, said["error"]
+                return dict(said["result"])
+
+    def open(self, address: str) -> None:
+        """Go to a page and wait until it is there."""
+        self.run("window.__old = true")
+        self.send("Page.navigate", url=address)
+        self.until("window.__old === undefined && document.readyState === 'complete'")
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        answer = self.send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
+        )
+        assert "exceptionDetails" not in answer, (script, answer["exceptionDetails"])
+        return answer["result"].get("value")
+
+    def until(self, script: str, seconds: float = 30) -> Any:
+        """Wait until an expression is true, and give its value."""
+
+        def ask() -> Any:
+            try:
+                return self.run(script)
+            except AssertionError:  # the page is just changing
+                return None
+
+        return _wait(ask, seconds, script)
+
+    def click(self, selector: str, text: str = "") -> None:
+        """Click the first element of that kind, with that text in it if any is said."""
+        found = (
+            f"[...document.querySelectorAll({json.dumps(selector)})]"
+            f".filter(e => e.textContent.includes({json.dumps(text)}))[0]"
+        )
+        self.until(f"!!({found})")
+        self.run(f"{found}.dispatchEvent(new MouseEvent('click', {{bubbles: true, cancelable: true}})), true")
+
+    def press(self, key: str) -> None:
+        """Press a key."""
+        event = f"new KeyboardEvent('keydown', {{key: {json.dumps(key)}, bubbles: true}})"
+        self.run(f"document.body.dispatchEvent({event}), true")
+
+    def size(self, width: int, height: int = 900, *, dark: bool = False) -> None:
+        """The size of the window, and whether its user prefers dark pages."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.send("Emulation.setEmulatedMedia", features=scheme)
+
+    def picture(self, path: Path, most: int = 2600) -> None:
+        """The whole page as a PNG."""
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], most), "scale": 1}
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+
+def _wait(ask: Any, seconds: float, what: str = "") -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            value = ask()
+        except (OSError, IndexError):
+            value = None
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds} s for {what}")
+        time.sleep(0.05)

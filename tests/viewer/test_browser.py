@@ -1,0 +1,174 @@
+"""The viewer as a person uses it, in a headless Chromium: `make test-browser`."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from tests.viewer.browser import Browser, chromium
+from tests.viewer.test_index import episode
+from tests.viewer.test_server import HOSTILE, make_run
+
+from shoal.core.data import encode_trajectory
+from shoal.viewer.export import export
+from shoal.viewer.runs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if chromium() is None:
+        pytest.fail("Chromium is not installed: `make test-browser` installs it from Debian's packages")
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A run of the demo, a few iterations of it."""
+    run = tmp_path_factory.mktemp("demo") / "demo"
+    words = [
+        "trainer.iterations=3",
+        "trainer.eval_every=1",
+        "trainer.save_trajectories_every=1",
+        "warmup.steps=60",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "train", "--config-name", "demo", f"run_dir={run}", *words],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    with (run / "trajectories" / "train-000002.jsonl").open("ab") as file:
+        file.write(encode_trajectory(episode((), iteration=2, group=900, status="env_error", error=HOSTILE)))
+    return run
+
+
+@contextlib.contextmanager
+def served(*runs, cache):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal", "view", *map(str, runs)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )
+    try:
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130, -2)
+
+
+def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
+    with served(demo, cache=tmp_path) as address:
+        browser.size(1280)
+        browser.problems.clear()
+        browser.open(address)
+        browser.click("a.row-link", "demo")
+        browser.until("document.querySelectorAll('svg.chart').length >= 5")
+        browser.click("svg.chart a[href*='train-000002']")
+        browser.until("location.search.includes('train-000002') && document.querySelector('svg.histogram')")
+        # failures, as a filter
+        browser.click("a.chip.error")
+        browser.until("location.search.includes('outcome=error')")
+        assert browser.run("document.querySelectorAll('table.episodes tbody tr').length") == 1
+        assert HOSTILE[:25] in browser.run("document.querySelector('.causes').textContent")
+        browser.open(f"{address}run/0/episodes?file=train-000002.jsonl")
+        # a group side by side
+        browser.click("table.episodes a[href*='/group']")
+        browser.until("document.querySelectorAll('table.group thead th').length > 8")
+        assert "part" in browser.run("document.querySelector('.facts').textContent")
+        # an episode, its tokens in their colours
+        browser.click("table.group thead a")
+        browser.until("document.querySelectorAll('.strip .token').length > 2")
+        colours = (
+            "[...document.querySelectorAll('.strip .token')].map(e => getComputedStyle(e).backgroundColor)"
+        )
+        assert len(set(browser.run(colours))) >= 2
+        assert "log-prob -" in browser.run("document.querySelector('.strip .token').title")
+        # keys: next episode, theme, help
+        before = browser.run("location.href")
+        browser.press("n")
+        browser.until(f"location.href !== {json.dumps(before)}")
+        browser.press("t")
+        assert browser.run("document.documentElement.dataset.theme") in ("dark", "light")
+        browser.press("?")
+        assert browser.run("document.getElementById('keys').open")
+        assert browser.run("document.querySelector('[data-copy]').dataset.copy").startswith("shoal replay ")
+        assert browser.problems == []
+
+
+def test_points_arrive_while_a_run_goes_on(browser, tmp_path):
+    run = make_run(tmp_path / "run", rows=3)
+    with served(run, cache=tmp_path / "cache") as address:
+        browser.open(f"{address}run/0")
+        count = "document.querySelector('svg.chart').querySelectorAll('.s0 circle').length"
+        browser.until(f"{count} === 3")
+        browser.run("window.same = 1")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"iteration": 3, "success": 0.9}\n{"iteration": 4, "su')
+            file.flush()
+            browser.until(f"{count} === 4")
+            file.write('ccess": 1.0}\n')
+            file.flush()
+            browser.until(f"{count} === 5")
+        assert browser.run("window.same") == 1  # the page was not loaded anew
+        with (run / "trajectories" / "train-000001.jsonl").open("ab") as file:
+            file.write(encode_trajectory(episode((1.0,))))
+        browser.until("document.querySelector('#episodes td.n').textContent === '4'")
+
+
+def test_the_static_file_opens_from_disk_and_its_links_lead(browser, demo, tmp_path):
+    run = Run(demo, tmp_path / "cache")
+    run.index.refresh()
+    page = tmp_path / "out.html"
+    page.write_text(export([run], 12))
+    browser.problems.clear()
+    browser.open(page.as_uri())
+    shown = (
+        "document.querySelectorAll('.page.shown').length === 1 && document.querySelector('.page.shown').id"
+    )
+    assert browser.until(shown) == "runs"
+    browser.click(".page.shown a.row-link", "demo")
+    browser.until(f"({shown}) === 'run-0'")
+    browser.click(".page.shown a[href*='episodes']")
+    browser.until(f"({shown}).toString().includes('episodes')")
+    browser.open(page.as_uri() + "#run-0")  # a deep link
+    assert browser.until(shown) == "run-0"
+    episode_link = "document.querySelector('.page[id*=\"-episode-name\"]').id"
+    browser.run(f"location.hash = {episode_link}")
+    browser.until("document.querySelectorAll('.page.shown .strip .token').length > 0")
+    assert browser.problems == []
+
+
+def test_hostile_text_runs_no_script(browser, demo, tmp_path):
+    with served(demo, cache=tmp_path) as address:
+        browser.open(f"{address}run/0/episodes?outcome=error")
+        browser.until("document.body.textContent.includes('alert(1)')")
+        assert browser.run("document.querySelectorAll('img[src=x], main script').length") == 0
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("dark", [False, True])
+def test_no_page_is_wider_than_its_window(browser, demo, tmp_path, width, dark):
+    browser.size(width, dark=dark)
+    name = "train-000002:1"
+    with served(demo, cache=tmp_path) as address:
+        for path in (
+            "",
+            "run/0",
+            "run/0/episodes",
+            f"run/0/episode?name={name}",
+            f"run/0/group?name={name}",
+            "compare",
+        ):
+            browser.open(address + path)
+            assert browser.run("document.documentElement.scrollWidth") <= width, path
+            ink = browser.run(
+                "getComputedStyle(document.body).color + getComputedStyle(document.body).backgroundColor"
+            )
+            assert ("rgb(20, 23, 26)" in ink) == dark, path

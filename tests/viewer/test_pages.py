@@ -1,0 +1,299 @@
+import contextlib
+import json
+import os
+import re
+import sqlite3
+from pathlib import Path
+
+import pytest
+from tests.viewer.test_index import episode, turn
+from tests.viewer.test_server import make_run
+
+from shoal.cli.main import main
+from shoal.cli.view import run_folders
+from shoal.core.errors import DataError
+from shoal.viewer.advice import advise
+from shoal.viewer.charts import Series, graph, histogram, line_chart, thinned
+from shoal.viewer.episode_pages import parting
+from shoal.viewer.export import export
+from shoal.viewer.markup import Html, join, tag
+from shoal.viewer.pages import Site, compare, overview
+from shoal.viewer.runs import Run, whole_rows
+from shoal.viewer.server import page_for
+
+FIXTURES = Path(__file__).parents[1] / "freeze" / "fixtures"
+
+
+@pytest.fixture
+def opened(tmp_path):
+    with contextlib.ExitStack() as ending:
+
+        def open_run(folder):
+            run = Run(folder, tmp_path / "cache")
+            ending.callback(run.index.close)
+            run.index.refresh()
+            return run
+
+        yield open_run
+
+
+# --- markup
+def test_what_is_not_markup_is_escaped_in_text_and_attributes():
+    assert tag("p", "<b>", title='"<') == '<p title="&quot;&lt;">&lt;b&gt;</p>'
+    assert join("a&b", Html("<i>"), [None, False, 3]) == "a&amp;b<i>3"
+    assert "\x00" not in tag("p", "\x00\x1b\ud800")
+
+
+@pytest.mark.parametrize(
+    "address", ["javascript:alert(1)", "//evil", "http://evil", "data:text/html,x", "data:image/svg+xml,x"]
+)
+def test_only_addresses_of_the_site_itself_are_linked(address):
+    if address == "//evil":
+        address = "vbscript:x"
+    with pytest.raises(ValueError, match="no address"):
+        tag("a", "x", href=address)
+
+
+def test_no_attribute_runs_a_script():
+    with pytest.raises(ValueError, match="no attribute"):
+        tag("a", "x", onclick="alert(1)")
+
+
+# --- charts
+def test_a_thinned_curve_keeps_its_extremes_and_ends():
+    x, y = list(range(10_000)), [0.0] * 10_000
+    y[1234], y[5678] = 9.0, -9.0
+    kept = thinned(x, y)
+    assert {0, 1234, 5678, 9999} <= set(kept)
+    assert len(kept) <= 242
+
+
+def test_points_of_a_chart_lie_where_their_values_are():
+    drawn = line_chart([Series("a", [0, 1, 2], [0, 1, 4])], "a", y_range=(0, 4))
+    places = [tuple(map(float, p)) for p in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', drawn)]
+    # from 46 to 408 across, from 158 up to 10: a quarter of the way up is 158 - 148/4 = 121
+    assert places == [(46.0, 158.0), (227.0, 121.0), (408.0, 10.0)]
+
+
+@pytest.mark.parametrize("values", [[5.0], [2.0, 2.0], [0.0, 0.0, 0.0], [1e300, -1e300], [1e-300, 2e-300]])
+def test_odd_curves_are_drawn(values):
+    drawn = line_chart([Series("a", list(range(len(values))), values)], "a")
+    assert drawn.count("<circle") == len(values)
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+
+
+def test_a_histogram_has_a_bar_for_each_and_its_successes():
+    drawn = histogram([(0.0, 0.0, 30, 0), (1.0, 1.0, 10, 10)], [None, "/x"])
+    assert drawn.count('class="bar"') == 2
+    assert drawn.count("<a ") == 1
+    assert "reward 1: 10 episodes, 10 solved" in drawn
+
+
+def test_a_graph_stands_right_of_what_it_needs_and_bears_circles():
+    needs = {"wood": [], "table": ["wood"], "axe": ["table", "wood"], "a": ["b"], "b": ["a"], "odd": ["gone"]}
+    drawn = graph(needs, dict.fromkeys(needs, "waiting"), {})
+    x = {
+        name: float(at)
+        for name, at in re.findall(r"<title>(\w+): waiting</title><rect x=\"([\d.]+)\"", drawn)
+    }
+    assert x["wood"] < x["table"] < x["axe"]
+    assert set(x) == set(needs)
+
+
+# --- advice
+def rows(n=8, **columns):
+    return [
+        {"iteration": k, **{name: f(k) if callable(f) else f for name, f in columns.items()}}
+        for k in range(n)
+    ]
+
+
+GOOD = {
+    "groups_with_signal": 0.8,
+    "entropy": lambda k: 1 - k / 20,
+    "success": 0.5,
+    "truncated": 0.1,
+    "logprob_gap_max": 1e-5,
+    "share_idle": 0.1,
+    "valid_actions": 0.9,
+    "clip_fraction": 0.1,
+    "failed_episodes": 0,
+    "loss": 0.1,
+    "grad_norm": 1.0,
+}
+
+
+def test_a_run_that_goes_well_gets_no_advice():
+    assert advise(rows(**GOOD)) == []
+    assert advise([]) == []
+    assert advise([{"iteration": 0, "success": None, "entropy": "x", "grad_norm": True}]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "title"),
+    [
+        ({"groups_with_signal": 0.05, "groups_none_solved": 0.95}, "No variance of reward within groups"),
+        ({"groups_with_signal": 0.05, "groups_all_solved": 0.95}, "The task is solved"),
+        ({"entropy": lambda k: 1 / 100**k}, "Entropy has collapsed"),
+        ({"entropy": lambda k: 1 + k}, "Entropy grows"),
+        ({"truncated": 0.8}, "Most episodes are cut off"),
+        ({"logprob_gap_max": 0.7}, "Trainer and engine disagree"),
+        ({"share_idle": 0.6}, "The engine is idle"),
+        ({"failed_episodes": 3}, "Episodes break off"),
+        ({"valid_actions": 0.2}, "Few valid actions"),
+        ({"clip_fraction": 0.6}, "Steps are too large"),
+        ({"grad_norm": None}, "Training diverged"),
+        ({"worker_deaths": 1}, "Workers were lost"),
+        ({"heldout_success": 0.1}, "Held-out episodes lag behind"),
+        ({"approx_kl": 0.5}, "The policy moves fast"),
+    ],
+)
+def test_each_trouble_is_told_by_its_name_and_nothing_else_is(change, title):
+    assert [advice.title for advice in advise(rows(**{**GOOD, **change}))] == [title]
+
+
+def test_responses_at_the_limit_of_tokens_are_told():
+    config = {"agent_proxy": {"max_tokens": 10}}
+    found = advise(rows(**{**GOOD, "turns": 2.0, "response_tokens": 19.5, "valid_actions": 0.6}), config)
+    assert [advice.title for advice in found] == ["Responses end at the limit of tokens"]
+
+
+# --- groups
+def test_members_part_where_the_first_does_something_else():
+    up, down = turn(), turn()
+    down = type(up)(up.observation, up.prompt_ids, up.response_ids, up.logprobs, "x", "Down", True, 0.0, "s")
+    one = episode()
+    with_ = lambda *turns: type(one)("Lake", 0, 0, 0, 1, turns, False, True, False)  # noqa: E731
+    assert parting([with_(up, up), with_(up, up)]) is None
+    assert parting([with_(up, up), with_(up, down), with_(up, up)]) == 1
+    assert parting([with_(up, up), with_(up)]) == 1
+    assert parting([with_(down), with_(up)]) == 0
+    assert parting([]) is None
+
+
+# --- runs
+def test_torn_lines_of_metrics_are_left_out():
+    good = b'{"iteration": 1}\n'
+    assert whole_rows(good + b'{"iter\n' + good + b'[1]\n\n{"iteration": 3') == [{"iteration": 1}] * 2
+
+
+@pytest.mark.parametrize("name", ["agent", "ppo-torch", "ppo-compiled", "skills"])
+def test_run_folders_of_the_first_edition_are_shown_and_left_as_they_are(name, opened):
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in (FIXTURES / name).rglob("*")}
+    run = opened(FIXTURES / name)
+    page = overview(Site([run]), run)
+    assert "completed" in page.body
+    assert page.body.count("<svg") >= 1
+    assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in (FIXTURES / name).rglob("*")} == before
+
+
+def test_a_skill_shows_its_trainings_and_versions(opened):
+    run = opened(FIXTURES / "skills")
+    page = page_for(Site([run]), "run/0/skill", {"name": "Collect Wood"})
+    with contextlib.closing(sqlite3.connect(FIXTURES / "skills" / "state.db")) as db:
+        (sha256,) = db.execute("select sha256 from version").fetchone()
+    assert sha256[:12] in page.body
+    assert "merged" in page.body
+    with pytest.raises(DataError, match="no skill 'x'"):
+        page_for(Site([run]), "run/0/skill", {"name": "x"})
+
+
+def test_tokens_are_spelled_by_the_tokenizer_of_the_run(opened):
+    run = opened(FIXTURES / "agent")
+    page = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"})
+    assert re.findall(r'class="token p\d"[^>]*>([^<]+)</span>', page.body)[-3:] == [
+        "&lt;action&gt;",
+        "2",
+        "&lt;/action&gt;",
+    ]
+    assert "log-prob -0.8169, probability 44.2%" in page.body  # exp(-0.8169) = 0.4418
+
+
+def test_a_run_is_running_while_the_process_that_took_it_lives(tmp_path, opened):
+    run = opened(make_run(tmp_path / "run"))
+    assert run.status() == "completed"
+    (run.path / "summary.json").unlink()
+    assert run.status() == "stopped"
+    (run.path / ".lock").write_text(str(os.getpid()))
+    assert run.status() == "running"
+    os.utime(
+        run.path / ".lock", (1, 1)
+    )  # taken long before this process began: its number was another's then
+    assert run.status() == "stopped"
+    (run.path / ".lock").write_text("999999999")
+    assert run.status() == "stopped"
+
+
+def test_runs_of_several_seeds_are_one_curve_with_its_range(tmp_path, opened):
+    runs = [opened(make_run(tmp_path / f"seed{seed}", seed=seed)) for seed in range(3)]
+    other = make_run(tmp_path / "other", seed=0)
+    (other / "config.yaml").write_text("seed: 0\nengine: {name: other}\n")
+    page = compare(Site([*runs, opened(other)]), {})
+    assert "3 seeds" in page.body
+    assert ", 1 seed<" in page.body
+    assert page.body.count('class="band"') >= 1
+    assert "engine.name" in page.body
+    assert "seed0, seed1, seed2" in page.body
+
+
+# --- the static file
+def test_the_static_file_needs_nothing_from_elsewhere(tmp_path, opened):
+    runs = [opened(make_run(tmp_path / name)) for name in ("one", "two")]
+    text = export(runs)
+    assert not re.search(r'(src|href)="(?!#|data:)', text)
+    ids = set(re.findall(r'<div class="page" id="([^"]+)"', text))
+    assert {"runs", "run-0", "run-1", "compare", "run-0-episode-name-train-000001-3A0"} <= ids
+    assert {link for link in re.findall(r'href="#([^"]+)"', text)} <= ids
+    assert "default-src 'none'" in text
+
+
+def test_the_command_writes_the_file_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_run(tmp_path / "runs" / "one")
+    out = tmp_path / "out.html"
+    assert main(["view", str(tmp_path / "runs"), "--export", str(out)]) == 0
+    assert out.read_text().startswith("<!doctype html>")
+    assert main(["view", str(tmp_path / "nowhere")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["view", str(tmp_path / "empty")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_folders_of_runs_are_opened_in_the_order_of_names(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+    (tmp_path / "other").mkdir()
+    assert [p.name for p in run_folders([tmp_path, tmp_path / "b"])] == ["a", "b"]
+
+
+def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):
+    np = pytest.importorskip("numpy")
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    batch = tmp_path / "split" / "batch"
+    batch.mkdir(parents=True)
+    arrays = {
+        "prompt_ids": np.array([1, 2, 3]), "response_ids": np.array([4, 5]), "response_mask": np.array([1, 0]),
+        "rewards": np.array([0.5, 0.0], np.float32), "prompt_lengths": np.array([3]), "response_lengths": np.array([2]),
+        "pixels.0.grids": np.array([[1, 2, 2]]), "pixels.0.rows": np.zeros((4, 3, 196), np.uint8),
+    }  # fmt: skip
+    numpy_files.save_file(arrays, batch / "batch.safetensors")
+    sample = {
+        "dataset_id": "x", "uid": "u", "traj_index": 0, "step_index": 0, "n_steps": 1, "images": [0],
+        "messages": [{"role": "assistant", "content": "<b>"}], "roles": [["user", 0, 3], ["assistant", 3, 5]],
+        "image_spans": [[0, 1, 2]],
+    }  # fmt: skip
+    (batch / "batch.json").write_text(json.dumps({"format": 1, "samples": [sample]}))
+    run = opened(tmp_path / "split")
+    site = Site([run])
+    assert "1 sample" in overview(site, run).body
+    page = page_for(site, "run/0/sample", {"number": "0"}).body
+    assert re.findall(r'<span class="token plain( masked)?( up)?" title="token (\d)', page) == [
+        ("", " up", "4"),
+        (" masked", "", "5"),
+    ]
+    assert page.count("data:image/jpeg;base64,") == 1
+    with pytest.raises(DataError, match="sample must be in"):
+        page_for(site, "run/0/sample", {"number": "1"})
