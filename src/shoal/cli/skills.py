@@ -19,7 +19,8 @@ from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.files import write_json
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, is_held, reopen
-from shoal.skills.learning.store import AttemptRow, SkillRow, Store
+from shoal.skills.jobs.store import AttemptRow
+from shoal.skills.learning.store import SkillRow, Store
 
 if TYPE_CHECKING:
     from shoal.skills.learning.scheduler import SkillScheduler

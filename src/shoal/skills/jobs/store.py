@@ -475,7 +475,7 @@ class Store:
             raise ValueError(f"there is no version {number}")
         return self._version(rows[0])
 
-    def versions(self, artifact: int | None = None) -> list[VersionRow]:
+    def versions(self, artifact: int | None = None) -> Sequence[VersionRow]:
         """All versions, or those of an artifact, oldest first."""
         rows = [self._version(row) for row in self._query("select * from version order by id")]
         return [row for row in rows if artifact in (None, row.artifact)]

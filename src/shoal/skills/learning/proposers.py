@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.core.errors import ConfigError, EngineError
+from shoal.skills.jobs.store import slug
 from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
 from shoal.skills.learning.spec import (
     Features,
@@ -22,7 +23,6 @@ from shoal.skills.learning.spec import (
     check_skills,
     load_skills,
     parse_skill,
-    slug,
 )
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.run import ExhaustedError, leave, read_done, run_as_process, write_done, write_failure
+from shoal.skills.jobs.store import slug
 from shoal.skills.learning.network import (
     Arrays,
     Network,
@@ -36,7 +37,7 @@ from shoal.skills.learning.network import (
     split_mixture,
 )
 from shoal.skills.learning.plan import Step, plan_for
-from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill, slug
+from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill
 from shoal.skills.learning.store import Store
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig
 from shoal.skills.learning.worlds import Bank, world_features

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from shoal.skills.jobs import store as jobs
-from shoal.skills.jobs.store import AttemptRow, NewVersion
+from shoal.skills.jobs.store import NewVersion
 from shoal.skills.learning.spec import Skill, parse_skill
 
 _COLUMNS = {"spec": "payload", "dependencies": "needs", "expert": "artifact"}
@@ -114,18 +113,6 @@ class Store(jobs.Store):
         """The global expert index of a skill, given at its first launch and kept for good."""
         return self.number(name)
 
-    def event(self, kind: str, skill: str | None = None, **detail: Any) -> int:
-        """Append to the log of events."""
-        return super().event(kind, skill, **detail)
-
-    def begin_attempt(self, skill: str, run_folder: Path, budget: int | None = None) -> int:
-        """Record that a training is about to be launched, before it is."""
-        return super().begin_attempt(skill, run_folder, budget)
-
-    def attempts(self, skill: str | None = None, state: str | None = None) -> list[AttemptRow]:
-        """Attempts in order, of a skill or in a state."""
-        return super().attempts(skill, state)
-
     def head(self, expert: int) -> VersionRow | None:
         """The accepted version of an expert."""
         row = super().head(expert)
@@ -138,13 +125,9 @@ class Store(jobs.Store):
         assert isinstance(row, VersionRow)
         return row
 
-    def versions(self, expert: int | None = None) -> list[VersionRow]:
+    def versions(self, expert: int | None = None) -> Sequence[VersionRow]:
         """All versions, or those of an expert, oldest first."""
         return [row for row in super().versions(expert) if isinstance(row, VersionRow)]
-
-    def rollback(self, expert: int, version: int) -> None:
-        """Make an older version the head again; nothing is lost, and it can be undone the same way."""
-        super().rollback(expert, version)
 
     def commit_training(
         self,
