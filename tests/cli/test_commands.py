@@ -121,6 +121,8 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("train-ppo --device nonsense", "torch can use cpu"),
         ("train seed=1 --seed 2", "seed is given twice"),
         ("train run_dir=a --run-dir b", "run_dir is given twice"),
+        ("train --config-name recorded recordings=x --device nonsense", "is not available here"),
+        ("train --config-name recorded recordings=x seed=1 --seed 2", "seed is given twice"),
         ("train --config-name demoo", "Did you mean 'demo'"),
         ("train trainer.iteratons=1", "Did you mean"),
         ("train --config-dir nosuch --config-name x", "must be a folder"),

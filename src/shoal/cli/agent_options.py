@@ -51,15 +51,7 @@ def composed(options: argparse.Namespace) -> Any:
                 f"settings are given as key=value (such as seed=1), got {word!r}; a config is named by --config-name"
                 f"{_meant(word)}"
             )
-    flags = {
-        "seed": options.seed,
-        "engine.device": options.device,
-        "resume": getattr(options, "resume", None) or None,
-    }
-    for key, value in flags.items():
-        if value is not None:
-            _refuse_twice(key, options.overrides)
-            options.overrides.append(f"{key}={str(value).lower() if value is True else value}")
+    flags_as_settings(options, "engine.device")
     own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
     _refuse_secrets([*options.overrides, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
     options.overrides = [_own_key(word) for word in options.overrides]
@@ -69,6 +61,19 @@ def composed(options: argparse.Namespace) -> Any:
         config = replace(config, run_dir=options.run_dir)
     refuse_device(config.engine.device)
     return config
+
+
+def flags_as_settings(options: argparse.Namespace, device: str) -> None:
+    """Write `--seed`, `--device` and `--resume` as settings; `device` is the key of that one.
+
+    Raises:
+        ConfigError: one is given as a setting, too.
+    """
+    flags = {"seed": options.seed, device: options.device, "resume": getattr(options, "resume", None) or None}
+    for key, value in flags.items():
+        if value is not None:
+            _refuse_twice(key, options.overrides)
+            options.overrides.append(f"{key}={str(value).lower() if value is True else value}")
 
 
 def _refuse_secrets(texts: Sequence[str]) -> None:
@@ -117,7 +122,7 @@ def refuse_device(device: str) -> None:
     known = {*have, *(name.partition(":")[0] for name in have), "auto"}
     if device not in known:
         raise ConfigError(
-            f"torch can use {', '.join(have)} on this machine, got device={device}; see shoal doctor"
+            f"device={device} is not available here: torch can use {', '.join(have)}; see shoal doctor"
         )
 
 

@@ -174,7 +174,11 @@ def brief(name: str, main: Main, before: Sequence[str]) -> str:
 
 
 def _row(flag: str, action: Any) -> str:
-    explained = re.sub(r"\[/?[a-z_ ]*\]|\x1b\[[0-9;]*m", "", str(action.help or "").replace("\n", " "))
-    return textwrap.shorten(f"  {flag:<22} {explained}".replace("  ", "\0"), 108, placeholder=" …").replace(
-        "\0", "  "
-    )
+    plain = [
+        re.sub(r"\[/?[a-z_ ]+\]|\x1b\[[0-9;]*m", "", str(text or ""))
+        for text in (action.metavar, action.help)
+    ]
+    name = f"{flag} {plain[0]}".strip()
+    name = name if len(name) <= 30 else flag
+    explained = textwrap.shorten(" ".join(plain[1].split()), 108 - 34, placeholder=" …")
+    return f"  {name:<30}  {explained}"

@@ -124,7 +124,7 @@ def _help(command: Callable[[list[str]], int], arguments: list[str]) -> int:
                 word for word in arguments[1:] if word not in ("-h", "--help")
             ]  # defaults may depend on it
             print(brief(name, command, said))
-            return 0
+            raise SystemExit(0)  # as other parsers end
     return int(command(["--help" if word == "--help-all" else word for word in arguments[1:]]) or 0)
 
 

@@ -19,7 +19,7 @@ PARTS = {
 """What can be proved."""
 EPILOG = """\
 examples:
-  shoal prove --quick                             two iterations of the demo, within a minute on two quiet cores
+  shoal prove --quick                             two short iterations of the demo, eleven times
   shoal prove --config-name demo-bandit           a whole run of a config, as often as there are rows
   shoal prove --config-name demo trainer.iterations=5
   shoal prove ppo                                 the same for PPO; also split, skills

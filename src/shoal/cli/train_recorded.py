@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.cli.grammar import print_json
 from shoal.core.configuration import from_mapping, to_mapping
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import RunFolder
@@ -94,7 +94,13 @@ def train_recorded(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--config-dir has no effect with --config-name {options.config_name}: use key=value"
         )
+    from shoal.cli.agent_options import flags_as_settings, hide_loading, refuse_device
+
+    flags_as_settings(options, "device")
+    if options.run_dir is not None:
+        options.overrides.append(f"run_dir={options.run_dir}")
     config = read_config(options.config_name, options.overrides)
+    refuse_device(config.device)
     if options.cfg:
         from omegaconf import OmegaConf
 
@@ -102,20 +108,22 @@ def train_recorded(options: argparse.Namespace) -> int:
         return 0
     import torch
 
-    from shoal.cli.agent_options import hide_loading
     from shoal.cli.train import _run_dir
 
     hide_loading()
     torch.set_num_threads(config.threads)
     place = _run_dir(config.run_dir, options.config_name, config.resume)
-    events = (lambda event: print(json.dumps(event), flush=True)) if options.json_events else None
+    events = print_json if options.json_events else None
+    out = sys.stderr if options.json_events or options.json else sys.stdout
     with RunFolder(place, "train", config.seed, events) as folder:
         try:
-            metrics = _train(config, folder, sys.stderr if options.json_events else sys.stdout)
+            metrics = _train(config, folder, out)
         except BaseException as error:
             folder.finish({}, status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
-        folder.finish(metrics)
+        summary = folder.finish(metrics)
+    if options.json:
+        print_json(summary)
     return 0
 
 
