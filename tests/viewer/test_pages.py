@@ -45,11 +45,19 @@ def test_what_is_not_markup_is_escaped_in_text_and_attributes():
 
 
 @pytest.mark.parametrize(
-    "address", ["javascript:alert(1)", "//evil", "http://evil", "data:text/html,x", "data:image/svg+xml,x"]
+    "address",
+    [
+        "javascript:alert(1)",
+        "//evil",
+        "/\\evil",
+        "http://evil",
+        "data:text/html,x",
+        "data:image/svg+xml,x",
+        "x",
+        "",
+    ],
 )
 def test_only_addresses_of_the_site_itself_are_linked(address):
-    if address == "//evil":
-        address = "vbscript:x"
     with pytest.raises(ValueError, match="no address"):
         tag("a", "x", href=address)
 
@@ -191,7 +199,7 @@ def test_run_folders_of_the_first_edition_are_shown_and_left_as_they_are(name, o
 def test_a_skill_shows_its_trainings_and_versions(opened):
     run = opened(FIXTURES / "skills")
     page = page_for(Site([run]), "run/0/skill", {"name": "Collect Wood"})
-    with contextlib.closing(sqlite3.connect(FIXTURES / "skills" / "state.db")) as db:
+    with contextlib.closing(sqlite3.connect(f"file:{FIXTURES}/skills/state.db?immutable=1", uri=True)) as db:
         (sha256,) = db.execute("select sha256 from version").fetchone()
     assert sha256[:12] in page.body
     assert "merged" in page.body
