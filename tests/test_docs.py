@@ -87,7 +87,7 @@ def test_commands_shown_are_commands_with_flags_that_exist(page):
         command = tuple(words[:2]) if has_verb else (words[0],)
         flags = [word.split("=")[0] for word in words[1:] if word.startswith("--")]
         known = known_flags(command) if flags else frozenset()
-        same = {flag.replace("_", "-") for flag in known} | {"--help"}
+        same = {flag.replace("_", "-") for flag in known} | {"--help", "--help-all"}
         for flag in flags:
             assert flag.replace("_", "-") in same, f"shoal {' '.join(words)}: there is no {flag}"
 
