@@ -76,7 +76,9 @@ class Browser:
                 return dict(said["result"])
 
     def open(self, address: str) -> None:
-        """Go to a page and wait until it is there."""
+        """Go to a page and wait until it and its script are there."""
+        if "#" in address:
+            self.open("about:blank")  # the same page with another place in it would not be loaded anew
         self.run("window.__old = true")
         self.send("Page.navigate", url=address)
         self.until("window.__old === undefined && document.readyState === 'complete'")
@@ -101,13 +103,36 @@ class Browser:
         return _wait(ask, seconds, script)
 
     def click(self, selector: str, text: str = "") -> None:
-        """Click the first element of that kind, with that text in it if any is said."""
-        found = (
-            f"[...document.querySelectorAll({json.dumps(selector)})]"
-            f".filter(e => e.textContent.includes({json.dumps(text)}))[0]"
+        """Click the first element of that kind, and with that text, that nothing covers."""
+        place = self.until(
+            f"""(() => {{
+              for (const e of document.querySelectorAll({json.dumps(selector)})) {{
+                if (!e.textContent.includes({json.dumps(text)})) continue;
+                e.scrollIntoView({{block: "center", behavior: "instant"}});
+                const box = e.getBoundingClientRect();
+                const x = box.left + box.width / 2, y = box.top + box.height / 2;
+                if (!e.contains(document.elementFromPoint(x, y))) continue;
+                if (!e.click) return [x, y];
+                setTimeout(() => e.click());
+                return true;
+              }}
+            }})()"""
         )
-        self.until(f"!!({found})")
-        self.run(f"{found}.dispatchEvent(new MouseEvent('click', {{bubbles: true, cancelable: true}})), true")
+        if place is True:
+            return
+        self.run(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 100))))"
+        )
+        for kind in ("mousePressed", "mouseReleased"):  # a page ignores the mouse until it was painted
+            self.send(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=place[0],
+                y=place[1],
+                button="left",
+                clickCount=1,
+                buttons=1,
+            )
 
     def press(self, key: str) -> None:
         """Press a key."""

@@ -60,7 +60,7 @@ def served(*runs, cache):
         yield process.stdout.readline().split()[-1]
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) in (0, 130, -2)
+        assert process.wait(20) == 0
 
 
 def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
@@ -71,7 +71,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         browser.click("a.row-link", "demo")
         browser.until("document.querySelectorAll('svg.chart').length >= 5")
         browser.click("svg.chart a[href*='train-000002']")
-        browser.until("location.search.includes('train-000002') && document.querySelector('svg.histogram')")
+        browser.until("location.search.includes('train-000002') && !!document.querySelector('svg.histogram')")
         # failures, as a filter
         browser.click("a.chip.error")
         browser.until("location.search.includes('outcome=error')")
@@ -93,7 +93,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         # keys: next episode, theme, help
         before = browser.run("location.href")
         browser.press("n")
-        browser.until(f"location.href !== {json.dumps(before)}")
+        browser.until(f"location.href !== {json.dumps(before)} && document.documentElement.matches('.js')")
         browser.press("t")
         assert browser.run("document.documentElement.dataset.theme") in ("dark", "light")
         browser.press("?")

@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
             if options.open:
                 webbrowser.open(address)
 
-        serve(app, options.port, ready)
+        with contextlib.suppress(KeyboardInterrupt):  # how a server is ended
+            serve(app, options.port, ready)
     return 0
 
 

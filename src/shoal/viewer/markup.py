@@ -67,9 +67,8 @@ def join(*children: Any) -> Html:
 
 def _is_safe(address: str) -> bool:
     """Whether an address is of this page, this site, or a picture."""
-    return address.startswith(("/", "#", "?", "data:image/png;", "data:image/jpeg;", "data:image/gif;")) or (
-        address.startswith(("data:image/webp;", "data:image/bmp;"))
-    )
+    pictures = tuple(f"data:image/{kind};" for kind in ("png", "jpeg", "gif", "webp", "bmp"))
+    return address.startswith(("/", "#", "?", *pictures)) and not address.startswith(("//", "/\\"))
 
 
 def number(value: Any, digits: int = 4) -> str:

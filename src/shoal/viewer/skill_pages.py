@@ -33,7 +33,7 @@ def skills_section(site: Site, run: Run) -> Html:
     tables = run.skills()
     skills, attempts = tables["skill"], tables["attempt"]
     if not skills:
-        return tag("p", "no skills yet", class_="empty")
+        return tag("p", "no skills yet, or state.db has a layout that is not known here", class_="empty")
     place = f"{site.place(run)}/skill"
     names = [str(skill["name"]) for skill in skills]
     needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
