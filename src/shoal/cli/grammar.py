@@ -6,7 +6,6 @@ On a terminal work shows a bar with its ETA; elsewhere lines, and one of a heart
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -46,15 +45,7 @@ def newest_folder(name: str) -> Path:
 
 def print_json(value: Any) -> None:
     """One line of JSON on standard output: an event of `--json-events`, or the result of `--json`."""
-    say(json.dumps(value, allow_nan=False), sys.stdout)
-
-
-def say(line: str, out: Any) -> None:
-    """Print what long work has to tell; when the reader went away, as `| head` does, it goes on without one."""
-    try:
-        print(line, file=out, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def count_of(number: int, thing: str, things: str = "") -> str:
@@ -156,7 +147,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
-            say(line, self.out)
+            print(line, file=self.out, flush=True)
 
     def left(self) -> float | None:
         """Seconds that the rest may take at the pace so far; None where that cannot be told yet."""

@@ -124,8 +124,11 @@ def _help(command: Callable[[list[str]], int], arguments: list[str]) -> int:
                 word for word in arguments[1:] if word not in ("-h", "--help")
             ]  # defaults may depend on it
             print(brief(name, command, said))
-            raise SystemExit(0)  # as other parsers end
-    return int(command(["--help" if word == "--help-all" else word for word in arguments[1:]]) or 0)
+            return 0
+    try:
+        return int(command(["--help" if word == "--help-all" else word for word in arguments[1:]]) or 0)
+    except SystemExit as end:  # how parsers end
+        return int(end.code or 0)
 
 
 def _tell(error: Exception) -> int:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.agent_options import refuse_device
-from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, say
+from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
@@ -66,7 +66,11 @@ def main(argv: list[str]) -> int:
             _watch(rows, run, call.progress, out)
         except KeyboardInterrupt:
             rows.close()  # type: ignore[attr-defined]
-            say(f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}", out)
+            print(
+                f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}",
+                file=out,
+                flush=True,
+            )
             return 130
         _say_results(run, out)
         if call.json:
@@ -122,17 +126,21 @@ def _resumed(argv: list[str]) -> list[str]:
 def _greet(run: PPORun, out: Any) -> None:
     ppo, options = run.ppo, run.options
     if ppo.n_envs > 1:
-        say(f"Using {ppo.n_envs} parallel environments for training", out)
-    say(f"   Start method: {options.parallel_start_method or 'default'}", out)
+        print(f"Using {ppo.n_envs} parallel environments for training", file=out, flush=True)
+    print(f"   Start method: {options.parallel_start_method or 'default'}", file=out, flush=True)
     preset = preset_for(options.env, options.preset) if options.resume_from is None else None
     if preset is not None:
-        say(f"   Settings: preset {preset.name} ({preset.source}), where not given otherwise", out)
+        print(
+            f"   Settings: preset {preset.name} ({preset.source}), where not given otherwise",
+            file=out,
+            flush=True,
+        )
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
-    say(f"   {options.env}, {how}, run folder {run.path}", out)
+    print(f"   {options.env}, {how}, run folder {run.path}", file=out, flush=True)
     if ppo.path == "compiled" and not kernels_cached():
-        say("   compiling the kernels, once on this machine: about ten seconds", out)
+        print("   compiling the kernels, once on this machine: about ten seconds", file=out, flush=True)
     if options.resume_from:
-        say(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", out)
+        print(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", file=out, flush=True)
 
 
 def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: Any) -> None:
@@ -217,7 +225,7 @@ def _say_results(run: PPORun, out: Any) -> None:
         f"checkpoint  {run.checkpoints}",
         f"go on with  shoal train-ppo --resume-from {_kept_in(run)} {further}",
     ]
-    say("\n".join(lines), out)
+    print("\n".join(lines), file=out, flush=True)
 
 
 def _at_its_end(run: PPORun, metrics: dict[str, Any]) -> list[str]:

@@ -75,7 +75,7 @@ def test_the_model_of_a_run_is_exported(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "nowhere"], "no model folder or known model named 'nowhere'"),
+        (["eval", "nowhere"], "there is no run folder and no model folder nowhere"),
         (
             ["eval", "RUN", "--checkpoint", "77"],
             "has no checkpoint '77'; there are: step-000000, step-000001",
@@ -99,4 +99,4 @@ def test_an_episode_is_shown_turn_by_turn(run, capsys):
     shown = capsys.readouterr().out
     assert "turn 1" in shown
     assert "heldout_success" in shown
-    assert "more turns" in shown
+    assert "more turn" in shown

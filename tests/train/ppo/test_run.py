@@ -162,7 +162,7 @@ def test_video_and_tensorboard_are_written(tmp_path):
         (["--n-envs", "0"], "n_envs must be at least 1, got 0", 2),
         (["--preset", "CartPole"], "no preset named 'CartPole'. Did you mean 'CartPole-v1'", 2),
         (["--resume-from", "nowhere"], "nowhere holds no checkpoint", 2),
-        (["--device", "cuda:7"], "got device=cuda:7", 2),
+        (["--device", "cuda:7"], "device=cuda:7 is not available here", 2),
         (["--gamma", "2"], r"gamma must be in [0, 1], got 2.0", 2),
     ],
 )
@@ -206,9 +206,7 @@ def test_the_command_that_a_run_prints_at_its_end_goes_on_with_it(tmp_path, caps
 
 
 def test_help_shows_the_presets_values_as_defaults(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["train-ppo", "--env", "Pendulum-v1", "--help-all"])
-    assert done.value.code == 0
+    assert main(["train-ppo", "--env", "Pendulum-v1", "--help-all"]) == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--gamma FLOAT Discount of a reward per step. (default: 0.9)" in text
     assert "--n-envs INT Environments stepped in parallel. (default: 4)" in text
