@@ -225,7 +225,7 @@ def kill_schedulers(tmp_path: Path, quick, kills: int) -> Counter[str]:
                 time.sleep(rng.uniform(0.3, 1.2))
                 if rng.random() < 0.3:
                     meddle(store, rng, happened)
-                if rng.random() < 0.2:
+                if rng.random() < 0.5:
                     happened["stopped"] += ask_to_stop(store, wait=False)
                 for attempt in store.attempts(state="running"):
                     if attempt.handle and rng.random() < 0.5:
