@@ -67,6 +67,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         browser.open(address)
         browser.click("a.row-link", "demo")
         browser.until("document.querySelectorAll('svg.chart').length >= 5")
+        browser.until("document.querySelector('#episodes td.n')?.textContent > 0")  # the index is there
         browser.click("svg.chart a[href*='train-000002']")
         browser.until("location.search.includes('train-000002') && !!document.querySelector('svg.histogram')")
         # failures, as a filter
