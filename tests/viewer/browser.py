@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shutil
 import subprocess
@@ -32,19 +33,26 @@ class Browser:
 
         program = chromium()
         assert program is not None, "Chromium is not installed: apt-get install chromium"
-        self._folder = tempfile.TemporaryDirectory(prefix="shoal-browser-", ignore_cleanup_errors=True)
-        profile = Path(self._folder.name)
-        self._process = subprocess.Popen(
-            [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        port = _wait(lambda: (profile / "DevToolsActivePort").read_text().split()[0], 60)
-        targets = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list"))
-        address = next(t["webSocketDebuggerUrl"] for t in targets if t["type"] == "page")
-        self._socket = connect(address, max_size=2**28)
         self._number = 0
         self.problems: list[str] = []
+        with contextlib.ExitStack() as ending:
+            profile = Path(
+                ending.enter_context(
+                    tempfile.TemporaryDirectory(prefix="shoal-browser-", ignore_cleanup_errors=True)
+                )
+            )
+            process = subprocess.Popen(
+                [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            ending.callback(_end, process)
+            port = _wait(lambda: (profile / "DevToolsActivePort").read_text().split()[0], 60)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
+                targets = json.load(answer)
+            address = next(t["webSocketDebuggerUrl"] for t in targets if t["type"] == "page")
+            self._socket = ending.enter_context(connect(address, max_size=2**28))
+            self._ending = ending.pop_all()
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -52,14 +60,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._folder.cleanup()
+        self._ending.close()
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command and its answer; what the page complains of meanwhile is kept in `problems`."""
@@ -157,6 +158,15 @@ class Browser:
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], most), "scale": 1}
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait(ask: Any, seconds: float, what: str = "") -> Any:

@@ -50,17 +50,14 @@ def demo(tmp_path_factory):
 
 @contextlib.contextmanager
 def served(*runs, cache):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", "view", *map(str, runs)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
-    )
-    try:
-        yield process.stdout.readline().split()[-1]
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+    words = [sys.executable, "-m", "shoal", "view", *map(str, runs)]
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
 
 
 def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
@@ -70,6 +67,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         browser.open(address)
         browser.click("a.row-link", "demo")
         browser.until("document.querySelectorAll('svg.chart').length >= 5")
+        browser.until("document.querySelector('#episodes td.n')?.textContent > 0")  # the index is there
         browser.click("svg.chart a[href*='train-000002']")
         browser.until("location.search.includes('train-000002') && !!document.querySelector('svg.histogram')")
         # failures, as a filter

@@ -274,6 +274,7 @@ def serve(app: Any, port: int, on_ready: Callable[[str], None]) -> None:
             raise DataError(
                 f"port {port} is taken ({error.strerror}); use --port 0 for a free one"
             ) from error
+        listener.listen(128)  # who comes before the server is up waits, and is not refused
         on_ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{app.state.token}/")
         config = uvicorn.Config(app, log_level="error", access_log=False, server_header=False)
         uvicorn.Server(config).run(sockets=[listener])
