@@ -22,7 +22,7 @@ demo: setup       ## train a tiny language-model agent on FrozenLake, about a mi
 	$(BIN)/shoal train --config-name demo
 
 test: setup       ## the test suite, no GPU, no network
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not browser" --timeout 1800

@@ -290,6 +290,7 @@ def test_what_a_script_registers_is_known_to_its_worker_processes(tmp_path):
     assert lines[-2:] == ["my_pole 2", "MyPole-v0 2"]
 
 
+@pytest.mark.slow
 def test_agents_are_trained_on_an_env_that_the_script_registered_in_worker_processes(tmp_path):
     out = run_script(
         tmp_path,

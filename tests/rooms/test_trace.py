@@ -95,5 +95,5 @@ def test_what_is_given_to_a_worker_may_install_it_on_the_way(toy, tmp_path):
     finally:
         tracer.__exit__()
     assert passed.files() == {"other.py"}
-    with pytest.raises(ValueError, match="must be a package that can be imported, got 'nosuch'"):
-        Tracer("nosuch", tmp_path)
+    with pytest.raises(ValueError, match="must be a package that can be imported, got 'nobody_has_it'"):
+        Tracer("nobody_has_it", tmp_path)

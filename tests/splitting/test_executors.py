@@ -88,6 +88,7 @@ def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
     assert len(joined) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")

@@ -24,7 +24,6 @@ from shoal.train.agent.weights import fill, whole_weights, without_twins
 pytest.importorskip("accelerate")
 pytestmark = [
     pytest.mark.timeout(600),  # processes that start on a busy machine
-    pytest.mark.xdist_group("sharding"),  # what two processes saw is looked at by several tests
 ]
 FAST = ["tiny", "llama", "lora"]
 SLOW = [

@@ -133,13 +133,18 @@ if (isStatic) {
 }
 
 // --- following a run
+let pressed = false; // what is under a pressed pointer stays, or its click would be lost
+addEventListener("pointerdown", () => { pressed = true; }, true);
+for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => setTimeout(() => { pressed = false; }), true);
+
 async function follow() {
   const main = document.getElementById("main");
   if (document.visibilityState === "visible" && !document.querySelector("dialog[open]")) {
     try {
       const answer = await fetch(location.href, { headers: { "x-have": main.dataset.version } });
-      if (answer.status === 200) {
-        const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const text = answer.status === 200 ? await answer.text() : "";
+      if (text && !pressed) {
+        const page = new DOMParser().parseFromString(text, "text/html");
         const next = page.getElementById("main");
         const open = [...main.querySelectorAll("details")].map((one) => one.open);
         const at = [...main.querySelectorAll("tr")].findIndex((line) => line.classList.contains("at"));
