@@ -105,8 +105,7 @@ class Browser:
 
     def click(self, selector: str, text: str = "") -> None:
         """Click the first element of that kind, and with that text, that nothing covers."""
-        place = self.until(
-            f"""(() => {{
+        find = f"""(() => {{
               for (const e of document.querySelectorAll({json.dumps(selector)})) {{
                 if (!e.textContent.includes({json.dumps(text)})) continue;
                 e.scrollIntoView({{block: "center", behavior: "instant"}});
@@ -118,12 +117,13 @@ class Browser:
                 return true;
               }}
             }})()"""
-        )
+        place = self.until(find)
         if place is True:
             return
         self.run(
             "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 100))))"
         )
+        place = self.until(find)  # the page may have moved meanwhile
         for kind in ("mousePressed", "mouseReleased"):  # a page ignores the mouse until it was painted
             self.send(
                 "Input.dispatchMouseEvent",

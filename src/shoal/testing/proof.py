@@ -220,6 +220,14 @@ def workers_of(pid: int) -> list[int]:
     return [worker for child in children_of(pid) for worker in children_of(child)]
 
 
+def bytes_read_by(pid: int) -> int:
+    """How much a process has read so far, from sockets too; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/io").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
 def kill(pid: int) -> bool:
     """SIGKILL; whether there was a process to get it."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from shoal.testing.proof import (
     Case,
     Part,
     Toll,
+    bytes_read_by,
     kill,
     kill_when,
     meanwhile,
@@ -135,21 +137,21 @@ class _Training:
 
     # --- faults
     def with_workers_killed(self, run: Path) -> Toll:
-        """Three workers, of which one is killed every third of a second until episodes were lost."""
+        """Three workers; one that has just been answered, and so is at play, is killed until episodes were lost."""
         toll = Toll()
 
         def killing(done: threading.Event) -> None:
-            import os
-
-            victim = 0
-            while not done.wait(0.3):
+            heard: dict[int, int] = {}
+            while not done.wait(0.002):
                 rows = rows_of(run)
                 if sum(row.get("replayed_episodes", 0) for row in rows) and toll.kills >= 2:
                     return
-                alive = workers_of(os.getpid())
-                if alive and rows:  # the run has begun
-                    victim += 1
-                    toll.kills += kill(alive[victim % len(alive)])
+                for pid in workers_of(os.getpid()):
+                    before, heard[pid] = heard.get(pid), bytes_read_by(pid)
+                    if rows and before is not None and heard[pid] != before:  # the run has begun
+                        toll.kills += kill(pid)
+                        done.wait(0.1)
+                        break
 
         with meanwhile(killing):
             self.train(run, _workers(3, "adaptive"))
