@@ -86,7 +86,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         colours = (
             "[...document.querySelectorAll('.strip .token')].map(e => getComputedStyle(e).backgroundColor)"
         )
-        assert len(set(browser.run(colours))) >= 2
+        browser.until(f"new Set({colours}).size >= 2")  # the style sheet is there
         assert "log-prob -" in browser.run("document.querySelector('.strip .token').title")
         # keys: next episode, theme, help
         before = browser.run("location.href")
