@@ -67,6 +67,27 @@ def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
     assert played == 2 * 4 + 3 * 2
 
 
+def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(tmp_path, capsys):
+    small = [item for item in SMALL if "own_lake" not in item and "warmup" not in item]
+    asked = [
+        f"agent_proxy.prompt.{item}" for item in ("prefill='<action>'", "closing='</action>'", "history=0")
+    ]
+    asked += ["agent_proxy.max_tokens=1", "warmup.steps=120", "warmup.learning_rate=0.01"]
+    assert main(["train", *small, *asked, f"run_dir={tmp_path / 'run'}"]) == 0
+    records = list(read_trajectories(tmp_path / "run" / "trajectories" / "train-000001.jsonl"))
+    turns = [turn for record in records for turn in record.turns]
+    assert {len(turn.response_ids) for turn in turns} == {1}
+    assert {turn.response for turn in turns if turn.action_is_valid} <= {
+        f"<action>{word}</action>" for word in ("Up", "Down", "Left", "Right")
+    }
+    assert sum(turn.action_is_valid for turn in turns) > 0.9 * len(turns), "the warm-up wrote one token too"
+    for said in ([], ["--sampler", "recorded"], ["--turn", "1", "--action", "Up"]):
+        capsys.readouterr()
+        assert main(["replay", str(tmp_path / "run"), "train-000002:0", *said]) == 0
+        told = capsys.readouterr().out
+        assert "the same" in told or said[-1:] == ["Up"]
+
+
 def test_the_command_says_that_it_is_the_same(trained, capsys):
     assert main(["replay", str(trained), "train-000002:3"]) == 0
     said = capsys.readouterr().out

@@ -54,6 +54,15 @@ def test_a_prefill_stands_at_the_end_of_the_prompt():
     assert prompter.prompt(scene(0))[-1:] == TOKENIZER.encode("<action>")
 
 
+@given(st.text(max_size=30), st.text(max_size=8), st.text(max_size=8))
+def test_what_the_model_writes_of_an_answer_is_what_stands_between_prefill_and_closing(
+    written, prefill, closing
+):
+    config = PromptConfig(prefill=prefill, closing=closing)
+    assert config.response(written) == prefill + written + closing
+    assert config.written(config.response(written)) == written
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -62,6 +71,7 @@ def test_a_prefill_stands_at_the_end_of_the_prompt():
         ({"history": -1}, "at least 0, got -1"),
         ({"mode": "chat"}, "must be 'window' or 'append', got 'chat'"),
         ({"mode": "append", "prefill": "<"}, "window mode only"),
+        ({"mode": "append", "closing": ">"}, "window mode only"),
     ],
 )
 def test_templates_that_cannot_work_are_refused(settings, message):

@@ -107,7 +107,7 @@ class Episode:
                 f"the tokenizer cannot decode the engine's answer ({type(error).__name__}: {error}): "
                 f"{str(completion.token_ids)[:200]}"
             ) from error
-        self._response = self._prompter.config.prefill + written
+        self._response = self._prompter.config.response(written)
         self._projected = self.role.projection(self._response)
         self._reward, self._valid, self._shown = 0.0, self._projected.valid, self._text
         self._anchor_before, self._image_before = self._anchor, self._image

@@ -49,6 +49,9 @@ class PromptConfig:
     """One past turn inside `{history}`."""
     prefill: str = ""
     """Text that the answer begins with, given to the model rather than asked of it."""
+    closing: str = ""
+    """Text that the answer ends with, added to what the model wrote and never asked of it: with `<action>` before and
+    `</action>` after, a model that answers in one word writes one token (`max_tokens: 1`)."""
     on_drift: Literal["warn", "raise", "ignore"] = "warn"
     """In append mode, when the chat template would write an earlier turn otherwise than the model saw it."""
 
@@ -59,14 +62,22 @@ class PromptConfig:
             raise ConfigError(f"prompt.on_drift must be 'warn', 'raise' or 'ignore', got {self.on_drift!r}")
         if self.history < 0:
             raise ConfigError(f"prompt.history must be at least 0, got {self.history}")
-        if self.mode == "append" and self.prefill:
+        if self.mode == "append" and (self.prefill or self.closing):
             raise ConfigError(
-                "prompt.prefill works in window mode only: in append mode it would be written twice"
+                "prompt.prefill and prompt.closing work in window mode only: append mode keeps the model's own tokens"
             )
         for name, fields in (("first", FIELDS), ("later", FIELDS), ("turn", TURN_FIELDS)):
             for field in _FIELD.findall(getattr(self, name)):
                 if field not in fields:
                     raise ConfigError(f"prompt.{name} has no field {{{field}}}.{did_you_mean(field, fields)}")
+
+    def response(self, written: str) -> str:
+        """The whole answer, of which the model wrote that."""
+        return f"{self.prefill}{written}{self.closing}"
+
+    def written(self, response: str) -> str:
+        """What the model writes of an answer."""
+        return response.removeprefix(self.prefill).removesuffix(self.closing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from shoal.envs.catalogue import resolve_text
 from shoal.envs.text import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_roles
-from shoal.rollout.prompts import Prompter
+from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
 from shoal.testing.recorded_runs import Difference, Recording, difference_of, recordings_of, settings_of
 
@@ -156,7 +156,7 @@ class Replay:
         exact = fork is None and (sampler is None or self.sampler in ("auto", "checkpoint"))
         episode = Episode(self._place(found), role, Prompter(self.config.agent_proxy.prompt, tokenizer),
                           self._sampling(found))  # fmt: skip
-        writer = _Writer(record, role, tokenizer, sampler, fork, self.config.agent_proxy.prompt.prefill)
+        writer = _Writer(record, role, tokenizer, sampler, fork, self.config.agent_proxy.prompt)
         env = resolve_text(*self._kind(record.env))()
         try:
             self._loop(env, episode, writer, step or _plain_step, told, record if exact else None)
@@ -316,10 +316,10 @@ class _Writer:
 
     def __init__(
         self, record: Trajectory, role: Role, tokenizer: ChatTokenizer, sampler: Any, fork: tuple[int, str] | None,
-        prefill: str,
+        prompt: PromptConfig,
     ) -> None:  # fmt: skip
         self.record, self.role, self.tokenizer, self.sampler = record, role, tokenizer, sampler
-        self.fork, self.prefill = fork, prefill
+        self.fork, self.prompt = fork, prompt
         self.forked_at: int | None = None
 
     def answer(self, number: int, request: Request) -> Completion | None:
@@ -343,10 +343,9 @@ class _Writer:
             return Completion((), (), "context", self.record.weights_version) if full else None
         turn = self.record.turns[number - 1]
         ids, finish = turn.response_ids, turn.finish or "stop"
-        if self.sampler is not None and self.tokenizer.decode(ids) != turn.response.removeprefix(
-            self.prefill
-        ):
-            ids = self.tokenizer.encode(turn.response.removeprefix(self.prefill))  # another model's tokens
+        written = self.prompt.written(turn.response)
+        if self.sampler is not None and self.tokenizer.decode(ids) != written:
+            ids = self.tokenizer.encode(written)  # another model's tokens
         return Completion(ids, turn.logprobs, finish, self.record.weights_version)  # type: ignore[arg-type]
 
     def _said(self, action: str) -> Completion:
@@ -356,7 +355,7 @@ class _Writer:
             else [f"<action>{action}</action>", f"<answer>{action}</answer>", action]
         )
         for response in wrapped:
-            if self.role.projection(self.prefill + response).valid:
+            if self.role.projection(self.prompt.response(response)).valid:
                 ids = self.tokenizer.encode(response)
                 return Completion(ids, (0.0,) * len(ids), "stop", self.record.weights_version)
         words = ", ".join(self.role.projection.words()) or "free text in <action>…</action>"

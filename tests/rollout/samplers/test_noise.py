@@ -12,7 +12,7 @@ from shoal.core.seeding import stream, stream_key
 from shoal.rollout.samplers import huggingface
 from shoal.rollout.samplers.huggingface import RoomyLayer, keep_rows, with_few_moves
 from shoal.rollout.samplers.noise import philox, picks, uniforms
-from shoal.rollout.samplers.sampler import Key, Noise
+from shoal.rollout.samplers.sampler import Key, Noise, Sampling
 
 
 @pytest.mark.parametrize("vocabulary", [1, 4, 5, 258, 49_152])
@@ -44,6 +44,21 @@ def test_a_device_picks_what_arrays_pick():
         assert found.tolist() == plain
 
 
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 3.0, 12.0]), st.integers(1, 400))
+@settings(deadline=None)
+def test_the_few_tokens_that_noise_is_made_of_hold_the_one_that_wins(seed, spread, vocabulary):
+    """Flat and sharp distributions, with tokens that are ruled out, beside the sum over the whole vocabulary."""
+    rng = np.random.default_rng(seed)
+    logprobs = (rng.normal(size=vocabulary) * spread).astype(np.float32)
+    logprobs -= np.log(np.exp(logprobs).sum())
+    logprobs[rng.random(vocabulary) < 0.2] = -np.inf
+    logprobs[rng.integers(vocabulary)] = -1.0
+    key = Key(seed, 0, 1, 2, 3)
+    noise = Noise(key)
+    found = [noise.pick(logprobs) for _ in range(3)]
+    assert found == (logprobs + Noise(key).rows(3, vocabulary)).argmax(1).tolist()
+
+
 def test_an_engine_that_picks_on_its_device_writes_what_one_in_memory_writes():
     here, there = make_engine(max_batch=7), make_engine(max_batch=7)
     there.picks_here = False
@@ -54,11 +69,13 @@ def test_an_engine_that_picks_on_its_device_writes_what_one_in_memory_writes():
 
 
 # --- keys and values
-@given(st.integers(1, 40).flatmap(lambda n: st.sets(st.integers(0, n - 1), min_size=1)))
-def test_rows_that_stay_are_all_there_and_few_of_them_move(kept):
-    order = with_few_moves(sorted(kept))
-    assert sorted(order) == sorted(kept)
-    assert all(row >= len(kept) for place, row in enumerate(order) if row != place)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40))
+def test_rows_that_go_on_are_all_there_and_none_is_overwritten_before_it_is_copied(rows):
+    order = [rows[number] for number in with_few_moves(rows)]
+    assert sorted(order) == sorted(rows)
+    moved = {here for here, row in enumerate(order) if row != here}
+    assert not moved & set(order)  # nobody goes on from a place that another one takes
+    assert len(order) - len(moved) == len({row for row in rows if row < len(rows)})
 
 
 @given(st.integers(0, 1000))
@@ -73,21 +90,38 @@ def test_a_layer_with_room_holds_what_one_that_copies_holds(seed):
     first = states(5, int(rng.integers(1, 9)))
     for each in (cache, plain):
         each.update(*first, 0)
-    rows = torch.from_numpy(rng.integers(5, size=8))
-    keep_rows(cache, rows, with_room=True)
+    rows = torch.from_numpy(rng.integers(5, size=4))
+    keep_rows(cache, rows, room=8)
     plain.batch_select_indices(rows)
     assert isinstance(cache.layers[0], RoomyLayer)
-    n = 8
+    n = 4
     for _ in range(60):
-        if n > 1 and rng.random() < 0.1:
-            keep = torch.tensor(with_few_moves(sorted(rng.choice(n, n - 1, replace=False).tolist())))
+        if rng.random() < 0.2:
+            chosen = rng.integers(n, size=int(rng.integers(1, 9))).tolist()  # some end, others part
+            keep = torch.tensor([chosen[number] for number in with_few_moves(chosen)])
             keep_rows(cache, keep)
             plain.batch_select_indices(keep)
-            n -= 1
+            n = len(keep)
         new = states(n, 1)
         for found, expected in zip(cache.update(*new, 0), plain.update(*new, 0), strict=True):
             assert torch.equal(found, expected)
     assert cache.get_seq_length() == plain.get_seq_length()
+
+
+@pytest.mark.parametrize("picks_here", [True, False])
+def test_answers_are_computed_once_until_they_part(picks_here):
+    """Groups of one prompt, at two temperatures: each writes what it writes alone, for less."""
+    engine, alone = make_engine(max_batch=64), make_engine(max_batch=1)
+    engine.picks_here = picks_here
+    asked = [
+        structs.replace(first, key=Key(0, 0, group, member, 0), sampling=Sampling(8, temperature))
+        for group, first in enumerate(requests(engine, 3))
+        for member, temperature in enumerate([0.3] * 8 + [0.0] * 8)
+    ]
+    for a, b in zip(engine.generate(asked), alone.generate(asked), strict=True):
+        assert (a.token_ids, a.finish) == (b.token_ids, b.finish)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+    assert engine.decoded_tokens < 0.7 * alone.decoded_tokens
 
 
 def test_what_all_prompts_begin_with_is_computed_once():

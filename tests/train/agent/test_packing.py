@@ -159,19 +159,27 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
     ).shape[1]
     samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
-    micros = list(micro_batches(samples, 1000, 0, "cpu", "auto", prefixes=True))
+    samples += [
+        s.with_column("advantages", -0.3 * s.columns["advantages"]) for s in samples[::2]
+    ]  # written twice
+    again = samples[3]  # the same tokens, others of them trained
+    samples.append(Sample(again.ids, again.places[-1:], {"advantages": np.ones(1, np.float32)}))
+    micros = list(micro_batches(samples, 1000, 0, "cpu", "auto", prefixes=True, equals=True))
     assert any(m.begins is not None and m.begins.ndim == 3 for m in micros)
     assert sum(m.ids.numel() for m in micros) < sum(len(s.ids) for s in samples)
+    assert sum(len(m.samples) for m in micros) == sum(len(s.places) for s in samples)
+    assert sum(len(m.targets) for m in micros) < sum(len(s.places) for s in samples)
+    assert sorted({int(n) for m in micros for n in m.samples}) == list(range(len(samples))), "one micro-batch"
 
     def ask(batching, max_tokens, prefixes):
         def compute(micro):
             return score(engine, micro, 1.0).logprobs
 
         engine.module.zero_grad()
-        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, prefixes):
+        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, prefixes, prefixes):
             (compute(micro) * micro.columns["advantages"]).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in engine.module.parameters()])
-        return token_values(samples, compute, max_tokens, 0, "cpu", batching, prefixes), gradient
+        return token_values(samples, compute, max_tokens, 0, "cpu", batching, prefixes, prefixes), gradient
 
     values, gradient = ask("padded", 1, False)
     for max_tokens in (1000, 45):

@@ -1,8 +1,8 @@
 """Any causal language model of `transformers` as a sampler in this process; what trains it may share its network.
 
-Prompts that are equal are computed once, and so is what all prompts of a batch begin with; the next turn of an episode
-starts from what is known of the ones before, rows that have ended leave the batch, and the picks are keyed Gumbel noise
-over log-probabilities (level L1), made where the network is: a GPU sends tokens, not scores.
+What is equal is computed once: prompts, what all prompts of a batch begin with, answers until they part. The next turn
+of an episode starts from what is known of the ones before, rows that have ended leave the batch, and the picks are
+keyed Gumbel noise over log-probabilities (level L1), made where the network is: a GPU sends tokens, not scores.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ class HuggingFaceEngine:
             threading.Lock()
         )  # what is known of episodes is found, used and replaced by one call at a time
         self._can_share = True  # until the network is found to keep more than keys and values
-        self.prompt_tokens = self.computed_tokens = 0
-        """Tokens of all prompts so far, and how many of them had to be computed."""
+        self.prompt_tokens = self.computed_tokens = self.decoded_tokens = 0
+        """Tokens of all distinct prompts so far, how many of them were computed, and how many tokens of answers."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.pad_id = int(pad or 0)
         limit = getattr(model.config, "max_position_embeddings", None)
@@ -124,32 +124,46 @@ class HuggingFaceEngine:
         return len(request.prompt_ids) - (len(known.tokens) if known else 0)
 
     def _complete(self, rows: list[Row]) -> list[Completion]:
+        """Rows whose prompts and answers are the same so far have one place in the cache, until they differ."""
         requests = [row.request for row in rows]
-        cache, scores, mask = self._prefill(requests)
+        alike: dict[Any, list[int]] = {}
+        for i, request in enumerate(requests):
+            alike.setdefault((request.prompt_ids, request.sampling.temperature), []).append(i)
+        places = list(alike.values())
+        cache, scores, mask = self._prefill([requests[members[0]] for members in places], len(rows))
         keeps = self.prefixes.max_tokens > 0 and can_be_cropped(cache)
-        live = list(range(len(rows)))
         while True:
-            picks = self._pick(scores, [rows[i] for i in live])
-            keep = [place for place, i in enumerate(live) if not rows[i].ended]
-            if keeps:
-                for place, i in enumerate(live):
-                    if rows[i].ended:  # its last token was picked and never fed, so it is not in the cache
-                        tokens = rows[i].request.prompt_ids + rows[i].written[:-1]
-                        self.prefixes.keep(requests[i].key, take_row(cache, place, mask[place], tokens))
-            if not keep:
+            self._pick(scores, [[rows[i] for i in members] for members in places])
+            going: dict[tuple[int, int], list[int]] = {}
+            for place, members in enumerate(places):
+                known: Prefix | None = None
+                for i in members:
+                    if not rows[i].ended:
+                        going.setdefault((place, rows[i].written[-1]), []).append(i)
+                    elif keeps:  # its last token was picked and never fed, so it is not in the cache
+                        tokens = requests[i].prompt_ids + rows[i].written[:-1]
+                        known = known or take_row(cache, place, mask[place], tokens)
+                        self.prefixes.keep(requests[i].key, known, requests[i].prompt_ids)
+            if not going:
                 return [row.completion(self.weights_version) for row in rows]
-            if len(keep) < len(live):
-                keep = with_few_moves(keep)
-                chosen = torch.tensor(keep, device=mask.device)
+            branches = list(going)
+            branches = [branches[number] for number in with_few_moves([place for place, _ in branches])]
+            if (stay := [place for place, _ in branches]) != list(range(len(mask))):
+                chosen = torch.tensor(stay, device=mask.device)
                 keep_rows(cache, chosen)
                 mask = mask[chosen]
-                live, picks = [live[place] for place in keep], [picks[place] for place in keep]
-            mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
-            out = self._forward(torch.tensor(picks, device=mask.device)[:, None], mask, cache)
+            places = [going[branch] for branch in branches]
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            fed = torch.tensor([token for _, token in branches], device=mask.device)
+            self.decoded_tokens += len(branches)
+            out = self._forward(fed[:, None], mask, cache)
             cache, scores = out.past_key_values, out.logits[:, -1]
 
-    def _prefill(self, requests: list[Request]) -> tuple[Any, Tensor, Tensor]:
-        """The cache, the next token's scores and the mask of each request; equal prompts are computed once."""
+    def _prefill(self, requests: list[Request], room: int) -> tuple[Any, Tensor, Tensor]:
+        """The cache, the next token's scores and the mask of each request, with room for so many rows.
+
+        Equal prompts are computed once.
+        """
         known = {r.prompt_ids: self.prefixes.find(r.key, r.prompt_ids) for r in reversed(requests)}
         prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
         prefixes = self._with_shared(prompts, [known[prompt] for prompt in prompts])
@@ -164,7 +178,7 @@ class HuggingFaceEngine:
         out = self._forward(ids, mask, cache)
         index = {prompt: place for place, prompt in enumerate(prompts)}
         select = torch.tensor([index[request.prompt_ids] for request in requests], device=ids.device)
-        keep_rows(out.past_key_values, select, with_room=True)
+        keep_rows(out.past_key_values, select, room=room)
         return out.past_key_values, out.logits[:, -1][select], mask[select]
 
     def _with_shared(
@@ -190,23 +204,27 @@ class HuggingFaceEngine:
         """A value that changes whenever weights do, by `load_weights` or in place by an optimizer."""
         return self.weights_version, sum(parameter._version for parameter in self.model.parameters())
 
-    def _pick(self, scores: Tensor, rows: Sequence[Row]) -> list[int]:
-        """Sample or choose the next token of each row and note it."""
-        heat = torch.tensor([row.request.sampling.temperature or 1.0 for row in rows], device=scores.device)
-        logprobs = (scores.float() / heat[:, None]).log_softmax(-1)
-        if self.picks_here or any(row.request.sampling.restricted for row in rows):
+    def _pick(self, scores: Tensor, places: Sequence[Sequence[Row]]) -> None:
+        """Sample or choose the next token of each row, from the scores of its place, and note it."""
+        heats = [members[0].request.sampling.temperature or 1.0 for members in places]
+        logprobs = (scores.float() / torch.tensor(heats, device=scores.device)[:, None]).log_softmax(-1)
+        rows = [(place, row) for place, members in enumerate(places) for row in members]
+        if self.picks_here or any(row.request.sampling.restricted for _, row in rows):
             arrays = logprobs.cpu().numpy()
-            return [row.take(arrays[place]) for place, row in enumerate(rows)]
+            for place, row in rows:
+                row.take(arrays[place])
+            return
+        logprobs = logprobs[torch.tensor([place for place, _ in rows], device=logprobs.device)]
         chosen = logprobs.argmax(1)
-        noisy = [place for place, row in enumerate(rows) if row.noise is not None]
+        noisy = [number for number, (_, row) in enumerate(rows) if row.noise is not None]
         if noisy:
-            keys = [row.noise.key for row in rows if row.noise is not None]
-            written = [len(rows[place].written) for place in noisy]
+            keys = [row.noise.key for _, row in rows if row.noise is not None]
+            written = [len(rows[number][1].written) for number in noisy]
             at = torch.tensor(noisy, device=logprobs.device)
             chosen[at] = picks(logprobs[at], keys, written)
         values = logprobs.gather(1, chosen[:, None])[:, 0]
-        both = zip(rows, chosen.tolist(), values.tolist(), strict=True)
-        return [row.note(token, value) for row, token, value in both]
+        for (_, row), token, value in zip(rows, chosen.tolist(), values.tolist(), strict=True):
+            row.note(token, value)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -305,8 +323,7 @@ class Row:
     def take(self, logprobs: np.ndarray) -> int:
         """Choose a token from `[V]` log-probabilities, and see whether the response ends with it."""
         logprobs = restricted(logprobs, self.request.sampling)
-        noisy = logprobs if self.noise is None else logprobs + self.noise.rows(1, len(logprobs))[0]
-        token = int(noisy.argmax())
+        token = int(logprobs.argmax()) if self.noise is None else self.noise.pick(logprobs)
         return self.note(token, float(logprobs[token]))
 
     def note(self, token: int, logprob: float) -> int:
@@ -349,10 +366,10 @@ class Prefix:
 
 
 class PrefixStore:
-    """What a model has computed of each episode, kept between turns: the most recently used, up to a number of tokens.
+    """What a model has computed, kept between turns: the most recently used, up to a number of tokens.
 
-    An entry is found by the episode and cropped to the tokens that the new prompt shares with it, so it is right for
-    append and window prompts alike. Changed weights empty the store.
+    An entry is found by its episode, or by its whole prompt, and cropped to the tokens that the new prompt shares with
+    it, so it is right for append and window prompts alike. Changed weights empty the store.
 
     Args:
         max_tokens: over all entries; 0 keeps nothing.
@@ -365,7 +382,7 @@ class PrefixStore:
         self.tokens = 0
         self.shared: Prefix | None = None
         """What the prompts of a batch began with, whatever their episodes."""
-        self._entries: OrderedDict[Episode, Prefix] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Prefix] = OrderedDict()
         self._weights: Any = None
 
     def valid_for(self, weights: Any) -> None:
@@ -382,25 +399,36 @@ class PrefixStore:
 
     def find(self, key: Key, prompt: tuple[int, ...]) -> Prefix | None:
         """What is known of the beginning of `prompt`, at most all of it but the last token."""
-        entry = self._entries.get(_episode(key))
-        if entry is None:
-            return None
-        self._entries.move_to_end(_episode(key))
-        shared = min(shared_length(entry.tokens, prompt), len(prompt) - 1)
-        return entry.cropped(shared) if shared >= MIN_SHARED else None
+        best: Prefix | None = None
+        for name in (_episode(key), ("prompt", prompt)):
+            entry = self._entries.get(name)
+            if entry is None:
+                continue
+            self._entries.move_to_end(name)
+            shared = min(shared_length(entry.tokens, prompt), len(prompt) - 1)
+            if shared >= max(MIN_SHARED, 1 + len(best.tokens) if best else 0):
+                best = entry.cropped(shared)
+        return best
 
-    def keep(self, key: Key, prefix: Prefix) -> None:
-        """Keep the context of an episode in the place of the one before."""
-        episode = _episode(key)
-        before = self._entries.pop(episode, None)
-        self.tokens -= len(before.tokens) if before else 0
-        if len(prefix.tokens) > self.max_tokens:
-            return
-        self._entries[episode] = prefix
-        self.tokens += len(prefix.tokens)
+    def keep(self, key: Key, prefix: Prefix, prompt: tuple[int, ...] = ()) -> None:
+        """Keep the context of an episode in the place of the one before.
+
+        Its `prompt` is kept too, for whoever asks it again, unless it went on from what was known of the episode.
+        """
+        before = self._entries.get(_episode(key))
+        self._put(_episode(key), prefix)
+        if prompt and (before is None or before.tokens != prefix.tokens[: len(before.tokens)]):
+            self._put(("prompt", prompt), prefix.cropped(len(prompt)))
         while self.tokens > self.max_tokens:
             _, dropped = self._entries.popitem(last=False)
             self.tokens -= len(dropped.tokens)
+
+    def _put(self, name: Hashable, prefix: Prefix) -> None:
+        before = self._entries.pop(name, None)
+        self.tokens -= len(before.tokens) if before else 0
+        if len(prefix.tokens) <= self.max_tokens:
+            self._entries[name] = prefix
+            self.tokens += len(prefix.tokens)
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -443,19 +471,21 @@ class RoomyLayer(DynamicLayer):
     Args:
         layer: what is there already.
         rows: of it, in their new order.
+        room: how many rows there may be later.
     """
 
-    def __init__(self, layer: Any, rows: Tensor) -> None:
+    def __init__(self, layer: Any, rows: Tensor, room: int) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
         length = layer.keys.shape[-2]
+        self._room = room
         self._places = [self._roomy(old.index_select(0, rows), length) for old in (layer.keys, layer.values)]
         self._show(len(rows), length)
 
     def _roomy(self, old: Tensor, length: int) -> Tensor:
         rows, heads, _, width = old.shape
-        place = old.new_empty(rows, heads, length + max(SPARE, length // 4), width)
-        place[:, :, :length] = old[:, :, :length]
+        place = old.new_empty(self._room, heads, length + max(SPARE, length // 4), width)
+        place[:rows, :, :length] = old[:, :, :length]
         return place
 
     def _show(self, rows: int, length: int) -> None:
@@ -475,7 +505,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Only these rows, in this order; each goes to a place that is its own or that of one that leaves."""
+        """Only these rows, in an order of `with_few_moves`; one that is there twice is copied."""
         length = self.keys.shape[-2]
         for place in self._places:
             for here, there in enumerate(rows):
@@ -484,23 +514,28 @@ class RoomyLayer(DynamicLayer):
         self._show(len(rows), length)
 
 
-def with_few_moves(keep: Sequence[int]) -> list[int]:
-    """Rows that stay, in an order in which few move: the last ones fill the gaps.
+def with_few_moves(rows: Sequence[int]) -> list[int]:
+    """An order of what goes on from these rows in which few are moved: the others fill the gaps.
 
-    >>> with_few_moves([0, 2, 3, 5])
-    [0, 5, 2, 3]
+    >>> rows = [0, 2, 2, 3, 5]
+    >>> [rows[number] for number in with_few_moves(rows)]
+    [0, 5, 2, 3, 2]
     """
-    n = len(keep)
-    late = [row for row in keep if row >= n]
-    staying = set(keep)
-    return [row if row in staying else late.pop() for row in range(n)]
+    order = [-1] * len(rows)
+    moved = []
+    for number, row in enumerate(rows):
+        if row < len(rows) and order[row] < 0:
+            order[row] = number
+        else:
+            moved.append(number)
+    return [moved.pop() if number < 0 else number for number in order]
 
 
-def keep_rows(cache: Any, rows: Tensor, *, with_room: bool = False) -> None:
-    """Only these rows of a cache, in this order; `with_room` makes room for answers, where the cache is a plain one."""
+def keep_rows(cache: Any, rows: Tensor, *, room: int = 0) -> None:
+    """Only these rows of a cache, in this order; with `room` for so many, and their answers, if it is a plain one."""
     layers = getattr(cache, "layers", ())
-    if with_room and can_be_cropped(cache):
-        cache.layers = [RoomyLayer(layer, rows) for layer in layers]
+    if room and can_be_cropped(cache):
+        cache.layers = [RoomyLayer(layer, rows, room) for layer in layers]
     elif layers and all(isinstance(layer, RoomyLayer) for layer in layers):
         for layer in layers:
             layer.keep(rows.tolist())

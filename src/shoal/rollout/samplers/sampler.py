@@ -469,6 +469,26 @@ class Noise:
 
     def rows(self, n_tokens: int, vocabulary: int) -> np.ndarray:
         """`[n_tokens, vocabulary]` float64 for the next tokens of the response."""
-        uniform = self._rng.random((n_tokens, vocabulary))
-        np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
-        return -np.log(-np.log(uniform))
+        return _gumbel(self._rng.random((n_tokens, vocabulary)))
+
+    def pick(self, logprobs: np.ndarray) -> int:
+        """Where `[V]` log-probabilities and the next token's noise are largest: `(logprobs + rows(1, V)).argmax()`.
+
+        Noise is made for the few tokens that can win: the others have neither noise nor a log-probability near the best.
+        """
+        uniform = self._rng.random(len(logprobs))
+        likeliest = int(logprobs.argmax())
+        least = float(logprobs[likeliest]) + float(_gumbel(uniform[likeliest : likeliest + 1])[0])
+        can_win = np.flatnonzero((uniform >= _RARE) | (logprobs >= least - _FAR))
+        noisy = logprobs[can_win] + _gumbel(uniform[can_win])
+        return int(can_win[noisy.argmax()])
+
+
+_FAR = 8.001
+_RARE = float(np.exp(-np.exp(-8.0)))
+"""Noise above 8 comes of uniform numbers above this."""
+
+
+def _gumbel(uniform: np.ndarray) -> np.ndarray:
+    noise: np.ndarray = -np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny)))
+    return noise

@@ -126,6 +126,13 @@ class Piece:
 
     members: tuple[int, ...]
     prefix: int = 0
+    copies: tuple[tuple[int, ...], ...] = ()
+    """For each member the samples that are equal to it and need no place of their own; () where there are none."""
+
+    def samples(self) -> Iterator[tuple[int, ...]]:
+        """Each member with its copies."""
+        for place, member in enumerate(self.members):
+            yield (member, *self.copies[place]) if self.copies else (member,)
 
 
 PieceRow = list[Piece]
@@ -232,10 +239,17 @@ class MicroBatch:
     where: Tensor  # [B, T] bool, N of them true
     targets: Tensor  # [N] int64
     samples: Tensor  # [N] int64, which sample each trained token is of
-    columns: Mapping[Column, Tensor]  # [N] float32 each
+    columns: Mapping[Column, Tensor]  # [N] float32 each; see `repeats`
     begins: Tensor | None = None
     """Where the sample of each token begins, `[B, T]` int64; None: each row is one sample. With prefixes `[3, B, T]`:
     where the branch of each token begins, and the first place and end of the prefix that it continues (equal: none)."""
+    repeats: Tensor | None = None
+    """Which of the `N` trained places each trained token of a sample is at, `[M]` int64, where equal samples share
+    them: `samples` and `columns` have `M` numbers then, one a token of every sample. None: a place is one token's."""
+
+    def of_samples(self, values: Tensor) -> Tensor:
+        """Values `[N]` of trained places as those `[M]` of the tokens of all samples."""
+        return values if self.repeats is None else values[self.repeats]
 
 
 def make_samples(trajectory: Trajectory) -> list[Sample]:
@@ -279,15 +293,34 @@ def micro_batches(
     device: str,
     batching: Batching = "bucketed",
     prefixes: bool = False,
+    equals: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Samples in rows, see `plan_pieces`; each batch at most `max_tokens` with padding (or one sample)."""
-    for plan in _plan(samples, max_tokens, batching, prefixes):
+    """Samples in rows, see `plan_pieces`; each batch at most `max_tokens` with padding (or one sample).
+
+    Where `equals` says so, and `batching` is `auto`, samples that are equal share one place.
+    """
+    for plan in _plan(samples, max_tokens, batching, prefixes, equals):
         yield _fill(plan, samples, pad, device)
 
 
-def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool) -> list[Plan]:
-    firsts = [int(sample.places[0]) for sample in samples]
-    return plan_pieces([sample.ids for sample in samples], firsts, max_tokens, batching, prefixes)
+def _plan(
+    samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool, equals: bool
+) -> list[Plan]:
+    equal: dict[object, list[int]] = {}
+    for i, sample in enumerate(samples):
+        alike = (sample.ids, sample.places.tobytes()) if equals and batching == "auto" else i
+        equal.setdefault(alike, []).append(i)
+    numbers = list(equal.values())
+    distinct = [samples[first] for first, *_ in numbers]
+    firsts = [int(sample.places[0]) for sample in distinct]
+    plan = plan_pieces([sample.ids for sample in distinct], firsts, max_tokens, batching, prefixes)
+
+    def of_all(piece: Piece) -> Piece:
+        together = [numbers[i] for i in piece.members]
+        copies = tuple(tuple(rest) for _, *rest in together)
+        return Piece(tuple(first for first, *_ in together), piece.prefix, copies if any(copies) else ())
+
+    return [[[of_all(piece) for piece in row] for row in rows] for rows in plan]
 
 
 def token_values(
@@ -298,22 +331,23 @@ def token_values(
     device: str,
     batching: Batching = "bucketed",
     prefixes: bool = False,
+    equals: bool = False,
     in_step: Callable[[list[Plan]], Iterable[Plan | None]] = list,
     idle: Sample | None = None,
 ) -> list[Floats]:
-    """`compute` over all samples without gradients: per sample one number a trained token.
+    """`compute` over all samples without gradients: per sample one number a trained token (`MicroBatch.of_samples`).
 
     Where `in_step` gives None (see `Processes.in_step`), the pass is one over `idle`, and its result is dropped.
     """
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for plan in in_step(_plan(samples, max_tokens, batching, prefixes)):
+        for plan in in_step(_plan(samples, max_tokens, batching, prefixes, equals)):
             if plan is None:
                 if idle is not None:
                     compute(_fill([[Piece((0,))]], [idle], pad, device))
                 continue
             flat = compute(_fill(plan, samples, pad, device))
-            members = [i for row in plan for piece in row for i in piece.members]
+            members = [i for row in plan for piece in row for equal in piece.samples() for i in equal]
             parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())
             for i, part in zip(members, parts, strict=True):
                 found[i] = part
@@ -328,7 +362,9 @@ def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device:
     begins = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
     prefixes = np.zeros((2, *ids.shape), dtype=np.int64)
     where = np.zeros(ids.shape, dtype=bool)
-    members: list[Sample] = []
+    members: list[Sample] = []  # of all samples, and which places their tokens are at
+    repeats: list[NDArray[np.int64]] = []
+    distinct = trained = 0
     for place, row in enumerate(rows):
         end = 0
         for piece in row:
@@ -336,18 +372,21 @@ def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device:
             ids[place, prefix:first] = samples[piece.members[0]].ids[: piece.prefix]
             begins[place, prefix:first] = prefix
             end = first
-            for sample in (samples[i] for i in piece.members):
+            for equal in piece.samples():
+                sample = samples[equal[0]]
                 first, end = end, end + len(sample.ids) - piece.prefix
                 ids[place, first:end] = sample.ids[piece.prefix :]
                 begins[place, first:end] = first
                 prefixes[0, place, first:end], prefixes[1, place, first:end] = prefix, prefix + piece.prefix
                 where[place, first - piece.prefix + sample.places] = True
-                members.append(sample)
+                members += [samples[i] for i in equal]
+                repeats += [np.arange(trained, trained + len(sample.places))] * len(equal)
+                distinct, trained = distinct + 1, trained + len(sample.places)
     columns = {
         name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
         for name in members[0].columns
     }
-    trained = [len(sample.places) for sample in members]
+    tokens = [len(sample.places) for sample in members]
     if (prefixes[1] > prefixes[0]).any():
         begins = np.concatenate([begins[None], prefixes])
     return MicroBatch(
@@ -355,7 +394,8 @@ def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device:
         lengths=torch.tensor(lengths, device=device),
         where=torch.from_numpy(where).to(device),
         targets=torch.from_numpy(ids[where]).to(device),
-        samples=torch.from_numpy(np.repeat(np.arange(len(members)), trained)).to(device),
+        samples=torch.from_numpy(np.repeat(np.arange(len(members)), tokens)).to(device),
         columns=columns,
-        begins=torch.from_numpy(begins).to(device) if len(members) > len(rows) else None,
+        begins=torch.from_numpy(begins).to(device) if distinct > len(rows) else None,
+        repeats=torch.from_numpy(np.concatenate(repeats)).to(device) if distinct < len(members) else None,
     )

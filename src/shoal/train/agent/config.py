@@ -737,6 +737,9 @@ def _explain(error: Exception) -> str:
     """Hydra's first line, and the key that was probably meant."""
     first = str(error).strip().split("\n")[0]
     key = first.split("'")[1] if "Could not override" in first and "'" in first else ""
+    if not key and "LexerNoViableAlt" in first:  # signs outside of quotes
+        name, _, value = first.removeprefix("LexerNoViableAltException: ").partition("=")
+        return f"cannot read {name}={value}: a value with signs wants quotes, {name}='\"{value}\"'"
     if not key:
         return first
     if _takes_own_keys(key):

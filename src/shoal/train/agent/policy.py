@@ -80,6 +80,11 @@ class Policy(ABC):
         return False
 
     @property
+    def merges_equals(self) -> bool:
+        """Whether samples that are equal, token for token, are computed once: the same but for rounding."""
+        return self.shares_prefixes
+
+    @property
     def context(self) -> int | None:
         """Tokens of the longest prompt and response together; None where the network does not say."""
         return None
@@ -134,6 +139,11 @@ class Around(Policy):
         return self.inner.shares_prefixes
 
     @property
+    def merges_equals(self) -> bool:
+        """The inner one's."""
+        return self.inner.merges_equals
+
+    @property
     def context(self) -> int | None:
         """The inner one's."""
         return self.inner.context
@@ -183,6 +193,11 @@ class TinyPolicy(Policy):
     def shares_prefixes(self) -> bool:
         """Samples in a row may go on from what they share."""
         return True
+
+    @property
+    def merges_equals(self) -> bool:
+        """No: runs that began with an earlier version end in the bytes that they ended in."""
+        return False
 
     @property
     def context(self) -> int:
@@ -542,10 +557,10 @@ SCORES = 1 << 25
 
 
 class Scored(NamedTuple):
-    """What a network says of `N` trained tokens."""
+    """What a network says of the trained tokens of all samples."""
 
-    logprobs: Tensor  # [N] as sampled at the temperature
-    entropy: Tensor | None  # [N] in nats, of the distribution that each was drawn from; None if not asked for
+    logprobs: Tensor  # [M] as sampled at the temperature
+    entropy: Tensor | None  # [M] in nats, of the distribution that each was drawn from; None if not asked for
 
 
 def score(
@@ -588,7 +603,7 @@ def score(
             pairs = zip(hidden.split(rows), micro.targets.split(rows), strict=True)
             parts = [checkpoint(part_of_hidden, *pair, use_reentrant=False) for pair in pairs]
     known, entropies = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
-    return Scored(known, None if entropy == "none" else entropies)
+    return Scored(micro.of_samples(known), None if entropy == "none" else micro.of_samples(entropies))
 
 
 class Critic(nn.Module):

@@ -162,8 +162,8 @@ def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals)
     learner.optimizer.zero_grad(set_to_none=True)
     device = str(next(policy.module.parameters()).device)
     own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
-    size = config.micro_batch_tokens
-    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, policy.shares_prefixes))
+    size, sharing = config.micro_batch_tokens, (policy.shares_prefixes, policy.merges_equals)
+    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, *sharing))
     for micro in processes.in_step(micros):
         if micro is None:
             shortest = min(weighted, key=lambda sample: len(sample.ids))
@@ -227,7 +227,7 @@ def token_loss(
     with torch.no_grad():
         gap = logprobs - columns["old_logprobs"]
         ratio = gap.exp()
-        totals.tokens += len(micro.targets)
+        totals.tokens += len(micro.samples)
         totals.loss += float(loss)
         if entropy is not None:
             totals.entropy += float(entropy.sum())
@@ -242,7 +242,7 @@ def token_loss(
 def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
     """The weighted sum of the critic's loss over a micro-batch."""
     with autocast(critic.model, config.precision):
-        values = critic(micro.ids, micro.lengths, micro.where, micro.begins)
+        values = micro.of_samples(critic(micro.ids, micro.lengths, micro.where, micro.begins))
     columns = micro.columns
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())
@@ -307,7 +307,7 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
     def compute(micro: MicroBatch) -> Tensor:
         if isinstance(network, Critic):
             with autocast(network.model, algorithm.precision):
-                return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
+                return micro.of_samples(network(micro.ids, micro.lengths, micro.where, micro.begins))
         return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
 
     def of(numbers: list[int]) -> list[np.ndarray]:
@@ -319,6 +319,7 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
             device,
             algorithm.batching,
             policy.shares_prefixes,
+            policy.merges_equals,
             processes.in_step,
             shortest,
         )

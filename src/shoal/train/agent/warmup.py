@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 
 from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
@@ -18,9 +17,9 @@ from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Sampling
-from shoal.train.agent.batch import Sample, make_samples, micro_batches
+from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
 from shoal.train.agent.config import Warmup
-from shoal.train.agent.policy import MasterAdamW, Policy, trained_parameters
+from shoal.train.agent.policy import MasterAdamW, Policy, score, trained_parameters
 
 MAX_EPISODE_TURNS = 32
 """Random play is cut here: later states of an env with few endings add nothing to the format."""
@@ -52,9 +51,9 @@ def warm_up(
         n_tokens = sum(len(sample.places) for sample in samples)
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device):
-            scores = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float()
-            loss = F.cross_entropy(scores, micro.targets, reduction="sum") / n_tokens
+        how: Batching = "auto" if policy.merges_equals else "bucketed"
+        for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device, how, True, True):
+            loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
             (share * loss).backward()  # type: ignore[no-untyped-call]
             optimizer.take_gradients()
             total += float(loss.detach())
@@ -80,8 +79,7 @@ def _play(
             word = env.expert_action() if expert and rng.random() < expert else None
             if word is None:
                 word = _random_word(env, role, rng)
-            text = f"<action>{word}</action>"
-            answer = policy.tokenizer.encode(text.removeprefix(prompter.config.prefill))
+            answer = policy.tokenizer.encode(prompter.config.written(f"<action>{word}</action>"))
             if context is not None and len(prompt) + len(answer) > context:
                 break  # later turns do not fit either
             for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
