@@ -474,7 +474,7 @@ class Noise:
     def pick(self, logprobs: np.ndarray) -> int:
         """Where `[V]` log-probabilities and the next token's noise are largest: `(logprobs + rows(1, V)).argmax()`.
 
-        Noise is made for the few tokens that can win: the others have neither noise nor a log-probability near the best.
+        Noise is made for the few that can win: the others have neither noise nor a log-probability near the best.
         """
         uniform = self._rng.random(len(logprobs))
         likeliest = int(logprobs.argmax())
