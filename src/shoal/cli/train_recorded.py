@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -128,10 +128,12 @@ def train_recorded(options: argparse.Namespace) -> int:
 
 
 def _train(config: RecordedConfig, folder: RunFolder, out: Any) -> dict[str, Any]:
+    from shoal.cli.split import processor_in
     from shoal.train.agent.recorded import RecordedTrainer, recorded_samples
 
     begun = time.monotonic()
-    processor = _processor(config)
+    place = config.processor or config.model
+    processor = processor_in(Path(place) if place else None, vocabulary=600, compact=True)
     samples, kept = _samples(config, processor)
     tokenizer = getattr(processor, "tokenizer", processor)
     model = _model(config, processor, tokenizer)
@@ -170,30 +172,16 @@ def _train(config: RecordedConfig, folder: RunFolder, out: Any) -> dict[str, Any
 
 def _samples(config: RecordedConfig, processor: Any) -> tuple[list[Any], list[Any]]:
     """Samples to train on, and those of tasks that are held out."""
-    from dataclasses import asdict
+    from shoal.cli.split import reader_of
+    from shoal.splitting.splitters import SPLITTERS
 
-    from shoal.splitting import LastNTrajectorySplitter, StepwiseTrajectorySplitter, TrajectorySplitter
-    from shoal.splitting.readers import READERS, find_reader
-    from shoal.splitting.readers.recordings import FolderReader
-
-    if config.imports:
-        from shoal.train.agent.config import import_extensions
-
-        import_extensions(config.imports)
     root = Path(config.recordings)
-    reader = find_reader(root) if config.reader == "auto" else READERS[config.reader](root)
-    if isinstance(reader, FolderReader):
-        reader.rollout_tokens = config.use_recorded_tokens
-    kinds: dict[str, Any] = {
-        "stepwise": StepwiseTrajectorySplitter,
-        "window": TrajectorySplitter,
-        "last-n": LastNTrajectorySplitter,
-    }
+    reader = reader_of(root, config.reader, config.imports, recorded_tokens=config.use_recorded_tokens)
     settings = asdict(config.split)
     kind = settings.pop("splitter")
     if kind == "stepwise":
         settings |= {"stride_size": 1, "use_vllm_logp": config.use_recorded_tokens}
-    batch = kinds[kind](processor, root, reader=reader, padding="longest", **settings).split(reader.ids())
+    batch = SPLITTERS[kind](processor, root, reader=reader, padding="longest", **settings).split(reader.ids())
     samples = batch.samples()
     tasks = sorted({sample.uid for sample in samples})
     count = round(config.heldout * len(tasks))
@@ -201,17 +189,6 @@ def _samples(config: RecordedConfig, processor: Any) -> tuple[list[Any], list[An
     if len(held) == len(tasks):
         raise DataError(f"all {len(tasks)} tasks are held out; lower heldout")
     return [s for s in samples if s.uid not in held], [s for s in samples if s.uid in held]
-
-
-def _processor(config: RecordedConfig) -> Any:
-    import tempfile
-
-    from shoal.splitting import build_qwen_processor, load_processor
-
-    if config.processor or config.model:
-        return load_processor(Path(config.processor or config.model or ""))
-    with tempfile.TemporaryDirectory() as temporary:
-        return load_processor(build_qwen_processor(Path(temporary) / "qwen", vocabulary=600, compact=True))
 
 
 def _model(config: RecordedConfig, processor: Any, tokenizer: Any) -> Any:

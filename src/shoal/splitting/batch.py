@@ -67,6 +67,12 @@ class Sample:
         return np.concatenate([self.prompt_positions, self.response_positions], axis=1)
 
     @property
+    def prompt_inputs(self) -> Any:
+        """Like `inputs`, of the images that the prompt shows."""
+        shown = sum(first < len(self.prompt_ids) for _, first, _ in self.image_spans)
+        return self.inputs.first(shown) if self.inputs else {}
+
+    @property
     def n_tokens(self) -> int:
         """Prompt and response together."""
         return len(self.prompt_ids) + len(self.response_ids)
@@ -294,11 +300,7 @@ def _nested(values: Sequence[Any]) -> Any:
 
 def _inputs(sample: Sample, pixels: Mapping[int, Pixels]) -> Any:
     kept = pixels[sample.traj_index]
-    if not sample.images or kept is None:
-        return {}
-    return (
-        kept.inputs(sample.images) if isinstance(kept, ProcessorOutputs) else PixelInputs(kept, sample.images)
-    )
+    return PixelInputs(kept, sample.images) if sample.images and kept is not None else {}
 
 
 def _n_images(pixels: Pixels) -> int:

@@ -45,18 +45,30 @@ def cut_steps(recording: Recording, limits: Limits) -> list[Cut]:
     """One sample per turn: everything the model saw before its message, then that message."""
     check_order(recording)
     messages, answers = recording.messages, answers_of(recording.messages)
-    cuts: list[Cut] = []
-    trained = sum(messages[at].trained for at in answers)
-    for turn, at in enumerate(answers):
-        if not messages[at].trained:
-            continue
-        first = turn - limits.messages
-        head = [] if first < 0 else repeated_head(messages)
-        begin = 0 if first < 0 else answers[first]
-        context = with_newest_images(messages, [Piece(index) for index in range(begin, at)], limits.images)
-        pieces = (*head, *context, Piece(at, turn=turn))
-        cuts.append(Cut(pieces, len(pieces) - 1, len(cuts), trained))
-    return cuts
+    turns = [turn for turn, at in enumerate(answers) if messages[at].trained]
+    head = repeated_head(messages)
+    return [
+        step_cut(messages, answers, turn, head, limits, index, len(turns)) for index, turn in enumerate(turns)
+    ]
+
+
+def step_cut(
+    messages: Sequence[Message],
+    answers: Sequence[int],
+    turn: int,
+    head: Sequence[Piece],
+    limits: Limits,
+    index: int,
+    count: int,
+) -> Cut:
+    """Sample `index` of `count`: one turn and what is seen before it; `head` stands in for what is too old."""
+    first = turn - limits.messages
+    begin = 0 if first < 0 else answers[first]
+    context = with_newest_images(
+        messages, [Piece(index) for index in range(begin, answers[turn])], limits.images
+    )
+    pieces = (*(head if first >= 0 else ()), *context, Piece(answers[turn], turn=turn))
+    return Cut(pieces, len(pieces) - 1, index, count)
 
 
 def cut_windows(recording: Recording, limits: Limits) -> list[Cut]:

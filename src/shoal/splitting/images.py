@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -243,6 +243,12 @@ class TrajectoryPixels:
         """Bytes the pixels occupy in memory."""
         return 0 if self.rows is None else int(self.rows.nbytes)
 
+    names: ClassVar[tuple[str, ...]] = ("pixel_values", "image_grid_thw")
+
+    def tensor(self, name: str, images: Sequence[int]) -> Any:
+        """What the model calls `name`, of the images."""
+        return self.values(images) if name == "pixel_values" else _tensor(self.grids[list(images)])
+
     def converted(self, store: Store) -> TrajectoryPixels:
         """The same pixels kept as `store` says; only 8-bit rows can be expanded further."""
         wanted = {"float32": np.float32, "bfloat16": np.uint16}.get(store)
@@ -298,30 +304,6 @@ class TrajectoryPixels:
         return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, 3)
 
 
-class PixelInputs(Mapping[str, Any]):
-    """`multi_modal_inputs` of one sample: `pixel_values` and `image_grid_thw`, made when they are read."""
-
-    def __init__(self, pixels: TrajectoryPixels, images: Sequence[int]) -> None:
-        self.pixels = pixels
-        self.images = tuple(images)
-
-    def __getitem__(self, key: str) -> Any:
-        if key == "pixel_values":
-            return self.pixels.values(self.images)
-        if key == "image_grid_thw":
-            return _tensor(self.pixels.grids[list(self.images)])
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("pixel_values", "image_grid_thw"))
-
-    def __len__(self) -> int:
-        return 2
-
-    def __repr__(self) -> str:
-        return f"PixelInputs({len(self.images)} images, {self.pixels.nbytes:,} bytes in the trajectory)"
-
-
 @dataclass
 class ProcessorOutputs:
     """What a processor of another kind made of each image of a trajectory, kept as it came."""
@@ -333,10 +315,40 @@ class ProcessorOutputs:
         """Bytes the outputs occupy in memory."""
         return sum(int(array.nbytes) for output in self.outputs for array in output.values())
 
-    def inputs(self, images: Sequence[int]) -> dict[str, Any]:
-        """Tensors by name, images joined along the first axis."""
-        names = self.outputs[images[0]] if images else {}
-        return {name: _tensor(np.concatenate([self.outputs[i][name] for i in images])) for name in names}
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the model calls them."""
+        return tuple(self.outputs[0])
+
+    def tensor(self, name: str, images: Sequence[int]) -> Any:
+        """One of them, images joined along the first axis."""
+        return _tensor(np.concatenate([self.outputs[image][name] for image in images]))
+
+
+class PixelInputs(Mapping[str, Any]):
+    """`multi_modal_inputs` of one sample (`pixel_values`, `image_grid_thw` …), made when they are read."""
+
+    def __init__(self, pixels: TrajectoryPixels | ProcessorOutputs, images: Sequence[int]) -> None:
+        self.pixels = pixels
+        self.images = tuple(images)
+
+    def first(self, count: int) -> PixelInputs | dict[str, Any]:
+        """Those of the first images; a model is not to be given any for none."""
+        return PixelInputs(self.pixels, self.images[:count]) if count else {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.pixels.names:
+            raise KeyError(key)
+        return self.pixels.tensor(key, self.images)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pixels.names)
+
+    def __len__(self) -> int:
+        return len(self.pixels.names)
+
+    def __repr__(self) -> str:
+        return f"PixelInputs({len(self.images)} images, {self.pixels.nbytes:,} bytes in the trajectory)"
 
 
 def _adjacent(images: Sequence[int]) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from shoal.splitting.cut import (
     images_of,
     instruction_of,
     repeated_head,
+    step_cut,
     with_newest_images,
 )
 from shoal.splitting.place import (
@@ -33,9 +34,9 @@ from shoal.splitting.place import (
     fitted,
     kept_by,
     moved,
-    recorded_prompt,
     shifted,
     side_of,
+    step_prompt,
     too_long,
     without_torn_images,
 )
@@ -211,16 +212,9 @@ def _check_strict_order(recording: Recording) -> None:
 
 def _cut_steps(messages: Sequence[Message], limits: Limits, fixes: Fixes) -> list[Cut]:
     answers = answers_of(messages)
-    trained = [at for at in answers if fixes.keep_last_step or at < len(messages) - 1]
-    cuts = []
-    for turn, at in enumerate(trained):
-        first = turn - limits.messages
-        head = [] if first < 0 else _head(messages, fixes)
-        begin = 0 if first < 0 else answers[first]
-        context = with_newest_images(messages, [Piece(index) for index in range(begin, at)], limits.images)
-        pieces = (*head, *context, Piece(at, turn=turn))
-        cuts.append(Cut(pieces, len(pieces) - 1, turn, len(trained)))
-    return cuts
+    count = sum(fixes.keep_last_step or at < len(messages) - 1 for at in answers)
+    head = _head(messages, fixes)
+    return [step_cut(messages, answers, turn, head, limits, turn, count) for turn in range(count)]
 
 
 def _cut_windows(recording: Recording, limits: Limits, fixes: Fixes) -> list[Cut]:
@@ -293,20 +287,9 @@ def _step_sides(
     fixes: Fixes, plan: Plan, encoder: Encoder, cut: Cut, step: RolloutTokens | None
 ) -> tuple[Side, Side, int]:
     """Everything before the answer, and the answer."""
-    template = plan.template
-    messages, context, answer = encoder.recording.messages, cut.pieces[:-1], cut.pieces[-1]
-    if step is not None and step.prompt_ids:
-        prompt = side_of(encoder.rows, [("recorded", recorded_prompt(encoder, cut, step))])
-    elif encoder.joins_in(cut):
-        parts = [(messages[p.message].role, encoder.as_context(p, i == 0)) for i, p in enumerate(context)]
-        if fixes.assistant_header:
-            parts.append(("assistant", encoder.plain(template.header_ids)))
-        prompt = side_of(encoder.rows, parts)
-    else:
-        chat = [(messages[piece.message], piece.keep) for piece in context]
-        text = template.render(chat, ask=fixes.assistant_header)
-        prompt = side_of(encoder.rows, [("rendered", encoder.lay_out(text, context))])
-    message = messages[answer.message]
+    template, answer = plan.template, cut.pieces[-1]
+    prompt = step_prompt(encoder, cut, step, ask=fixes.assistant_header)
+    message = encoder.recording.messages[answer.message]
     if step is not None:
         ids = np.asarray(step.response_ids, np.int32)
     elif fixes.exact_response_text:

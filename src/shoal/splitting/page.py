@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shoal.splitting.batch import Batch, Sample
-from shoal.splitting.images import PixelInputs
+from shoal.splitting.images import TrajectoryPixels
 
 Scale = Literal["auto", "pixels", "parts", "thousandths"]
 THUMBNAIL = 420
@@ -127,7 +127,7 @@ def _marked(
 
 def _thumbnails(sample: Sample, scale: Scale) -> list[str]:
     """Small pictures as data URLs, made from the pixels the model gets, with the point that the next answer says."""
-    if not isinstance(sample.inputs, PixelInputs):
+    if not (sample.inputs and isinstance(sample.inputs.pixels, TrajectoryPixels)):
         return ["" for _ in sample.images]
     from PIL import Image
 

@@ -251,7 +251,7 @@ class Way:
     ) -> tuple[Side, Side, int]:
         """Prompt and response, and how many tokens of the response are attended to."""
         if plan.kind == "stepwise":
-            prompt, response = _step_sides(plan, encoder, cut, step)
+            prompt, response = _step_sides(encoder, cut, step)
         else:
             prompt, response = (
                 _window_sides(encoder, cut) if encoder.joins_in(cut) else _rendered_sides(encoder, cut)
@@ -268,29 +268,40 @@ class Way:
         return int(trained[-1]) if len(trained) else None
 
 
-def _step_sides(plan: Plan, encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> tuple[Side, Side]:
+def _step_sides(encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> tuple[Side, Side]:
     """Everything before the answer, and the answer."""
-    template, messages = encoder.template, encoder.recording.messages
-    context, answer = cut.pieces[:-1], cut.pieces[-1]
-    if step is not None and step.prompt_ids:
-        prompt = side_of(encoder.rows, [("recorded", recorded_prompt(encoder, cut, step))])
-    elif encoder.joins_in(cut) or not context:
-        parts = [(messages[p.message].role, encoder.as_context(p, i == 0)) for i, p in enumerate(context)]
-        prompt = side_of(encoder.rows, [*parts, ("assistant", encoder.header(not parts))])
-    else:
-        text = template.render([(messages[piece.message], piece.keep) for piece in context], ask=True)
-        prompt = side_of(encoder.rows, [("rendered", encoder.lay_out(text, context))])
+    template, answer = encoder.template, cut.pieces[-1]
+    prompt = step_prompt(encoder, cut, step)
     if step is not None:
         ids = np.asarray(step.response_ids, np.int32)
     else:
-        ids = template.answer_ids(messages[answer.message], answer.keep)
+        ids = template.answer_ids(encoder.recording.messages[answer.message], answer.keep)
         ids = np.concatenate([ids, template.closing_ids[0]])
     assert answer.turn is not None
     response = side_of(encoder.rows, [("assistant", encoder.plain(ids))], [answer.turn])
     return prompt, response.behind(prompt)
 
 
-def recorded_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens) -> Layout:
+def step_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens | None, *, ask: bool = True) -> Side:
+    """What stands before the last piece, as it was recorded or as the template writes it.
+
+    Args:
+        encoder: of the recording.
+        cut: the sample.
+        step: what the sampler recorded, where that is to be used.
+        ask: end with the header that opens an answer.
+    """
+    messages, context = encoder.recording.messages, cut.pieces[:-1]
+    if step is not None and step.prompt_ids:
+        return side_of(encoder.rows, [("recorded", _recorded_prompt(encoder, cut, step))])
+    if encoder.joins_in(cut) or not context:
+        parts = [(messages[p.message].role, encoder.as_context(p, i == 0)) for i, p in enumerate(context)]
+        return side_of(encoder.rows, [*parts, ("assistant", encoder.header(not parts))] if ask else parts)
+    text = encoder.template.render([(messages[piece.message], piece.keep) for piece in context], ask=ask)
+    return side_of(encoder.rows, [("rendered", encoder.lay_out(text, context))])
+
+
+def _recorded_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens) -> Layout:
     """The prompt from recorded ids; image tokens may be recorded one per image or already spread out."""
     image_token = encoder.template.image_token_id
     places = [place for piece in cut.pieces[:-1] for place in places_of(encoder.recording.messages, piece)]

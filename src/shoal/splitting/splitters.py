@@ -450,6 +450,12 @@ class LastNTrajectorySplitter(TrajectorySplitter):
     kind: ClassVar[Kind] = "last-n"
 
 
+SPLITTERS: dict[str, type[TrajectorySplitter]] = {
+    each.kind: each for each in (TrajectorySplitter, StepwiseTrajectorySplitter, LastNTrajectorySplitter)
+}
+"""By name, as settings say them."""
+
+
 def _start_ray(num_cpus: int) -> int:
     """Start a local Ray if none is running; returns how many tasks may be submitted ahead."""
     try:

@@ -9,6 +9,7 @@ import torch
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
 from shoal.splitting import (
+    ChatReader,
     StepwiseTrajectorySplitter,
     TrajectorySplitter,
     build_qwen_processor,
@@ -21,6 +22,7 @@ from shoal.train.agent.recorded import (
     answer,
     recorded_samples,
     rows_of,
+    scores_of,
     tiny_model,
     token_logprobs,
 )
@@ -76,6 +78,41 @@ def test_a_sample_does_not_see_the_one_before_it_in_its_row(processor, model, ba
     one = logprobs(model, samples, [[0, 2]], pad)[-last:]
     other = logprobs(model, samples, [[1, 2]], pad)[-last:]
     assert (one - other).abs().max() <= 1e-6
+
+
+def text_batch(tokenizer, folder):
+    chat = [{"role": "user", "content": "Where to?"}, {"role": "assistant", "content": "click(1,2)"}]
+    (folder / "chats.json").write_text(json.dumps([chat, [*chat, *chat]]))
+    reader = ChatReader(folder / "chats.json")
+    return TrajectorySplitter(tokenizer, folder, reader=reader, padding="longest").split(reader.ids())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("sees", [True, False], ids=["images", "text"])
+def test_answers_tell_the_log_probs_that_training_works_out(
+    processor, model, batch, tmp_path, sees, temperature
+):
+    """What is kept from token to token (the prompt, its images) changes nothing about the tokens behind it."""
+    if not sees:
+        batch, model = text_batch(processor.tokenizer, tmp_path), model.model.language_model
+        model.get_output_embeddings, model.base_model_prefix = lambda: head, ""
+        head = torch.nn.Linear(32, len(processor.tokenizer), bias=False)
+    pad = processor.tokenizer.pad_token_id
+    found = batch.samples()
+    written = answer(model, found, pad, [3], max_tokens=5, temperature=temperature, seed=1)
+    for sample, (tokens, told) in zip(found, written, strict=True):
+        count = len(tokens)
+        assert count == 5 or tokens[-1] == 3
+        sample.response_ids, sample.response_mask = np.array(tokens, np.int32), np.ones(count, bool)
+        places = sample.prompt_positions.max() + 1 + np.arange(count)
+        sample.response_positions = np.tile(places, (len(sample.prompt_positions), 1))
+        sample.inputs = sample.prompt_inputs
+        rows = rows_of(recorded_samples([sample], "supervised"), [[0]], pad, "cpu", torch.float32)
+        with torch.no_grad():
+            scores = scores_of(model, rows.inputs, rows.where, temperature or 1.0)
+        np.testing.assert_allclose(scores[range(count), tokens], told, atol=2e-6)
+        if not temperature:
+            assert scores.argmax(-1).tolist() == tokens
 
 
 @pytest.mark.parametrize("objective", ["supervised", "grpo"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -334,7 +334,6 @@ def answer(
     max_tokens: int = 32,
     temperature: float = 0.0,
     seed: int = 0,
-    grow: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> list[tuple[list[int], list[float]]]:
     """What the model writes after the prompts of samples: token ids and their log-probabilities.
 
@@ -346,7 +345,6 @@ def answer(
         max_tokens: of an answer.
         temperature: 0 takes the likeliest token.
         seed: of the tokens that are drawn, by the number of the prompt and of the token.
-        grow: positions of the next token from those so far; counts on if it is not given.
     """
     device, dtype = str(next(model.parameters()).device), next(model.parameters()).dtype
     found: list[tuple[list[int], list[float]]] = []
@@ -354,16 +352,15 @@ def answer(
         for number, sample in enumerate(prompts):
             ids = np.asarray(sample.prompt_ids, np.int64)
             positions = np.asarray(sample.prompt_positions, np.int64)
+            following = int(positions.max()) + 1  # the positions of text count on, in all rows
+            row = Recorded(ids, positions, np.array([len(ids) - 1]), sample.prompt_inputs, np.ones(1), None)
+            inputs = rows_of([row], [[0]], pad_id, device, dtype).inputs
             noise = stream(seed, "recorded answers", number)
             written: list[int] = []
             logprobs: list[float] = []
-            while len(written) < max_tokens and not (written and written[-1] in end_ids):
-                row = Recorded(
-                    ids, positions, np.array([len(ids) - 1]), sample.inputs or {}, np.ones(1), None
-                )
-                inputs = rows_of([row], [[0]], pad_id, device, dtype).inputs
-                hidden = model.base_model(**inputs, use_cache=False)[0][:, -1]
-                scores = model.get_output_embeddings()(hidden)[0].float()
+            while True:
+                seen = model.base_model(**inputs, use_cache=True)
+                scores = model.get_output_embeddings()(seen[0][:, -1])[0].float()
                 chances = (scores / temperature if temperature else scores).log_softmax(-1)
                 if temperature:
                     gumbel = -np.log(-np.log(noise.uniform(1e-12, 1, len(chances))))
@@ -372,11 +369,15 @@ def answer(
                     token = int(chances.argmax())
                 written.append(token)
                 logprobs.append(float(chances[token]))
-                ids = np.append(ids, token)
-                following = positions.max() + 1 if grow is None else grow(positions, token)
-                positions = np.concatenate(
-                    [positions, np.full((len(positions), 1), following, np.int64)], axis=1
-                )
+                if len(written) >= max_tokens or token in end_ids:
+                    break
+                place = (len(positions), 1, 1) if len(positions) > 1 else (1, 1)
+                inputs = {  # prompt and images are in the cache
+                    "input_ids": torch.tensor([[token]], device=device),
+                    "position_ids": torch.full(place, following, device=device),
+                    "past_key_values": seen.past_key_values,
+                }
+                following += 1
             found.append((written, logprobs))
     return found
 
