@@ -33,6 +33,7 @@ _HOME = {
     "Replay": "learning.proposers",
     "LanguageModel": "learning.proposers",
     "evaluate_chain": "learning.chain",
+    "play_episodes": "learning.episodes",
     "migrate_folder": "learning.views",
 }
 

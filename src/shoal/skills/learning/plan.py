@@ -40,9 +40,14 @@ def dependencies(skill: Skill, skills: Sequence[Skill]) -> list[str]:
 
 
 def plan_for(
-    target: str, skills: Sequence[Skill], features: Features | None = None, times: int | None = None
+    target: str,
+    skills: Sequence[Skill],
+    features: Features | None = None,
+    times: int | None = None,
+    *,
+    hands: Mapping[str, int] | None = None,
 ) -> list[Step]:
-    """The plan that starts with empty hands and ends with `target` applied `times` (default: its practice).
+    """The plan that starts with `hands` (empty if absent) and ends with `target` applied `times` (its practice).
 
     Raises:
         ConfigError: the target or a required item cannot be had; the message names it, or the cycle.
@@ -50,9 +55,9 @@ def plan_for(
     by_name = {skill.name: skill for skill in skills}
     if target not in by_name:
         raise ConfigError(f"no skill named {target!r}.{did_you_mean(target, by_name)}")
-    resolver = _Resolver(skills, features)
+    resolver = _Resolver(skills, features, hands)
     resolver.apply(by_name[target], times or by_name[target].practice, ())
-    return _merge_repeats(resolver.steps, by_name, features)
+    return _merge_repeats(resolver.steps, by_name, features, hands)
 
 
 def covering_plan(
@@ -69,10 +74,13 @@ def covering_plan(
 
 
 def simulate(
-    steps: Iterable[Step], skills: Mapping[str, Skill], features: Features | None = None
+    steps: Iterable[Step],
+    skills: Mapping[str, Skill],
+    features: Features | None = None,
+    hands: Mapping[str, int] | None = None,
 ) -> Counter[str] | None:
     """What is in the hands after the plan, or None if a step could not start or hands would overflow."""
-    hands: Counter[str] = Counter()
+    hands = Counter(hands or {})
     for step in steps:
         skill = skills[step.skill]
         for item in skill.requirements:
@@ -86,7 +94,14 @@ def simulate(
             if total > limit and (features is None or item in features.counters):
                 return None
             hands[item] = min(total, limit)
+        _walk_off(skill, hands, features)
     return hands
+
+
+def _walk_off(skill: Skill, hands: Counter[str], features: Features | None) -> None:
+    """A skill leaves every place that it does not speak of."""
+    for place in features.places - skill.speaks_of() if features else ():
+        hands[place] = 0
 
 
 def check_graph(skills: Sequence[Skill], features: Features | None = None) -> None:
@@ -98,11 +113,14 @@ def check_graph(skills: Sequence[Skill], features: Features | None = None) -> No
 class _Resolver:
     """Builds steps backwards from needs, keeping count of what is in the hands."""
 
-    def __init__(self, skills: Sequence[Skill], features: Features | None) -> None:
+    def __init__(
+        self, skills: Sequence[Skill], features: Features | None, hands: Mapping[str, int] | None = None
+    ) -> None:
         self.skills, self.features = skills, features
         self.steps: list[Step] = []
-        self.hands: Counter[str] = Counter()
+        self.hands: Counter[str] = Counter(hands or {})
         self.work = self.length = 0
+        self.depths: dict[str, int] = {}
 
     def apply(self, skill: Skill, times: int, path: tuple[str, ...]) -> None:
         """Have everything `skill` needs, then apply it."""
@@ -115,17 +133,44 @@ class _Resolver:
         left = times
         while left:
             batch = min(left, self._fits(skill))
-            for _ in range(len(skill.requirements) + 1):
-                # Providing one item may use up another, so ask again until all are there together;
-                # what is only held (tools) first, since making it usually costs counters.
-                for item in sorted(skill.requirements, key=lambda item: -skill.held(item)):
-                    self._provide(item, skill.needs(item, batch), (*path, skill.name))
+            for _ in range(len(skill.requirements) + 2):
+                # Providing one item may use up another, so ask again until all are there together.
                 if all(self.hands[item] >= skill.needs(item, batch) for item in skill.requirements):
                     break
+                for item, amount in self._shopping(skill, batch):
+                    self._provide(item, amount, (*path, skill.name))
             else:
                 raise ConfigError(f"skill {skill.name!r}: its requirements use each other up")
             self._step(skill, batch)
             left -= batch
+
+    def _shopping(self, skill: Skill, batch: int) -> list[tuple[str, int]]:
+        """What to see to, in this order: what is only held (tools), since making it usually costs counters; what is
+        used up, also by making the places that the skill asks for; and the places, since fetching leaves them.
+        Where there are places, what takes longest to have comes first: having it may use up the rest.
+        """  # noqa: D205
+        needs = {item: skill.needs(item, batch) for item in skill.requirements}
+        places = needs.keys() & self.features.places if self.features else set()
+        for lost in ({place for place in places if not self.hands[place]}, places):
+            wanted = dict(needs)
+            for maker in (found for place in lost for found in providers(place, self.skills)[:1]):
+                for item in maker.requirements.keys() - places:
+                    both = needs.get(item, 0) + maker.consumption.get(item, 0)
+                    wanted[item] = max(wanted.get(item, 0), both, maker.needs(item, 1))
+            if all(self.hands[item] >= amount for item, amount in wanted.items() if item not in places):
+                break  # nothing is to be fetched, so the places that are there stay
+        depth = self._depth if places else lambda item: 0
+        return sorted(
+            wanted.items(), key=lambda need: (need[0] in places, -skill.held(need[0]), -depth(need[0]))
+        )
+
+    def _depth(self, item: str) -> int:
+        """How many skills after one another it takes to have `item`."""
+        if item not in self.depths:
+            self.depths[item] = 0  # for whom a circle leads back here
+            for maker in providers(item, self.skills)[:1]:
+                self.depths[item] = 1 + max(map(self._depth, maker.requirements), default=0)
+        return self.depths[item]
 
     def _fits(self, skill: Skill) -> int:
         """How many applications in a row the hands can hold the requirements for."""
@@ -162,6 +207,7 @@ class _Resolver:
             self.hands[item] -= amount * times
         for item, amount in skill.gain.items():
             self.hands[item] = min(self.hands[item] + amount * times, self._holds(item))
+        _walk_off(skill, self.hands, self.features)
         self.steps.append(Step(skill.name, times))
         if len(self.steps) > MAX_STEPS:
             raise ConfigError(f"the plan for {skill.name!r} has more than {MAX_STEPS} steps")
@@ -170,18 +216,23 @@ class _Resolver:
         return self.features.holds(item) if self.features else 1 << 30
 
 
-def _merge_repeats(steps: list[Step], skills: Mapping[str, Skill], features: Features | None) -> list[Step]:
+def _merge_repeats(
+    steps: list[Step],
+    skills: Mapping[str, Skill],
+    features: Features | None,
+    hands: Mapping[str, int] | None = None,
+) -> list[Step]:
     """Do at one go what the plan does in several, where a simulation says it may: fewer ways, fewer failures."""
     merged = True
     while merged:
         merged = False
         for late in range(len(steps) - 1, 0, -1):
             early = next((i for i in range(late) if steps[i].skill == steps[late].skill), None)
-            if early is None:
-                continue
+            if early is None or (features and skills[steps[late].skill].gain.keys() & features.places):
+                continue  # where one stands cannot be had twice
             joined = Step(steps[late].skill, steps[early].count + steps[late].count)
             trial = [*steps[:early], joined, *steps[early + 1 : late], *steps[late + 1 :]]
-            if simulate(trial, skills, features) is not None:
+            if simulate(trial, skills, features, hands) is not None:
                 steps, merged = trial, True
                 break
     return steps
