@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.skills.learning.chain import Course, fresh_worlds, walk
 from shoal.skills.learning.crafting import FEATURES, CraftingWorld
 from shoal.skills.learning.network import Network, Shape
-from shoal.skills.learning.plan import Step
+from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig
+from shoal.skills.learning.worlds import fresh_worlds
 
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
 

@@ -17,11 +17,10 @@ from shoal.core.seeding import stream
 from shoal.maths.adam import Adam
 from shoal.maths.distributions import sample
 from shoal.maths.gae import gae
-from shoal.skills.learning.chain import Course, fresh_worlds, walk
 from shoal.skills.learning.network import Network, Shape
-from shoal.skills.learning.plan import Step
+from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.spec import Skill
-from shoal.skills.learning.worlds import Bank, Floats, Ints, World, make_world
+from shoal.skills.learning.worlds import Bank, Floats, Ints, World, fresh_worlds, make_world
 
 STROLL = 8  # most random steps between the end of a prefix and the start of practice
 Report = Callable[[dict[str, Any]], None]
