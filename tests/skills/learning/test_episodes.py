@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from pathlib import Path
@@ -49,6 +50,7 @@ class Smithy(gymnasium.Env):
     """An anvil is left behind by digging; who has not eaten for ten steps dies; no gem can be had."""
 
     observation_space, action_space = Box(0, 9, (5,), np.float32), Discrete(5)
+    acts: ClassVar[list[int]] = []  # of all there ever were
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -68,7 +70,8 @@ class Smithy(gymnasium.Env):
         elif action == FORGE and has["ore"] and has["anvil"]:
             has["ore"], has["sword"] = has["ore"] - 1, 1
         elif action == EAT:
-            has["full"] = 9
+            has["full"] = min(has["full"] + 3, 9)
+        self.acts.append(action)
         return self.look(), 0.0, has["full"] < 0, False, {}
 
 
@@ -110,6 +113,15 @@ def test_all_that_can_be_had_is_had_and_what_cannot_is_tried_till_the_last_step(
     assert report.lengths.tolist() == [40, 40, 40]  # it ate, so that it lived
     assert report.died == 0
     assert report.reward(["sword", "gem"]) == 0.5
+
+
+def test_upkeep_goes_on_until_it_is_nearly_full(tmp_path: Path) -> None:
+    store = trained(tmp_path, "Eat", "Wish")
+    Smithy.acts.clear()
+    play_episodes(store, episodes=1, most_steps=40)
+    runs = [len(list(run)) for act, run in itertools.groupby(Smithy.acts) if act == EAT]
+    assert runs[0] == 3  # 3 - 1 + 3 = 5, 7, and with 9 no more than one is missing
+    assert len(runs) >= 3
 
 
 def test_an_episode_ends_when_all_was_done(tmp_path: Path) -> None:

@@ -66,6 +66,17 @@ def test_a_place_that_was_left_is_made_again_where_it_is_needed() -> None:
         Step("Place Table", 1),
         Step("Make Stone Pickaxe", 1),
     ]
+    once = [
+        Step("Collect Wood", 6),
+        Step("Place Table", 1),
+        Step("Make Wood Pickaxe", 1),
+        Step("Collect Stone", 1),
+    ]
+    by_name = {s.name: s for s in CLASSIC_SKILLS}
+    assert simulate([*once, Step("Make Stone Pickaxe", 1)], by_name, CLASSIC) is None
+    assert (
+        simulate([*once, Step("Place Table", 1), Step("Make Stone Pickaxe", 1)], by_name, CLASSIC) is not None
+    )
 
 
 def test_every_plan_of_craftax_classic_can_be_carried_out_where_fetching_leaves_the_table() -> None:
