@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-ppo bench-vector bench-rollout bench-update bench-gpu test-integrations bench-learning
+.PHONY: help setup demo test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-vector bench-rollout bench-update bench-gpu test-integrations bench-learning
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -66,6 +66,9 @@ bench-split: setup ## splitting beside per-window processing, results to benchma
 
 bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over, speeds
 	$(BIN)/python benchmarks/skills.py
+bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about half an hour a seed (needs the extra "craftax"; SEEDS="0 1 2")
+	$(BIN)/python benchmarks/craftax.py $(SEEDS)
+
 bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes
 	$(BIN)/python benchmarks/ppo.py
 

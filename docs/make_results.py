@@ -18,6 +18,7 @@ TITLES = {
     "rollout": "Rollouts",
     "split": "Splitting recordings",
     "skills": "Skills",
+    "craftax": "Craftax-Classic with 1 M steps",
     "learning": "What is learned",
     "trl_update": "One update beside TRL",
     "environments": "Grid environments",

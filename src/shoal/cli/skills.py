@@ -304,7 +304,7 @@ def attach(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """Success per skill and of the whole chain on unseen worlds."""
-    from shoal.skills.learning.chain import evaluate_chain
+    from shoal.skills.learning.episodes import evaluate_chain
 
     options = tyro.cli(EvalOptions, args=argv, prog="shoal skills eval")
     store = Store(options.graph_path, create=False)

@@ -22,7 +22,7 @@ from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.launchers import compilation_cache, make_launcher
-from shoal.skills.learning.chain import evaluate_chain
+from shoal.skills.learning.episodes import evaluate_chain
 from shoal.skills.learning.merge import Rule
 from shoal.skills.learning.plan import dependencies, plan_for
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import WorkerDiedError, did_you_mean, missing_extra
@@ -43,6 +44,36 @@ class SerialExecutor(Executor):
 def available_cpus() -> int:
     """CPU cores this process may use (its affinity mask, not the machine's count)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be had, of the machine and of the control group we run in.
+
+    What a group uses to cache files does not count as used: the kernel gives it back when memory is needed.
+    """
+    found = [1 << 62]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    for folder, most, used, cache, shared in (
+        ("sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem"),
+        (
+            "sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_cache",
+            "total_shmem",
+        ),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            limit, usage = (int((root / folder / name).read_text()) for name in (most, used))
+            with contextlib.suppress(OSError, ValueError):
+                lines = (root / folder / "memory.stat").read_text().splitlines()
+                stat = {name: int(value) for name, value in (line.split() for line in lines)}
+                usage -= stat.get(cache, 0) - stat.get(shared, 0)
+            found.append(limit - max(usage, 0))
+    return min(found)
 
 
 def make_executor(backend: str = "serial", workers: int = -1) -> Executor:

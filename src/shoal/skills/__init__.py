@@ -32,7 +32,8 @@ _HOME = {
     "knowledge_base": "learning.proposers",
     "Replay": "learning.proposers",
     "LanguageModel": "learning.proposers",
-    "evaluate_chain": "learning.chain",
+    "evaluate_chain": "learning.episodes",
+    "play_episodes": "learning.episodes",
     "migrate_folder": "learning.views",
 }
 

@@ -7,7 +7,6 @@ reads and writes rows is the same.
 from __future__ import annotations
 
 import _multiprocessing  # type: ignore[import-not-found]
-import contextlib
 import ctypes
 import errno
 import functools
@@ -17,12 +16,12 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoal.core.errors import ConfigError, EnvError
+from shoal.core.executors import available_memory
 from shoal.vector.values import Layout, Leaf
 
 Array = np.ndarray[Any, Any]
@@ -603,33 +602,3 @@ def _too_little(nbytes: int, why: str) -> str:
         f"not enough shared memory for {nbytes / 2**20:.0f} MiB of observations and actions ({why}): use fewer "
         f"environments, smaller observations or a shorter ring"
     )
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be had, of the machine and of the control group we run in.
-
-    What a group uses to cache files does not count as used: the kernel gives it back when memory is needed.
-    """
-    found = [1 << 62]
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    for folder, most, used, cache, shared in (
-        ("sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem"),
-        (
-            "sys/fs/cgroup/memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_cache",
-            "total_shmem",
-        ),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            limit, usage = (int((root / folder / name).read_text()) for name in (most, used))
-            with contextlib.suppress(OSError, ValueError):
-                lines = (root / folder / "memory.stat").read_text().splitlines()
-                stat = {name: int(value) for name, value in (line.split() for line in lines)}
-                usage -= stat.get(cache, 0) - stat.get(shared, 0)
-            found.append(limit - max(usage, 0))
-    return min(found)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
+from shoal.skills.learning.craftax import features_of
 from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.plan import Step, covering_plan, dependencies, plan_for, providers, simulate
 from shoal.skills.learning.proposers import knowledge_base
@@ -51,6 +52,55 @@ def test_every_plan_of_the_crafting_world_can_be_carried_out() -> None:
     replay(covered, by_name, FEATURES)
 
 
+CLASSIC = features_of("craftax-classic")
+CLASSIC_SKILLS = load_skills(knowledge_base("craftax-classic"), CLASSIC)
+
+
+def test_a_place_that_was_left_is_made_again_where_it_is_needed() -> None:
+    # 2 + 1 wood for the first table and the wood pickaxe, 2 + 1 for the second table and the stone pickaxe.
+    assert plan_for("Make Stone Pickaxe", CLASSIC_SKILLS, CLASSIC) == [
+        Step("Collect Wood", 6),
+        Step("Place Table", 1),
+        Step("Make Wood Pickaxe", 1),
+        Step("Collect Stone", 1),
+        Step("Place Table", 1),
+        Step("Make Stone Pickaxe", 1),
+    ]
+    once = [
+        Step("Collect Wood", 6),
+        Step("Place Table", 1),
+        Step("Make Wood Pickaxe", 1),
+        Step("Collect Stone", 1),
+    ]
+    by_name = {s.name: s for s in CLASSIC_SKILLS}
+    assert simulate([*once, Step("Make Stone Pickaxe", 1)], by_name, CLASSIC) is None
+    assert (
+        simulate([*once, Step("Place Table", 1), Step("Make Stone Pickaxe", 1)], by_name, CLASSIC) is not None
+    )
+
+
+def test_every_plan_of_craftax_classic_can_be_carried_out_where_fetching_leaves_the_table() -> None:
+    by_name = {s.name: s for s in CLASSIC_SKILLS}
+    for s in CLASSIC_SKILLS:
+        plan = plan_for(s.name, CLASSIC_SKILLS, CLASSIC)
+        assert replay(plan, by_name, CLASSIC)[s.done.feature] >= 1
+        assert simulate(plan, by_name, CLASSIC) is not None
+    covered = covering_plan(CLASSIC_SKILLS, CLASSIC)
+    assert {step.skill for step in covered} == set(by_name)
+    replay(covered, by_name, CLASSIC)
+
+
+def test_a_plan_goes_on_from_what_the_hands_hold() -> None:
+    hands = {"stone_pickaxe": 1, "wood": 1, "stone": 2, "coal": 1, "iron": 1, "near_table": 1}
+    makes = [Step("Place Furnace", 1), Step("Make Iron Pickaxe", 1)]
+    assert plan_for("Make Iron Pickaxe", CLASSIC_SKILLS, CLASSIC, hands=hands) == makes
+    away = {**hands, "wood": 3, "near_table": 0}
+    assert plan_for("Make Iron Pickaxe", CLASSIC_SKILLS, CLASSIC, hands=away) == [
+        Step("Place Table", 1),
+        *makes,
+    ]
+
+
 def replay(plan: list[Step], skills: dict[str, Skill], features: Features | None) -> Counter[str]:
     """The plan carried out one application at a time, from the definition; asserts that each may start."""
     hands: Counter[str] = Counter()
@@ -64,6 +114,9 @@ def replay(plan: list[Step], skills: dict[str, Skill], features: Features | None
                 hands[item] += amount
                 if features and item in features.counters:
                     assert hands[item] <= features.holds(item), (step, hands)
+            for place in features.places if features else ():
+                if place not in {*s.requirements, *s.gain}:
+                    hands[place] = 0
     return hands
 
 

@@ -102,3 +102,14 @@ def test_a_knowledge_base_is_data_and_nothing_else(tmp_path, text: str, message:
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_skills(path, FEATURES)
+
+
+def test_upkeep_that_could_never_end_is_refused() -> None:
+    base = {"name": "Drink", "gain": {"drink": 1}, "done": {"feature": "drink"}}
+    assert check_skill(parse_skill({**base, "upkeep": {"wood": 3}}), FEATURES).upkeep == {"wood": 3}
+    with pytest.raises(
+        ConfigError, match=r"upkeep 'wood' must be in 0\.\.8 \(less than can be held\), got 9"
+    ):
+        check_skill(parse_skill({**base, "upkeep": {"wood": 9}}), FEATURES)
+    with pytest.raises(ConfigError, match="no feature named 'wod'"):
+        check_skill(parse_skill({**base, "upkeep": {"wod": 3}}), FEATURES)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.skills.learning.chain import Course, fresh_worlds, walk
 from shoal.skills.learning.crafting import FEATURES, CraftingWorld
 from shoal.skills.learning.network import Network, Shape
-from shoal.skills.learning.plan import Step
+from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig
+from shoal.skills.learning.worlds import fresh_worlds
 
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
 
@@ -54,6 +54,7 @@ def test_a_training_resumed_anywhere_ends_with_the_same_bytes(quick: TrainingCon
     second.prepare()
     second.restore(arrays, plain)
     assert finish(second) == expected
+    assert second.walked == whole.walked > 0  # every env step is counted once
 
 
 def test_the_identity_of_an_easy_skill_is_learned_in_seconds() -> None:
@@ -68,6 +69,27 @@ def test_the_identity_of_an_easy_skill_is_learned_in_seconds() -> None:
     result = trainer.train(lambda row: None, lambda t: None)
     assert result.success > 0.9 > before + 0.1
     assert result.acted_frames == [0, result.frames]  # the wood expert only made start states
+
+
+def test_env_steps_beside_practice_are_counted(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+
+    def measured(*arguments, **options):
+        way = walk(*arguments, **options)
+        lengths.append(int(way.length.sum()))  # lane by lane, whoever acted in it
+        return way
+
+    monkeypatch.setattr("shoal.skills.learning.trainer.walk", measured)
+    monkeypatch.setattr("shoal.skills.learning.trainer.STROLL", 0)
+    plan = (Step("Collect Wood", 2), Step("Place Table", 1))
+    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, quick))
+    trainer.prepare()
+    trainer.evaluate()
+    assert len(lengths) == 3  # practice, evaluation, and the skill itself
+    assert trainer.walked == sum(lengths)
+    assert trainer.frames == 0
 
 
 def wood_expert() -> Network:

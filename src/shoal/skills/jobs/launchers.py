@@ -427,13 +427,6 @@ FIRST_GUESS = 256 << 20  # bytes, before any launch has been measured
 RESERVE = 0.1  # share of the available memory left alone
 
 
-def available_memory() -> int | None:
-    """Bytes that can be had without swapping, of the machine and of the container we are in."""
-    from shoal.vector.buffers import available_memory
-
-    return available_memory()
-
-
 def resident_memory(pid: int) -> int:
     """Bytes a process holds now; 0 if it cannot be seen."""
     try:

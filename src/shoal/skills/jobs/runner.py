@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.core.errors import ConfigError, ShoalError, WorkerError
+from shoal.core.executors import available_memory
 from shoal.core.run_folder import FolderLock
 from shoal.skills.jobs.decide import (
     Action,
@@ -43,7 +44,6 @@ from shoal.skills.jobs.launchers import (
     Launcher,
     adopting_launcher,
     alive,
-    available_memory,
     resident_memory,
     start_time,
 )

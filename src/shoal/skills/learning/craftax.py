@@ -5,9 +5,10 @@ The states live as NumPy arrays between jitted steps, so a bank or a checkpoint 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,9 @@ _FULL = (
     "wood", "stone", "coal", "iron", "diamond", "sapphire", "ruby", "sapling", "torches", "arrows", "books",
 )  # fmt: skip
 _LEVELS = ("pickaxe", "sword")  # in Craftax, how good the tool is: 0 to 4
-_CLASSIC_ACHIEVEMENTS = (
+_PLACES = ("near_table", "near_furnace")
+_NEEDS = ("food", "drink", "energy")
+CLASSIC_ACHIEVEMENTS = (
     "collect_wood", "place_table", "eat_cow", "collect_sapling", "collect_drink", "make_wood_pickaxe",
     "make_wood_sword", "place_plant", "defeat_zombie", "collect_stone", "place_stone", "eat_plant",
     "defeat_skeleton", "make_stone_pickaxe", "make_stone_sword", "wake_up", "place_furnace", "collect_coal",
@@ -53,19 +56,56 @@ _MORE_ACHIEVEMENTS = (
 
 
 def features_of(name: str) -> Features:
-    """The features of "craftax-classic" or "craftax": what is held, and achievements of the overworld."""
+    """The features of "craftax-classic" or "craftax": what is held, achievements of the overworld, where one stands."""
     if name == "craftax-classic":
         return Features(
             name,
-            (*_CLASSIC, *_TOOLS, *_CLASSIC_ACHIEVEMENTS),
-            dict.fromkeys(_CLASSIC, 9),
+            (*_CLASSIC, *_TOOLS, *CLASSIC_ACHIEVEMENTS, *_PLACES, *_NEEDS),
+            dict.fromkeys((*_CLASSIC, *_NEEDS), 9),
             frozenset(_CLASSIC),
+            frozenset(_PLACES),
         )
     return Features(
         name,
-        (*_FULL, *_LEVELS, *_CLASSIC_ACHIEVEMENTS, *_MORE_ACHIEVEMENTS),
+        (*_FULL, *_LEVELS, *CLASSIC_ACHIEVEMENTS, *_MORE_ACHIEVEMENTS),
         {**dict.fromkeys(_FULL, 99), **dict.fromkeys(_LEVELS, 4)},
         frozenset(_FULL),
+    )
+
+
+class _Programs(NamedTuple):
+    """What all worlds of one name share, so that a process traces and loads each program once."""
+
+    jax: Any
+    env: Any
+    read: Any
+    fresh: Any
+    look: Any
+    step: Any
+
+
+@functools.cache
+def _programs(name: str) -> _Programs:
+    try:
+        import jax
+        from craftax.craftax_env import make_craftax_env_from_name
+    except ImportError as error:
+        raise missing_extra(f"the world {name!r}", "craftax") from error
+    env = make_craftax_env_from_name(ENV_NAMES[name], auto_reset=False)
+    params = env.default_params
+    read = _reader(features_of(name), name)
+
+    def step(key: Any, state: Any, action: Any) -> Any:
+        observation, state, _, done, _ = env.step(key, state, action, params)
+        return observation, state, done, read(state)
+
+    return _Programs(
+        jax,
+        env,
+        read,
+        jax.jit(jax.vmap(lambda key: env.reset(key, params)[1])),
+        jax.jit(jax.vmap(lambda state: (env.get_obs(state), read(state)))),
+        jax.jit(jax.vmap(step)),
     )
 
 
@@ -77,16 +117,13 @@ class CraftaxWorld:
     wait = 0
 
     def __init__(self, name: str, lanes: int) -> None:
-        try:
-            import jax
-            from craftax.craftax_env import make_craftax_env_from_name
-        except ImportError as error:
-            raise missing_extra(f"the world {name!r}", "craftax") from error
-        self._jax = jax
+        programs = _programs(name)
+        self._jax, env, params = programs.jax, programs.env, programs.env.default_params
+        self._read, self._fresh, self._look, self._step = (
+            programs.read, programs.fresh, programs.look, programs.step,
+        )  # fmt: skip
         self.name, self.lanes = name, lanes
         self.features = features_of(name)
-        env = make_craftax_env_from_name(ENV_NAMES[name], auto_reset=False)
-        params = env.default_params
         self.n_actions = int(env.action_space(params).n)
         self.obs_size = int(env.observation_space(params).shape[0])
         held = [*_CLASSIC, *_TOOLS] if name == "craftax-classic" else [*_FULL, *_LEVELS]
@@ -95,15 +132,6 @@ class CraftaxWorld:
         first = self.obs_size - (22 if name == "craftax-classic" else 51)
         self.feature_columns = {feature: first + number for number, feature in enumerate(held)}
         self.action_names = _action_names(name)
-        self._read = _reader(self.features, name)
-        self._fresh = jax.jit(jax.vmap(lambda key: env.reset(key, params)[1]))
-        self._look = jax.jit(jax.vmap(lambda state: (env.get_obs(state), self._read(state))))
-
-        def step(key: Any, state: Any, action: Any) -> Any:
-            observation, state, _, done, _ = env.step(key, state, action, params)
-            return observation, state, done, self._read(state)
-
-        self._step = jax.jit(jax.vmap(step))
         self._leaves: list[NDArray] = []
         self._observations: Floats = np.zeros((lanes, self.obs_size), np.float32)
         self._values: Floats = np.zeros((lanes, len(self.features.names)), np.float32)
@@ -205,16 +233,25 @@ def _reader(features: Features, name: str) -> Any:
     import jax.numpy as jnp
 
     if name == "craftax-classic":
-        from craftax.craftax_classic.constants import Achievement
+        from craftax.craftax_classic.constants import Achievement, BlockType
+        from craftax.craftax_classic.game_logic import is_near_block
     else:
-        from craftax.craftax.constants import Achievement
+        from craftax.craftax.constants import Achievement, BlockType
+        from craftax.craftax.game_logic import is_near_block
+    blocks = {"near_table": BlockType.CRAFTING_TABLE.value, "near_furnace": BlockType.FURNACE.value}
     numbers = {achievement.name.lower(): achievement.value for achievement in Achievement}
 
-    def read(state: Any) -> Any:
-        values = [
+    def value(state: Any, feature: str) -> Any:
+        if feature in blocks:
+            return is_near_block(state, blocks[feature])
+        if feature in _NEEDS:
+            return getattr(state, f"player_{feature}")
+        return (
             state.achievements[numbers[feature]] if feature in numbers else getattr(state.inventory, feature)
-            for feature in features.names
-        ]
+        )
+
+    def read(state: Any) -> Any:
+        values = [value(state, feature) for feature in features.names]
         return jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
 
     return read

@@ -17,14 +17,13 @@ from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.seeding import stream
 from shoal.skills.jobs.run import DONE, mark_of, read_done
 from shoal.skills.jobs.store import AttemptRow, HeadMovedError, NewVersion
-from shoal.skills.learning.chain import Course, fresh_worlds, walk
 from shoal.skills.learning.network import Network, average, decode, encode
-from shoal.skills.learning.plan import Step, plan_for
+from shoal.skills.learning.plan import Course, Step, plan_for, walk
 from shoal.skills.learning.run import Outcome, Run, read_outcome, training_plan
 from shoal.skills.learning.spec import Features, Skill, parse_skill
 from shoal.skills.learning.store import Store, new_version
 from shoal.skills.learning.views import export_views
-from shoal.skills.learning.worlds import Bools, Floats, batch_lanes, make_world, world_features
+from shoal.skills.learning.worlds import Bools, Floats, batch_lanes, fresh_worlds, make_world, world_features
 
 logger = logging.getLogger(__name__)
 SCORE_EPISODES = 256

@@ -1,6 +1,7 @@
-"""From requirements and gains to a plan: which skills, how often, in which order.
+"""From requirements and gains to a plan: which skills, how often, in which order; and how worlds are led along it.
 
-A plan is only ever returned after a simulation of it, so that capacity, consumption and order are right.
+A plan is only ever returned after a simulation of it, so that capacity, consumption and order are right. Followed, the
+step a lane is at decides which expert acts in it; steps already satisfied are skipped.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shoal.core.errors import ConfigError, did_you_mean
-from shoal.skills.learning.spec import Features, Skill
+from shoal.maths.distributions import sample
+from shoal.skills.learning.network import Network
+from shoal.skills.learning.spec import Features, Skill, is_relative
+from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints, World, make_world
 
 MAX_STEPS = 500
 MAX_LENGTH = 200_000  # env steps that a plan may take by the horizons of its skills
@@ -40,9 +46,14 @@ def dependencies(skill: Skill, skills: Sequence[Skill]) -> list[str]:
 
 
 def plan_for(
-    target: str, skills: Sequence[Skill], features: Features | None = None, times: int | None = None
+    target: str,
+    skills: Sequence[Skill],
+    features: Features | None = None,
+    times: int | None = None,
+    *,
+    hands: Mapping[str, int] | None = None,
 ) -> list[Step]:
-    """The plan that starts with empty hands and ends with `target` applied `times` (default: its practice).
+    """The plan that starts with `hands` (empty if absent) and ends with `target` applied `times` (its practice).
 
     Raises:
         ConfigError: the target or a required item cannot be had; the message names it, or the cycle.
@@ -50,9 +61,9 @@ def plan_for(
     by_name = {skill.name: skill for skill in skills}
     if target not in by_name:
         raise ConfigError(f"no skill named {target!r}.{did_you_mean(target, by_name)}")
-    resolver = _Resolver(skills, features)
+    resolver = _Resolver(skills, features, hands)
     resolver.apply(by_name[target], times or by_name[target].practice, ())
-    return _merge_repeats(resolver.steps, by_name, features)
+    return _merge_repeats(resolver.steps, by_name, features, hands)
 
 
 def covering_plan(
@@ -69,10 +80,13 @@ def covering_plan(
 
 
 def simulate(
-    steps: Iterable[Step], skills: Mapping[str, Skill], features: Features | None = None
+    steps: Iterable[Step],
+    skills: Mapping[str, Skill],
+    features: Features | None = None,
+    hands: Mapping[str, int] | None = None,
 ) -> Counter[str] | None:
     """What is in the hands after the plan, or None if a step could not start or hands would overflow."""
-    hands: Counter[str] = Counter()
+    hands = Counter(hands or {})
     for step in steps:
         skill = skills[step.skill]
         for item in skill.requirements:
@@ -86,7 +100,14 @@ def simulate(
             if total > limit and (features is None or item in features.counters):
                 return None
             hands[item] = min(total, limit)
+        _walk_off(skill, hands, features)
     return hands
+
+
+def _walk_off(skill: Skill, hands: Counter[str], features: Features | None) -> None:
+    """A skill leaves every place that it does not speak of."""
+    for place in features.places - skill.speaks_of() if features else ():
+        hands[place] = 0
 
 
 def check_graph(skills: Sequence[Skill], features: Features | None = None) -> None:
@@ -98,11 +119,14 @@ def check_graph(skills: Sequence[Skill], features: Features | None = None) -> No
 class _Resolver:
     """Builds steps backwards from needs, keeping count of what is in the hands."""
 
-    def __init__(self, skills: Sequence[Skill], features: Features | None) -> None:
+    def __init__(
+        self, skills: Sequence[Skill], features: Features | None, hands: Mapping[str, int] | None = None
+    ) -> None:
         self.skills, self.features = skills, features
         self.steps: list[Step] = []
-        self.hands: Counter[str] = Counter()
+        self.hands: Counter[str] = Counter(hands or {})
         self.work = self.length = 0
+        self.depths: dict[str, int] = {}
 
     def apply(self, skill: Skill, times: int, path: tuple[str, ...]) -> None:
         """Have everything `skill` needs, then apply it."""
@@ -115,17 +139,44 @@ class _Resolver:
         left = times
         while left:
             batch = min(left, self._fits(skill))
-            for _ in range(len(skill.requirements) + 1):
-                # Providing one item may use up another, so ask again until all are there together;
-                # what is only held (tools) first, since making it usually costs counters.
-                for item in sorted(skill.requirements, key=lambda item: -skill.held(item)):
-                    self._provide(item, skill.needs(item, batch), (*path, skill.name))
+            for _ in range(len(skill.requirements) + 2):
+                # Providing one item may use up another, so ask again until all are there together.
                 if all(self.hands[item] >= skill.needs(item, batch) for item in skill.requirements):
                     break
+                for item, amount in self._shopping(skill, batch):
+                    self._provide(item, amount, (*path, skill.name))
             else:
                 raise ConfigError(f"skill {skill.name!r}: its requirements use each other up")
             self._step(skill, batch)
             left -= batch
+
+    def _shopping(self, skill: Skill, batch: int) -> list[tuple[str, int]]:
+        """What to see to, in this order: what is only held (tools), since making it usually costs counters; what is
+        used up, also by making the places that the skill asks for; and the places, since fetching leaves them.
+        Where there are places, what takes longest to have comes first: having it may use up the rest.
+        """  # noqa: D205
+        needs = {item: skill.needs(item, batch) for item in skill.requirements}
+        places = needs.keys() & self.features.places if self.features else set()
+        for lost in ({place for place in places if not self.hands[place]}, places):
+            wanted = dict(needs)
+            for maker in (found for place in lost for found in providers(place, self.skills)[:1]):
+                for item in maker.requirements.keys() - places:
+                    both = needs.get(item, 0) + maker.consumption.get(item, 0)
+                    wanted[item] = max(wanted.get(item, 0), both, maker.needs(item, 1))
+            if all(self.hands[item] >= amount for item, amount in wanted.items() if item not in places):
+                break  # nothing is to be fetched, so the places that are there stay
+        depth = self._depth if places else lambda item: 0
+        return sorted(
+            wanted.items(), key=lambda need: (need[0] in places, -skill.held(need[0]), -depth(need[0]))
+        )
+
+    def _depth(self, item: str) -> int:
+        """How many skills after one another it takes to have `item`."""
+        if item not in self.depths:
+            self.depths[item] = 0  # for whom a circle leads back here
+            for maker in providers(item, self.skills)[:1]:
+                self.depths[item] = 1 + max(map(self._depth, maker.requirements), default=0)
+        return self.depths[item]
 
     def _fits(self, skill: Skill) -> int:
         """How many applications in a row the hands can hold the requirements for."""
@@ -162,6 +213,7 @@ class _Resolver:
             self.hands[item] -= amount * times
         for item, amount in skill.gain.items():
             self.hands[item] = min(self.hands[item] + amount * times, self._holds(item))
+        _walk_off(skill, self.hands, self.features)
         self.steps.append(Step(skill.name, times))
         if len(self.steps) > MAX_STEPS:
             raise ConfigError(f"the plan for {skill.name!r} has more than {MAX_STEPS} steps")
@@ -170,18 +222,216 @@ class _Resolver:
         return self.features.holds(item) if self.features else 1 << 30
 
 
-def _merge_repeats(steps: list[Step], skills: Mapping[str, Skill], features: Features | None) -> list[Step]:
+def _merge_repeats(
+    steps: list[Step],
+    skills: Mapping[str, Skill],
+    features: Features | None,
+    hands: Mapping[str, int] | None = None,
+) -> list[Step]:
     """Do at one go what the plan does in several, where a simulation says it may: fewer ways, fewer failures."""
     merged = True
     while merged:
         merged = False
         for late in range(len(steps) - 1, 0, -1):
             early = next((i for i in range(late) if steps[i].skill == steps[late].skill), None)
-            if early is None:
-                continue
+            if early is None or (features and skills[steps[late].skill].gain.keys() & features.places):
+                continue  # where one stands cannot be had twice
             joined = Step(steps[late].skill, steps[early].count + steps[late].count)
             trial = [*steps[:early], joined, *steps[early + 1 : late], *steps[late + 1 :]]
-            if simulate(trial, skills, features) is not None:
+            if simulate(trial, skills, features, hands) is not None:
                 steps, merged = trial, True
                 break
     return steps
+
+
+class Course:
+    """A plan as arrays: for each step its predicate, reward, horizon and local expert."""
+
+    def __init__(
+        self, plan: Sequence[Step], skills: Mapping[str, Skill], features: Features, experts: Sequence[int]
+    ) -> None:
+        self.plan = list(plan)
+        chosen = [skills[step.skill] for step in plan]
+        self.column = np.array([features.index(skill.done.feature) for skill in chosen])
+        self.relative = np.array([is_relative(skill.done, features) for skill in chosen])
+        self.sign = np.array([1.0 if skill.done.op == ">=" else -1.0 for skill in chosen], np.float32)
+        self.count = np.array(
+            [
+                skill.done.count * (step.count if relative else 1)
+                for skill, step, relative in zip(chosen, plan, self.relative, strict=True)
+            ],
+            np.float32,
+        )
+        self.horizon = np.array(
+            [skill.horizon * step.count for skill, step in zip(chosen, plan, strict=True)]
+        )
+        self.bonus = np.array([skill.reward.bonus for skill in chosen], np.float32)
+        self.step_cost = np.array([skill.reward.step_cost for skill in chosen], np.float32)
+        self.weights = np.zeros((len(chosen), len(features.names)), np.float32)
+        for row, skill in enumerate(chosen):
+            for name, weight in (skill.reward.weights or {skill.done.feature: 1.0}).items():
+                self.weights[row, features.index(name)] = weight
+        self.expert = np.array(experts)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def satisfied(self, at: Ints, values: Floats, start: Floats) -> Bools:
+        """Whether step `at[i]` is done in lane `i`, `start` being the values when it began."""
+        lane = np.arange(len(at))
+        column = self.column[at]
+        value = values[lane, column] - np.where(self.relative[at], start[lane, column], 0)
+        sign = self.sign[at]
+        return np.asarray(sign * value >= sign * self.count[at])
+
+    def skip(self, at: Ints, values: Floats) -> Ints:
+        """Move lanes past absolute steps that are satisfied already; `len(self)` means finished."""
+        at = at.copy()
+        for _ in range(len(self)):
+            inside = np.flatnonzero(at < len(self))
+            now = at[inside]
+            met = self.satisfied(now, values[inside], values[inside]) & ~self.relative[now]
+            if not met.any():
+                break
+            at[inside[met]] += 1
+        return at
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What came of following a plan in every lane."""
+
+    reached: Ints  # [M] steps finished
+    length: Ints  # [M] env steps taken
+    ends: Bank  # states of the lanes that finished the plan
+    finished: Bools  # [M]
+    last_start: Floats  # [M, F] values when the last entered step began
+    last_before: Floats  # [M, F] values before the last action
+    last_values: Floats  # [M, F] values at the end
+    acted: Ints  # [steps] env steps in which each plan step's expert acted
+
+    @property
+    def success(self) -> float:
+        """Share of lanes that finished the plan."""
+        return float(self.finished.mean())
+
+
+def walk(
+    world_name: str,
+    starts: Bank,
+    course: Course,
+    experts: Sequence[Network],
+    rng: np.random.Generator,
+    world: World | None = None,
+) -> Walk:
+    """Follow `course` from every state of `starts` until it is finished or failed.
+
+    A world whose lanes are cheap to change is made smaller as lanes finish; `world` hands in one to use as it
+    is, `world.lanes` states at a time.
+    """
+    if world is not None:
+        return _walk_fixed(world, starts, course, experts, rng)
+    lanes = len(starts)
+    world = make_world(world_name, lanes)
+    return _walk(world, np.arange(lanes), starts, course, experts, rng, shrink=world_name)
+
+
+def _walk_fixed(
+    world: World, starts: Bank, course: Course, experts: Sequence[Network], rng: np.random.Generator
+) -> Walk:
+    parts = []
+    for first in range(0, len(starts), world.lanes):
+        rows = np.arange(first, min(first + world.lanes, len(starts)))
+        parts.append(_walk(world, rows, starts, course, experts, rng, shrink=None))
+    return Walk(
+        np.concatenate([part.reached for part in parts]),
+        np.concatenate([part.length for part in parts]),
+        Bank.join([part.ends for part in parts]),
+        np.concatenate([part.finished for part in parts]),
+        np.concatenate([part.last_start for part in parts]),
+        np.concatenate([part.last_before for part in parts]),
+        np.concatenate([part.last_values for part in parts]),
+        np.sum([part.acted for part in parts], axis=0),
+    )
+
+
+def _walk(
+    world: World,
+    rows: Ints,
+    starts: Bank,
+    course: Course,
+    experts: Sequence[Network],
+    rng: np.random.Generator,
+    shrink: str | None,
+) -> Walk:
+    """Walk `rows` of `starts`; a fixed world with more lanes than rows repeats the last one and ignores it."""
+    total, steps = len(rows), len(course)
+    padded = np.concatenate([rows, np.full(world.lanes - total, rows[-1])])
+    world.load(starts, padded, np.ones(world.lanes, np.bool_))
+    values = world.values()
+    who = np.arange(world.lanes)  # the walker in each lane; those from `total` on are padding
+    reached = course.skip(np.zeros(world.lanes, np.int64), values)
+    start, before, latest = values.copy(), values.copy(), values.copy()
+    elapsed, length = np.zeros(world.lanes, np.int64), np.zeros(world.lanes, np.int64)
+    active = (reached < steps) & (who < total)
+    acted = np.zeros(steps, np.int64)
+    ends: list[tuple[Ints, Bank]] = []
+    already = np.flatnonzero((reached >= steps) & (who < total))
+    if len(already):
+        ends.append((already, world.save().take(already)))
+    while active[who].any():
+        if shrink and active[who].sum() * 2 < len(who) and len(who) > 64:
+            keep = np.flatnonzero(active[who])
+            state = world.save()
+            world, who = make_world(shrink, len(keep)), who[keep]
+            world.load(state, keep, np.ones(len(keep), np.bool_))
+        live = active[who]
+        at = np.minimum(reached[who], steps - 1)
+        actions = act(world.observe(), course.expert[at], experts, rng.random(len(who), np.float32), live)
+        died = world.step(actions, rng)
+        acted += np.bincount(at[live], minlength=steps)
+        before[who[live]] = latest[who[live]]
+        values = world.values()
+        elapsed[who] += live
+        length[who] += live
+        latest[who[live]] = values[live]
+        done = live & course.satisfied(at, values, start[who]) & ~died
+        failed = live & ~done & (died | (elapsed[who] >= course.horizon[at]))
+        active[who[failed]] = False
+        moved = np.flatnonzero(done)
+        if len(moved):
+            reached[who[moved]] = course.skip(at[moved] + 1, values[moved])
+            elapsed[who[moved]] = 0
+            finished = moved[reached[who[moved]] >= steps]
+            going = moved[reached[who[moved]] < steps]
+            start[who[going]] = values[going]
+            active[who[finished]] = False
+            if len(finished):
+                ends.append((who[finished], world.save().take(finished)))
+    # In the order of the lanes, so that a bank does not depend on who finished first.
+    if ends:
+        order = np.argsort(np.concatenate([index for index, _ in ends]), kind="stable")
+        bank = Bank.join([states for _, states in ends]).take(order)
+    else:
+        bank = starts.take(np.arange(0))
+    return Walk(
+        reached[:total], length[:total], bank, reached[:total] >= steps, start[:total], before[:total],
+        latest[:total], acted,
+    )  # fmt: skip
+
+
+def act(
+    observations: Floats,
+    expert: Ints,
+    experts: Sequence[Network],
+    uniforms: Floats,
+    live: Bools | None = None,
+) -> Ints:
+    """An action for every lane, from the expert that lane is routed to; lanes not `live` get action 0."""
+    actions = np.zeros(len(observations), np.int64)
+    for index in np.unique(expert if live is None else expert[live]):
+        lanes = np.flatnonzero(expert == index if live is None else live & (expert == index))
+        everyone = len(lanes) == len(observations)
+        logprobs, _ = experts[index].forward(observations if everyone else observations[lanes])
+        actions[lanes] = sample(logprobs, uniforms[lanes])
+    return actions

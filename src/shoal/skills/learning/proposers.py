@@ -157,12 +157,16 @@ class LanguageModel:
         counters = ", ".join(
             f"{name} (0-{self.features.holds(name)})" for name in sorted(self.features.counters)
         )
-        others = ", ".join(name for name in self.features.names if name not in self.features.counters)
+        places = ", ".join(sorted(self.features.places))
+        others = ", ".join(
+            name for name in self.features.names if name not in self.features.counters | self.features.places
+        )
         example = json.dumps((self.examples[0] if self.examples else _EXAMPLE).as_dict())
         return (
             f"You extend a tree of skills for an agent in the world {self.features.world}.\n"
             f"Counters: {counters}.\nTools and achievements (had or not): {others}.\n"
-            "Reply with one JSON object and nothing else. Keys: name, requirements, consumption, gain (each an "
+            + (f"Places (left by every skill that does not name them): {places}.\n" if places else "")
+            + "Reply with one JSON object and nothing else. Keys: name, requirements, consumption, gain (each an "
             "object from the names above to amounts per application; requirements include what is consumed), done "
             '({"feature", "count", "op": ">=" or "<="}), horizon (steps allowed), practice (applications in a row '
             "per training episode), reward ({weights, bonus, step_cost}, optional).\n"

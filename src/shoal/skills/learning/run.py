@@ -421,6 +421,7 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
         "cpu_seconds": round(time.process_time() - cpu, 3),
         "peak_memory": usage.ru_maxrss * 1024,
         "bank": result.bank_size,
+        "steps_in_all": result.frames + result.walked,
         "finished_at": time.time(),
     }
     finish_training(
@@ -458,12 +459,13 @@ def _prepare(run: Run, trainer: Trainer) -> None:
         sums = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in sorted(arrays.items())}
         if note.get("mark") == mark and note.get("sha256") == sums:
             trainer.bank, trainer.test_bank = banks["practice"], banks["evaluation"]
+            trainer.walked = int(note.get("walked", 0))
             return
     trainer.prepare()
     arrays = {f"practice/{key}": array for key, array in trainer.bank.arrays.items()}
     arrays |= {f"evaluation/{key}": array for key, array in trainer.test_bank.arrays.items()}
     sums = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in sorted(arrays.items())}
-    write_bytes(path, encode(arrays, {"mark": mark, "sha256": sums}))
+    write_bytes(path, encode(arrays, {"mark": mark, "sha256": sums, "walked": trainer.walked}))
 
 
 def _print_event(event: dict[str, Any]) -> None:

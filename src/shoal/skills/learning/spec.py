@@ -32,6 +32,9 @@ class Features:
     names: tuple[str, ...]
     capacity: Mapping[str, int]  # of counters; what is absent holds at most one
     counters: frozenset[str]  # judged relative to the start of a skill; the others absolutely
+    places: frozenset[str] = (
+        frozenset()
+    )  # of where one stands: lost by every skill that does not speak of them
 
     def index(self, name: str) -> int:
         """The column of a feature."""
@@ -81,6 +84,9 @@ class Skill:
     horizon: int = 100  # steps that one application may take
     practice: int = 1
     description: str = ""
+    upkeep: Mapping[str, int] = field(
+        default_factory=dict
+    )  # playing on, apply it whenever there is no more of these
 
     def held(self, item: str) -> int:
         """How many of `item` must be there without being used up."""
@@ -97,8 +103,11 @@ class Skill:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The skill as plain JSON types."""
-        return asdict(self)
+        """The skill as plain JSON types; without upkeep it is as it was before there was any."""
+        data = asdict(self)
+        if not self.upkeep:
+            del data["upkeep"]
+        return data
 
 
 def is_relative(predicate: Predicate, features: Features) -> bool:
@@ -127,7 +136,7 @@ def check_skill(skill: Skill, features: Features) -> Skill:
         return ConfigError(f"skill {skill.name!r}: {text}")
 
     check_name("skill", skill.name)
-    named = [*skill.requirements, *skill.consumption, *skill.gain, *skill.reward.weights, skill.done.feature]
+    named = [*skill.speaks_of(), *skill.upkeep]
     for name in named:
         if name not in features.names:
             raise fail(f"no feature named {name!r} in {features.world}.{did_you_mean(name, features.names)}")
@@ -137,6 +146,11 @@ def check_skill(skill: Skill, features: Features) -> Skill:
                 raise fail(
                     f"{where} {item!r} must be in 1..{features.holds(item)} (what can be held), got {amount}"
                 )
+    for item, amount in skill.upkeep.items():
+        if not 0 <= amount < features.holds(item):
+            raise fail(
+                f"upkeep {item!r} must be in 0..{features.holds(item) - 1} (less than can be held), got {amount}"
+            )
     for item, amount in skill.consumption.items():
         if skill.requirements.get(item, 0) < amount:
             raise fail(f"consumes {amount} {item!r} but requires {skill.requirements.get(item, 0)}")
@@ -245,3 +259,4 @@ class _StrictSkill(msgspec.Struct, forbid_unknown_fields=True):
     horizon: int = 100
     practice: int = 1
     description: str = ""
+    upkeep: dict[str, int] = {}

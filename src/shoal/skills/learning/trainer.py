@@ -17,11 +17,10 @@ from shoal.core.seeding import stream
 from shoal.maths.adam import Adam
 from shoal.maths.distributions import sample
 from shoal.maths.gae import gae
-from shoal.skills.learning.chain import Course, fresh_worlds, walk
 from shoal.skills.learning.network import Network, Shape
-from shoal.skills.learning.plan import Step
+from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.spec import Skill
-from shoal.skills.learning.worlds import Bank, Floats, Ints, World, make_world
+from shoal.skills.learning.worlds import Bank, Floats, Ints, World, fresh_worlds, make_world
 
 STROLL = 8  # most random steps between the end of a prefix and the start of practice
 Report = Callable[[dict[str, Any]], None]
@@ -103,6 +102,7 @@ class Result:
     acted_frames: list[int]  # env steps in which each acted while learning
     success: float  # of the best, on evaluation episodes
     frames: int
+    walked: int  # env steps beside those: ways to start states, and evaluations
     stopped: str  # "learned" | "plateau" | "budget"
     episodes: dict[str, Floats]  # "start", "before" (the last action), "end" [E, features], "success" [E]
     bank_size: int = 0
@@ -154,7 +154,7 @@ class Trainer:
         self.deps_learn = config.train_deps == "on"
         self.masks = self._masks()
         self.adams = [Adam(net.flat.size) for net in self.nets]
-        self.update = self.frames = self.best_at = 0
+        self.update = self.frames = self.walked = self.best_at = 0
         self.acted = np.zeros(len(self.nets), np.int64)
         self.best, self.best_success = [net.copy() for net in self.nets], -1.0
         self.best_acted = self.acted.copy()
@@ -201,7 +201,9 @@ class Trainer:
         new = fresh_worlds(self.world, worlds, self.task.seed, self.task.skill, name)
         if prefix:
             course = Course(prefix, self.task.skills, self.world.features, self.task.route[: self.target])
-            new = walk(self.task.world, new, course, self.nets, self._stream("bank", name), fixed).ends
+            way = walk(self.task.world, new, course, self.nets, self._stream("bank", name), fixed)
+            self.walked += int(way.acted.sum())
+            new = way.ends
             new = self._stroll(new, self._stream("stroll", name))
         if not len(new):
             return new
@@ -218,6 +220,7 @@ class Trainer:
             lanes = np.minimum(np.arange(self.world.lanes) + first, rows[-1])
             self.world.load(bank, lanes, np.ones(self.world.lanes, np.bool_))
             left = rng.integers(0, STROLL + 1, self.world.lanes) * rng.integers(0, 2, self.world.lanes)
+            self.walked += int(left[: len(rows)].sum())
             alive = np.ones(self.world.lanes, np.bool_)
             for t in range(STROLL):
                 moves = np.asarray(self.world.moves)[rng.integers(0, len(self.world.moves), self.world.lanes)]
@@ -261,6 +264,7 @@ class Trainer:
             [int(frames) for frames in self.best_acted],
             self.best_success,
             self.frames,
+            self.walked,
             stopped,
             self.episodes,
             len(self.bank),
@@ -426,6 +430,7 @@ class Trainer:
         outcome = walk(
             self.task.world, self.test_bank.take(rows), course, self.nets, self._stream("evaluate"), fixed
         )
+        self.walked += int(outcome.acted.sum())
         if outcome.success > self.best_success:
             self.best = [net.copy() for net in self.nets]
             self.best_success, self.best_at, self.best_acted = outcome.success, self.frames, self.acted.copy()
@@ -457,7 +462,7 @@ class Trainer:
             "best_acted": self.best_acted,
         }  # fmt: skip
         plain = {
-            "update": self.update, "frames": self.frames, "best_at": self.best_at,
+            "update": self.update, "frames": self.frames, "walked": self.walked, "best_at": self.best_at,
             "best_success": self.best_success, "recent": [list(pair) for pair in self.recent],
             "adam": [adam.count for adam in self.adams],
         }  # fmt: skip
@@ -483,6 +488,7 @@ class Trainer:
         self.start, self.acted = arrays["start"].copy(), arrays["acted"].copy()
         self.best_acted = arrays["best_acted"].copy()
         self.update, self.frames = int(plain["update"]), int(plain["frames"])
+        self.walked = int(plain.get("walked", self.walked))
         self.best_at, self.best_success = int(plain["best_at"]), float(plain["best_success"])
         self.recent.extend((int(ended), int(won)) for ended, won in plain["recent"])
         self.begun = True

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shoal.core.errors import ConfigError, MissingExtraError, missing_extra
 from shoal.core.files import write_bytes, write_json
 from shoal.skills.jobs.runner import condition, is_held
-from shoal.skills.learning.chain import record_chain
+from shoal.skills.learning.episodes import record_chain
 from shoal.skills.learning.store import SkillRow, Store, VersionRow
 from shoal.skills.learning.worlds import Bank, world_kind
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError
 from shoal.core.registry import Registry
+from shoal.core.seeding import stream
 from shoal.skills.learning.spec import Features
 
 if TYPE_CHECKING:
@@ -183,3 +184,8 @@ def batch_lanes(name: str, wanted: int) -> int:
 def world_features(name: str) -> Features:
     """The features of a world, without making one (Craftax is not imported)."""
     return world_kind(name).features()
+
+
+def fresh_worlds(world: World, count: int, seed: int, *names: str | int) -> Bank:
+    """`count` new worlds of the stream that `names` name."""
+    return world.fresh(count, stream(seed, "worlds", *names))

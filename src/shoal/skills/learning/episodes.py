@@ -1,0 +1,372 @@
+"""Play what was learned in worlds that nothing has seen: a plan with all skills, its film, and whole episodes.
+
+A plan made beforehand ends where one of its skills fails. In a whole episode a lane plans again after each skill from
+what it has, tries something else first where a skill ran out of time, and sees to its `upkeep`, until the agent dies or
+all is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.seeding import stream
+from shoal.skills.learning.network import Network, decode
+from shoal.skills.learning.plan import Course, Step, act, covering_plan, plan_for, walk
+from shoal.skills.learning.spec import Features, Skill, is_relative
+from shoal.skills.learning.store import Store
+from shoal.skills.learning.worlds import (
+    Bank,
+    Floats,
+    Ints,
+    World,
+    batch_lanes,
+    fresh_worlds,
+    make_world,
+    world_features,
+    world_kind,
+)
+
+MOST_STEPS = 10_000  # env steps of an episode
+
+
+@dataclass(frozen=True)
+class ChainReport:
+    """Success of a plan on unseen worlds."""
+
+    plan: list[Step]
+    reached: list[float]  # share of worlds in which each step was finished
+    skills: dict[str, float]  # success of each skill where its step was entered
+    success: float  # of the whole plan
+    mean_steps: float  # env steps of the successful ones
+    episodes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "plan": [{"skill": step.skill, "count": step.count} for step in self.plan],
+            "reached": self.reached,
+            "skills": self.skills,
+            "success": self.success,
+            "mean_steps": self.mean_steps,
+            "episodes": self.episodes,
+        }
+
+
+def evaluate_chain(
+    store: Store,
+    episodes: int = 512,
+    seed: int = 0,
+    target: str | None = None,
+    only: Sequence[str] | None = None,
+) -> ChainReport:
+    """Play the plan that applies every completed skill (or `only` some, or up to `target`) in new worlds."""
+    world_name, plan = plan_of(store, target, only)
+    features = world_features(world_name)
+    names = list(dict.fromkeys(step.skill for step in plan))
+    experts = load_experts(store, names)
+    skills = {row.name: row.spec for row in store.skills()}
+    world = make_world(world_name, batch_lanes(world_name, episodes))
+    starts = fresh_worlds(world, episodes, seed, "unseen")
+    course = Course(plan, skills, features, [names.index(step.skill) for step in plan])
+    fixed = None if world.fresh_is_cheap else world
+    result = walk(world_name, starts, course, experts, stream(seed, "unseen"), fixed)
+    reached = [float((result.reached > at).mean()) for at in range(len(plan))]
+    entered = [1.0, *reached[:-1]]
+    passed: dict[str, list[float]] = {}
+    for step, before, after in zip(plan, entered, reached, strict=True):
+        passed.setdefault(step.skill, []).append(after / before if before else 0.0)
+    lengths = result.length[result.finished]
+    return ChainReport(
+        plan, reached, {name: sum(rates) / len(rates) for name, rates in passed.items()}, result.success,
+        float(lengths.mean()) if len(lengths) else 0.0, episodes,
+    )  # fmt: skip
+
+
+def plan_of(
+    store: Store, target: str | None = None, only: Sequence[str] | None = None
+) -> tuple[str, list[Step]]:
+    """The world of a store and the plan over its completed skills."""
+    world_name = store.setting("world")
+    if world_name is None:
+        raise ConfigError(f"{store.root} has not been trained in: it names no world")
+    features = world_features(world_name)
+    rows = [row for row in store.skills() if row.expert is not None and store.head(row.expert) is not None]
+    if not rows:
+        raise ConfigError(f"{store.root} holds no trained skill yet")
+    specs = [row.spec for row in rows]
+    names = [row.name for row in rows]
+    if target is not None:
+        return world_name, plan_for(store.skill(target).name, specs, features)
+    return world_name, covering_plan(specs, features, only=only or names)
+
+
+def record_chain(
+    store: Store, seed: int = 0, lanes: int = 32
+) -> tuple[list[Bank], list[Step], list[int], bool]:
+    """States of one unseen world while the whole plan is played in it, with the plan step at each.
+
+    Of `lanes` worlds the one that finishes first is taken, or the one that got furthest.
+    """
+    world_name, plan = plan_of(store)
+    features = world_features(world_name)
+    names = list(dict.fromkeys(step.skill for step in plan))
+    experts = load_experts(store, names)
+    course = Course(
+        plan, {row.name: row.spec for row in store.skills()}, features, [names.index(s.skill) for s in plan]
+    )
+    lanes = world_kind(world_name).most_lanes or lanes
+    world: World = make_world(world_name, lanes)
+    frames: list[Bank] = []
+    at_frames: list[Any] = []
+    recorder = _Recorder(world, frames)
+    starts = fresh_worlds(world, lanes, seed, "film")
+    result = walk(world_name, starts, course, experts, stream(seed, "film"), recorder)
+    order = sorted(range(lanes), key=lambda i: (-int(result.reached[i]), int(result.length[i])))
+    best = order[0]
+    film = [bank.take(np.array([best])) for bank in frames[: int(result.length[best]) + 1]]
+    at_frames = _steps_of(film, world, course)
+    return film, plan, at_frames, bool(result.finished[best])
+
+
+def _steps_of(film: list[Bank], world: World, course: Course) -> list[int]:
+    """The plan step that each state of a film belongs to, by the same rules as `walk`."""
+    every = np.ones(world.lanes, np.bool_)
+    rows = np.zeros(world.lanes, np.int64)
+    at = np.zeros(1, np.int64)
+    steps: list[int] = []
+    start = None
+    for bank in film:
+        world.load(bank, rows, every)
+        values = world.values()[:1]
+        if start is None:
+            at, start = course.skip(at, values), values
+        elif at[0] < len(course) and course.satisfied(at, values, start)[0]:
+            at, start = course.skip(at + 1, values), values
+        steps.append(int(min(at[0], len(course) - 1)))
+    return steps
+
+
+class _Recorder:
+    """A world that keeps the states of its lanes after every step."""
+
+    def __init__(self, world: World, frames: list[Bank]) -> None:
+        self._world, self._frames = world, frames
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+    def load(self, *arguments: Any) -> None:
+        """Load and keep the start."""
+        self._world.load(*arguments)
+        self._frames.append(self._world.save())
+
+    def step(self, *arguments: Any) -> Any:
+        """Step and keep the state."""
+        died = self._world.step(*arguments)
+        self._frames.append(self._world.save())
+        return died
+
+
+def load_experts(store: Store, names: Sequence[str]) -> list[Network]:
+    """The heads of the experts of some skills."""
+    nets = []
+    for name in names:
+        row = store.skill(name)
+        head = store.head(row.expert) if row.expert is not None else None
+        if head is None:
+            raise DataError(f"skill {name!r} has no expert yet: it is {row.status}")
+        nets.append(Network.from_params(decode(store.get_blob(head.sha256), name)[0]))
+    return nets
+
+
+@dataclass(frozen=True)
+class EpisodesReport:
+    """What whole episodes in unseen worlds came to."""
+
+    had: dict[str, float]  # share of episodes in which a feature was ever more than 0
+    applied: dict[str, float]  # share of episodes in which a skill was done at least once
+    lengths: Ints  # [E] env steps
+    died: float  # share of episodes; the others did all there was to do, or came to their last step
+
+    def reward(self, names: Iterable[str]) -> float:
+        """The arithmetic mean of some features' shares."""
+        return float(np.mean([self.had[name] for name in names]))
+
+    def score(self, names: Iterable[str]) -> float:
+        """Their geometric mean as Crafter takes it (arXiv:2109.06780, eq. 1), between 0 and 1."""
+        return float(np.expm1(np.mean([np.log1p(100 * self.had[name]) for name in names])) / 100)
+
+
+def play_episodes(
+    store: Store, episodes: int = 256, seed: int = 0, *, most_steps: int = MOST_STEPS
+) -> EpisodesReport:
+    """Play `episodes` new worlds from their start, each until death, `most_steps`, or until every skill was done."""
+    world_name, _ = plan_of(store)
+    rows = [row for row in store.skills() if row.expert is not None and store.head(row.expert) is not None]
+    skills = [row.spec for row in rows]
+    experts = load_experts(store, [row.name for row in rows])
+    world = make_world(world_name, batch_lanes(world_name, episodes))
+    starts = fresh_worlds(world, episodes, seed, "unseen")
+    rng = stream(seed, "unseen episodes")
+    chooser = Chooser(skills, world_features(world_name))
+    parts = []
+    for first in range(0, episodes, world.lanes):
+        rows_of = np.minimum(np.arange(first, first + world.lanes), episodes - 1)
+        world.load(starts, rows_of, np.ones(world.lanes, np.bool_))
+        part = _play(world, chooser, experts, rng, most_steps)
+        parts.append([array[: episodes - first] for array in part])
+    had, applied, lengths, died = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return EpisodesReport(
+        dict(zip(world.features.names, had.mean(0).tolist(), strict=True)),
+        dict(zip([skill.name for skill in skills], applied.mean(0).tolist(), strict=True)),
+        lengths,
+        float(died.mean()),
+    )
+
+
+@dataclass
+class Memory:
+    """What one lane remembers of its episode."""
+
+    applied: np.ndarray  # [skills] done at least once
+    late: np.ndarray  # [skills] how often in a row it ran out of time
+
+
+@dataclass
+class Chooser:
+    """Chooses the next skill of a lane: what its upkeep asks for, else the first step to the nearest open goal."""
+
+    skills: Sequence[Skill]
+    features: Features
+    _plans: dict[tuple[Any, ...], tuple[int, int] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = [skill.name for skill in self.skills]
+        self.upkeep = [
+            (index, self.features.index(item), amount)
+            for index, skill in enumerate(self.skills)
+            for item, amount in skill.upkeep.items()
+        ]
+        self.asked = sorted(
+            {self.features.index(item) for skill in self.skills for item in skill.requirements}
+        )
+        lasting = [
+            not is_relative(skill.done, self.features) and not skill.gain.keys() & self.features.places
+            for skill in self.skills
+        ]
+        self.columns = [
+            self.features.index(skill.done.feature) if lasts and skill.done.op == ">=" else None
+            for skill, lasts in zip(self.skills, lasting, strict=True)
+        ]
+
+    def pressing(self, values: Floats) -> Ints:
+        """`[lanes]` the skill whose upkeep is most wanting, -1 where none is."""
+        chosen = np.full(len(values), -1)
+        least = np.full(len(values), np.inf)
+        for index, column, amount in self.upkeep:
+            worse = (values[:, column] <= amount) & (values[:, column] < least)
+            chosen[worse], least[worse] = index, values[worse, column]
+        return chosen
+
+    def choose(self, values: Floats, memory: Memory) -> int | None:
+        """The skill to apply now; None if all were done. `values` are those of one lane, `[features]`.
+
+        What ran out of time less often comes first, then what takes fewer env steps.
+        """
+        hands = tuple(int(values[column]) for column in self.asked)
+        best: tuple[int, int, int] | None = None
+        for goal, name in enumerate(self.names):
+            column = self.columns[goal]
+            if memory.applied[goal] or (
+                column is not None and values[column] >= self.skills[goal].done.count
+            ):
+                continue
+            way = self._way(name, hands)
+            if way is not None:
+                first, length = way
+                rank = int(memory.late[first] + memory.late[goal] * (first != goal)), length, first
+                best = rank if best is None else min(best, rank)
+        return None if best is None else best[2]
+
+    def _way(self, goal: str, hands: tuple[int, ...]) -> tuple[int, int] | None:
+        """The first skill on the way to a goal, and how many env steps the way may take."""
+        key = (goal, hands)
+        if key not in self._plans:
+            held = {
+                self.features.names[column]: amount
+                for column, amount in zip(self.asked, hands, strict=True)
+                if amount > 0
+            }
+            try:
+                plan = plan_for(goal, self.skills, self.features, 1, hands=held)
+                horizons = {skill.name: skill.horizon for skill in self.skills}
+                length = sum(horizons[step.skill] * step.count for step in plan)
+                self._plans[key] = self.names.index(plan[0].skill), length
+            except ConfigError:
+                self._plans[key] = None
+        return self._plans[key]
+
+
+def _play(
+    world: World, chooser: Chooser, experts: Sequence[Network], rng: np.random.Generator, most_steps: int
+) -> tuple[np.ndarray, np.ndarray, Ints, np.ndarray]:
+    """Had `[lanes, features]`, applied `[lanes, skills]`, length `[lanes]` and died `[lanes]`."""
+    lanes, skills = world.lanes, chooser.skills
+    by_name: Mapping[str, Skill] = {skill.name: skill for skill in skills}
+    course = Course([Step(name, 1) for name in chooser.names], by_name, chooser.features, range(len(skills)))
+    full = np.array([chooser.features.holds(name) - 1 for name in chooser.features.names])
+    keeps = {index: column for index, column, _ in chooser.upkeep}
+    memories = [
+        Memory(np.zeros(len(skills), np.bool_), np.zeros(len(skills), np.int64)) for _ in range(lanes)
+    ]
+    values = world.values()
+    had = values > 0
+    live, died = np.ones(lanes, np.bool_), np.zeros(lanes, np.bool_)
+    at, elapsed, length = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
+    keeping = np.full(lanes, -1)  # the feature that upkeep waits for
+    start = values.copy()
+    free = live.copy()  # lanes that choose now
+    for _ in range(most_steps):
+        pressing = chooser.pressing(values)
+        for lane in np.flatnonzero(live & (free | ((pressing >= 0) & (keeping < 0)))):
+            wants = int(pressing[lane])
+            rested = wants >= 0 and memories[lane].late[wants] == 0
+            chosen: int | None = int(at[lane])
+            if rested:
+                chosen = wants
+            elif free[lane]:
+                chosen = chooser.choose(values[lane], memories[lane])
+            if chosen is None:
+                live[lane] = False
+            elif free[lane] or chosen != at[lane]:
+                at[lane], elapsed[lane], start[lane] = chosen, 0, values[lane]
+                keeping[lane] = keeps[wants] if rested else -1
+        if not live.any():
+            break
+        actions = act(world.observe(), at, experts, rng.random(lanes, np.float32), live)
+        dead = world.step(actions, rng) & live
+        values = world.values()
+        had[live] |= values[live] > 0
+        length += live
+        elapsed += 1
+        lane_of = np.arange(lanes)
+        filled = values[lane_of, keeping] >= full[keeping]
+        done = live & np.where(keeping >= 0, filled, course.satisfied(at, values, start))
+        late = live & ~done & (elapsed >= course.horizon[at])
+        for lane in np.flatnonzero(done):
+            memories[lane].applied[at[lane]] = True
+            memories[lane].late[:] = np.maximum(memories[lane].late - 1, 0)
+            memories[lane].late[at[lane]] = 0
+        for lane in np.flatnonzero(late):
+            memories[lane].late[at[lane]] += 1
+        free = done | late
+        keeping[free] = -1
+        died |= dead
+        live &= ~dead
+    applied = np.stack([memory.applied for memory in memories])
+    return had, applied, length, died

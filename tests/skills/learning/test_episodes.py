@@ -1,0 +1,195 @@
+"""Whole episodes: the next skill is chosen from what the hands hold, again after each one."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+from shoal.skills.learning.episodes import Chooser, EpisodesReport, Memory, play_episodes
+from shoal.skills.learning.gymnasium_world import GymnasiumWorld
+from shoal.skills.learning.network import Network, Shape, encode
+from shoal.skills.learning.spec import Features, Skill, check_skills, parse_skill
+from shoal.skills.learning.store import Store, new_version
+
+FEATURES = Features(
+    "smithy",
+    ("ore", "sword", "anvil", "full", "gem"),
+    {"ore": 3, "full": 9},
+    frozenset({"ore"}),
+    frozenset({"anvil"}),
+)
+WAIT, DIG, BUILD, FORGE, EAT = range(5)
+
+
+def skill(name: str, gain: str, **extra: Any) -> Skill:
+    return parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}, "horizon": 5, **extra})
+
+
+SKILLS = check_skills(
+    [
+        skill("Dig", "ore"),
+        skill("Build", "anvil", requirements={"ore": 1}, consumption={"ore": 1}),
+        skill("Forge", "sword", requirements={"ore": 1, "anvil": 1}, consumption={"ore": 1}),
+        skill("Eat", "full", upkeep={"full": 3}),
+        skill("Wish", "gem"),
+    ],
+    FEATURES,
+)
+ACTS = {"Dig": DIG, "Build": BUILD, "Forge": FORGE, "Eat": EAT, "Wish": WAIT}
+
+
+class Smithy(gymnasium.Env):
+    """An anvil is left behind by digging; who has not eaten for ten steps dies; no gem can be had."""
+
+    observation_space, action_space = Box(0, 9, (5,), np.float32), Discrete(5)
+    acts: ClassVar[list[int]] = []  # of all there ever were
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.has = dict(zip(FEATURES.names, (0, 0, 0, 9, 0), strict=True))
+        return self.look(), {}
+
+    def look(self):
+        return np.array(list(self.has.values()), np.float32)
+
+    def step(self, action):
+        has = self.has
+        has["full"] -= 1
+        if action == DIG:
+            has["ore"], has["anvil"] = min(has["ore"] + 1, 3), 0
+        elif action == BUILD and has["ore"]:
+            has["ore"], has["anvil"] = has["ore"] - 1, 1
+        elif action == FORGE and has["ore"] and has["anvil"]:
+            has["ore"], has["sword"] = has["ore"] - 1, 1
+        elif action == EAT:
+            has["full"] = min(has["full"] + 3, 9)
+        self.acts.append(action)
+        return self.look(), 0.0, has["full"] < 0, False, {}
+
+
+class SmithyWorld(GymnasiumWorld):
+    features: ClassVar[Features] = FEATURES
+    most_lanes: ClassVar[int | None] = 2
+
+    def make(self):
+        return Smithy()
+
+    def read(self, env):
+        return list(env.has.values())
+
+
+@pytest.fixture(autouse=True)
+def smithy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world under its name."""
+    monkeypatch.setitem(sys.modules, "smithy", types.SimpleNamespace(SmithyWorld=SmithyWorld))
+
+
+def trained(folder: Path, *names: str) -> Store:
+    """A store whose experts each do the one thing that their skill takes."""
+    store = Store(folder)
+    store.set_setting("world", "smithy:SmithyWorld")
+    for spec in (spec for spec in SKILLS if spec.name in names):
+        store.add_skill(spec, [], 1000)
+        net = Network(Shape(5, 2, 5))
+        net.bh[ACTS[spec.name]] = 50.0
+        sha = store.put_blob(encode(net.params()))
+        store.add_version(new_version(store.assign_expert(spec.name), sha, None, 1, 1, "run", True))
+        store.update_skill(spec.name, status="completed")
+    return store
+
+
+def test_all_that_can_be_had_is_had_and_what_cannot_is_tried_till_the_last_step(tmp_path: Path) -> None:
+    report = play_episodes(trained(tmp_path, *ACTS), episodes=3, most_steps=40)
+    assert report.had == {"ore": 1.0, "sword": 1.0, "anvil": 1.0, "full": 1.0, "gem": 0.0}
+    assert report.applied == {"Dig": 1.0, "Build": 1.0, "Forge": 1.0, "Eat": 1.0, "Wish": 0.0}
+    assert report.lengths.tolist() == [40, 40, 40]  # it ate, so that it lived
+    assert report.died == 0
+    assert report.reward(["sword", "gem"]) == 0.5
+
+
+def test_upkeep_goes_on_until_it_is_nearly_full(tmp_path: Path) -> None:
+    store = trained(tmp_path, "Eat", "Wish")
+    Smithy.acts.clear()
+    play_episodes(store, episodes=1, most_steps=40)
+    runs = [len(list(run)) for act, run in itertools.groupby(Smithy.acts) if act == EAT]
+    assert runs[0] == 3  # 3 - 1 + 3 = 5, 7, and with 9 no more than one is missing
+    assert len(runs) >= 3
+
+
+def test_an_episode_ends_when_all_was_done(tmp_path: Path) -> None:
+    report = play_episodes(trained(tmp_path, "Dig", "Build", "Forge"), episodes=2, most_steps=9)
+    assert set(report.applied.values()) == {1.0}
+    assert report.lengths.tolist() == [
+        6,
+        6,
+    ]  # Dig, Build; and, since digging leaves the anvil, Dig, Dig, Build, Forge
+    assert report.died == 0
+
+
+def test_who_does_not_eat_dies_and_what_was_done_before_counts(tmp_path: Path) -> None:
+    report = play_episodes(trained(tmp_path, "Dig", "Build", "Forge", "Wish"), episodes=2, most_steps=60)
+    assert report.died == 1.0
+    assert report.lengths.tolist() == [10, 10]  # 9, 8, … 0 and then no more
+    assert report.had["anvil"] == 1.0
+
+
+def values(**has: int) -> np.ndarray:
+    return np.array([has.get(name, 0) for name in FEATURES.names], np.float32)
+
+
+def fresh_memory() -> Memory:
+    return Memory(np.zeros(len(SKILLS), np.bool_), np.zeros(len(SKILLS), np.int64))
+
+
+def test_the_way_to_a_goal_goes_on_from_what_the_hands_hold() -> None:
+    chooser = Chooser(SKILLS, FEATURES)
+    memory = fresh_memory()
+    memory.applied[:] = [True, True, False, True, True]  # the sword alone is open
+
+    def chosen(**has: int) -> str:
+        index = chooser.choose(values(**has), memory)
+        assert index is not None
+        return SKILLS[index].name
+
+    assert chosen() == "Dig"
+    assert chosen(ore=1) == "Dig"  # one for the anvil and one for the sword, before the anvil is built
+    assert chosen(ore=2) == "Build"
+    assert chosen(ore=1, anvil=1) == "Forge"
+    assert chooser.choose(values(sword=1), memory) is None
+
+
+def test_what_ran_out_of_time_comes_after_what_did_not() -> None:
+    chooser = Chooser(SKILLS, FEATURES)
+    memory = fresh_memory()
+    first = chooser.choose(values(full=9), memory)
+    assert first is not None
+    memory.late[first] = 1
+    second = chooser.choose(values(full=9), memory)
+    assert second not in (first, None)
+    memory.late[:] = 1
+    assert chooser.choose(values(full=9), memory) == first
+
+
+def test_the_most_wanting_upkeep_comes_first() -> None:
+    both = [*SKILLS[:4], parse_skill({**SKILLS[4].as_dict(), "upkeep": {"ore": 2}})]
+    chooser = Chooser(both, FEATURES)
+    lanes = np.stack(
+        [values(full=9, ore=3), values(full=3, ore=3), values(full=3, ore=1), values(full=0, ore=1)]
+    )
+    assert chooser.pressing(lanes).tolist() == [-1, 3, 4, 3]
+
+
+def test_the_score_is_the_geometric_mean_of_crafter() -> None:
+    report = EpisodesReport({"a": 1.0, "b": 0.0}, {}, np.zeros(1, np.int64), 0.0)
+    assert report.score(["a"]) == pytest.approx(1.0)
+    assert report.score(["a", "b"]) == pytest.approx(
+        (101**0.5 - 1) / 100
+    )  # exp((ln 101 + ln 1) / 2) - 1, in percent
