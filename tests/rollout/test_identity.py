@@ -6,9 +6,8 @@ import logging
 
 import pytest
 import torch
-from fault_doubles import WORDS, World
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tests.rollout.doubles import WORDS, World, fast_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, envs, make_environments
 from shoal.core.data import encode_trajectory
@@ -174,30 +173,10 @@ def test_the_tiny_engine_writes_the_same_on_ray_also_when_a_worker_is_killed(
 
 
 # --- models of transformers: their tokens
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 @pytest.fixture(scope="module")
 def llama():
     """Random weights, and a fast tokenizer of byte pairs as models have them."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = "the user said one two three, the assistant said im_start im_end 1234567890 and observed it again"
-    raw.train_from_iterator([text] * 20, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
-    tokenizer.chat_template = CHATML
+    tokenizer = fast_tokenizer()
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

@@ -7,7 +7,7 @@ import time
 from _thread import allocate_lock
 
 import pytest
-from parallel_doubles import HashEngine
+from tests.rollout.doubles import HashEngine
 
 from shoal.core.errors import EngineError
 from shoal.rollout.parallel import server
@@ -121,28 +121,25 @@ def test_an_engine_that_answers_at_once_needs_no_thread_of_its_own(monkeypatch):
 
 
 def test_an_engine_that_ends_its_thread_ends_nothing_else():
-    class Leaving(HashEngine):
-        def generate(self, requests):
-            if requests[0].key.member == 0:
-                sys.exit("enough")
-            return super().generate(requests)
+    def leave(requests):
+        if requests[0].key.member == 0:
+            sys.exit("enough")
 
-    with SharedLLMInferenceManager(Leaving()) as manager:
+    with SharedLLMInferenceManager(HashEngine(leave)) as manager:
         with pytest.raises(EngineError, match="SystemExit: enough"):
             manager.generate([request(0)])
         assert manager.generate([request(1)]) == HashEngine().generate([request(1)])
 
 
 def test_making_a_new_engine_may_take_longer_than_an_answer():
-    class Crashing(HashEngine):
-        def generate(self, requests):
-            raise RuntimeError("lost")
+    def crash(_):
+        raise RuntimeError("lost")
 
     def restart():
         time.sleep(1.0)
         return HashEngine()
 
-    with SharedLLMInferenceManager(Crashing(), engine_timeout=0.3, restart=restart) as manager:
+    with SharedLLMInferenceManager(HashEngine(crash), engine_timeout=0.3, restart=restart) as manager:
         assert manager.generate([request()]) == HashEngine().generate([request()])
         assert manager.statistics.restarts == 1
 
@@ -172,12 +169,9 @@ def test_closing_waits_for_an_answer_that_is_being_made():
 
 
 def test_threads_that_give_up_at_any_moment_leave_none_asleep():
-    class Uneven(HashEngine):
-        def generate(self, requests):
-            time.sleep(0.001 * (len(requests) % 3))
-            return super().generate(requests)
-
-    with SharedLLMInferenceManager(Uneven(), schedule="greedy") as manager:
+    with SharedLLMInferenceManager(
+        HashEngine(lambda requests: time.sleep(0.001 * (len(requests) % 3))), schedule="greedy"
+    ) as manager:
         link, outcomes = SocketLink(manager.serve()), []
 
         def ask(member):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from parallel_doubles import HashEngine
+from tests.rollout.doubles import HashEngine
 
 from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.core.files import write_folder

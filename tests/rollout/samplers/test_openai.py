@@ -3,7 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_server import FakeServer, logprob_of, written
+from tests.rollout.doubles import FakeServer, logprob_of, written
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.images import picture_url
@@ -276,6 +276,20 @@ def test_an_adapter_is_swapped_and_the_one_before_let_go(serve, tmp_path):
     assert server.seen[-1][1]["model"] == loaded[1]
     with pytest.raises(EngineError, match="takes no adapters"):
         serve("llama.cpp")[1].load_adapter(tmp_path, 1)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()], ids=["messages", "tokens"])
+def test_every_request_names_the_adapter_whose_version_its_answer_bears(serve, tmp_path, kind, tokenizer):
+    server, engine = serve(kind, tokenizer=tokenizer)
+    asked = [request() if tokenizer else chat_request(engine)]
+    assert engine.generate(asked)[0].weights_version == 0
+    assert "lora_path" not in server.seen[-1][1]
+    assert server.seen[-1][1].get("model", "m") == "m"
+    engine.load_adapter(tmp_path, 7)
+    (loaded,) = [body["lora_name"] for path, body, _ in server.seen if path.endswith("/load_lora_adapter")]
+    assert engine.generate(asked)[0].weights_version == 7
+    assert server.seen[-1][1]["model" if kind == "vllm" else "lora_path"] == loaded
 
 
 def test_whole_weights_are_reloaded_where_the_server_can(serve, tmp_path):
