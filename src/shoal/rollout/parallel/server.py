@@ -121,8 +121,10 @@ class Pace:
         self._calls = [MEMORY * old + new for old, new in zip(self._calls, seen, strict=True)]
         count, x, y, xx, xy = self._calls
         spread = xx - x * x / count
-        slope = max(0.0, (xy - x * y / count) / spread) if spread > 1e-9 * xx else y / x
-        self.cost = max(0.0, (y - slope * x) / count)
+        self.cost = 0.0
+        if spread > 1e-9 * xx:
+            slope = max(0.0, (xy - x * y / count) / spread)
+            self.cost = max(0.0, (y - slope * x) / count)
 
     def answered(self, episodes: Iterable[EpisodeName], now: float) -> None:
         """These may ask again."""
