@@ -262,4 +262,6 @@ def test_those_who_never_say_that_they_left_are_forgotten_in_the_end():
     pace, _ = learned()
     for group in range(40):
         pace.answered([(0, 1, group, member) for member in range(1000)], 2.0)
-    assert len(pace._out) <= 2**14
+    assert len(pace._out) == sum(pace._together.values()) == 2**14
+    pace.left(list(pace._out))
+    assert not pace._together

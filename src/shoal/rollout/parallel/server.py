@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal
@@ -108,6 +108,7 @@ class Pace:
         self._delays: deque[float] = deque(maxlen=512)  # from an answer to the next question, the last ones
         self._sorted: list[float] = []
         self._out: dict[EpisodeName, float] = {}  # when each episode was answered that has not asked since
+        self._together: Counter[float] = Counter()  # how many of them were answered at one time
         self._since: float | None = None  # the engine is free and something waits
 
     @property
@@ -126,23 +127,29 @@ class Pace:
             slope = max(0.0, (xy - x * y / count) / spread)
             self.cost = max(0.0, (y - slope * x) / count)
 
-    def answered(self, episodes: Iterable[EpisodeName], now: float) -> None:
-        """These may ask again."""
+    def answered(self, episodes: Collection[EpisodeName], now: float) -> None:
+        """These, each named once, may ask again."""
         self._sorted = sorted(self._delays)
+        self.left(episodes)
         self._out.update(dict.fromkeys(episodes, now))
+        self._together[now] += len(episodes)
         while len(self._out) > MOST_OUT:  # whoever asks and never says that the episode is over
-            del self._out[next(iter(self._out))]
+            self.left([next(iter(self._out))])
 
     def asked(self, episode: EpisodeName, now: float) -> None:
         """An episode asks."""
-        answered = self._out.pop(episode, None)
-        if answered is not None:
-            self._delays.append(now - answered)
+        if episode in self._out:
+            self._delays.append(now - self._out[episode])
+            self.left([episode])
 
     def left(self, episodes: Iterable[EpisodeName]) -> None:
         """These will not ask again."""
         for episode in episodes:
-            self._out.pop(episode, None)
+            at = self._out.pop(episode, None)
+            if at is not None:
+                self._together[at] -= 1
+                if not self._together[at]:
+                    del self._together[at]
 
     def launched(self) -> None:
         """The engine is at work."""
@@ -155,9 +162,7 @@ class Pace:
         if not self.pays or not self._out or len(known) < FEWEST_DELAYS or waited >= self.cost:
             return found
         best = CAUTION * (n + len(self._out)) / (waited + self.cost)
-        groups = [
-            (now - at, k, bisect_right(known, now - at)) for at, k in Counter(self._out.values()).items()
-        ]
+        groups = [(now - at, k, bisect_right(known, now - at)) for at, k in self._together.items()]
         for part in PARTS:
             seconds = part * self.cost
             coming = sum(
@@ -721,7 +726,7 @@ class SharedLLMInferenceManager:
         pace = self._batcher.pace
         for call in done:
             if pace is not None and pace.pays:
-                pace.answered([episode_of(item.request.key) for item in call.batch], time.monotonic())
+                pace.answered({episode_of(item.request.key) for item in call.batch}, time.monotonic())
             for item, result in zip(call.batch, call.results, strict=True):
                 self._reply(item, result)
         self._connections.flush()
