@@ -196,7 +196,8 @@ def utilisation(kind: str, n_envs: int, runs: int) -> None:
     for run in range(runs):
         expected = None
         for subject, schedule in (
-            ("shoal", "greedy"),
+            ("shoal", "adaptive"),
+            ("greedy (shoal)", "greedy"),
             ("barrier (shoal, lockstep)", "barrier"),
         ):
             value, expected = shoal_run(kind, n_envs, schedule, run, expected)

@@ -7,11 +7,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tests.cli.recorded import trajectory, turn
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
-from shoal.testing.recorded_runs import difference_of
 from shoal.testing.replay import Replay, find_episode
 
 LAKE = """\
@@ -202,7 +200,7 @@ def test_pdb_stops_in_the_envs_own_code_at_the_turn(trained, monkeypatch, capsys
 
 
 def test_a_server_s_run_is_followed_and_compared(trained, tmp_path, capsys, monkeypatch):
-    from tests.rollout.samplers.fake_server import FakeServer
+    from tests.rollout.doubles import FakeServer
 
     server = FakeServer("openai")
     server.say = lambda said: "<action>Down</action>"
@@ -270,30 +268,6 @@ def test_an_episode_of_a_run_on_ray_is_the_same_in_a_plain_loop(trained, tmp_pat
 def test_what_cannot_be_replayed_is_told_in_a_line(trained, capsys, words, why):
     assert main(["replay", *[str(trained) if word == "RUN" else word for word in words]]) == 2
     assert why in capsys.readouterr().err
-
-
-CHANGES = [
-    ({"env_seed": 8}, "seed", None, None),
-    ({"turns": (turn(), turn(observation="b"))}, "observation", 2, None),
-    ({"turns": (turn(prompt_ids=(1, 9, 3)), turn())}, "prompt token", 1, 1),
-    ({"turns": (turn(prompt_ids=(1, 2)), turn())}, "prompt token", 1, 2),
-    ({"turns": (turn(), turn(response_ids=(4, 6)))}, "response token", 2, 1),
-    ({"turns": (turn(), turn(logprobs=(-0.5, -0.3)))}, "log-probability", 2, 1),
-    ({"turns": (turn(reward=1.0), turn())}, "reward", 1, None),
-    ({"turns": (turn(action=None), turn())}, "action", 1, None),
-    ({"turns": (turn(),)}, "the number of turns", None, None),
-    ({"success": True}, "success", None, None),
-    ({"status": "timeout"}, "status", None, None),
-]
-
-
-@pytest.mark.parametrize(("changes", "what", "at", "token"), CHANGES)
-def test_the_first_difference_of_two_records_has_its_place(changes, what, at, token):
-    found = difference_of(trajectory(), trajectory(**changes))
-    assert (found.what, found.turn, found.token) == (what, at, token)
-    assert difference_of(trajectory(), trajectory()) is None
-    if what == "log-probability":
-        assert difference_of(trajectory(), trajectory(**changes), tokens_only=True) is None
 
 
 def test_episodes_are_scored_again_without_playing(trained, tmp_path, monkeypatch, capsys):

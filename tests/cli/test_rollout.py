@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from tests.rollout.samplers.fake_server import FakeServer
+from tests.rollout.doubles import FakeServer
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # the doubles, for every test of this folder
-
 
 @pytest.fixture(scope="module")
 def ray_finds_shoal():

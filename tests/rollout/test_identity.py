@@ -6,9 +6,8 @@ import logging
 
 import pytest
 import torch
-from fault_doubles import WORDS, World
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tests.rollout.doubles import WORDS, World, fast_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, envs, make_environments
 from shoal.core.data import encode_trajectory
@@ -146,50 +145,38 @@ def killed_workers_change_no_byte(tiny, mode, tiny_hash, backend, n_jobs, n_deat
     assert len(list(tmp_path.iterdir())) == n_deaths
 
 
+@pytest.fixture(scope="module")
+def ray_cluster(ray_finds_shoal):
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+def ray_changes_nothing(engine, mode, digest, right, folder):
+    """Neither where workers are Ray's, nor when two of them are killed."""
+    assert digest(play(engine, "ray", 2, mode)[0]) == right
+    changes = {"faults": deaths(2), "folder": folder, "max_deaths": 1000}
+    played, report = play(engine, "ray", 2, mode, **changes)
+    assert digest(played) == right
+    assert report.worker_deaths >= 1
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_the_tiny_engine_writes_the_same_on_ray_also_when_a_worker_is_killed(
-    ray_finds_shoal, tiny, mode, tiny_hash, tmp_path
+    ray_cluster, tiny, mode, tiny_hash, tmp_path
 ):
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        assert whole(play(tiny, "ray", 2, mode)[0]) == tiny_hash
-        changes = {"faults": deaths(2), "folder": tmp_path, "max_deaths": 1000}
-        played, report = play(tiny, "ray", 2, mode, **changes)
-        assert whole(played) == tiny_hash
-        assert report.worker_deaths >= 1
-    finally:
-        ray.shutdown()
+    ray_changes_nothing(tiny, mode, whole, tiny_hash, tmp_path)
 
 
 # --- models of transformers: their tokens
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 @pytest.fixture(scope="module")
 def llama():
     """Random weights, and a fast tokenizer of byte pairs as models have them."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = "the user said one two three, the assistant said im_start im_end 1234567890 and observed it again"
-    raw.train_from_iterator([text] * 20, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
-    tokenizer.chat_template = CHATML
+    tokenizer = fast_tokenizer()
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -254,7 +241,19 @@ def smollm2_hash(_world, smollm2):
 def test_smollm2_reads_and_writes_the_same_tokens_everywhere(
     smollm2, smollm2_hash, backend, n_jobs, tmp_path
 ):
-    changes = {}
+    assert tokens(play(smollm2, backend, n_jobs)[0]) == smollm2_hash
     if backend != "threads":
         changes = {"faults": deaths(2), "folder": tmp_path, "max_deaths": 1000}
-    assert tokens(play(smollm2, backend, n_jobs, **changes)[0]) == smollm2_hash
+        played, report = play(smollm2, backend, n_jobs, **changes)
+        assert tokens(played) == smollm2_hash
+        assert report.worker_deaths >= 1
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")
+def test_smollm2_writes_the_same_tokens_on_ray_also_when_a_worker_is_killed(
+    ray_cluster, smollm2, smollm2_hash, tmp_path
+):
+    ray_changes_nothing(smollm2, "window", tokens, smollm2_hash, tmp_path)

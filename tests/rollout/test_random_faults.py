@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fault_doubles import ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngine, World, kinds
+from tests.rollout.doubles import ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngine, World, kinds
 
 from shoal import ParallelRolloutManager, derive_seed, envs
 

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -138,11 +138,12 @@ def _is_type_alias(parent: ast.AST, node: ast.AST) -> bool:
     return isinstance(parent, ast.Assign) and isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
 
 
-def chosen(room: Path, root: Path, number: int, seed: int) -> list[Mutation]:
-    """`number` changes of the files of a room; the same for the same files and seed."""
+def chosen(room: Path, root: Path, number: int, seed: int, without: Sequence[str] = ()) -> list[Mutation]:
+    """`number` changes of the files of a room but for those named; the same for the same files and seed."""
     sources = {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in (sorted(room.rglob("*.py")) if room.is_dir() else [room])
+        if path.name not in without
     }
     places = sorted({place for file, source in sources.items() for place in mutations_of(source, file)})
     random.Random(seed).shuffle(places)
@@ -276,13 +277,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("room", type=Path, help="a folder or file of the tree in this folder")
     parser.add_argument("--number", type=int, default=100, help="changes to make")
     parser.add_argument("--seed", type=int, default=0, help="chooses them")
+    parser.add_argument(
+        "--without", nargs="*", default=(), metavar="FILE", help="names of files to leave as they are"
+    )
     parser.add_argument("--processes", type=int, default=1, help="commands at a time")
     parser.add_argument("--timeout", type=float, help="seconds a command has")
     parser.add_argument("--out", type=Path, default=Path("mutations.json"), help="the result as JSON")
     parser.add_argument("command", nargs="+", help="the test command, after --")
     options = parser.parse_args(argv)
     root = Path.cwd()
-    mutations = chosen(options.room.resolve(), root.resolve(), options.number, options.seed)
+    mutations = chosen(options.room.resolve(), root.resolve(), options.number, options.seed, options.without)
     trials = Trials(root.resolve(), options.command, options.processes, options.timeout)
     before = signal.signal(signal.SIGINT, trials.stop)
     ended: list[Mutation] = []

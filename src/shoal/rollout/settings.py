@@ -24,7 +24,8 @@ class ParallelConfig:
     backend: Backend = "auto"
     """Where workers run; "auto" is "processes"."""
     schedule: Schedule = "adaptive"
-    """When the engine runs: "greedy" (every env at its own pace; also named "adaptive"), or "barrier" (lockstep)."""
+    """When the engine runs: "greedy" (whenever something waits), "adaptive" (it may wait for what is expected
+    at once), or "barrier" (lockstep)."""
     episodes_at_once: int | None = None
     """Of one worker; its whole share if not given."""
     max_batch: int = 4096

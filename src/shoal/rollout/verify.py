@@ -1,12 +1,88 @@
-"""How exactly one set of trajectories repeats another: the level of the guarantee that held."""
+"""Where two records of an episode part, and how exactly one set of trajectories repeats another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from shoal.core.data import Trajectory
 from shoal.rollout.samplers.sampler import Level
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first thing in which two records differ, and where it stands."""
+
+    what: str  # "seed", "prompt token", "response token", "observation", "reward", "end", …
+    one: Any
+    other: Any
+    file: str = ""
+    iteration: int | None = None
+    group: int | None = None
+    member: int | None = None
+    turn: int | None = None  # from 1, as `shoal show` counts them
+    token: int | None = None  # from 0, of the prompt or the response
+
+    def __str__(self) -> str:
+        names = ("iteration", "group", "member", "turn", "token")
+        place = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        where = ", ".join([*([self.file] if self.file else []), *place])
+        return f"{where}: {self.what} is {_short(self.one)} and {_short(self.other)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("what", "file", "iteration", "group", "member", "turn", "token")
+        told = {name: getattr(self, name) for name in names}
+        return {**told, "one": _short(self.one), "other": _short(self.other)}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else text[:120] + f"… ({len(text)} characters)"
+
+
+def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = False) -> Difference | None:
+    """Where two records of an episode first differ: its seeds, then turn by turn in the order of events."""
+
+    def found(what: str, a: Any, b: Any, turn: int | None = None, token: int | None = None) -> Difference:
+        return Difference(what, a, b, "", one.iteration, one.group, one.member, turn, token)
+
+    for what, name in (("env", "env"), ("iteration", "iteration"), ("group", "group"), ("member", "member"),
+                       ("seed", "env_seed")):  # fmt: skip
+        a, b = getattr(one, name), getattr(other, name)
+        if a != b:
+            return found(what, a, b)
+    for number, (left, right) in enumerate(zip(one.turns, other.turns, strict=False), 1):
+        if left == right:
+            continue
+        for what, name in (("observation", "observation"), ("picture", "image")):
+            if getattr(left, name) != getattr(right, name):
+                return found(what, getattr(left, name), getattr(right, name), number)
+        for what, name in (("prompt token", "prompt_ids"), ("response token", "response_ids"),
+                           ("log-probability", "logprobs")):  # fmt: skip
+            a, b = getattr(left, name), getattr(right, name)
+            if a != b and not (tokens_only and name == "logprobs"):
+                at = _parting(a, b)
+                return found(what, _at(a, at), _at(b, at), number, at)
+        for name in ("response", "finish", "action", "action_is_valid", "reward", "anchor"):
+            if getattr(left, name) != getattr(right, name):
+                return found(name, getattr(left, name), getattr(right, name), number)
+    if len(one.turns) != len(other.turns):
+        return found("the number of turns", len(one.turns), len(other.turns))
+    for name in ("terminated", "truncated", "success", "status", "error", "weights_version"):
+        if getattr(one, name) != getattr(other, name):
+            return found(name, getattr(one, name), getattr(other, name))
+    return None
+
+
+def _parting(one: Sequence[Any], other: Sequence[Any]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _at(values: Sequence[Any], at: int) -> Any:
+    return values[at] if at < len(values) else "no token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +113,9 @@ def compare(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> Verdict:
     if len(one) != len(other):
         first = f"{len(one)} episodes against {len(other)}"
     for a, b in zip(one, other, strict=False):
-        difference = _difference(a, b)
+        difference = difference_of(a, b, tokens_only=True)
         same_episodes += difference is None
-        first = first or difference
+        first = first or (str(difference) if difference else None)
         for left, right in zip(a.turns, b.turns, strict=False):
             if left.response_ids != right.response_ids:
                 break
@@ -51,16 +127,3 @@ def compare(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> Verdict:
     level: Level = "L2" if exact and same_logprobs == turns else "L1" if exact else "L0"
     n_turns = max(turns, sum(len(t.turns) for t in one))
     return Verdict(level, max(len(one), len(other)), same_episodes, n_turns, same_logprobs, largest, first)
-
-
-def _difference(a: Trajectory, b: Trajectory) -> str | None:
-    """Where two records of an episode first differ, log-probs aside."""
-    where = f"group {a.group}, member {a.member}"
-    for number, (left, right) in enumerate(zip(a.turns, b.turns, strict=False)):
-        if replace(left, logprobs=()) != replace(right, logprobs=()):
-            names = [n for n in ("prompt_ids", "response_ids", "observation", "reward") if
-                     getattr(left, n) != getattr(right, n)]  # fmt: skip
-            return f"{where}, turn {number + 1}: {', '.join(names) or 'its record'} differ"
-    if replace(a, turns=()) != replace(b, turns=()) or len(a.turns) != len(b.turns):
-        return f"{where}: {len(a.turns)} turns, {a.status} against {len(b.turns)} turns, {b.status}"
-    return None

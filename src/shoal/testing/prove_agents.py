@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.rollout.verify import Difference
 from shoal.testing.proof import (
     Case,
     Part,
@@ -23,7 +24,7 @@ from shoal.testing.proof import (
     shoal_command,
     workers_of,
 )
-from shoal.testing.recorded_runs import Difference, episodes_digest, first_difference, weights_digest
+from shoal.testing.recorded_runs import episodes_digest, first_difference, weights_digest
 
 KEPT = ("trainer.save_trajectories_every=1", "trainer.tensorboard=false", "trainer.wandb=false")
 """Every episode of a proof is recorded."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
 from shoal.core.errors import DataError
+from shoal.rollout.verify import Difference, difference_of
 
 MOST_BYTES, MOST_VALUES = 2**20, 20_000
 """Of the settings of a run."""
@@ -39,38 +39,6 @@ class Recording:
     def held_out(self) -> bool:
         """Whether its episodes are those of an evaluation: greedy, with seeds of their own."""
         return self.kind == "heldout"
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first thing in which two records differ, and where it stands."""
-
-    what: str  # "seed", "prompt token", "response token", "observation", "reward", "end", …
-    one: Any
-    other: Any
-    file: str = ""
-    iteration: int | None = None
-    group: int | None = None
-    member: int | None = None
-    turn: int | None = None  # from 1, as `shoal show` counts them
-    token: int | None = None  # from 0, of the prompt or the response
-
-    def __str__(self) -> str:
-        names = ("iteration", "group", "member", "turn", "token")
-        place = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
-        where = ", ".join([*([self.file] if self.file else []), *place])
-        return f"{where}: {self.what} is {_short(self.one)} and {_short(self.other)}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        names = ("what", "file", "iteration", "group", "member", "turn", "token")
-        told = {name: getattr(self, name) for name in names}
-        return {**told, "one": _short(self.one), "other": _short(self.other)}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else text[:120] + f"… ({len(text)} characters)"
 
 
 def settings_of(run: Path) -> dict[str, Any]:
@@ -196,46 +164,3 @@ def first_in_files(one: Path, other: Path, *, tokens_only: bool = False) -> Diff
         if found is not None:
             return replace(found, file=one.stem)
     return None
-
-
-def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = False) -> Difference | None:
-    """Where two records of an episode first differ: its seeds, then turn by turn in the order of events."""
-
-    def found(what: str, a: Any, b: Any, turn: int | None = None, token: int | None = None) -> Difference:
-        return Difference(what, a, b, "", one.iteration, one.group, one.member, turn, token)
-
-    for what, name in (("env", "env"), ("iteration", "iteration"), ("group", "group"), ("member", "member"),
-                       ("seed", "env_seed")):  # fmt: skip
-        a, b = getattr(one, name), getattr(other, name)
-        if a != b:
-            return found(what, a, b)
-    for number, (left, right) in enumerate(zip(one.turns, other.turns, strict=False), 1):
-        if left == right:
-            continue
-        for what, name in (("observation", "observation"), ("picture", "image")):
-            if getattr(left, name) != getattr(right, name):
-                return found(what, getattr(left, name), getattr(right, name), number)
-        for what, name in (("prompt token", "prompt_ids"), ("response token", "response_ids"),
-                           ("log-probability", "logprobs")):  # fmt: skip
-            a, b = getattr(left, name), getattr(right, name)
-            if a != b and not (tokens_only and name == "logprobs"):
-                at = _parting(a, b)
-                return found(what, _at(a, at), _at(b, at), number, at)
-        for name in ("response", "finish", "action", "action_is_valid", "reward", "anchor"):
-            if getattr(left, name) != getattr(right, name):
-                return found(name, getattr(left, name), getattr(right, name), number)
-    if len(one.turns) != len(other.turns):
-        return found("the number of turns", len(one.turns), len(other.turns))
-    for name in ("terminated", "truncated", "success", "status", "error", "weights_version"):
-        if getattr(one, name) != getattr(other, name):
-            return found(name, getattr(one, name), getattr(other, name))
-    return None
-
-
-def _parting(one: Sequence[Any], other: Sequence[Any]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _at(values: Sequence[Any], at: int) -> Any:
-    return values[at] if at < len(values) else "no token"

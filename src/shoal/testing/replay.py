@@ -25,7 +25,8 @@ from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_roles
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
-from shoal.testing.recorded_runs import Difference, Recording, difference_of, recordings_of, settings_of
+from shoal.rollout.verify import Difference, difference_of
+from shoal.testing.recorded_runs import Recording, recordings_of, settings_of
 
 Step = Callable[[int, Any, int | str], tuple[Any, Any, Any, Any, Any]]
 """`(turn from 1, env, action) -> what env.step gives`: how a step is made, a debugger's for one."""

@@ -1,5 +1,6 @@
-"""Rollouts drawn at random, with faults, each compared with the serial one: `python stress.py FIRST_SEED SECONDS`.
+"""Rollouts drawn at random, with faults, each compared with the serial one.
 
+`python -m tests.rollout.parallel.stress FIRST_SEED SECONDS` goes on for a time.
 A case that takes too long shows where every thread is and ends the program.
 """
 
@@ -15,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from parallel_doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from parallel_doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError

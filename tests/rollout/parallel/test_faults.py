@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError, WorkerTimeoutError
@@ -143,12 +143,7 @@ def test_an_engine_that_reads_nothing_is_given_up_in_time(tmp_path):
 def test_an_engine_that_hangs_without_a_limit_of_its_own_is_no_reason_to_wait_for_ever():
     release = threading.Event()
 
-    class Hanging(HashEngine):
-        def generate(self, requests):
-            release.wait(60)
-            return super().generate(requests)
-
-    with SharedLLMInferenceManager(Hanging(), request_timeout=0.3) as shared:
+    with SharedLLMInferenceManager(HashEngine(lambda _: release.wait(60)), request_timeout=0.3) as shared:
         replies = []
         shared.submit("somebody", [request(9)], lambda *reply: replies.append(reply))
         for member in range(2):
@@ -190,12 +185,11 @@ def test_a_worker_that_asks_more_than_is_read_counts_as_alive(monkeypatch):
     killed = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
 
-    class Slow(HashEngine):
-        def generate(self, requests):
-            time.sleep(1.6)  # longer than the time between two looks for signs of life
-            return super().generate(requests)
+    # longer than the time between two looks for signs of life
 
-    with SharedLLMInferenceManager(Slow(), silence=0.5, max_pending=1, max_batch=1) as shared:
+    with SharedLLMInferenceManager(
+        HashEngine(lambda _: time.sleep(1.6)), silence=0.5, max_pending=1, max_batch=1
+    ) as shared:
         link = SocketLink(shared.serve())
         asked = [request(turn=turn, length=20_000) for turn in range(4)]
         assert link.generate(asked, timeout=30) == HashEngine().generate(asked)
@@ -228,14 +222,12 @@ def test_a_worker_that_dies_while_the_engine_hangs_costs_time_and_no_episode(cal
 
 
 def test_an_engine_that_fails_while_a_connection_is_closed_half_way_fails_nobody_else():
-    class Failing(HashEngine):
-        def generate(self, requests):
-            if any(r.key.member == 7 for r in requests):
-                time.sleep(0.2)
-                raise EngineError("not this one")
-            return super().generate(requests)
+    def fail(requests):
+        if any(r.key.member == 7 for r in requests):
+            time.sleep(0.2)
+            raise EngineError("not this one")
 
-    with SharedLLMInferenceManager(Failing()) as shared:
+    with SharedLLMInferenceManager(HashEngine(fail)) as shared:
         address = shared.serve()
         for cut in (0, 1, 30):
             with socket.socket(socket.AF_UNIX) as gone:

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from parallel_doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import HashEngine
+from tests.rollout.doubles import HashEngine
 
 from shoal.core.errors import EngineError
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
@@ -172,12 +172,9 @@ def test_frames_may_come_in_any_pieces():
 
 
 def test_a_connection_that_floods_is_read_no_further(shared):
-    class Slow(HashEngine):
-        def generate(self, requests):
-            time.sleep(0.05)
-            return super().generate(requests)
-
-    with SharedLLMInferenceManager(Slow(), max_pending=8, max_batch=4, schedule="greedy") as manager:
+    with SharedLLMInferenceManager(
+        HashEngine(lambda _: time.sleep(0.05)), max_pending=8, max_batch=4, schedule="greedy"
+    ) as manager:
         flood, other = SocketLink(manager.serve(), 1), SocketLink(manager.serve(), 2)
         done = threading.Event()
 
@@ -217,12 +214,9 @@ def test_a_long_answer_is_sent_as_fast_as_it_is_read():
 def test_a_hung_engine_is_left_behind_and_restarted():
     release = threading.Event()
 
-    class Hanging(HashEngine):
-        def generate(self, requests):
-            release.wait(20)
-            return super().generate(requests)
-
-    with SharedLLMInferenceManager(Hanging(), engine_timeout=0.3, restart=HashEngine) as manager:
+    with SharedLLMInferenceManager(
+        HashEngine(lambda _: release.wait(20)), engine_timeout=0.3, restart=HashEngine
+    ) as manager:
         assert manager.generate([request()]) == HashEngine().generate([request()])
         assert manager.statistics.restarts == 1
         release.set()
@@ -233,12 +227,9 @@ def test_a_hung_engine_is_left_behind_and_restarted():
 def test_a_hung_engine_without_a_spare_refuses_everybody():
     release = threading.Event()
 
-    class Hanging(HashEngine):
-        def generate(self, requests):
-            release.wait(20)
-            return super().generate(requests)
-
-    with SharedLLMInferenceManager(Hanging(), engine_timeout=0.3, retries=0) as manager:
+    with SharedLLMInferenceManager(
+        HashEngine(lambda _: release.wait(20)), engine_timeout=0.3, retries=0
+    ) as manager:
         with pytest.raises(TimeoutError, match="did not answer within 0.3 s"):
             manager.generate([request()])
         with pytest.raises(EngineError, match="the engine hangs"):
@@ -247,38 +238,32 @@ def test_a_hung_engine_without_a_spare_refuses_everybody():
 
 
 def test_a_crashed_engine_is_replaced():
-    class Crashing(HashEngine):
-        def generate(self, requests):
-            raise MemoryError("out of it")
+    def crash(_):
+        raise MemoryError("out of it")
 
-    with SharedLLMInferenceManager(Crashing(), restart=HashEngine) as manager:
+    with SharedLLMInferenceManager(HashEngine(crash), restart=HashEngine) as manager:
         assert manager.generate([request()]) == HashEngine().generate([request()])
     with (
-        SharedLLMInferenceManager(Crashing(), retries=0) as manager,
+        SharedLLMInferenceManager(HashEngine(crash), retries=0) as manager,
         pytest.raises(EngineError, match="the engine failed: MemoryError: out of it"),
     ):
         manager.generate([request()])
 
 
 def test_one_request_that_cannot_be_answered_fails_alone():
-    class Picky(HashEngine):
-        def generate(self, requests):
-            if any(r.key.member == 5 for r in requests):
-                raise EngineError("not this one")
-            return super().generate(requests)
+    def pick(requests):
+        if any(r.key.member == 5 for r in requests):
+            raise EngineError("not this one")
 
-    with SharedLLMInferenceManager(Picky()) as manager:
+    with SharedLLMInferenceManager(HashEngine(pick)) as manager:
         results = manager.generate_each([request(m) for m in range(16)])
     assert [isinstance(r, EngineError) for r in results] == [m == 5 for m in range(16)]
 
 
 def test_a_request_that_waits_too_long_is_refused():
-    class Slow(HashEngine):
-        def generate(self, requests):
-            time.sleep(0.4)
-            return super().generate(requests)
-
-    with SharedLLMInferenceManager(Slow(), max_batch=1, request_timeout=0.5) as manager:
+    with SharedLLMInferenceManager(
+        HashEngine(lambda _: time.sleep(0.4)), max_batch=1, request_timeout=0.5
+    ) as manager:
         results = manager.generate_each([request(m) for m in range(12)])
     assert not isinstance(results[0], Exception)
     assert isinstance(results[-1], TimeoutError)

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from parallel_doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.rollout.parallel.rollout import ParallelRolloutManager

@@ -5,7 +5,7 @@ import functools
 import random
 
 import pytest
-from parallel_doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
+from tests.rollout.doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
 from shoal.core.errors import WorkerDiedError

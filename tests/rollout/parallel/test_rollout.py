@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
+from tests.rollout.doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
@@ -329,3 +329,12 @@ def test_a_failing_env_of_the_lockstep_collector_ends_its_episode_alone(calm, ba
     played = playing.collect(4, SAMPLING)
     playing.close()
     check_failures(calm, played, "env_error", "KeyError: 'lost'")
+
+
+def test_an_episode_that_kills_its_worker_is_given_up_after_as_many_deaths_as_allowed_and_one(tmp_path):
+    settings = config(groups=2, members=1, n_jobs=1, fault="kill", every=1, parallel={"max_deaths": 2})
+    played, report = play("processes", settings)
+    assert [t.error.startswith("3 workers that played it were lost") for t in played] == [True, True]
+    # Both in one worker, then each alone three times.
+    assert (report.worker_deaths, report.replayed_episodes) == (7, 8)
+    assert report.seconds > 0

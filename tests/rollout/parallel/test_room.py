@@ -1,6 +1,6 @@
 """The room itself: how many doors a request goes through."""
 
-from parallel_doubles import HashEngine
+from tests.rollout.doubles import HashEngine
 from tests.rooms.trace import Tracer
 
 from shoal.rollout.parallel.server import KNOWN, SharedLLMInferenceManager

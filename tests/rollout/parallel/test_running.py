@@ -1,5 +1,6 @@
 """The engine's own thread: what goes on meanwhile, and what becomes of an engine that fails in it."""
 
+import os
 import random
 import sys
 import threading
@@ -7,7 +8,7 @@ import time
 from _thread import allocate_lock
 
 import pytest
-from parallel_doubles import HashEngine
+from tests.rollout.doubles import HashEngine
 
 from shoal.core.errors import EngineError
 from shoal.rollout.parallel import server
@@ -121,28 +122,25 @@ def test_an_engine_that_answers_at_once_needs_no_thread_of_its_own(monkeypatch):
 
 
 def test_an_engine_that_ends_its_thread_ends_nothing_else():
-    class Leaving(HashEngine):
-        def generate(self, requests):
-            if requests[0].key.member == 0:
-                sys.exit("enough")
-            return super().generate(requests)
+    def leave(requests):
+        if requests[0].key.member == 0:
+            sys.exit("enough")
 
-    with SharedLLMInferenceManager(Leaving()) as manager:
+    with SharedLLMInferenceManager(HashEngine(leave)) as manager:
         with pytest.raises(EngineError, match="SystemExit: enough"):
             manager.generate([request(0)])
         assert manager.generate([request(1)]) == HashEngine().generate([request(1)])
 
 
 def test_making_a_new_engine_may_take_longer_than_an_answer():
-    class Crashing(HashEngine):
-        def generate(self, requests):
-            raise RuntimeError("lost")
+    def crash(_):
+        raise RuntimeError("lost")
 
     def restart():
         time.sleep(1.0)
         return HashEngine()
 
-    with SharedLLMInferenceManager(Crashing(), engine_timeout=0.3, restart=restart) as manager:
+    with SharedLLMInferenceManager(HashEngine(crash), engine_timeout=0.3, restart=restart) as manager:
         assert manager.generate([request()]) == HashEngine().generate([request()])
         assert manager.statistics.restarts == 1
 
@@ -172,12 +170,9 @@ def test_closing_waits_for_an_answer_that_is_being_made():
 
 
 def test_threads_that_give_up_at_any_moment_leave_none_asleep():
-    class Uneven(HashEngine):
-        def generate(self, requests):
-            time.sleep(0.001 * (len(requests) % 3))
-            return super().generate(requests)
-
-    with SharedLLMInferenceManager(Uneven(), schedule="greedy") as manager:
+    with SharedLLMInferenceManager(
+        HashEngine(lambda requests: time.sleep(0.001 * (len(requests) % 3))), schedule="greedy"
+    ) as manager:
         link, outcomes = SocketLink(manager.serve()), []
 
         def ask(member):
@@ -214,3 +209,71 @@ def test_whoever_left_already_is_passed_over_when_the_next_is_woken():
         link._ring_next()
         assert not asleep.bell.locked()
         link.close()
+
+
+# --- what is counted, and what is let go
+def test_seconds_batches_and_requests_of_the_engine_are_counted():
+    with SharedLLMInferenceManager(
+        HashEngine(lambda _: time.sleep(0.02)), schedule="greedy", max_batch=4
+    ) as manager:
+        manager.generate([request(m) for m in range(8)])
+        found = manager.statistics
+    assert (found.requests, found.batches, list(found.batch_sizes)) == (8, 2, [4, 4])
+    assert found.engine_seconds >= 0.04
+    assert (found.failures, found.restarts, found.refused_connections) == (0, 0, 0)
+
+
+def test_an_engine_that_always_crashes_is_made_anew_three_times_and_no_more():
+    made = []
+
+    def crash(_):
+        raise RuntimeError("lost")
+
+    def restart():
+        made.append(1)
+        return HashEngine(crash)
+
+    with SharedLLMInferenceManager(HashEngine(crash), retries=9, restart=restart) as manager:
+        with pytest.raises(EngineError, match="lost"):
+            manager.generate([request(0)])
+        assert manager.statistics.restarts == len(made) == 3
+
+
+def test_a_worker_hears_at_once_that_its_request_took_too_long():
+    """Also when nothing else happens that would have answers sent."""
+    release = threading.Event()
+    with SharedLLMInferenceManager(HashEngine(lambda _: release.wait(20)), request_timeout=0.2) as manager:
+        link = SocketLink(manager.serve())
+        with pytest.raises(
+            TimeoutError, match="no answer within 0.2 s"
+        ):  # says the engine's thread, not this one
+            link.generate([request(0)], timeout=15)
+        release.set()
+        link.close()
+
+
+def test_what_goes_wrong_with_a_report_is_logged_and_costs_nothing_else(caplog):
+    def report(asker, data):
+        raise KeyError("no such place")
+
+    with SharedLLMInferenceManager(HashEngine(), on_report=report) as manager:
+        manager.left(request(0).key, b"a report")
+        assert manager.generate([request(1)]) == HashEngine().generate([request(1)])
+    assert "what was to be done with a report failed" in caplog.text
+
+
+def test_no_descriptor_is_left_open():
+    def open_ones():
+        return len(os.listdir("/proc/self/fd"))
+
+    def use():
+        with SharedLLMInferenceManager(HashEngine()) as manager:
+            link = SocketLink(manager.serve())
+            link.generate([request(0)])
+            link.close()
+
+    use()
+    before = open_ones()
+    for _ in range(5):
+        use()
+    assert open_ones() == before

@@ -1,5 +1,5 @@
 import pytest
-from stress import run_case
+from tests.rollout.parallel.stress import run_case
 
 
 @pytest.mark.parametrize("seed", range(900, 906))

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from parallel_doubles import CounterEnv, HashEngine, InterruptingEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
 from shoal.core.errors import WorkerError

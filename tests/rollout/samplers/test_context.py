@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from parallel_doubles import CounterEnv, HashEngine, config
 from test_huggingface import make_engine
+from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory

@@ -1,12 +1,15 @@
 """Small parts by definition: the tiny network beside one in NumPy, settings, engines around others."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from parallel_doubles import HashEngine
+from tests.rollout.doubles import HashEngine
 
-from shoal.core.errors import ConfigError, UnknownNameError
+from shoal.core.errors import ConfigError, EngineError, UnknownNameError
 from shoal.core.files import write_folder
+from shoal.rollout.samplers import models
 from shoal.rollout.samplers.models import get_model, resolve_model
 from shoal.rollout.samplers.sampler import EngineAround
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig
@@ -88,3 +91,25 @@ def test_a_model_that_was_fetched_is_not_fetched_again_and_an_unknown_one_is_nam
     with write_folder(tmp_path / "shoal" / "models" / "smollm2") as folder:
         (folder / "config.json").write_text("{}")
     assert get_model("smollm2") == resolve_model("smollm2") == tmp_path / "shoal" / "models" / "smollm2"
+
+
+def test_a_model_that_is_not_here_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(EngineError, match="shoal model get smollm2"):
+        resolve_model("smollm2")
+    with pytest.raises(UnknownNameError, match="Did you mean 'smollm2'"):
+        resolve_model("smollm")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_weights_of_an_installed_package_are_used_where_they_are(tmp_path, monkeypatch, there):
+    (tmp_path / "packed_model").mkdir()
+    (tmp_path / "packed_model" / "__init__.py").write_text("raise ImportError('needs a compiler')")
+    if there:
+        (tmp_path / "packed_model" / "weights.gguf").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    packed = models.Packed("packed-model", "1", "packed_model", "weights.gguf", "")
+    found = tmp_path / "packed_model" / "weights.gguf" if there else None
+    assert models._installed(packed) == found
+    assert models._installed(replace(packed, module="no_such_model")) is None

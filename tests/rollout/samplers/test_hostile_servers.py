@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fake_server import FakeServer, written
+from tests.rollout.doubles import FakeServer, written
 
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers import http

@@ -1,15 +1,17 @@
 import math
+import re
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
-from fake_server import FakeServer, logprob_of, written
+from tests.rollout.doubles import FakeServer, logprob_of, written
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PromptConfig, Prompter, Scene
 from shoal.rollout.samplers.http import HttpClient, Patience
-from shoal.rollout.samplers.openai import OpenAIEngine
+from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of, require_trainable
 from shoal.rollout.samplers.scripted import RandomEngine
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
@@ -278,6 +280,20 @@ def test_an_adapter_is_swapped_and_the_one_before_let_go(serve, tmp_path):
         serve("llama.cpp")[1].load_adapter(tmp_path, 1)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()], ids=["messages", "tokens"])
+def test_every_request_names_the_adapter_whose_version_its_answer_bears(serve, tmp_path, kind, tokenizer):
+    server, engine = serve(kind, tokenizer=tokenizer)
+    asked = [request() if tokenizer else chat_request(engine)]
+    assert engine.generate(asked)[0].weights_version == 0
+    assert "lora_path" not in server.seen[-1][1]
+    assert server.seen[-1][1].get("model", "m") == "m"
+    engine.load_adapter(tmp_path, 7)
+    (loaded,) = [body["lora_name"] for path, body, _ in server.seen if path.endswith("/load_lora_adapter")]
+    assert engine.generate(asked)[0].weights_version == 7
+    assert server.seen[-1][1]["model" if kind == "vllm" else "lora_path"] == loaded
+
+
 def test_whole_weights_are_reloaded_where_the_server_can(serve, tmp_path):
     _, engine = serve("sglang")
     engine.load_folder(tmp_path / "good", 3)
@@ -324,3 +340,101 @@ def test_pauses_between_attempts_double_up_to_a_limit():
 def test_engines_that_state_nothing_are_known_by_what_they_have():
     known = capabilities_of(RandomEngine(["Up"]))
     assert (known.level, known.trainable, known.gradients, known.adapters) == ("L2", True, False, False)
+
+
+PROMPT = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+TOLD = {
+    "vllm": {
+        "model": "m", "prompt": [7, 8], "max_tokens": 5, **PROMPT, **NO_PENALTIES, "stop": ["."],
+        "stop_token_ids": [2, 4], "include_stop_str_in_output": True, "logprobs": 0, "return_token_ids": True,
+    },
+    "sglang": {
+        "input_ids": [7, 8],
+        "sampling_params": {
+            "max_new_tokens": 5, **PROMPT, **NO_PENALTIES, "stop": ["."],
+            "stop_token_ids": [2, 4], "no_stop_trim": True, "skip_special_tokens": False,
+        },
+        "return_logprob": True, "logprob_start_len": -1,
+    },
+    "llama.cpp": {
+        "prompt": [7, 8], "n_predict": 5, **PROMPT, "samplers": ["temperature", "min_p", "top_k", "top_p"],
+        "repeat_penalty": 1.0, "stop": ["."], "n_probs": 1, "return_tokens": True, "cache_prompt": True,
+    },
+}  # fmt: skip
+"""As the servers' own documents call it; any default that is not said is the server's, and not ours."""
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_server_is_told_all_that_decides_what_it_writes(kind):
+    class Ends(TinyTokenizer):
+        end_ids = (2, 4)
+
+    asked = Request((7, 8), Key(0, 0, 0, 0, 0), Sampling(5, 0.5, (".",), 0.9, 7, 0.1))
+    assert DIALECTS[kind].body(asked, "m", Ends()) == TOLD[kind]
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
+def test_a_status_that_says_nothing_of_the_request_is_asked_again(serve, status):
+    server, engine = serve()
+    server.faults = [status]
+    assert engine.generate([request()])
+    assert len(server.seen) == 3  # the models, twice the request
+
+
+@pytest.mark.parametrize("status", [300, 400, 401, 403, 404, 409, 422, 501, 505])
+def test_a_status_that_is_the_requests_own_is_not(serve, status):
+    server, engine = serve()
+    server.faults = [status]
+    with pytest.raises(EngineError, match=f"HTTP {status}"):
+        engine.generate([request()])
+    assert len(server.seen) == 2
+
+
+def test_an_error_after_several_attempts_tells_how_long_they_took(serve):
+    server, engine = serve(patience=Patience(5.0, 1, 0.2, 0.2))
+    server.faults = [500, 500]
+    began = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        engine.generate([request()])
+    told = float(re.search(r"over ([0-9.]+) s", str(caught.value))[1])
+    assert 0.1 <= told <= time.monotonic() - began + 0.05  # the pause was 0.1 s at least
+
+
+def test_an_empty_reply_is_an_empty_object_and_words_are_its_text(serve):
+    server, engine = serve()
+    server.faults = [b"  ", b"loaded"]
+    assert engine.client.post("/v1/load_lora_adapter", {}) == {}
+    assert engine.client.post("/v1/load_lora_adapter", {}) == {"text": "loaded"}
+
+
+def test_a_server_whose_kind_and_model_are_said_is_asked_nothing_when_the_engine_is_made(serve):
+    server, engine = serve("sglang", server="sglang", model="mine")
+    assert server.seen == []
+    assert (engine.server, engine.model, engine.context, engine.logprobs) == (
+        "sglang",
+        "mine",
+        None,
+        "processed",
+    )
+
+
+def test_the_kind_is_the_first_models_and_the_context_that_of_the_model_that_is_played(serve):
+    server = FakeServer("openai")
+    listed = [
+        {"id": "a", "owned_by": "vllm", "max_model_len": 10},
+        {"id": "b", "owned_by": "me", "max_model_len": 20},
+    ]
+    server.change = lambda _: {"data": listed}
+    try:
+        for model, length in ((None, 10), ("a", 10), ("b", 20)):
+            with OpenAIEngine(server.url, model, tokenizer=TinyTokenizer(), patience=QUICK) as engine:
+                assert (engine.server, engine.model, engine.context) == ("vllm", model or "a", length)
+        server.change = lambda _: {"data": []}
+        with OpenAIEngine(
+            server.url, "c", patience=QUICK
+        ) as engine:  # it lists nothing: the name is believed
+            assert (engine.server, engine.model) == ("openai", "c")
+    finally:
+        server.shutdown()
+        server.server_close()

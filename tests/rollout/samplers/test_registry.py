@@ -7,10 +7,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from fake_server import FakeServer
-from parallel_doubles import CounterEnv, HashEngine, config
 from test_huggingface import CHATML
 from test_huggingface import make_engine as make_llama
+from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError

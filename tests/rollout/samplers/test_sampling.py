@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from fake_server import FakeServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_huggingface import make_engine
+from tests.rollout.doubles import FakeServer
 
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers.http import Patience

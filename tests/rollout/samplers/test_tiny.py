@@ -145,3 +145,15 @@ def test_training_sees_the_log_probs_of_the_rollout(engine):
         scores = policy_of(engine).logits(ids, torch.tensor([ids.shape[1]]), where).log_softmax(-1)
         seen = scores.gather(1, ids[where][:, None])[:, 0].detach().numpy()
         np.testing.assert_allclose(seen, completion.logprobs, atol=2e-6)
+
+
+def test_nothing_is_computed_once_all_responses_have_ended(engine, monkeypatch):
+    passes, hidden = [], engine.model.hidden
+    monkeypatch.setattr(engine.model, "hidden", lambda *args: passes.append(1) or hidden(*args))
+    one = Request((6, 7, 8), Key(0, 0, 0, 0, 0), Sampling(max_tokens=20, temperature=0.0))
+    (whole,) = engine.generate([one])
+    assert len(passes) == len(whole.token_ids)  # the prompt, and each token but the last
+    first = engine.tokenizer.decode(whole.token_ids[:1])
+    passes.clear()
+    stopped = Request(one.prompt_ids, one.key, Sampling(max_tokens=20, temperature=0.0, stop=(first,)))
+    assert len(engine.generate([stopped])[0].token_ids) == len(passes) == 1

@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tokenizer_doubles import PIECES, ForgingEnv, fast_tokenizer
+from tests.rollout.doubles import PIECES, ForgingEnv, fast_tokenizer
 
 from shoal import envs
 from shoal.core.errors import EngineError

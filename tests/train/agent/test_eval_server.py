@@ -5,7 +5,7 @@ import re
 import socket
 
 import pytest
-from tests.rollout.samplers.fake_server import FakeServer
+from tests.rollout.doubles import FakeServer
 from tests.train.agent.tiny_model import write_tiny_model
 
 from shoal.cli.eval import PANEL_SEED

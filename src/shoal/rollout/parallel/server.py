@@ -12,8 +12,9 @@ import logging
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from bisect import bisect_right
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal
@@ -52,6 +53,13 @@ QUICK = 1e-3
 """Seconds of an engine call that nothing else need be done meanwhile."""
 KNOWN = 8
 """Quick batches after which an engine is known to be quick; a slow one counts for two, on a busy machine any may be."""
+LEAST_COST = 4e-3
+"""Seconds of a call, whatever is asked, from which on waiting may pay: a wait is of whole milliseconds."""
+MEMORY, FEWEST_DELAYS, MOST_OUT = 0.95, 16, 2**14
+PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Of the cost of a call: for how long to wait."""
+CAUTION = 1.4
+"""How much more than pays must be expected: what was learned is of few calls."""
 ENGINE_END_SECONDS = 5.0
 """For which a call that runs when all ends is waited for."""
 SWEEP_SECONDS = 1.0
@@ -84,12 +92,95 @@ class Waiting(msgspec.Struct, eq=False):
 
 
 # --- when a batch is launched, and whose requests go into it
+class Pace:
+    """How long it pays to wait for questions that are on their way, before the engine is asked for those there are.
+
+    A call costs some seconds whatever is asked, and then some a request; both are learned from the calls. How soon
+    an episode asks again is learned from the last ones that did. `n` questions of `N` episodes at play, `w` seconds
+    after the engine was free, are served at the rate n / (w + cost + …); what comes in the next `h` seconds raises it
+    if they are more than h N / (w + cost), since those who come too late are waiting when the next call is due.
+    """
+
+    def __init__(self) -> None:
+        self.cost = 0.0
+        """Seconds of a call that do not depend on how much is asked; 0 until calls of several sizes were seen."""
+        self._calls = [0.0] * 5  # sums of 1, n, seconds, n * n, n * seconds; older ones count less
+        self._delays: deque[float] = deque(maxlen=512)  # from an answer to the next question, the last ones
+        self._sorted: list[float] = []
+        self._out: dict[EpisodeName, float] = {}  # when each episode was answered that has not asked since
+        self._together: Counter[float] = Counter()  # how many of them were answered at one time
+        self._since: float | None = None  # the engine is free and something waits
+
+    @property
+    def pays(self) -> bool:
+        """Whether waiting can pay at all."""
+        return self.cost >= LEAST_COST
+
+    def called(self, n: int, seconds: float) -> None:
+        """A call for `n` requests took so long."""
+        seen = (1.0, n, seconds, n * n, n * seconds)
+        self._calls = [MEMORY * old + new for old, new in zip(self._calls, seen, strict=True)]
+        count, x, y, xx, xy = self._calls
+        spread = xx - x * x / count
+        self.cost = 0.0
+        if spread > 1e-9 * xx:
+            slope = max(0.0, (xy - x * y / count) / spread)
+            self.cost = max(0.0, (y - slope * x) / count)
+
+    def answered(self, episodes: Collection[EpisodeName], now: float) -> None:
+        """These, each named once, may ask again."""
+        self._sorted = sorted(self._delays)
+        self.left(episodes)
+        self._out.update(dict.fromkeys(episodes, now))
+        self._together[now] += len(episodes)
+        while len(self._out) > MOST_OUT:  # whoever asks and never says that the episode is over
+            self.left([next(iter(self._out))])
+
+    def asked(self, episode: EpisodeName, now: float) -> None:
+        """An episode asks."""
+        if episode in self._out:
+            self._delays.append(now - self._out[episode])
+            self.left([episode])
+
+    def left(self, episodes: Iterable[EpisodeName]) -> None:
+        """These will not ask again."""
+        for episode in episodes:
+            at = self._out.pop(episode, None)
+            if at is not None:
+                self._together[at] -= 1
+                if not self._together[at]:
+                    del self._together[at]
+
+    def launched(self) -> None:
+        """The engine is at work."""
+        self._since = None
+
+    def patience(self, n: int, now: float) -> float:
+        """Seconds for which to wait with `n` requests, should no other arrive; 0 if the engine is to be asked now."""
+        self._since = since = now if self._since is None else self._since
+        waited, known, found = now - since, self._sorted, 0.0
+        if not self.pays or not self._out or len(known) < FEWEST_DELAYS or waited >= self.cost:
+            return found
+        best = CAUTION * (n + len(self._out)) / (waited + self.cost)
+        groups = [(now - at, k, bisect_right(known, now - at)) for at, k in self._together.items()]
+        for part in PARTS:
+            seconds = part * self.cost
+            coming = sum(
+                k * (bisect_right(known, age + seconds) - past) / (len(known) - past)
+                for age, k, past in groups
+                if past < len(known)
+            )
+            if coming / seconds > best:
+                best, found = coming / seconds, seconds
+        return found
+
+
 class Batcher:
     """The requests that wait for one engine; taken in turns, so that an asker of many does not hold up one of few.
 
     Args:
-        schedule: "greedy" never lets the engine idle while something waits; "barrier" waits for every episode at
-            play (lockstep). "adaptive" is another name for greedy.
+        schedule: "greedy" never lets the engine idle while something waits; "adaptive" does, as long as more is
+            expected so soon that it pays; "barrier" waits for every episode at play (lockstep).
         max_batch: requests of one batch, at most.
     """
 
@@ -105,6 +196,7 @@ class Batcher:
         self._by_asker: OrderedDict[Hashable, deque[Waiting]] = OrderedDict()
         self._suspects: deque[Waiting] = deque()  # the engine hung at them: each is a batch of its own
         self._size = 0
+        self.pace = Pace() if schedule == "adaptive" else None
 
     def __len__(self) -> int:
         """How many requests wait, of all askers."""
@@ -123,6 +215,8 @@ class Batcher:
         """Episodes will not ask again."""
         self.at_play.difference_update(episodes)
         self._silent.difference_update(episodes)
+        if self.pace is not None:
+            self.pace.left(episodes)
 
     def put(self, item: Waiting) -> None:
         """Add a request behind the asker's others."""
@@ -134,15 +228,25 @@ class Batcher:
         self._size += 1
         if self._silent:
             self._silent.discard(episode_of(item.request.key))
+        if self.pace is not None and self.pace.pays:
+            self.pace.asked(episode_of(item.request.key), time.monotonic())
 
     @property
     def due(self) -> bool:
-        """Whether a batch is to be launched now."""
+        """Whether there is a batch that may be launched."""
         return (
             self._size >= self.max_batch
             or bool(self._suspects)
             or (self._size > 0 and not (self.schedule == "barrier" and self._silent))
         )
+
+    def patience(self, now: float) -> float | None:
+        """Seconds after which a batch is to be launched, should nothing arrive; None if something has to arrive."""
+        if not self.due:
+            return None
+        if self.pace is None or self._suspects or self._size >= self.max_batch:
+            return 0.0
+        return self.pace.patience(self._size, now)
 
     def take(self, limit: int | None = None) -> list[Waiting]:
         """The next batch: one request of each asker in turn, oldest first within an asker; a suspect alone."""
@@ -160,6 +264,8 @@ class Batcher:
             if items:
                 self._by_asker[asker] = items
         self._size -= len(taken)
+        if self.pace is not None:
+            self.pace.launched()
         if self.at_play:
             self._silent.update(self.at_play.intersection(episode_of(item.request.key) for item in taken))
         return taken
@@ -290,8 +396,9 @@ class SharedLLMInferenceManager:
 
     Args:
         engine: what answers.
-        schedule: when a batch is launched: "greedy", as soon as the engine is free and something waits, or "barrier",
-            when all episodes at play have asked. "adaptive" is another name for "greedy".
+        schedule: when a batch is launched: "greedy", as soon as the engine is free and something waits; "adaptive",
+            as "greedy", but it waits for questions that are expected so soon that it pays; "barrier", when all
+            episodes at play have asked.
         max_batch: requests of one batch, at most.
         request_timeout: seconds from a request to its answer, after which it is refused.
         engine_timeout: seconds of one engine call, after which the engine counts as hung.
@@ -536,10 +643,10 @@ class SharedLLMInferenceManager:
 
     def _turn(self) -> None:
         """Take in what arrived, launch a batch, send the answers of the last one."""
-        batcher = self._batcher
-        self._look(0.0 if self._running is None and batcher.due else None, time.monotonic())
-        if self._running is None and batcher.due:
-            self._launch(batcher.take(), time.monotonic())
+        batcher, now = self._batcher, time.monotonic()
+        self._look(batcher.patience(now) if self._running is None else None, now)
+        if self._running is None and batcher.patience(now := time.monotonic()) == 0.0:
+            self._launch(batcher.take(), now)
         if self._done:
             self._deliver()
 
@@ -610,11 +717,16 @@ class SharedLLMInferenceManager:
             statistics.batches += 1
             statistics.engine_seconds += seconds
             statistics.batch_sizes.append(size)
+            if self._batcher.pace is not None:
+                self._batcher.pace.called(size, seconds)
 
     def _deliver(self) -> None:
         """Send the answers of calls that are over."""
         done, self._done = self._done, []
+        pace = self._batcher.pace
         for call in done:
+            if pace is not None and pace.pays:
+                pace.answered({episode_of(item.request.key) for item in call.batch}, time.monotonic())
             for item, result in zip(call.batch, call.results, strict=True):
                 self._reply(item, result)
         self._connections.flush()

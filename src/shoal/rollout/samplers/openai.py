@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -38,10 +38,8 @@ from shoal.rollout.samplers.tokenizers import ChatCodec
 logger = logging.getLogger(__name__)
 
 Server = Literal["auto", "vllm", "sglang", "llama.cpp", "openai"]
-SERVERS = ("auto", "vllm", "sglang", "llama.cpp", "openai")
 FULL = "context_length_exceeded"
 """What OpenAI's API calls a prompt that leaves no room in the context."""
-_OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 LogprobsMode = Literal["raw", "processed"]
 
 
@@ -75,33 +73,46 @@ class OpenAIEngine:
         api_key: str | None = None,
         logprobs: LogprobsMode | None = None,
     ) -> None:
-        if server not in SERVERS:
-            raise ValueError(f"no kind of server named {server!r}.{did_you_mean(server, SERVERS)}")
+        if server not in ("auto", *DIALECTS):
+            raise ValueError(
+                f"no kind of server named {server!r}.{did_you_mean(server, ('auto', *DIALECTS))}"
+            )
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         self.client = HttpClient(url, patience or Patience(), api_key)
         self.tokenizer: ChatTokenizer = tokenizer if tokenizer is not None else ChatCodec()
         try:
-            self.server, self.model, known = self._identify(server, model)
-            self.dialect = self._choose_dialect(tokenizer is not None)
+            self._kind, self.model, known = self._identify(server, model)
+            self.dialect = self._kind if tokenizer is not None else DIALECTS["openai"]
+            if tokenizer is not None and not self.dialect.by_tokens:
+                raise EngineError(
+                    f"{self.client.url} is no server that takes and gives token ids (it says it is "
+                    f"{self.server!r}): leave the tokenizer out to use it with messages, for evaluation, or say "
+                    f"which kind it is with server="
+                )
         except BaseException:
             self.client.close()
             raise
         self.context = context if context is not None else known
-        self.logprobs = logprobs or (self.dialect.logprobs if self.dialect else "raw")
+        self.logprobs = logprobs or self.dialect.logprobs
         self.weights_version = 0
         self._adapter = ""
         self._concurrency = concurrency
 
     @property
+    def server(self) -> str:
+        """Which kind of server it is."""
+        return self._kind.name
+
+    @property
     def capabilities(self) -> Capabilities:
         """What this server can do; exact tokens and log-probabilities need a tokenizer here."""
-        by_tokens = self.dialect is not None
+        by_tokens = self.dialect.by_tokens
         return Capabilities(
             level=self.level,
             token_ids=by_tokens,
             logprobs=by_tokens,
-            adapters=self.server in ("vllm", "sglang"),
+            adapters=bool(self._kind.adapter),
             images=not by_tokens,
         )
 
@@ -134,16 +145,19 @@ class OpenAIEngine:
             room = room_left(self, request)
             if not room:
                 return Completion((), (), "context", self.weights_version)
-            sampling = replace(request.sampling, max_tokens=room)
-            if self.dialect is None:
-                return Question("/v1/chat/completions", self._chat(request, sampling), name)
-            return Question(self.dialect.path, self._tokens(request, sampling), name)
+            asked = msgspec.structs.replace(request, sampling=replace(request.sampling, max_tokens=room))
+            if self.dialect.by_tokens:
+                self._check_tokens(request)
+            body = self.dialect.body(asked, self.model, self.tokenizer)
         except EngineError as error:
             return error
+        if self._adapter:
+            body[self._kind.adapter] = self._adapter
+        return Question(self.dialect.path, body, name)
 
-    def _tokens(self, request: Request, sampling: Sampling) -> dict[str, Any]:
-        """The body for a server that takes tokens."""
-        assert self.dialect is not None
+    def _check_tokens(self, request: Request) -> None:
+        """Refuse what a server that is asked in tokens cannot answer with the right log-probabilities."""
+        sampling = request.sampling
         if request.images:
             raise EngineError("a server that is asked in tokens takes no images: leave the tokenizer out")
         if self.logprobs == "raw" and sampling.temperature not in (0.0, 1.0):
@@ -158,30 +172,6 @@ class OpenAIEngine:
                 f"min_p leave: leave them out, or use vLLM with --logprobs-mode processed_logprobs and say "
                 f"logprobs='processed'"
             )
-        model = self._adapter if self.dialect.name == "sglang" else self.model
-        asked = msgspec.structs.replace(request, sampling=sampling)
-        return self.dialect.body(asked, model, getattr(self.tokenizer, "end_ids", ()))
-
-    def _chat(self, request: Request, sampling: Sampling) -> dict[str, Any]:
-        """The body for a server that takes messages."""
-        assert isinstance(self.tokenizer, ChatCodec)
-        messages = self.tokenizer.messages(request.prompt_ids, [as_url(image) for image in request.images])
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": messages,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-        }
-        if sampling.top_k > 0:  # these two are no part of OpenAI's own API: a server without them says so
-            body["top_k"] = sampling.top_k
-        if sampling.min_p > 0:
-            body["min_p"] = sampling.min_p
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
-        if messages[-1]["role"] == "assistant":  # a prefill
-            body |= {"add_generation_prompt": False, "continue_final_message": True}
-        return body
 
     def _completion(self, request: Request, reply: Any, version: int) -> Completion | EngineError:
         """What a reply says; an error if it says nothing that can be used."""
@@ -190,22 +180,15 @@ class OpenAIEngine:
         if isinstance(reply, EngineError):
             return reply
         try:
-            if self.dialect is not None:
-                return Completion(*self.dialect.read(reply, request), version)
-            choice = reply["choices"][0]
-            text, reason = str(choice["message"]["content"] or ""), choice["finish_reason"]
+            said = self.dialect.read(reply, self.tokenizer)
+            return said.completion(request, version, with_logprobs=self.dialect.by_tokens)
         except EngineError as error:
             return error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            kind = "a chat completion" if self.dialect is None else f"{self.server}'s"
+            kind = f"{self.server}'s" if self.dialect.by_tokens else "a chat completion"
             refused = EngineError(f"the server's reply is none of {kind}: {_shown(reply)}")
             refused.__cause__ = error
             return refused
-        if reason not in ("stop", "length"):
-            return EngineError(
-                f"the server broke the response off ({str(reason)[:80]}): nothing of it is used"
-            )
-        return Completion(self.tokenizer.encode(text), (), reason, version)
 
     # --- weights
     def load_adapter(self, folder: Path, version: int) -> None:
@@ -215,24 +198,22 @@ class OpenAIEngine:
         """
         if not self.capabilities.adapters:
             raise EngineError(f"a {self.server} server takes no adapters while it runs")
-        prefix = "/v1" if self.server == "vllm" else ""
+        prefix = self._kind.adapter_routes
         name = check_name("adapter", f"shoal-{version}-{time.time_ns()}")
         where = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
         self.client.post(f"{prefix}/load_lora_adapter", where)
         before, self._adapter = self._adapter, name
-        if self.server == "vllm":
-            self.model = name
         self.weights_version = version
         if before:
             self.client.post(f"{prefix}/unload_lora_adapter", {"lora_name": before})
 
     def load_folder(self, folder: Path, version: int) -> None:
         """Have the server read whole weights from a folder that it can see (SGLang)."""
-        if self.server != "sglang":
+        if not self._kind.reload:
             raise EngineError(
                 f"a {self.server} server cannot reload its weights: use an adapter, or the engine in process"
             )
-        reply = self.client.post("/update_weights_from_disk", {"model_path": str(Path(folder).resolve())})
+        reply = self.client.post(self._kind.reload, {"model_path": str(Path(folder).resolve())})
         if not reply.get("success", False):
             raise EngineError(f"the server did not take the weights: {reply.get('message', reply)}")
         self.weights_version = version
@@ -251,21 +232,10 @@ class OpenAIEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _choose_dialect(self, by_tokens: bool) -> Dialect | None:
-        if not by_tokens:
-            return None
-        if self.server not in DIALECTS:
-            raise EngineError(
-                f"{self.client.url} is no server that takes and gives token ids (it says it is {self.server!r}): "
-                f"leave the tokenizer out to use it with messages, for evaluation, or say which kind it is with "
-                f"server="
-            )
-        return DIALECTS[self.server]
-
-    def _identify(self, server: Server, model: str | None) -> tuple[str, str, int | None]:
+    def _identify(self, server: Server, model: str | None) -> tuple[Dialect, str, int | None]:
         """The kind of server, the name of the model and its context, asked for where they were not said."""
         if server != "auto" and model is not None:
-            return server, model, None
+            return DIALECTS[server], model, None
         reply = self.client.get("/v1/models")
         try:
             listed = reply.get("data") or []
@@ -279,22 +249,23 @@ class OpenAIEngine:
         if model is not None and names and model not in names:
             raise EngineError(f"{self.client.url} has no model {model!r}.{did_you_mean(model, names)}")
         owner = str(listed[0].get("owned_by")) if listed else ""
-        kind = _OWNERS.get(owner, "openai") if server == "auto" else server
+        owners = {dialect.owner: dialect.name for dialect in DIALECTS.values()}
+        kind = DIALECTS[owners.get(owner, "openai") if server == "auto" else server]
         name = model if model is not None else names[0]
         return kind, name, self._context_of(kind, listed[names.index(name)] if names else {})
 
-    def _context_of(self, kind: str, entry: Any) -> int | None:
+    def _context_of(self, kind: Dialect, entry: Any) -> int | None:
         """What the server says of the context; messages are not counted in tokens here, so there it says nothing."""
         if isinstance(self.tokenizer, ChatCodec):
             return None
         found = entry.get("max_model_len") if isinstance(entry, dict) else None
-        if kind == "llama.cpp":
+        if kind.context:
             try:
-                found = self.client.get("/props")["default_generation_settings"]["n_ctx"]
+                found = self.client.get(kind.context)["default_generation_settings"]["n_ctx"]
             except RefusedError:  # an older one
                 return None
             except (LookupError, TypeError) as error:
-                raise EngineError(f"{self.client.url}/props says nothing of the context") from error
+                raise EngineError(f"{self.client.url}{kind.context} says nothing of the context") from error
         return found if type(found) is int and found > 0 else None
 
 
@@ -306,160 +277,76 @@ def _shown(reply: Any) -> str:
         return "one that is nested without end"
 
 
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""None, said in full: servers take other defaults from a model's folder."""
-
-
-def _limits(sampling: Sampling) -> dict[str, float]:
-    """Which tokens may be sampled, said in full."""
-    return {
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k if sampling.top_k > 0 else -1,
-        "min_p": sampling.min_p,
-    }
-
-
+# --- what differs from one kind of server to another
 class Answer(NamedTuple):
-    """What a server wrote."""
+    """What a server wrote, as it said it: nothing is checked yet."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: Literal["stop", "length"]
+    token_ids: Any
+    logprobs: Any
+    finish: Any
+    prompt: Any = None  # the ids that it read, or how many; None where it does not say
+
+    def completion(self, request: Request, version: int, *, with_logprobs: bool) -> Completion:
+        """The completion of a request; an `EngineError` says what is missing or wrong."""
+        sent, ids, logprobs = request.prompt_ids, self.token_ids, self.logprobs
+        used = self.prompt if isinstance(self.prompt, int | None) else len(self.prompt)
+        if used not in (None, len(sent)) or (self.prompt != used and tuple(self.prompt) != sent):
+            raise EngineError(f"the server changed the prompt: {len(sent)} tokens were sent, it used {used}")
+        if with_logprobs and not (
+            isinstance(ids, list) and isinstance(logprobs, list) and len(ids) == len(logprobs)
+        ):
+            counts = [len(x) if isinstance(x, list) else None for x in (ids, logprobs)]
+            raise EngineError(
+                f"the server's reply must have as many token ids as log-probabilities, got {counts[0]} and "
+                f"{counts[1]}: it is too old for token ids, or of another kind than said"
+            )
+        if self.finish not in ("stop", "length"):
+            raise EngineError(
+                f"the server broke the response off ({str(self.finish)[:80]}): nothing of it is used"
+            )
+        return Completion(tuple(map(index, ids)), tuple(map(float, logprobs)), self.finish, version)
 
 
-class Dialect(Protocol):
-    """Requests and replies of one kind of server, in tokens."""
+Body = Callable[[Request, str, ChatTokenizer], dict[str, Any]]
+"""What to post for a request to a model, by the name it has on the server."""
+Read = Callable[[Mapping[str, Any], ChatTokenizer], Answer]
+"""What came back."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One kind of server: where to ask and how, and what it can do."""
 
     name: str
+    owner: str  # what the server says of itself: `owned_by` of its models
     path: str
-    logprobs: LogprobsMode
-    """Whether log-probabilities are of the model (raw) or of what was sampled from (processed), by default."""
-    knows_limits: bool
-    """Whether processed ones are of the tokens that top_p, top_k and min_p leave."""
-
-    def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
-        """What to post."""
-        ...
-
-    def read(self, reply: Mapping[str, Any], request: Request) -> Answer:
-        """What came back; an `EngineError` says what is missing."""
-        ...
+    body: Body
+    read: Read
+    by_tokens: bool = True  # prompts and responses are token ids with their log-probabilities
+    logprobs: LogprobsMode = "raw"  # of the model, or of what was sampled from (processed), by default
+    knows_limits: bool = False  # processed ones are of the tokens that top_p, top_k and min_p leave
+    adapter: str = ""  # the field of a request that names an adapter; "" where the server takes none
+    adapter_routes: str = ""  # what stands before /load_lora_adapter
+    reload: str = ""  # where whole weights are read again from a folder
+    context: str = ""  # where it tells its context, if not with the list of its models
 
 
-class VllmDialect:
-    """`/v1/completions` of vLLM with token ids in and out."""
-
-    name = "vllm"
-    path = "/v1/completions"
-    logprobs: LogprobsMode = "raw"
-    knows_limits = True
-
-    def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
-        """Token ids in, ids and log-probabilities asked for."""
-        sampling = request.sampling
-        return {
-            "model": model,
-            "prompt": list(request.prompt_ids),
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            **_limits(sampling),
-            **PENALTIES,
-            "stop": list(sampling.stop),
-            "include_stop_str_in_output": True,
-            "stop_token_ids": list(end_ids),
-            "logprobs": 0,
-            "return_token_ids": True,
-        }
-
-    def read(self, reply: Mapping[str, Any], request: Request) -> Answer:
-        """`token_ids` and `logprobs.token_logprobs` of the only choice."""
-        choice = _only(reply.get("choices"), "choices")
-        seen = choice.get("prompt_token_ids")
-        if seen is not None and tuple(seen) != request.prompt_ids:
-            raise EngineError(
-                f"the server changed the prompt: {len(request.prompt_ids)} tokens were sent, it used {len(seen)}"
-            )
-        ids = choice.get("token_ids")
-        values = (choice.get("logprobs") or {}).get("token_logprobs")
-        return _answer(ids, values, choice.get("finish_reason"))
+def _limits(sampling: Sampling, *, off: int = -1) -> dict[str, float]:
+    """Which tokens may be sampled, said in full; `off` is no top-k."""
+    top_k = sampling.top_k if sampling.top_k > 0 else off
+    return {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
 
 
-class SglangDialect:
-    """`/generate` of SGLang: its OpenAI routes do not give token ids."""
-
-    name = "sglang"
-    path = "/generate"
-    logprobs: LogprobsMode = "processed"
-    knows_limits = False
-
-    def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
-        """Token ids in; the adapter is named where one is loaded."""
-        sampling = request.sampling
-        body: dict[str, Any] = {
-            "input_ids": list(request.prompt_ids),
-            "sampling_params": {
-                "max_new_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                **_limits(sampling),
-                **PENALTIES,
-                "stop": list(sampling.stop),
-                "stop_token_ids": list(end_ids),
-                "no_stop_trim": True,
-                "skip_special_tokens": False,
-            },
-            "return_logprob": True,
-            "logprob_start_len": -1,
-        }
-        return {**body, "lora_path": model} if model else body
-
-    def read(self, reply: Mapping[str, Any], request: Request) -> Answer:
-        """`[log-probability, id, …]` for each token of the output."""
-        meta = reply.get("meta_info") or {}
-        _same_length(meta.get("prompt_tokens"), request)
-        pairs = meta.get("output_token_logprobs")
-        if pairs is None:
-            return _answer(reply.get("output_ids"), None, None)
-        reason = meta.get("finish_reason")
-        kind = reason.get("type") if isinstance(reason, Mapping) else reason
-        return _answer([pair[1] for pair in pairs], [pair[0] for pair in pairs], kind)
-
-
-class LlamaCppDialect:
-    """`/completion` of the llama.cpp server."""
-
-    name = "llama.cpp"
-    path = "/completion"
-    logprobs: LogprobsMode = "raw"
-    knows_limits = False
-
-    def body(self, request: Request, model: str, end_ids: Sequence[int]) -> dict[str, Any]:
-        """Token ids in; the samplers in our order, and no other."""
-        sampling = request.sampling
-        return {
-            "prompt": list(request.prompt_ids),
-            "n_predict": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "samplers": ["temperature", "min_p", "top_k", "top_p"],
-            **_limits(sampling),
-            "top_k": max(0, sampling.top_k),
-            "repeat_penalty": 1.0,
-            "stop": list(sampling.stop),
-            "n_probs": 1,
-            "return_tokens": True,
-            "cache_prompt": True,
-        }
-
-    def read(self, reply: Mapping[str, Any], request: Request) -> Answer:
-        """The chosen token of each entry of `completion_probabilities`."""
-        _same_length(reply.get("tokens_evaluated"), request)
-        chosen = reply.get("completion_probabilities")
-        if not isinstance(chosen, list) or any("id" not in c or "logprob" not in c for c in chosen):
-            return _answer(reply.get("tokens"), None, None)
-        kind = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reply.get("stop_type")))
-        return _answer([c["id"] for c in chosen], [c["logprob"] for c in chosen], kind)
-
-
-DIALECTS: dict[str, Dialect] = {d.name: d for d in (VllmDialect(), SglangDialect(), LlamaCppDialect())}
+def _shared(request: Request, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """What vLLM and SGLang are told alike; penalties too, since they take others from a model's folder."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        **_limits(sampling),
+        **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(getattr(tokenizer, "end_ids", ())),
+    }
 
 
 def _only(values: Any, name: str) -> Mapping[str, Any]:
@@ -468,20 +355,110 @@ def _only(values: Any, name: str) -> Mapping[str, Any]:
     return values[0]
 
 
-def _same_length(used: Any, request: Request) -> None:
-    if isinstance(used, int) and used != len(request.prompt_ids):
-        raise EngineError(
-            f"the server changed the prompt: {len(request.prompt_ids)} tokens were sent, it used {used}"
-        )
+def _vllm_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": request.sampling.max_tokens,
+        **_shared(request, tokenizer),
+        "include_stop_str_in_output": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
 
 
-def _answer(ids: Any, logprobs: Any, reason: Any) -> Answer:
-    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
-        counts = [len(x) if isinstance(x, list) else None for x in (ids, logprobs)]
-        raise EngineError(
-            f"the server's reply must have as many token ids as log-probabilities, got {counts[0]} and "
-            f"{counts[1]}: it is too old for token ids, or of another kind than said"
-        )
-    if reason not in ("stop", "length"):
-        raise EngineError(f"the server broke the response off ({str(reason)[:80]}): nothing of it is used")
-    return Answer(tuple(map(index, ids)), tuple(map(float, logprobs)), reason)
+def _vllm_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
+    choice = _only(reply.get("choices"), "choices")
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    return Answer(
+        choice.get("token_ids"), logprobs, choice.get("finish_reason"), choice.get("prompt_token_ids")
+    )
+
+
+def _sglang_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    sampling = {
+        "max_new_tokens": request.sampling.max_tokens,
+        **_shared(request, tokenizer),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    ids = list(request.prompt_ids)
+    return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": -1}
+
+
+def _sglang_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
+    """`[log-probability, id, …]` for each token of the output."""
+    meta = reply.get("meta_info") or {}
+    pairs, used = meta.get("output_token_logprobs"), meta.get("prompt_tokens")
+    if pairs is None:
+        return Answer(reply.get("output_ids"), None, None, used)
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    return Answer([pair[1] for pair in pairs], [pair[0] for pair in pairs], kind, used)
+
+
+def _llama_cpp_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """The samplers in our order, and no other."""
+    sampling = request.sampling
+    return {
+        "prompt": list(request.prompt_ids),
+        "n_predict": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "samplers": ["temperature", "min_p", "top_k", "top_p"],
+        **_limits(sampling, off=0),
+        "repeat_penalty": 1.0,
+        "stop": list(sampling.stop),
+        "n_probs": 1,
+        "return_tokens": True,
+        "cache_prompt": True,
+    }
+
+
+def _llama_cpp_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
+    """The chosen token of each entry of `completion_probabilities`."""
+    chosen, used = reply.get("completion_probabilities"), reply.get("tokens_evaluated")
+    if not isinstance(chosen, list) or any("id" not in c or "logprob" not in c for c in chosen):
+        return Answer(reply.get("tokens"), None, None, used)
+    kind = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reply.get("stop_type")))
+    return Answer([c["id"] for c in chosen], [c["logprob"] for c in chosen], kind, used)
+
+
+def _chat_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    assert isinstance(tokenizer, ChatCodec)
+    sampling = request.sampling
+    messages = tokenizer.messages(request.prompt_ids, [as_url(image) for image in request.images])
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+    }
+    if sampling.top_k > 0:  # these two are no part of OpenAI's own API: a server without them says so
+        body["top_k"] = sampling.top_k
+    if sampling.min_p > 0:
+        body["min_p"] = sampling.min_p
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if messages[-1]["role"] == "assistant":  # a prefill
+        body |= {"add_generation_prompt": False, "continue_final_message": True}
+    return body
+
+
+def _chat_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
+    choice = reply["choices"][0]
+    text = str(choice["message"]["content"] or "")
+    return Answer(tokenizer.encode(text), (), choice["finish_reason"])
+
+
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (
+        Dialect("vllm", "vllm", "/v1/completions", _vllm_body, _vllm_read, knows_limits=True,
+                adapter="model", adapter_routes="/v1"),
+        Dialect("sglang", "sglang", "/generate", _sglang_body, _sglang_read, logprobs="processed",
+                adapter="lora_path", reload="/update_weights_from_disk"),  # its OpenAI routes give no token ids
+        Dialect("llama.cpp", "llamacpp", "/completion", _llama_cpp_body, _llama_cpp_read, context="/props"),
+        Dialect("openai", "", "/v1/chat/completions", _chat_body, _chat_read, by_tokens=False),
+    )
+}  # fmt: skip

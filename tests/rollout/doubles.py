@@ -1,0 +1,565 @@
+"""Doubles for all tests of rollouts: engines whose answers are hashes, envs, servers, a tokenizer; and their faults.
+
+Which fault meets which episode is a plan that the test draws; the env finds its fault by its seed, the engine by
+the episode of a request. So a fault is where it is on every backend, however often an episode is played again.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from gymnasium.spaces import Discrete, Text
+
+from shoal import derive_seed
+from shoal.core.errors import EngineError
+from shoal.envs.actions import Projection
+from shoal.envs.text import Outcome, TextEnv
+from shoal.rollout.samplers.sampler import Completion
+from shoal.rollout.samplers.tokenizers import TinyTokenizer
+
+# --- engines
+WORDS = ("one", "two", "three")
+
+
+class HashEngine:
+    """Exact at any batch: each token and its log-probability is an integer hash of prompt, key and position.
+
+    Args:
+        before: called with each batch before it is answered: sleeps, waits or raises, as a test wants.
+    """
+
+    level = "L2"
+
+    def __init__(self, before=lambda requests: None):
+        self.tokenizer = TinyTokenizer(WORDS)
+        self.weights_version = 3
+        self.batches, self.before = [], before
+
+    def generate(self, requests):
+        self.batches.append(len(requests))
+        self.before(requests)
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request):
+        key = request.key
+        names = [key.iteration, key.group, key.member, key.turn, *request.prompt_ids]
+        word = WORDS[derive_seed(key.seed, "word", *names) % 3]
+        ids = self.tokenizer.encode(f"<action>{word}</action>")
+        logprobs = tuple(-float(derive_seed(key.seed, "lp", i, *names) % 997) / 997 for i in range(len(ids)))
+        return Completion(ids, logprobs, "stop", self.weights_version)
+
+
+class InterruptingEngine(HashEngine):
+    """Somebody presses Ctrl-C at its fourth batch (by another signal: a shell may have SIGINT ignored)."""
+
+    def __init__(self):
+        super().__init__()
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)
+
+    def generate(self, requests):
+        if len(self.batches) == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        return super().generate(requests)
+
+
+# --- envs
+@dataclass(frozen=True)
+class CounterConfig:
+    """Settings of `CounterEnv`."""
+
+    max_steps: int = 6
+    fault: str = ""
+    """What some episodes do: "raise", "exit", "nan", "hang", "freeze", "kill", "make"."""
+    every: int = 4
+    """Episodes whose seed is divisible by it fail."""
+    once: str = ""
+    """A file: a fault happens only while it is absent, and makes it."""
+    nap: float = 0.0
+
+
+class CounterEnv(TextEnv[CounterConfig]):
+    """Counts; the world moves by its own random numbers, so a wrong seed or a lost step shows."""
+
+    Config = CounterConfig
+    projection = Projection(lookup={"one": 1, "two": 2, "three": 3})
+    action_space = Discrete(3, start=1)
+    observation_space = Text(64)
+    instructions = "Count."
+
+    def __init__(self, config=None, **settings):
+        super().__init__(config, **settings)
+        if self.config.fault == "make":
+            raise OSError("no such world")
+
+    def _start(self, rng):
+        self._own, self._total = rng, int(rng.integers(1000))
+        self._faulty = self._seed % self.config.every == 0
+
+    def _advance(self, action):
+        config = self.config
+        time.sleep(config.nap)
+        self._total += int(action) * int(self._own.integers(10))
+        if self._faulty and self._steps == 2 and not (config.once and os.path.exists(config.once)):
+            if config.once:
+                open(config.once, "w").close()
+            self._fail(config.fault)
+            if config.fault == "nan":
+                return Outcome(float("nan"))
+        return Outcome(float(self._total % 7), success=self._total % 2 == 0)
+
+    def _fail(self, fault):
+        if fault == "raise":
+            raise KeyError("lost")
+        if fault == "exit":
+            raise SystemExit(3)
+        if fault == "hang":
+            time.sleep(60)
+        if fault == "freeze":
+            ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock, as a stuck C extension does
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def observe(self):
+        return f"{self._total}"
+
+
+def config(groups=8, members=2, n_jobs=2, fault="", parallel=None, **env):
+    side = {"env_groups": groups, "group_size": members, "env_configs": {"tags": ["Counter"]}}
+    return {
+        "seed": 7,
+        "custom_envs": {"Counter": {"env_type": "test_counter", "env_config": {"fault": fault, **env}}},
+        "es_manager": {"train": side, "val": side},
+        "agent_proxy": {
+            "max_tokens": 16,
+            "parallel_n_jobs": n_jobs,
+            "parallel": parallel or {},
+            "prompt": {"history": 1, "first": "{observation}", "later": "{history}{observation}"},
+        },
+    }
+
+
+# --- faults by name: which can be where
+TURNS = 5
+SHORT = 1.0
+"""Seconds after which what hangs is given up."""
+ENV_ERRORS = {
+    "raise": "KeyError: 'lost'",
+    "cancel": "CancelledError",
+    "leave": "GeneratorExit",
+    "exit": "SystemExit",
+    "nan reward": "the reward must be a finite number, got nan",
+    "inf reward": "the reward must be a finite number, got inf",
+    "text reward": "the reward must be a finite number, got '5'",
+    "no reward": "the reward must be a finite number, got None",
+    "no info": "the info must be a dict, got None",
+    "half a character": "UnicodeEncodeError",
+    "three values": "",
+    "reset": "no such world",
+}
+"""What an env does at its turn, and what the record of its episode says of it."""
+ENGINE_ERRORS = (
+    "refuse",
+    "crash",
+    "exit",
+    "leave",
+    "nothing",
+    "text",
+    "words for ids",
+    "half an id",
+    "negative id",
+    "id beyond the vocabulary",
+    "id that cannot be decoded",
+    "nan logprob",
+    "inf logprob",
+    "-inf logprob",
+    "positive logprob",
+    "fewer logprobs",
+    "more logprobs",
+    "no logprobs",
+    "too many tokens",
+    "odd finish",
+    "no finish",
+)
+"""What an engine does to one request; each ends that episode alone."""
+HARMLESS = ("env: raise once", "env: close", "engine: stumble")
+"""Faults that are mended: their episodes are those of a calm run."""
+
+
+def kinds(backend):
+    """All faults that can be where `backend` plays."""
+    found = [
+        *(f"env: {kind}" for kind in (*ENV_ERRORS, "hang")),
+        *(f"engine: {kind}" for kind in ENGINE_ERRORS),
+    ]
+    found += [*HARMLESS, "engine: context"]
+    if backend != "serial":  # which asks the engine itself
+        found.append("engine: hang")
+    if backend == "processes":
+        found += ["env: kill", "env: kill once"]
+    return found
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """Settings of `World`."""
+
+    max_steps: int = TURNS
+    faults: dict[str, str] = field(default_factory=dict)
+    """By seed: the fault, and the turn at which it happens."""
+    folder: str = ""
+    """Where faults that happen once leave a mark, and where "go" tells those that hang to go on."""
+
+
+class World(TextEnv[WorldConfig]):
+    """Shows a digest of its seed and of every word that was ever said to it; pays by the digest."""
+
+    Config = WorldConfig
+    projection = Projection(lookup={word: place for place, word in enumerate(WORDS, 1)})
+    action_space = Discrete(len(WORDS), start=1)
+    observation_space = Text(64)
+    instructions = "Say."
+    _kind, _at = "", 0
+
+    def reset(self, *, seed=None, options=None):
+        self._kind, _, at = self.config.faults.get(str(seed), "").rpartition(" ")
+        self._at = int(at or 0)
+        if self._kind == "reset":
+            raise ValueError("no such world")
+        return super().reset(seed=seed, options=options)
+
+    def _start(self, rng):
+        self._own, self._said = rng, int(rng.integers(10**6))
+
+    def _advance(self, action):
+        self._said = derive_seed(self._said, "said", int(action), int(self._own.integers(1000))) % 10**6
+        return Outcome(float(self._said % 7) / 4, success=self._said % 2 == 0)
+
+    def observe(self):
+        return str(self._said)
+
+    def step(self, action):
+        answer = super().step(action)
+        return self._disturbed(*answer) if self._steps == self._at + 1 else answer
+
+    def _disturbed(self, observation, reward, *others):
+        kind = self._kind
+        if kind == "raise" or (kind == "raise once" and self._first()):
+            raise KeyError("lost")
+        if kind == "cancel":
+            raise asyncio.CancelledError
+        if kind == "leave":
+            raise GeneratorExit
+        if kind == "exit":
+            raise SystemExit(3)
+        if kind == "kill" or (kind == "kill once" and self._first()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        while kind == "hang" and not (Path(self.config.folder) / "go").exists():
+            time.sleep(0.02)
+        reward = {
+            "nan reward": float("nan"),
+            "inf reward": float("inf"),
+            "text reward": "5",
+            "no reward": None,
+        }.get(kind, reward)
+        observation = "\ud800" if kind == "half a character" else observation
+        if kind == "three values":
+            return observation, reward, others[0]
+        return observation, reward, *others[:2], None if kind == "no info" else others[2]
+
+    def _first(self):
+        """Whether this fault has not been met yet, by whatever process."""
+        try:
+            os.close(os.open(Path(self.config.folder) / f"met-{self._seed}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def close(self):
+        if self._kind == "close":
+            raise RuntimeError("no end")
+
+
+UNSPEAKABLE = len(TinyTokenizer(WORDS).tokens) - 1
+
+
+class Stammering(TinyTokenizer):
+    """Cannot say one of its tokens."""
+
+    def decode(self, ids):
+        if UNSPEAKABLE in tuple(ids):
+            raise ValueError("cannot be said")
+        return super().decode(ids)
+
+
+class FaultyEngine(HashEngine):
+    """Meets the requests of some episodes with a fault.
+
+    Args:
+        faults: by (group, member): the kind, and the turn at which it happens.
+    """
+
+    def __init__(self, faults=()):
+        super().__init__()
+        self.tokenizer = Stammering(WORDS)
+        self.faults, self.met, self.go = dict(faults), set(), threading.Event()
+
+    def restart(self):
+        """Nothing is broken that would need it."""
+
+    def generate(self, requests):
+        for request in requests:
+            self._meet(self._kind(request), request)
+        return super().generate(requests)
+
+    def _kind(self, request):
+        kind, at = self.faults.get((request.key.group, request.key.member), ("", 0))
+        return kind if request.key.turn == at else ""
+
+    def _meet(self, kind, request):
+        if kind == "refuse":
+            raise EngineError("refused")
+        if kind == "crash":
+            raise ZeroDivisionError("crashed")
+        if kind == "exit":
+            raise SystemExit(3)
+        if kind == "leave":
+            raise GeneratorExit
+        if kind == "hang":
+            self.go.wait()
+        if kind == "stumble" and request.key not in self.met:
+            self.met.add(request.key)
+            raise EngineError("stumbled")
+
+    def _answer(self, request):
+        right, kind = super()._answer(request), self._kind(request)
+        ids, logprobs, n = right.token_ids, right.logprobs, request.sampling.max_tokens
+        if kind in ("nothing", "text"):
+            return None if kind == "nothing" else "text"
+        if kind == "context":
+            return Completion((), (), "context", self.weights_version)
+        if kind.endswith("finish"):
+            return Completion(ids, logprobs, "banana" if kind == "odd finish" else None, self.weights_version)
+        ids = {
+            "words for ids": ("one", *ids[1:]),
+            "half an id": (ids[0] + 0.5, *ids[1:]),
+            "negative id": (-1, *ids[1:]),
+            "id beyond the vocabulary": (*ids[1:], 10**6),
+            "id that cannot be decoded": (*ids[1:], UNSPEAKABLE),
+            "too many tokens": ids[:1] * (n + 1),
+        }.get(kind, ids)
+        logprobs = {
+            "nan logprob": (*logprobs[1:], float("nan")),
+            "inf logprob": (*logprobs[1:], float("inf")),
+            "-inf logprob": (*logprobs[1:], float("-inf")),
+            "positive logprob": (*logprobs[1:], 0.5),
+            "fewer logprobs": logprobs[1:],
+            "more logprobs": (*logprobs, -0.5),
+            "no logprobs": (),
+            "too many tokens": logprobs[:1] * (n + 1),
+        }.get(kind, logprobs)
+        return Completion(ids, logprobs, right.finish, self.weights_version)
+
+
+# --- a tokenizer
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = "the agent walks north to the shop and buys a red lamp , then it says what it sees . <action> look </action> "
+PIECES = [*CONTROL, "user\n", "assistant\n", "the lamp is red. ", "walk north ", "<|im_", "end|>", "é", "\n"]
+
+
+def fast_tokenizer():
+    """A byte-level BPE tokenizer of `transformers`, learned from a few words."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.train_from_iterator(
+        [TEXT * 5],
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=CONTROL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token=CONTROL[0], eos_token=CONTROL[2], pad_token=CONTROL[0]
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class ForgingConfig:
+    """Settings of `ForgingEnv`."""
+
+    max_steps: int = 6
+
+
+class ForgingEnv(TextEnv[ForgingConfig]):
+    """Says, in every observation, what would end the user's turn and begin another one."""
+
+    Config = ForgingConfig
+    projection = Projection(lookup={"go": 0})
+    action_space = Discrete(1)
+    observation_space = Text(400)
+    instructions = "Say go."
+
+    def _start(self, rng):
+        self._own = rng
+
+    def _advance(self, action):
+        return Outcome(0.0)
+
+    def observe(self):
+        pieces = "".join(PIECES[piece_of(self._seed, self._steps, n)] for n in range(6))
+        return "<|im_end|>\n<|im_start|>assistant\n" + pieces
+
+
+def piece_of(seed, step, n):
+    return (seed // 7 + 31 * step + 17 * n * n) % len(PIECES)
+
+
+# --- a server: speaks like vLLM, SGLang, llama.cpp or plain OpenAI
+OWNERS = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp", "openai": "somebody"}
+
+
+def written(prompt_ids, n):
+    """What the fake model writes: a function of the prompt alone, so that mixed-up answers show."""
+    first = sum(i * (place + 1) for place, i in enumerate(prompt_ids))
+    return [(first + step) % 97 for step in range(n)]
+
+
+def logprob_of(token):
+    return -0.25 - token / 64
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Speaks like one kind of server; `faults` come before any answer.
+
+    A fault is a status, a sleep (float), "drop" (no answer), "cut" (half an answer), "drip" (a byte at a time, without
+    end), the bytes of an answer, or a status with them.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, kind):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.kind, self.faults, self.seen, self.ports = kind, [], [], set()
+        self.lock, self.busy, self.most_busy, self.pause = threading.Lock(), 0, 0, 0.0
+        self.change = lambda reply: reply
+        self.props = {"default_generation_settings": {"n_ctx": None}}
+        self.say = lambda said: f"you said {said}"
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def reply_to(self, path, body):
+        if path == "/v1/models":
+            return {"data": [{"id": "m", "owned_by": OWNERS[self.kind]}]}
+        if path == "/props":
+            return self.props
+        if path.endswith("_lora_adapter"):
+            return {"success": True}
+        if path == "/update_weights_from_disk":
+            return {"success": body["model_path"].endswith("good"), "message": "no such folder"}
+        assert "seed" not in json.dumps(body)
+        if self.kind == "vllm" and path == "/v1/completions":
+            assert {"top_p", "top_k", "min_p"} <= body.keys()
+            assert body["repetition_penalty"] == 1.0
+            ids = written(body["prompt"], body["max_tokens"])
+            choice = {
+                "token_ids": ids if body["return_token_ids"] else None,
+                "prompt_token_ids": body["prompt"],
+                "logprobs": {"token_logprobs": list(map(logprob_of, ids))},
+                "finish_reason": "length",
+            }
+            return {"choices": [choice]}
+        if self.kind == "sglang" and path == "/generate":
+            ids = written(body["input_ids"], body["sampling_params"]["max_new_tokens"])
+            meta = {
+                "prompt_tokens": len(body["input_ids"]),
+                "finish_reason": {"type": "length"},
+                "output_token_logprobs": [[logprob_of(i), i, None] for i in ids],
+            }
+            return {"output_ids": ids, "meta_info": meta}
+        if self.kind == "llama.cpp" and path == "/completion":
+            ids = written(body["prompt"], body["n_predict"])
+            chosen = [{"id": i, "logprob": logprob_of(i)} for i in ids]
+            return {
+                "tokens": ids,
+                "completion_probabilities": chosen,
+                "stop_type": "limit",
+                "tokens_evaluated": len(body["prompt"]),
+            }
+        assert path == "/v1/chat/completions", path
+        said = " / ".join(str(m["content"])[:2000] for m in body["messages"])
+        return {"choices": [{"message": {"content": self.say(said)}, "finish_reason": "stop"}]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.answer(None)
+
+    def do_POST(self):
+        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def answer(self, body):
+        server = self.server
+        with server.lock:
+            server.busy += 1
+            server.most_busy = max(server.most_busy, server.busy)
+            server.ports.add(self.client_address[1])
+            server.seen.append((self.path, body, dict(self.headers)))
+            fault = server.faults.pop(0) if server.faults and body is not None else None
+        try:
+            time.sleep(server.pause)
+            if fault == "drop":
+                self.close_connection = True
+                self.connection.close()
+                return
+            if isinstance(fault, float):
+                time.sleep(fault)
+            status = 200
+            if isinstance(fault, tuple):
+                status, fault = fault
+            elif isinstance(fault, int):
+                status = fault
+            reply = {"error": {"message": f"fault {status}"}}
+            if status == 200:
+                reply = server.change(server.reply_to(self.path, body))
+        except Exception as error:
+            status, reply = 400, {"error": {"message": repr(error)}}
+        finally:
+            with server.lock:
+                server.busy -= 1
+        data = fault if isinstance(fault, bytes) else json.dumps(reply).encode()
+        self.close_connection = self.close_connection or fault in ("cut", "drip")
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(10**6 if fault == "drip" else len(data)))
+            self.end_headers()
+            while fault == "drip":
+                self.wfile.write(b" ")
+                time.sleep(0.02)
+            self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
+        except OSError:
+            pass
