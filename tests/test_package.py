@@ -32,8 +32,8 @@ def built(tmp_path_factory):
         if not name.startswith(("tests/", "benchmarks/", "docs/")) and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
-    code = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1]); b.build_sdist(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, place], cwd=copy, capture_output=True, text=True)
+    code = f"import setuptools.build_meta as b; b.build_wheel({str(place)!r}); b.build_sdist({str(place)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return next(place.glob("*.whl")), next(place.glob("*.tar.gz"))
 

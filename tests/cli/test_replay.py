@@ -224,8 +224,110 @@ def test_a_server_s_run_is_followed_and_compared(trained, tmp_path, capsys, monk
     assert "turn 1: observation is 'elsewhere'" in capsys.readouterr().out
 
 
-def test_what_vllm_wrote_is_followed_even_where_its_checkpoint_is(trained, tmp_path, capsys):
-    run = tmp_path / "run"
+class Served:
+    """What a fake vLLM server writes, by tokens: a move that follows from the prompt, then the end token."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.asked = tokenizer, []
+
+    def __call__(self, reply):
+        for choice in reply.get("choices", ()):
+            prompt = choice["prompt_token_ids"]
+            self.asked.append(tuple(prompt))
+            word = ("Left", "Down", "Right", "Up")[sum(i * at for at, i in enumerate(prompt)) % 4]
+            said = f"it is slippery{' <' * (len(self.asked) % 3)} <action>{word}</action>"
+            ids = [*self.tokenizer.encode(said), self.tokenizer.end_ids[0]]
+            choice |= {"token_ids": ids, "finish_reason": "stop"}
+            choice["logprobs"] = {"token_logprobs": [-0.01 * at for at in range(len(ids))]}
+        return reply
+
+
+@pytest.fixture
+def from_vllm(tmp_path):
+    """A run that asked a server by tokens, and what the server was asked; the server is gone."""
+    from tests.rollout.samplers.fake_server import FakeServer
+    from tests.rollout.tokenizer_doubles import fast_tokenizer
+
+    from shoal.rollout.samplers.registry import load_tokenizer
+
+    folder, run = tmp_path / "tokenizer", tmp_path / "run"
+    fast_tokenizer().save_pretrained(folder)
+    server = FakeServer("vllm")
+    server.change = served = Served(load_tokenizer(str(folder)))
+    words = [
+        "engine.name=openai", f"engine.server.url={server.url}", f"engine.server.tokenizer={folder}",
+        "agent_proxy.max_turn=4", "agent_proxy.max_tokens=40", "agent_proxy.parallel_n_jobs=2",
+        "es_manager.train.env_groups=2", "es_manager.train.group_size=2", f"run_dir={run}",
+        "custom_envs.FrozenLakeEnv.env_config.size=6",
+    ]  # fmt: skip
+    try:
+        assert main(["rollout", *words]) == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+    return run, served
+
+
+def test_the_tokens_that_a_vllm_server_wrote_are_followed_and_compared(from_vllm, capsys):
+    run, served = from_vllm
+    file = run / "trajectories" / "rollout.jsonl"
+    records = list(read_trajectories(file))
+    written = [turn for record in records for turn in record.turns]
+    assert sorted(turn.prompt_ids for turn in written) == sorted(served.asked)
+    assert all(turn.response_ids[-1] == served.tokenizer.end_ids[0] for turn in written)
+    assert len({turn.action for turn in written}) > 1
+    for number, record in enumerate(records):
+        assert main(["replay", str(run), f"rollout:{number}", "--turn", "1", "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert (said["equal"], said["turns"]) == (True, len(record.turns))
+    with Replay(run) as replay:
+        again = replay.play(find_episode(run, "rollout:2"))
+    assert again.trajectory == replace(records[2], weights_version=again.trajectory.weights_version)
+    assert "the recorded tokens are followed" in again.source
+
+
+@pytest.mark.parametrize("what", ["prompt token", "response", "observation"])
+def test_a_record_of_a_server_that_says_otherwise_than_its_tokens_is_found(from_vllm, capsys, what):
+    run, _ = from_vllm
+    file = run / "trajectories" / "rollout.jsonl"
+    records = list(read_trajectories(file))
+    at = next(number for number, record in enumerate(records) if len(record.turns) > 1)
+    begun = records[at].turns[1]
+    changes = {
+        "prompt token": {
+            "prompt_ids": (*begun.prompt_ids[:5], begun.prompt_ids[5] + 1, *begun.prompt_ids[6:])
+        },
+        "response": {
+            "response_ids": (*begun.response_ids[:-2], begun.response_ids[0], begun.response_ids[-1])
+        },
+        "observation": {"observation": begun.observation + "?"},
+    }
+    turns = (records[at].turns[0], replace(begun, **changes[what]), *records[at].turns[2:])
+    records[at] = replace(records[at], turns=turns)
+    write_trajectories(file, records)
+    assert main(["replay", str(run), f"rollout:{at}", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["difference"]
+    assert (found["what"], found["turn"]) == (what, 2)
+    if what == "prompt token":
+        assert found["token"] == 5
+
+
+def test_what_vllm_wrote_in_process_is_followed_even_where_its_checkpoint_is(
+    from_vllm, trained, tmp_path, capsys
+):
+    """An engine in process records what the server does: its tokens, under the tokenizer of its model's folder."""
+    served, written = from_vllm
+    config = (served / "config.yaml").read_text()
+    folder = str(tmp_path / "tokenizer")
+    (served / "config.yaml").write_text(
+        config.replace("name: openai", "name: vllm").replace("model: null", f"model: {folder}", 1)
+    )
+    assert main(["replay", str(served), "rollout:0"]) == 0
+    said = capsys.readouterr().out
+    assert "the recorded tokens are followed" in said
+    assert "the same" in said
+    assert written.asked
+    run = tmp_path / "relabelled"
     shutil.copytree(trained, run)
     config = (run / "config.yaml").read_text()
     assert "name: tiny" in config

@@ -12,6 +12,7 @@ from tests.viewer.test_server import make_run
 
 from shoal.cli.main import main
 from shoal.cli.view import run_folders
+from shoal.core.data import write_advantages, write_trajectories
 from shoal.core.errors import DataError
 from shoal.skills.jobs.store import Store
 from shoal.viewer.advice import advise
@@ -217,7 +218,7 @@ def test_a_skill_shows_its_trainings_and_versions(migrated, opened, tmp_path):
 def test_tokens_are_spelled_by_the_tokenizer_of_the_run(opened):
     run = opened(FIXTURES / "agent")
     page = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"})
-    assert re.findall(r'class="token p\d"[^>]*>([^<]+)</span>', page.body)[-3:] == [
+    assert re.findall(r'class="token p\d unknown"[^>]*>([^<]+)</span>', page.body)[-3:] == [
         "&lt;action&gt;",
         "2",
         "&lt;/action&gt;",
@@ -282,6 +283,42 @@ def test_folders_of_runs_are_opened_in_the_order_of_names(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("")
     (tmp_path / "other").mkdir()
     assert [p.name for p in run_folders([tmp_path, tmp_path / "b"])] == ["a", "b"]
+
+
+def test_tokens_are_coloured_by_their_advantage_against_the_largest_of_the_group(tmp_path, opened):
+    folder = make_run(tmp_path / "run")
+    members = [episode((0.0, 1.0), member=0), episode((0.0,), member=1), episode((0.5,), member=2)]
+    write_trajectories(folder / "trajectories" / "train-000001.jsonl", members)
+    run = opened(folder)
+    site = Site([run])
+
+    def strip_of(member):
+        body = page_for(site, "run/0/episode", {"name": f"train-000001:{member}"}).body
+        found = re.findall(r'class="token p9( unknown)?(?: a(\d))?" title="([^"]*)', body)
+        return body, [
+            (known, level, title.partition("probability 90.5%")[2]) for known, level, title in found
+        ]
+
+    body, tokens = strip_of(0)  # an older run
+    assert "colour by" not in body
+    assert tokens == [(" unknown", "", "")] * 6
+    kept = folder / "advantages" / "train-000001.jsonl"
+    write_advantages(kept, [[[2.0, 2.0, 2.0], [0.0, -1.0, 1.0]], [[-2.0, -2.0, -0.1]], None])
+    assert len(kept.read_text().splitlines()[0]) == len("[2.0,[0.0,-1.0,1.0]]")
+    body, tokens = strip_of(0)
+    assert body.count("colour by the other") == 2
+    said = ", advantage {:+g}, trained on"
+    assert tokens == [
+        ("", level, said.format(value))
+        for level, value in (("9", 2), ("9", 2), ("9", 2), ("4", 0), ("2", -1), ("7", 1))
+    ]
+    assert [level for _, level, _ in strip_of(1)[1]] == ["0", "0", "4"]
+    body, tokens = strip_of(2)
+    assert "No update learned from this episode." in body
+    assert tokens == [(" unknown", "", "")] * 3
+    for broken in (b"null\n", b"[1.0,2.0,3.0]\nnull\nnull\n", b"[[1.0],2.0]\n" * 3, b"{\n", b'["x"]\n' * 3):
+        kept.write_bytes(broken)  # of another file, or half written: the page is shown without
+        assert strip_of(0)[1] == [(" unknown", "", "")] * 6
 
 
 def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):

@@ -1,8 +1,8 @@
-"""What crosses rooms: turns, trajectories and how they look on disk (one JSON object a line)."""
+"""What crosses rooms: turns, trajectories, and how they and their advantages look on disk (one JSON value a line)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -88,3 +88,65 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
                 yield decode_trajectory(line)
             except DataError as error:
                 raise DataError(f"{path}, line {number}: {error}") from error
+
+
+# --- advantages, which an update computes after the episodes are played
+Advantages = list[list[float]]
+"""Of an episode: for each turn one number a token of its response."""
+
+
+def write_advantages(path: Path, episodes: Iterable[Sequence[Sequence[float]] | None]) -> None:
+    """Write the advantages of a file of trajectories, line by line as the episodes stand there, in one replacement.
+
+    Args:
+        path: `advantages/NAME.jsonl` beside `trajectories/NAME.jsonl`.
+        episodes: for each turn one number a token; None for an episode that was not learned from. A turn whose tokens
+            all have the same is written as that one number.
+    """
+    from shoal.core.files import write_bytes
+
+    lines = []
+    for turns in episodes:
+        short = [turn[0] if len(set(turn)) == 1 else list(turn) for turn in turns or ()]
+        lines.append(msgspec.json.encode(None if turns is None else short) + b"\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, b"".join(lines))
+
+
+def read_advantages(path: Path, trajectories: Mapping[int, Trajectory]) -> dict[int, Advantages | None]:
+    """What an update computed for some episodes of a file, None for those that it did not learn from.
+
+    Args:
+        path: as `write_advantages` wrote it; {} if there is no such file, as with runs of before it was written.
+        trajectories: the episodes by their line, from 0.
+
+    Raises:
+        DataError: a line is broken, or was written for another episode.
+    """
+    found: dict[int, Advantages | None] = {}
+    if not path.exists():
+        return found
+    with path.open("rb") as file:
+        for row, line in enumerate(file):
+            if row not in trajectories:
+                continue
+            turns = trajectories[row].turns
+            try:
+                told = msgspec.json.decode(line, type=list[float | list[float]] | None)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                raise DataError(f"{path}, line {row + 1}: no advantages: {error}") from error
+            if told is None:
+                found[row] = None
+                continue
+            counts = [len(turn.response_ids) for turn in turns]
+            whole = [
+                one if isinstance(one, list) else [one] * n for one, n in zip(told, counts, strict=False)
+            ]
+            if len(told) != len(turns) or [len(turn) for turn in whole] != counts:
+                raise DataError(
+                    f"{path}, line {row + 1}: these are not the advantages of this episode's tokens"
+                )
+            found[row] = whole
+            if len(found) == len(trajectories):
+                break
+    return found

@@ -306,6 +306,15 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     members = run.index.group_of(episode)
     mean = statistics.fmean(m.reward for m in members)
     spell = spelling(run.path)
+    known = run.index.advantages(members)
+    own = known[members.index(episode)] if known else None
+    largest = max((abs(a) for one in known or () for turn in one or () for a in turn), default=0.0)
+    # of a training without such a file nobody knows; a held-out episode is never learned from
+    used = own is not None if known else None if episode.file.startswith("train-") else False
+    strips = [
+        strip(t, spell, trained=used or None, advantages=own[k] if own else (), largest=largest)
+        for k, t in enumerate(trajectory.turns)
+    ]
     versus = (
         f"{episode.reward - mean:+.3g} against the mean of its {len(members)} members"
         if len(members) > 1
@@ -348,9 +357,10 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
         if len(members) > 1
         else None,
         command(["shoal", "replay", str(run.path), episode.name]),
-        key() if spell or any(t.logprobs for t in trajectory.turns) else None,
+        key(known is not None) if spell or any(t.logprobs for t in trajectory.turns) else None,
+        tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
     )
-    turns = [_turn(site, run, k, t, spell, turn_number) for k, t in enumerate(trajectory.turns)]
+    turns = [_turn(site, run, k, t, spell, turn_number, strips[k]) for k, t in enumerate(trajectory.turns)]
     nothing = tag("p", "This episode has no turns.", class_="empty") if not turns else None
     trail = (
         ("runs", site.link("")),
@@ -369,16 +379,30 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     )
 
 
-def key() -> Html:
-    """What the colours of tokens mean."""
-    steps = [
-        tag("span", text, class_=f"token p{k}")
-        for k, text in ((0, "< 1 %"), (3, "10 %"), (6, "50 %"), (9, "> 90 %"))
-    ]
-    return tag("p", "probability of a token when it was sampled: ", steps, class_="key-line")
+def key(advantages: bool = False) -> Html:
+    """What the colours of tokens mean; with `advantages` there are two kinds of them, and a button between."""
+    chances = ((0, "< 1 %"), (3, "10 %"), (6, "50 %"), (9, "> 90 %"))
+    shares = ((0, "the most against it"), (4, "0"), (9, "the most for it"))
+    by_chance = [tag("span", text, class_=f"token plain p{k}") for k, text in chances]
+    by_advantage = [tag("span", text, class_=f"token plain p{k}") for k, text in shares]
+    button = tag("button", "colour by the other", type="button", data_do="colour") if advantages else None
+    return join(
+        tag("p", "probability of a token when it was sampled: ", by_chance, button, class_="key-line chance"),
+        tag(
+            "p",
+            "advantage of a token, of the largest in its group: ",
+            by_advantage,
+            button,
+            class_="key-line worth",
+        )
+        if advantages
+        else None,
+    )
 
 
-def _turn(site: Site, run: Run, k: int, turn: Turn, spell: Spell | None, chosen: int | None) -> Html:
+def _turn(
+    site: Site, run: Run, k: int, turn: Turn, spell: Spell | None, chosen: int | None, tokens: Html | None
+) -> Html:
     verdict = turn.action if turn.action_is_valid else "no valid action"
     prompt = "".join(spell(turn.prompt_ids)) if spell and turn.prompt_ids else None
     length = counted(len(turn.prompt_ids), "token")
@@ -396,26 +420,36 @@ def _turn(site: Site, run: Run, k: int, turn: Turn, spell: Spell | None, chosen:
         if prompt
         else tag("small", f"prompt of {length}"),
         tag("pre", _marked(turn.response.strip("\n"), turn.action_is_valid), class_="said"),
-        strip(turn, spell),
+        tokens,
         tag("p", "→ ", tag("b", verdict), class_="did" if turn.action_is_valid else "did invalid"),
         id=f"turn-{k + 1}" if site.only is None else None,
         class_="turn chosen" if chosen == k + 1 else "turn",
     )
 
 
-def strip(turn: Turn, spell: Spell | None) -> Html | None:
-    """The tokens of a response, coloured by their probability; the log-probability stands in the tip."""
+def strip(
+    turn: Turn, spell: Spell | None, *, trained: bool | None, advantages: Sequence[float], largest: float
+) -> Html | None:
+    """The tokens of a response, coloured by their probability or their advantage; both stand in the tip."""
     if not turn.response_ids:
         return None
+    n = len(turn.response_ids)
     pieces = spell(turn.response_ids) if spell else [str(i) for i in turn.response_ids]
-    pairs = list(zip(turn.response_ids, pieces, turn.logprobs or (None,) * len(pieces), strict=False))
-    return tag("p", [token(i, piece, logprob) for i, piece, logprob in pairs], class_="strip")
+    columns = zip(
+        turn.response_ids, pieces, turn.logprobs or (None,) * n, advantages or (None,) * n, strict=False
+    )
+    tokens = [token(i, piece, p, trained=trained, advantage=a, largest=largest) for i, piece, p, a in columns]
+    return tag("p", tokens, class_="strip")
 
 
 def token(
-    i: int, piece: str, logprob: float | None, *, trained: bool = True, advantage: float | None = None
-) -> Html:
-    """One token: its colour is its probability, a line under it says that it was trained on."""
+    i: int, piece: str, logprob: float | None, *, trained: bool | None = True, advantage: float | None = None,
+    largest: float = 0.0,
+) -> Html:  # fmt: skip
+    """One token: its colour is its probability, or its advantage as a share of the `largest`.
+
+    A line under it says that it was `trained` on; None: nobody knows.
+    """
     shown = piece.replace("\n", "⏎").replace(" ", "·") or "∅"
     said = [f"token {i}"]
     shade = "plain"
@@ -423,12 +457,15 @@ def token(
         p = math.exp(min(float(logprob), 0.0))
         shade = f"p{max(0, min(9, int(p * 10) if p >= 0.1 else 2 if p >= 0.05 else 1 if p >= 0.01 else 0))}"
         said += [f"log-prob {logprob:.4g}", f"probability {p:.1%}"]
+    more = {True: "", False: " masked", None: " unknown"}[trained]
     if advantage is not None:
         said.append(f"advantage {advantage:+.4g}")
-    said.append("trained on" if trained else "not trained on")
-    more = "" if trained else " masked"
-    sign = "" if not advantage else " up" if advantage > 0 else " down"
-    return tag("span", shown, class_=f"token {shade}{more}{sign}", title=", ".join(said), tabindex="-1")
+        share = advantage / largest if largest else 0.0
+        sign = " up" if advantage > 0 else " down" if advantage else ""
+        more += f" a{round(4.5 + 4.5 * share)}" if largest else sign
+    if trained is not None:
+        said.append("trained on" if trained else "not trained on")
+    return tag("span", shown, class_=f"token {shade}{more}", title=", ".join(said), tabindex="-1")
 
 
 def _image(site: Site, run: Run, image: str | None) -> Html | None:

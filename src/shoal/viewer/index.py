@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.core.data import Status, Trajectory, decode_trajectory
+from shoal.core.data import Advantages, Status, Trajectory, decode_trajectory, read_advantages
 from shoal.core.errors import DataError
 
 FORMAT = 1
@@ -444,6 +444,18 @@ class EpisodeIndex:
             return decode_trajectory(line)
         except DataError as error:
             raise DataError(f"{self.folder / episode.file} changed while it was read; look again") from error
+
+    def advantages(self, members: Sequence[Episode]) -> list[Advantages | None] | None:
+        """What an update computed for the tokens of some episodes of a file, None for one that it did not learn from.
+
+        None for all if nothing was kept: nobody learned from the file, or its run is of before advantages were.
+        """
+        path = self.folder.with_name("advantages") / members[0].file
+        try:
+            found = read_advantages(path, {member.row: self.read(member) for member in members})
+        except (DataError, OSError):
+            return None
+        return [found.get(member.row) for member in members] if found else None
 
     def line(self, episode: Episode) -> bytes:
         """The bytes of the episode's line."""

@@ -84,6 +84,7 @@ def keys() -> Html:
         ("u", "up"),
         ("h", "all runs"),
         ("t", "dark or light"),
+        ("a", "tokens by advantage or by probability"),
         ("c", "copy the command"),
         ("?", "this list"),
     )

@@ -11,7 +11,7 @@ from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, FilterG
 from shoal.train.agent.losses import aggregation_weights
 from shoal.train.agent.policy import split_optimizer, trained_parameters
 from shoal.train.agent.trainer import AgentTrainer
-from shoal.train.agent.update import Learner, Totals, gradient_step, prepare_samples
+from shoal.train.agent.update import Learner, Totals, advantages_of, gradient_step, prepare_samples
 
 
 def episode(member, reward, finishes, group=0):
@@ -49,6 +49,24 @@ def test_what_is_filtered_still_counts_in_the_mean_of_its_group():
     for sample in prepare_samples(EPISODES, learner(overlong_filter=True)):
         for name, column in sample.columns.items():
             assert np.array_equal(column, every[sample.ids][name])
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_advantages_that_are_kept_are_those_of_the_samples_by_episode_and_turn(filtered):
+    own = learner(overlong_filter=filtered)
+    other = episode(9, 1.0, ["stop"], group=5)  # played, and not learned from
+    found = advantages_of([other, *EPISODES], EPISODES, prepare_samples(EPISODES, own), own)
+    # rewards 1, 0, 0, 0, 0: mean 0.2, variance (0.64 + 4 * 0.04) / 4 = 0.2
+    high, low = 0.8 / 0.2**0.5, -0.2 / 0.2**0.5
+    lengths = [1, 3, 2, 1, 1]
+    expected = [[[value] * 2] * n for value, n in zip([high, low, low, low, low], lengths, strict=True)]
+    if filtered:
+        expected[1] = expected[3] = None
+    assert found[0] is None
+    for one, wanted in zip(found[1:], expected, strict=True):
+        assert (one is None) == (wanted is None)
+        assert one is None or np.allclose(np.concatenate(one), np.concatenate(wanted), atol=1e-4)
+        assert one is None or [len(turn) for turn in one] == [len(turn) for turn in wanted]
 
 
 def test_a_batch_in_which_all_were_cut_off_changes_nothing(tmp_path):

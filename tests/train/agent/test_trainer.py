@@ -9,7 +9,7 @@ import sys
 import pytest
 from safetensors.numpy import load_file
 
-from shoal.core.data import read_trajectories
+from shoal.core.data import read_advantages, read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
 from shoal.train.agent.checkpoint import list_checkpoints
@@ -32,6 +32,7 @@ SMALL = [
     "trainer.iterations=4",
     "trainer.eval_every=2",
     "trainer.save_every=1",
+    "trainer.save_trajectories_every=1",
     "es_manager.val.env_groups=3",
     "es_manager.train.group_size=8",
     "engine.width=32",
@@ -124,6 +125,30 @@ def test_a_run_leaves_what_its_folder_promises(finished):
     assert any((finished / "tensorboard").iterdir())
     played = list(read_trajectories(finished / "trajectories" / "heldout-000004.jsonl"))
     assert [t.group for t in played] == [0, 1, 2]
+
+
+def test_the_advantage_of_every_token_that_was_trained_on_is_kept(finished):
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    told = {row["iteration"]: row.get("trained_tokens", 0) for row in rows}
+    files = sorted((finished / "advantages").iterdir())
+    assert [file.name for file in files] == [
+        f.name for f in sorted((finished / "trajectories").glob("train-*"))
+    ]
+    tokens = 0
+    for file in files:
+        played = dict(enumerate(read_trajectories(finished / "trajectories" / file.name)))
+        found = read_advantages(file, played)
+        assert found.keys() == played.keys()
+        kept = sum(len(turn) for turns in found.values() for turn in turns or ())
+        assert kept == told[int(file.stem[6:])]
+        tokens += kept
+        best = {}
+        for row, turns in found.items():
+            if turns is not None:
+                best.setdefault(played[row].group, []).append((played[row].reward, turns[0][0]))
+        for members in best.values():  # more reward in a group, more advantage
+            assert max(members)[1] > min(members)[1]
+    assert tokens
 
 
 def test_a_run_folder_is_never_overwritten(finished):

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from shoal.core.configuration import to_mapping
-from shoal.core.data import Trajectory, write_trajectories
+from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.files import remove_leftovers
 from shoal.core.run_folder import Event, RunFolder
@@ -84,10 +84,15 @@ class Records:
 
             write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
 
-    def keep_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
-        """Write `trajectories/<name>.jsonl`."""
-        if self._writes:
-            write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
+    def keep_trajectories(
+        self, name: str, trajectories: Sequence[Trajectory], advantages: Sequence[Any] | None = None
+    ) -> None:
+        """Write `trajectories/<name>.jsonl`, and before it `advantages/<name>.jsonl` if an update computed some."""
+        if not self._writes:
+            return
+        if advantages is not None:
+            write_advantages(self.folder.path / "advantages" / f"{name}.jsonl", advantages)
+        write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
 
     def save(
         self,

@@ -31,6 +31,7 @@ from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
+from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent.config import AgentConfig, Algorithm, refuse_without_signal
 from shoal.train.agent.distributed import (
@@ -57,7 +58,7 @@ from shoal.train.agent.policy import (
     trained_parameters,
 )
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
-from shoal.train.agent.update import Learner, prepare_samples, update
+from shoal.train.agent.update import Learner, advantages_of, prepare_samples, update
 from shoal.train.agent.warmup import warm_up
 from shoal.train.agent.weights import WeightSync
 
@@ -201,7 +202,8 @@ class AgentTrainer:
         if "engine_busy" not in rollouts:
             rollouts["engine_busy"] = round(self._clock.lap() / rollout_seconds, 4)
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
-        row |= self._learn(trajectories, learned, iteration)
+        learning, samples = self._learn(trajectories, learned, iteration)
+        row |= learning
         tokens = sum(t.n_tokens for t in trajectories)
         self.progress = Progress(
             iteration + 1,
@@ -212,7 +214,8 @@ class AgentTrainer:
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
         row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
-            self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories)
+            used = advantages_of(trajectories, learned, samples, self._learner)
+            self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories, used)
         return row
 
     def evaluate(self, *, greedy: bool = True) -> list[Trajectory]:
@@ -222,16 +225,16 @@ class AgentTrainer:
     # --- parts of an iteration
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
-    ) -> dict[str, float]:
-        """Advantages of the groups to learn from, and one update from them."""
+    ) -> tuple[dict[str, float], list[Sample]]:
+        """Advantages of the groups to learn from, and one update from them; its metrics, and what it read."""
         config = self.config
         row = signal_metrics(trajectories, learned, config)
         self._warn_of_shaping(row["groups_shaping_only"])
         if not learned:
-            return row
+            return row, []
         set_rates(self.optimizer, config.algorithm, iteration / config.trainer.iterations)
         samples = prepare_samples(learned, self._learner)
-        return row | update(self._learner, samples, iteration) if samples else row
+        return (row | update(self._learner, samples, iteration) if samples else row), samples
 
     def _warn_of_shaping(self, share: float) -> None:
         """Say once when most groups differ by the format penalty alone."""

@@ -298,6 +298,25 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     return [sample for sample, left_out in zip(samples, cut, strict=True) if not left_out]
 
 
+def advantages_of(
+    played: Sequence[Trajectory], learned: Sequence[Trajectory], samples: Sequence[Sample], learner: Learner
+) -> list[list[list[float]] | None]:
+    """What `prepare_samples` found, by episode and turn, one number a token; None where nothing was learned from.
+
+    Args:
+        played: all episodes.
+        learned: those of them that `prepare_samples` was given.
+        samples: what it made of them.
+        learner: that it was given.
+    """
+    overlong = learner.algorithm.overlong_filter
+    trained = [t for t in learned if samples and not (overlong and was_cut(t))]
+    nested = _by_turn(trained, [sample.columns["advantages"] for sample in samples])
+    shortest = [[list(map(float, turn.astype("float32").astype("U"))) for turn in turns] for turns in nested]
+    found = {id(t): turns for t, turns in zip(trained, shortest, strict=True)}
+    return [found.get(id(t)) for t in played]
+
+
 def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[np.ndarray]:
     """One number a trained token of each sample: a critic's values, or log-probabilities."""
     algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
@@ -342,6 +361,8 @@ def _spread(trajectories: Sequence[Trajectory], turns: Sequence[Array]) -> np.nd
 
 def _by_turn(trajectories: Sequence[Trajectory], of_samples: Sequence[np.ndarray]) -> list[list[Array]]:
     """Values of the tokens of samples, in the order of the trajectories, cut by trajectory and turn."""
+    if not of_samples:
+        return []
     cuts = np.cumsum([len(turn.response_ids) for t in trajectories for turn in t.turns])[:-1]
     parts = iter(np.split(np.concatenate(of_samples).astype(np.float64), cuts))
     return [[next(parts) for _ in t.turns] for t in trajectories]

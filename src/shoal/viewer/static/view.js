@@ -16,6 +16,11 @@ function toggleTheme() {
   root.dataset.theme = dark ? "light" : "dark";
   remembered("shoal-theme", root.dataset.theme);
 }
+function toggleColour() {
+  root.dataset.colour = root.dataset.colour === "advantage" ? "probability" : "advantage";
+  remembered("shoal-colour", root.dataset.colour);
+}
+root.dataset.colour = new URLSearchParams(location.search).get("colour") || remembered("shoal-colour") || "probability";
 const theme = new URLSearchParams(location.search).get("theme") || remembered("shoal-theme");
 if (theme === "dark" || theme === "light") root.dataset.theme = theme;
 
@@ -51,6 +56,7 @@ document.addEventListener("click", (event) => {
   if (!button) return;
   if (button.dataset.copy !== undefined) copy(button.dataset.copy);
   if (button.dataset.do === "theme") toggleTheme();
+  if (button.dataset.do === "colour") toggleColour();
   if (button.dataset.do === "help") toggleHelp();
 });
 
@@ -78,7 +84,7 @@ document.addEventListener("keydown", (event) => {
   const act = {
     j: () => move(1), k: () => move(-1), ArrowDown: null, n: () => go("next"), p: () => go("prev"), u: () => go("up"),
     h: () => { if (isStatic) location.hash = "#runs"; else if (home) location.href = home; },
-    t: toggleTheme, "?": toggleHelp,
+    t: toggleTheme, a: toggleColour, "?": toggleHelp,
     c: () => { const text = shown().querySelector("[data-copy]")?.dataset.copy; if (text) copy(text); },
     Enter: () => shown().querySelector("tr.at .row-link")?.click(),
   }[event.key];
