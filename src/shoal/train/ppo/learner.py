@@ -149,7 +149,8 @@ class TorchLearner:
         if not len(obs):
             return np.zeros(0, np.float32)
         with torch.inference_mode():
-            parts = [self.network.value(self._rows(obs[i : i + 4096])) for i in range(0, len(obs), 4096)]
+            rows = 256 if obs.dtype == np.uint8 and self.device.type == "cpu" else 4096  # what a cache holds
+            parts = [self.network.value(self._rows(obs[i : i + rows])) for i in range(0, len(obs), rows)]
             return torch.cat(parts).cpu().numpy()
 
     def gae(

@@ -1,4 +1,8 @@
-"""The compiled PPO update: every epoch and minibatch of it in one call, without Python in between."""
+"""The compiled PPO update: every epoch and minibatch of it in one call, without Python in between.
+
+A second thread may take the critic's half of a minibatch while the first is at the actor's (`assist`). The halves meet
+in nothing but Adam, so one thread or two give the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shoal.train.ppo.compiled.kernels import Array, _compiled, backward, forward
-from shoal.train.ppo.compiled.tiles import dot
+from shoal.train.ppo.compiled.tiles import atomic_load, atomic_step, dot, yield_core
 
 _F = np.float32
 
@@ -16,6 +20,12 @@ _F = np.float32
 LEARNING_RATE, CLIP, VALUE_CLIP, ENTROPY, VALUE, MAX_NORM, TARGET_KL, NORMALIZE, ADAM_EPS = range(9)
 POLICY_LOSS, VALUE_LOSS, ENTROPY_LOSS, KL, CLIPPED, GRADIENT_NORM, UPDATES, FIRST_KL = range(8)
 BETA_1, BETA_2 = 0.9, 0.999
+
+# Where two threads count minibatches: the one they are at, those whose critic somebody took, those whose critic is
+# done, and whether all is over. Each stands in a cache line of its own.
+AT, TAKEN, DONE, OVER, COUNTERS = 0, 16, 32, 48, 64
+PATIENCE = 2000
+"""How often a thread looks at a counter before it lets others have its core."""
 
 
 @_compiled
@@ -169,64 +179,123 @@ def normalized(advantages: Array, rows: Array, normalize: bool, out: Array) -> N
 
 
 @_compiled
+def gather(obs: Array, rows: Array, x: Array) -> None:
+    """The observations of a minibatch, one after the other."""
+    inputs = obs.shape[1]
+    for i in range(rows.size):
+        for j in range(inputs):
+            x[i * inputs + j] = obs[rows[i], j]
+
+
+@_compiled
+def critic_half(
+    weights: Array, at: int, dims: Array, activation: int, rows: Array, x: Array, returns: Array,
+    old_values: Array, settings: Array, stats: Array, gradient: Array, out: Array, d_out: Array,
+    hidden: Array, delta: Array, below: Array, transposed: Array,
+) -> None:  # fmt: skip
+    """The critic's loss on the rows of a minibatch, and the gradient of its parameters."""
+    forward(weights, at, dims, activation, rows.size, x, 0, hidden, out)
+    value_loss(out, rows.size, rows, returns, old_values, settings, stats, d_out)
+    backward(weights, gradient, at, dims, activation, rows.size, x, hidden, d_out, delta, below, transposed)
+
+
+@_compiled
+def minibatch(orders: Array, batch_size: int, number: int) -> Array:
+    """The rows of minibatch `number`, counted from 1 through all epochs."""
+    size = orders.shape[1]
+    a_pass = (size + batch_size - 1) // batch_size
+    start = (number - 1) % a_pass * batch_size
+    return orders[(number - 1) // a_pass, start : min(start + batch_size, size)]
+
+
+@_compiled
+def assist(
+    weights: Array, at: int, dims: Array, activation: int, orders: Array, batch_size: int, obs: Array,
+    returns: Array, old_values: Array, settings: Array, stats: Array, gradient: Array, counters: Array,
+    yielder: int,
+) -> None:  # fmt: skip
+    """Do critics' halves of the minibatches of an `update` that runs in another thread, until it is over.
+
+    Whoever comes first takes a half: a thread that gets no core delays nobody.
+    """
+    x = np.empty(batch_size * dims[0], np.float32)
+    out, d_out = np.empty(batch_size, np.float32), np.empty(batch_size, np.float32)
+    widest = dims[1:-1].max()
+    hidden = np.empty(batch_size * dims[1:-1].sum(), np.float32)
+    delta, below = np.empty(batch_size * widest, np.float32), np.empty(batch_size * widest, np.float32)
+    transposed = np.empty(widest * widest, np.float32)
+    known, looks = 0, 0
+    while atomic_load(counters, OVER) == 0:
+        now = atomic_load(counters, AT)
+        if now == known:
+            looks += 1
+            if looks > PATIENCE:
+                yield_core(yielder)
+            continue
+        known, looks = now, 0
+        if atomic_step(counters, TAKEN, now - 1):
+            rows = minibatch(orders, batch_size, now)
+            gather(obs, rows, x)
+            critic_half(
+                weights, at, dims, activation, rows, x, returns, old_values, settings, stats, gradient, out,
+                d_out, hidden, delta, below, transposed,
+            )  # fmt: skip
+            atomic_step(counters, DONE, now - 1)
+
+
+@_compiled
 def update(
-    weights: Array, first: Array, second: Array, count: int, actor: Array, critic: Array, activation: int,
-    groups: Array, std_at: int, orders: Array, batch_size: int, obs: Array, choices: Array, points: Array,
-    masks: Array, old_logprobs: Array, advantages: Array, returns: Array, old_values: Array,
+    weights: Array, first: Array, second: Array, count: int, actor: Array, critic: Array, critic_at: int,
+    activation: int, groups: Array, std_at: int, orders: Array, batch_size: int, obs: Array, choices: Array,
+    points: Array, masks: Array, old_logprobs: Array, advantages: Array, returns: Array, old_values: Array,
     settings: Array, gradient: Array, hidden: Array, delta: Array, below: Array, transposed: Array,
+    critic_stats: Array, counters: Array, yielder: int,
 ) -> Array:  # fmt: skip
     """Every epoch (`orders[epochs, B]`) and minibatch; the parameters and Adam's moments change in place."""
-    critic_at = 0
-    for layer in range(actor.size - 1):
-        critic_at += (actor[layer] + 1) * actor[layer + 1]
-    size, outputs, inputs = orders.shape[1], actor[-1], actor[0]
+    outputs = actor[-1]
     gaussian = groups.size == 0
-    x = np.empty(batch_size * inputs, np.float32)
+    x = np.empty(batch_size * actor[0], np.float32)
     out = np.empty(batch_size * outputs, np.float32)
     d_out = np.empty(batch_size * outputs, np.float32)
     scaled = np.empty(batch_size, np.float32)
     sums, one = np.zeros(8, np.float64), np.zeros(8, np.float32)
     log_std = weights[std_at : std_at + outputs] if gaussian else weights[:0]
     d_log_std = gradient[std_at : std_at + outputs] if gaussian else gradient[:0]
-    stop = False
-    for epoch in range(orders.shape[0]):
-        for start in range(0, size, batch_size):
-            rows = orders[epoch, start : min(start + batch_size, size)]
-            m = rows.size
-            for i in range(m):
-                for j in range(inputs):
-                    x[i * inputs + j] = obs[rows[i], j]
-            normalized(advantages, rows, settings[NORMALIZE] > 0, scaled)
-            one[:] = 0
-            for network in range(2):  # one call site each: compiled once
-                dims = actor if network == 0 else critic
-                at = 0 if network == 0 else critic_at
-                forward(weights, at, dims, activation, m, x, 0, hidden, out)
-                if network == 1:
-                    value_loss(out, m, rows, returns, old_values, settings, one, d_out)
-                elif gaussian:
-                    points_loss(
-                        out, m, rows, log_std, points, old_logprobs, scaled, settings, one, d_out, d_log_std
-                    )
-                else:
-                    choices_loss(
-                        out, m, rows, groups, choices, masks, old_logprobs, scaled, settings, one, d_out
-                    )
-                backward(
-                    weights, gradient, at, dims, activation, m, x, hidden, d_out, delta, below, transposed
-                )
-            if sums[UPDATES] == 0:
-                sums[FIRST_KL] = one[KL]
-            stop = settings[TARGET_KL] > 0 and one[KL] > _F(1.5) * settings[TARGET_KL]
-            if stop:  # the step that went too far is measured, not taken
-                break
-            count += 1
-            one[GRADIENT_NORM] = adam(weights, first, second, gradient, count, settings)
-            for k in range(UPDATES):
-                sums[k] += one[k]
-            sums[UPDATES] += 1
-        if stop:
-            break
+    for number in range(1, orders.shape[0] * ((orders.shape[1] + batch_size - 1) // batch_size) + 1):
+        rows = minibatch(orders, batch_size, number)
+        m = rows.size
+        one[:] = 0
+        critic_stats[:] = 0
+        atomic_step(counters, AT, number - 1)
+        gather(obs, rows, x)
+        normalized(advantages, rows, settings[NORMALIZE] > 0, scaled)
+        forward(weights, 0, actor, activation, m, x, 0, hidden, out)
+        if gaussian:
+            points_loss(out, m, rows, log_std, points, old_logprobs, scaled, settings, one, d_out, d_log_std)
+        else:
+            choices_loss(out, m, rows, groups, choices, masks, old_logprobs, scaled, settings, one, d_out)
+        backward(weights, gradient, 0, actor, activation, m, x, hidden, d_out, delta, below, transposed)
+        if atomic_step(counters, TAKEN, number - 1):
+            critic_half(
+                weights, critic_at, critic, activation, rows, x, returns, old_values, settings, critic_stats,
+                gradient, out, d_out, hidden, delta, below, transposed,
+            )  # fmt: skip
+            atomic_step(counters, DONE, number - 1)
+        looks = 0
+        while atomic_load(counters, DONE) != number:
+            looks += 1
+            if looks > PATIENCE:
+                yield_core(yielder)
+        one[VALUE_LOSS] = critic_stats[VALUE_LOSS]
+        if number == 1:
+            sums[FIRST_KL] = one[KL]
+        if settings[TARGET_KL] > 0 and one[KL] > _F(1.5) * settings[TARGET_KL]:
+            break  # the step that went too far is measured, not taken
+        count += 1
+        one[GRADIENT_NORM] = adam(weights, first, second, gradient, count, settings)
+        for k in range(UPDATES):
+            sums[k] += one[k]
+        sums[UPDATES] += 1
     for k in range(UPDATES):
         sums[k] /= max(sums[UPDATES], 1.0)
     return sums
