@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.maths.gae import gae
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.train.ppo.compiled import update as units
+from shoal.train.ppo.compiled import kernels
 from shoal.train.ppo.compiled.learner import CompiledLearner
 from shoal.train.ppo.compiled.network import NO_MASKS, YIELD, Pace, UpdateBatch, UpdateRates
 from shoal.train.ppo.learner import TorchLearner
@@ -253,9 +253,9 @@ def a_rollout(learner, actions, rows: int, inputs: int, epochs: int, seed: int =
 @pytest.mark.parametrize(("kind", "target_kl"), [("multi", 0.0), ("box", 0.0), ("discrete", 0.006)])
 def test_an_update_that_a_second_thread_helps_with_has_the_same_bytes(monkeypatch, kind, target_kl):
     helped = []
-    assist = units.assist
+    assist = kernels.assist
     monkeypatch.setattr(Pace, "helped", lambda self: True)
-    monkeypatch.setattr(units, "assist", lambda *given: helped.append(True) or assist(*given))
+    monkeypatch.setattr(kernels, "assist", lambda *given: helped.append(True) or assist(*given))
     found = []
     for assisted in (False, True):
         fast, _, actions = learners(SPACES[kind], 5, (64, 48))
@@ -275,26 +275,26 @@ def test_a_thread_that_helps_finds_the_critics_gradient_of_the_minibatch_it_took
     net, batch = fast.compiled, a_rollout(fast, actions, 200, 5, epochs=2)
     rates = UpdateRates(1e-3, 0.2, 0.0, 0.0, 0.5, 0.0, 0.0, True, 1e-5, 64)
     settings = np.zeros(9, np.float32)
-    settings[units.VALUE] = rates.vf_coef
+    settings[kernels.VALUE] = rates.vf_coef
     stats, gradient, counters = np.zeros(8, np.float32), np.zeros_like(net.weights), np.zeros(64, np.int64)
-    counters[[units.AT, units.TAKEN, units.DONE]] = 6, 5, 5
-    helper = threading.Thread(target=units.assist, args=(
+    counters[[kernels.AT, kernels.TAKEN, kernels.DONE]] = 6, 5, 5
+    helper = threading.Thread(target=kernels.assist, args=(
         net.weights, net.critic_at, net.critic, net._activation, batch.orders, 64, batch.obs, batch.returns,
         batch.values, settings, stats, gradient, counters, YIELD,
     ))  # fmt: skip
     helper.start()
-    while counters[units.DONE] < 6:
+    while counters[kernels.DONE] < 6:
         pass
-    counters[units.OVER] = 1
+    counters[kernels.OVER] = 1
     helper.join()
-    assert counters[units.TAKEN] == 6
+    assert counters[kernels.TAKEN] == 6
     rows = torch.from_numpy(batch.orders[1][64:128])
     network = fast.network
     loss = (
         (network.value(torch.from_numpy(batch.obs)[rows]) - torch.from_numpy(batch.returns)[rows]) ** 2
     ).mean()
     (0.5 * loss).backward()
-    assert stats[units.VALUE_LOSS] == pytest.approx(loss.item(), rel=1e-5)
+    assert stats[kernels.VALUE_LOSS] == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in network.critic.named_parameters():
         ours = fast._places[f"critic.{name}"](gradient)
         np.testing.assert_allclose(ours, parameter.grad.numpy(), atol=1e-5, err_msg=name)
@@ -305,22 +305,22 @@ def test_an_update_waits_for_the_critics_half_that_another_thread_took():
     fast, _, actions = learners(SPACES["discrete"], 5, (64, 48))
     net, batch = fast.compiled, a_rollout(fast, actions, 64, 5, epochs=1)
     stats, counters, told = np.zeros(8, np.float32), np.zeros(64, np.int64), []
-    counters[units.TAKEN] = 1
-    waits = threading.Thread(target=lambda: told.append(units.update(
+    counters[kernels.TAKEN] = 1
+    waits = threading.Thread(target=lambda: told.append(kernels.update(
         net.weights, net.first, net.second, 0, net.actor, net.critic, net.critic_at, net._activation, net._groups,
         net.std_at, batch.orders, 64, batch.obs, batch.actions, np.zeros((0, 0), np.float32), batch.masks,
         batch.logprobs, batch.advantages, batch.returns, batch.values, np.ones(9, np.float32), net._gradient,
         net._hidden, net._delta, net._below, net._transposed, stats, counters, YIELD,
     )))  # fmt: skip
     waits.start()
-    while counters[units.AT] < 1:
+    while counters[kernels.AT] < 1:
         pass
     waits.join(0.2)
     assert waits.is_alive()
-    stats[units.VALUE_LOSS] = 7.5
-    counters[units.DONE] = 1
+    stats[kernels.VALUE_LOSS] = 7.5
+    counters[kernels.DONE] = 1
     waits.join()
-    assert told[0][units.VALUE_LOSS] == 7.5
+    assert told[0][kernels.VALUE_LOSS] == 7.5
 
 
 def test_help_is_asked_for_where_it_is_faster_and_the_other_way_is_tried_now_and_then():

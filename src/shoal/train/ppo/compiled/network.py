@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,10 +112,10 @@ def kernels_available() -> bool:
 
 def kernels_cached() -> bool:
     """Whether compiled kernels of this version lie in numba's cache, so that the first use is quick."""
-    from shoal.train.ppo.compiled import update
+    from shoal.train.ppo.compiled import kernels
 
-    folder = Path(update.update.stats.cache_path)
-    return any(folder.glob("update.update-*.nbi"))
+    folder = Path(kernels.update.stats.cache_path)
+    return any(folder.glob("kernels.update-*.nbi"))
 
 
 @dataclass
@@ -130,9 +130,9 @@ class CompiledNetwork:
     assisted: bool = False  # a second thread helps with updates; the result is the same
 
     def __post_init__(self) -> None:
-        from shoal.train.ppo.compiled import kernels, update
+        from shoal.train.ppo.compiled import kernels
 
-        self._kernels, self._updates = kernels, update
+        self._kernels = kernels
         padded = [-(-units // 16) * 16 for units in self.shape.hidden]
         self.actor = np.array([self.shape.inputs, *padded, self.shape.outputs], np.int64)
         self.critic = np.array([self.shape.inputs, *padded, 1], np.int64)
@@ -150,14 +150,9 @@ class CompiledNetwork:
         self._make_room(256)
 
     def act(
-        self,
-        obs: Array,
-        masks: Array,
-        noise: Array,
-        actions: Array,
-        logprobs: Array,
+        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
         deterministic: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write actions `[N, A]` and log-probabilities `[N]` for observations `[N, D]`."""
         self._make_room(len(obs))
         kernels, shape = self._kernels, self.shape
@@ -186,34 +181,34 @@ class CompiledNetwork:
     def update(self, batch: UpdateBatch, rates: UpdateRates) -> UpdateStats:
         """All epochs of one PPO update; parameters and moments change in place."""
         self._make_room(rates.batch_size)
-        units = self._updates
+        kernels = self._kernels
         settings = np.zeros(9, np.float32)
         for place, value in (
-            (units.LEARNING_RATE, rates.learning_rate),
-            (units.CLIP, rates.clip),
-            (units.VALUE_CLIP, rates.value_clip),
-            (units.ENTROPY, rates.ent_coef),
-            (units.VALUE, rates.vf_coef),
-            (units.MAX_NORM, rates.max_grad_norm),
-            (units.TARGET_KL, rates.target_kl),
-            (units.NORMALIZE, rates.normalize_advantage),
-            (units.ADAM_EPS, rates.adam_eps),
+            (kernels.LEARNING_RATE, rates.learning_rate),
+            (kernels.CLIP, rates.clip),
+            (kernels.VALUE_CLIP, rates.value_clip),
+            (kernels.ENTROPY, rates.ent_coef),
+            (kernels.VALUE, rates.vf_coef),
+            (kernels.MAX_NORM, rates.max_grad_norm),
+            (kernels.TARGET_KL, rates.target_kl),
+            (kernels.NORMALIZE, rates.normalize_advantage),
+            (kernels.ADAM_EPS, rates.adam_eps),
         ):
             settings[place] = value
         discrete = bool(self.shape.groups)
         choices = batch.actions if discrete else np.zeros((0, 0), np.int64)
         points = np.zeros((0, 0), np.float32) if discrete else batch.actions
         masks = batch.masks if batch.masks.size else NO_MASKS
-        critic_stats, counters = np.zeros(8, np.float32), np.zeros(units.COUNTERS, np.int64)
+        critic_stats, counters = np.zeros(8, np.float32), np.zeros(kernels.COUNTERS, np.int64)
         helper, started = None, time.perf_counter()
         if self.assisted and batch.orders.size * self.weights.size >= LEAST_WORK and self._pace.helped():
-            helper = threading.Thread(target=units.assist, daemon=True, args=(
+            helper = threading.Thread(target=kernels.assist, daemon=True, args=(
                 self.weights, self.critic_at, self.critic, self._activation, batch.orders, rates.batch_size,
                 batch.obs, batch.returns, batch.values, settings, critic_stats, self._gradient, counters, YIELD,
             ))  # fmt: skip
             helper.start()
         try:
-            result = units.update(
+            result = kernels.update(
                 self.weights, self.first, self.second, self.count, self.actor, self.critic, self.critic_at,
                 self._activation, self._groups, self.std_at, batch.orders, rates.batch_size, batch.obs, choices,
                 points, masks, batch.logprobs, batch.advantages, batch.returns, batch.values, settings,
@@ -221,7 +216,7 @@ class CompiledNetwork:
                 YIELD,
             )  # fmt: skip
         finally:
-            counters[units.OVER] = 1
+            counters[kernels.OVER] = 1
             if helper is not None:
                 helper.join()
         self._pace.took(helper is not None, (time.perf_counter() - started) / batch.orders.size)
@@ -237,6 +232,14 @@ class CompiledNetwork:
         advantages = np.empty_like(rewards)
         self._kernels.gae(rewards, values, next_values, terminated, done, gamma, gae_lambda, advantages)
         return advantages
+
+    def snapshot(self) -> Any:
+        """A copy of everything an update changes."""
+        return self.weights.copy(), self.first.copy(), self.second.copy(), self.count
+
+    def restore(self, snapshot: Any) -> None:
+        """Undo the update since `snapshot`."""
+        self.weights[:], self.first[:], self.second[:], self.count = snapshot
 
     def _make_room(self, rows: int) -> None:
         if rows <= self._rows:
