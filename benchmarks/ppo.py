@@ -1,6 +1,7 @@
 """PPO beside Stable-Baselines3 and a single-file PPO: steps a second and time to solve CartPole.
 
     python benchmarks/ppo.py [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3]
+    python benchmarks/ppo.py --scores runs/ppo-Hopper-v5 ...     notes what finished runs of `shoal train-ppo` reached
 
 Same hyperparameters and torch threads (one) for all. Steps are counted after a first warm update; subjects
 take turns, a row is the median of its rounds. CPU seconds include worker processes. The compiled path
@@ -32,11 +33,12 @@ import gymnasium as gym  # noqa: E402
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
+import yaml  # noqa: E402
 
 import ppo_single_file  # noqa: E402
 from shoal.core.files import read_json, write_json  # noqa: E402
 from shoal.train.ppo.ppo import PPO  # noqa: E402
-from shoal.train.ppo.presets import PRESETS  # noqa: E402
+from shoal.train.ppo.presets import PRESETS, preset_for  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "ppo.json"
 ENVS = {"cartpole": "CartPole-v1", "lunarlander": "LunarLander-v3"}
@@ -255,6 +257,20 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
     return rows
 
 
+def scores(runs: list[Path]) -> list[dict[str, Any]]:
+    """What runs with a preset's settings reached: greedy episodes after training, and the last 100 of training."""
+    rows = []
+    for run in runs:
+        config, summary = yaml.safe_load((run / "config.yaml").read_text()), read_json(run / "summary.json")
+        found, preset = summary["metrics"], preset_for(config["env"])
+        if preset is None or found["steps"] < preset.total_timesteps:
+            raise SystemExit(f"{run} is not a whole run of a preset")
+        case, subject = f"score of {preset.name}", f"shoal, seed {config['seed']}"
+        for unit, name in (("return", "eval_return_mean"), ("return in training", "reward_mean")):
+            rows.append(row(case, subject, found[name], unit, summary["cpu_seconds"], 1))
+    return rows
+
+
 def check_paths() -> None:
     """The compiled update is autograd's, on recorded experience, before anybody is timed."""
     after = {}
@@ -314,7 +330,10 @@ def main() -> None:
     parser.add_argument("--counts", nargs="+", type=int, default=list(COUNTS))
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scores", nargs="+", type=Path, default=[])
     options = parser.parse_args()
+    if options.scores:
+        return save(scores(options.scores))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     check_paths()

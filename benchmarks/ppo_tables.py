@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ SUBJECTS = (
     "shoal", "shoal, 2 workers", "shoal, torch path", "Stable-Baselines3", "single-file PPO", "limit: stepping only",
 )  # fmt: skip
 COUNTS = (1, 4, 8, 16)
+PUBLISHED = {
+    "HalfCheetah-v5": "1,443 ± 46 (-v4, CleanRL)",
+    "Hopper-v5": "2,383 ± 272 (-v4, CleanRL)",
+    "Walker2d-v5": "2,288 ± 572 (-v4, CleanRL)",
+    "MiniGrid-DoorKey-5x5-v0": "0.964 ± 0.006 (zoo)",
+}
+"""CleanRL: docs/benchmark/ppo_continuous_action.md, episodes of training, three seeds. Zoo: benchmark.md, one run."""
 BASELINE = "Stable-Baselines3"
 
 
@@ -28,6 +36,7 @@ def main() -> None:
         throughput(values, env)
     solve(values)
     scaling(values)
+    scores(found["rows"])
     presets()
 
 
@@ -84,6 +93,25 @@ def scaling(values: dict[Any, Any]) -> None:
                 many = values.get((f"{env}, {n} envs", subject, "steps/s"))
                 cells.append(f"{many / one:.1f}x" if many else "")
         print(f"| {n} | " + " | ".join(cells) + " |")
+    print()
+
+
+def scores(rows: list[dict[str, Any]]) -> None:
+    print("| environment | seeds | greedy return | mean and deviation | in training | published |")
+    print("|---|---|---|---|---|---|")
+    for env in PRESETS:
+        ours = [row for row in rows if row["case"] == f"score of {env}"]
+        if not ours:
+            continue
+        greedy, training = ([row["value"] for row in ours if row["unit"] == unit]
+                            for unit in ("return", "return in training"))  # fmt: skip
+        seeds = [row["subject"].rpartition(" ")[2] for row in ours if row["unit"] == "return"]
+        digits = 2 if max(greedy) < 10 else 0
+        each, low = ([f"{value:,.{digits}f}" for value in values] for values in (greedy, training))
+        mean, spread = statistics.mean(greedy), statistics.stdev(greedy) if len(greedy) > 1 else None
+        whole = f"{mean:,.{digits}f} ± {spread:,.{digits}f}" if spread is not None else "one seed"
+        print(f"| {env} | {', '.join(seeds)} | {', '.join(each)} | {whole} | {', '.join(low)} | "
+              f"{PUBLISHED.get(env, 'none')} |")  # fmt: skip
     print()
 
 

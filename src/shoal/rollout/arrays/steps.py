@@ -23,8 +23,20 @@ Array = np.ndarray
 class StepPolicy(Protocol):
     """What a collector asks of a policy; one that remembers also has `forget(i)`, for an env whose episode begins."""
 
-    def act(self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array) -> None:
-        """Write `actions[N, A]` and `logprobs[N]` for `obs[N, D]`; all chance comes from `noise[N, A]`."""
+    def act(
+        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        """Write `actions[N, A]` and `logprobs[N]` for `obs[N, D]`.
+
+        Args:
+            obs: as the policy sees them.
+            masks: `[N, sum(groups)]`, 0 where a choice is not allowed; without elements all are.
+            noise: `[N, A]`, from which all chance comes.
+            actions: written.
+            logprobs: written.
+            deterministic: the likeliest actions instead of drawn ones.
+        """
 
 
 @dataclass(slots=True)

@@ -75,14 +75,9 @@ class PPOAgent:
         self.reward_norm = RewardNormalizer(n_envs, config.gamma) if config.normalize_reward else None
 
     def act(
-        self,
-        obs: Array,
-        masks: Array,
-        noise: Array,
-        actions: Array,
-        logprobs: Array,
+        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
         deterministic: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write actions and log-probabilities for raw observations; the normaliser's statistics stay.
 
         One that remembers goes on from what it remembers of these envs, and remembers this step.

@@ -210,6 +210,9 @@ class Experience:
 
     def _start(self, total_timesteps: int | None) -> None:
         self.workers = self._choose_workers(total_timesteps)
+        learner = self.agent.learner
+        if isinstance(learner, CompiledLearner):  # the cores of the workers are free while it learns
+            learner.compiled.assisted = min(self.workers, available_cpus()) > 1
         collector = self._make_collector()
         try:
             self._begin(collector)

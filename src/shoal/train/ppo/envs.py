@@ -169,7 +169,13 @@ class AtariScreen(gym.Wrapper):
             if terminated or truncated:
                 break
         reward = float(np.sign(total)) if self._clips else total
-        return self._seen(np.max(frames[-2:], axis=0)), reward, terminated, truncated, info
+        return (
+            self._seen(np.maximum(*frames[-2:]) if len(frames) > 1 else frame),
+            reward,
+            terminated,
+            truncated,
+            info,
+        )
 
     def _seen(self, frame: Any) -> Any:
         return np.rint(self._rows @ frame.astype(np.float32) @ self._columns).astype(np.uint8)

@@ -11,28 +11,18 @@ from shoal.core.errors import EnvError, missing_extra
 from shoal.core.seeding import stream
 from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.steps import StepPolicy
 
 Array = np.ndarray
 
 
-class Player(Protocol):
+class Player(StepPolicy, Protocol):
     """Who plays; `PPOAgent.alone()` is one."""
 
     @property
     def noise_size(self) -> int:
         """How many numbers of chance an action takes."""
         ...
-
-    def act(
-        self,
-        obs: Array,
-        masks: Array,
-        noise: Array,
-        actions: Array,
-        logprobs: Array,
-        deterministic: bool = False,
-    ) -> None:
-        """Write an action."""
 
     def forget(self, i: int) -> None:
         """An episode begins."""

@@ -21,7 +21,7 @@ from shoal.maths import distributions
 from shoal.maths.gae import gae
 from shoal.maths.losses import clipped_policy_loss, normalized, value_loss
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.rollout.arrays.steps import StepRollout
+from shoal.rollout.arrays.steps import StepPolicy, StepRollout
 from shoal.train.ppo.compiled.learner import CompiledLearner
 from shoal.train.ppo.compiled.network import (
     UpdateBatch,
@@ -45,24 +45,13 @@ Arrays = dict[str, Array]
 Tensors = dict[str, Tensor]
 
 
-class Learner(Protocol):
-    """What the PPO loop asks of the mathematics."""
+class Learner(StepPolicy, Protocol):
+    """What the PPO loop asks of the mathematics; it acts on normalised observations."""
 
     @property
     def network(self) -> ActorCritic:
         """The torch module with the current weights."""
         ...
-
-    def act(
-        self,
-        obs: Array,
-        masks: Array,
-        noise: Array,
-        actions: Array,
-        logprobs: Array,
-        deterministic: bool = False,
-    ) -> None:
-        """Write actions and their log-probabilities for normalised observations."""
 
     def values(self, obs: Array) -> Array:
         """The critic's values of normalised observations."""
@@ -120,14 +109,9 @@ class TorchLearner:
         self.optimizer = torch.optim.Adam(self._parameters, lr=1e-3, eps=adam_eps, fused=fused)
 
     def act(
-        self,
-        obs: Array,
-        masks: Array,
-        noise: Array,
-        actions: Array,
-        logprobs: Array,
+        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
         deterministic: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write actions and their log-probabilities."""
         with torch.inference_mode():
             parameters = self.network.policy(self._rows(obs)).cpu().numpy()
@@ -149,7 +133,8 @@ class TorchLearner:
         if not len(obs):
             return np.zeros(0, np.float32)
         with torch.inference_mode():
-            parts = [self.network.value(self._rows(obs[i : i + 4096])) for i in range(0, len(obs), 4096)]
+            rows = 256 if obs.dtype == np.uint8 and self.device.type == "cpu" else 4096  # what a cache holds
+            parts = [self.network.value(self._rows(obs[i : i + rows])) for i in range(0, len(obs), rows)]
             return torch.cat(parts).cpu().numpy()
 
     def gae(

@@ -33,10 +33,13 @@ class SharePolicy:
         self.norm = ObservationNormalizer(shape.inputs)
         self.normalizes = False
 
-    def act(self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array) -> None:
+    def act(
+        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
         """Write actions and log-probabilities."""
         seen = self.norm(obs) if self.normalizes else obs
-        self.network.act(seen, masks, noise, actions, logprobs)
+        self.network.act(seen, masks, noise, actions, logprobs, deterministic)
 
 
 class ShareEnv(gym.Env):

@@ -4,6 +4,10 @@ Plain functions over flat float32 arrays, compiled by numba on first use and cac
 int64 array `[inputs, hidden_1, ..., hidden_L, outputs]` with hidden sizes padded to multiples of 16; its
 parameters lie one after the other from an offset on: `W [in, out]` and `b [out]` for each hidden layer, then
 `W [outputs, hidden_L]` and `b [outputs]`. Padded units hold zeros and keep them.
+
+An update is one call: every epoch and minibatch of it, without Python in between. A second thread may take the critic's
+half of a minibatch while the first is at the actor's (`assist`). The halves meet in nothing but Adam, so one thread or
+two give the same bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +18,33 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from shoal.train.ppo.compiled.tiles import dot, tanh_16, tanh_slope_16, tile_1x1, tile_1x4, tile_4x1, tile_4x4
+from shoal.train.ppo.compiled.tiles import (
+    atomic_load,
+    atomic_step,
+    dot,
+    tanh_16,
+    tanh_slope_16,
+    tile_1x1,
+    tile_1x4,
+    tile_4x1,
+    tile_4x4,
+    yield_core,
+)
 
 Array = np.ndarray
 TANH, RELU = 0, 1
 _F = np.float32
+
+# Where each number stands in `settings` and in the statistics that `update` returns.
+LEARNING_RATE, CLIP, VALUE_CLIP, ENTROPY, VALUE, MAX_NORM, TARGET_KL, NORMALIZE, ADAM_EPS = range(9)
+POLICY_LOSS, VALUE_LOSS, ENTROPY_LOSS, KL, CLIPPED, GRADIENT_NORM, UPDATES, FIRST_KL = range(8)
+BETA_1, BETA_2 = 0.9, 0.999
+
+# Where two threads count minibatches: the one they are at, those whose critic somebody took, those whose critic is
+# done, and whether all is over. Each stands in a cache line of its own.
+AT, TAKEN, DONE, OVER, COUNTERS = 0, 16, 32, 48, 64
+PATIENCE = 2000
+"""How often a thread looks at a counter before it lets others have its core."""
 
 
 def _compiled(function: Any) -> Any:
@@ -231,3 +257,276 @@ def gae(
             delta = rewards[t, i] + discount * ahead - value[t, i]
             running = delta + (_F(0) if done[t, i] else decay * running)
             advantages[t, i] = running
+
+
+@_compiled
+def choices_loss(
+    logits: Array, m: int, rows: Array, groups: Array, actions: Array, masks: Array, old: Array,
+    advantages: Array, settings: Array, stats: Array, d_out: Array,
+) -> None:  # fmt: skip
+    """Clipped policy loss and entropy of categorical choices, and their gradient by the logits."""
+    total, clip, scale = groups.sum(), settings[CLIP], _F(1.0 / m)
+    probability = np.empty(total, np.float32)
+    log_probability = np.empty(total, np.float32)
+    for i in range(m):
+        row = rows[i]
+        logprob, entropy, start = _F(0), _F(0), 0
+        for g in range(groups.size):
+            largest, norm = -_F(np.inf), _F(0)
+            for j in range(start, start + groups[g]):
+                if (masks.size == 0 or masks[row, j]) and logits[i * total + j] > largest:
+                    largest = logits[i * total + j]
+            for j in range(start, start + groups[g]):
+                probability[j] = _F(0)
+                if masks.size == 0 or masks[row, j]:
+                    probability[j] = math.exp(logits[i * total + j] - largest)
+                    norm += probability[j]
+            log_norm = math.log(norm)
+            for j in range(start, start + groups[g]):
+                if masks.size == 0 or masks[row, j]:
+                    probability[j] /= norm
+                    log_probability[j] = logits[i * total + j] - largest - log_norm
+                    entropy -= probability[j] * log_probability[j]
+            logprob += log_probability[start + actions[row, g]]
+            start += groups[g]
+        d_logprob = _policy_term(logprob - old[row], advantages[i], clip, scale, stats)
+        stats[ENTROPY_LOSS] += entropy * scale
+        start = 0
+        for g in range(groups.size):
+            own = _F(0)
+            for j in range(start, start + groups[g]):
+                if probability[j] > _F(0):
+                    own -= probability[j] * log_probability[j]
+            for j in range(start, start + groups[g]):
+                chosen = _F(1) if j - start == actions[row, g] else _F(0)
+                slope = d_logprob * (chosen - probability[j])
+                if probability[j] > _F(0):
+                    slope += settings[ENTROPY] * scale * probability[j] * (log_probability[j] + own)
+                allowed = masks.size == 0 or masks[row, j]
+                d_out[i * total + j] = slope if allowed else _F(0)
+            start += groups[g]
+
+
+@_compiled
+def points_loss(
+    means: Array, m: int, rows: Array, log_std: Array, actions: Array, old: Array, advantages: Array,
+    settings: Array, stats: Array, d_out: Array, d_log_std: Array,
+) -> None:  # fmt: skip
+    """The same for a diagonal Gaussian; its entropy depends on `log_std` only."""
+    size, clip, scale = log_std.size, settings[CLIP], _F(1.0 / m)
+    entropy = _F(0)
+    inverse = np.empty(size, np.float32)
+    for j in range(size):
+        entropy += log_std[j] + _F(1.4189385332046727)  # (1 + log 2 pi) / 2
+        inverse[j] = math.exp(-log_std[j])
+        d_log_std[j] = -settings[ENTROPY]
+    stats[ENTROPY_LOSS] += entropy
+    for i in range(m):
+        row = rows[i]
+        logprob = _F(0)
+        for j in range(size):
+            z = (actions[row, j] - means[i * size + j]) * inverse[j]
+            logprob -= _F(0.5) * z * z + log_std[j] + _F(0.9189385332046727)
+        d_logprob = _policy_term(logprob - old[row], advantages[i], clip, scale, stats)
+        for j in range(size):
+            z = (actions[row, j] - means[i * size + j]) * inverse[j]
+            d_out[i * size + j] = d_logprob * z * inverse[j]
+            d_log_std[j] += d_logprob * (z * z - _F(1))
+
+
+@_compiled
+def _policy_term(log_ratio: Any, advantage: Any, clip: Any, scale: Any, stats: Array) -> Any:
+    """Add one sample of the clipped surrogate (arXiv:1707.06347 eq. 7); returns d loss / d logprob."""
+    ratio = math.exp(log_ratio)
+    bounded = min(max(ratio, _F(1) - clip), _F(1) + clip)
+    free, held = advantage * ratio, advantage * bounded
+    stats[KL] += (ratio - _F(1) - log_ratio) * scale
+    if abs(ratio - _F(1)) > clip:
+        stats[CLIPPED] += scale
+    if free <= held:
+        stats[POLICY_LOSS] -= free * scale
+        return -free * scale
+    if held < free:
+        stats[POLICY_LOSS] -= held * scale
+        return _F(0)
+    stats[POLICY_LOSS] += free  # NaN: let it show in the loss
+    return free
+
+
+@_compiled
+def value_loss(
+    predicted: Array, m: int, rows: Array, returns: Array, old: Array, settings: Array, stats: Array,
+    d_out: Array,
+) -> None:  # fmt: skip
+    """Mean squared error of the values, with PPO's optional clipping around the old value."""
+    clip, scale = settings[VALUE_CLIP], _F(1.0 / m)
+    for i in range(m):
+        error = predicted[i] - returns[rows[i]]
+        loss, slope = error * error, _F(2) * error
+        if clip > _F(0):
+            moved = predicted[i] - old[rows[i]]
+            held = old[rows[i]] + min(max(moved, -clip), clip) - returns[rows[i]]
+            if held * held > loss:
+                loss = held * held
+                slope = _F(2) * held if abs(moved) <= clip else _F(0)
+        stats[VALUE_LOSS] += loss * scale
+        d_out[i] = settings[VALUE] * slope * scale
+
+
+@_compiled
+def adam(weights: Array, first: Array, second: Array, gradient: Array, count: int, settings: Array) -> float:
+    """One step of Adam (arXiv:1412.6980) on the clipped gradient; returns its global norm before."""
+    norm = math.sqrt(dot(gradient.size, gradient, 0, gradient, 0))
+    factor = _F(1)
+    if settings[MAX_NORM] > _F(0):
+        factor = min(_F(1), settings[MAX_NORM] / (norm + _F(1e-6)))
+    rate = _F(settings[LEARNING_RATE] / (1.0 - BETA_1**count))
+    correction = _F(1.0 / math.sqrt(1.0 - BETA_2**count))
+    keep_1, keep_2 = _F(BETA_1), _F(BETA_2)
+    add_1, add_2, eps = _F(1.0 - BETA_1), _F(1.0 - BETA_2), _F(settings[ADAM_EPS])
+    for i in range(weights.size):
+        g = gradient[i] * factor
+        first[i] = keep_1 * first[i] + add_1 * g
+        second[i] = keep_2 * second[i] + add_2 * g * g
+        weights[i] -= rate * first[i] / (math.sqrt(second[i]) * correction + eps)
+    return norm
+
+
+@_compiled
+def normalized(advantages: Array, rows: Array, normalize: bool, out: Array) -> None:
+    """The advantages of a minibatch, to mean 0 and deviation 1 (unbiased) if asked and if it has two rows."""
+    m = rows.size
+    mean, spread = 0.0, 1.0
+    if normalize and m > 1:
+        for i in range(m):
+            mean += advantages[rows[i]]
+        mean /= m
+        square = 0.0
+        for i in range(m):
+            square += (advantages[rows[i]] - mean) ** 2
+        spread = math.sqrt(square / (m - 1)) + 1e-8
+    for i in range(m):
+        out[i] = _F((advantages[rows[i]] - mean) / spread)
+
+
+@_compiled
+def gather(obs: Array, rows: Array, x: Array) -> None:
+    """The observations of a minibatch, one after the other."""
+    inputs = obs.shape[1]
+    for i in range(rows.size):
+        for j in range(inputs):
+            x[i * inputs + j] = obs[rows[i], j]
+
+
+@_compiled
+def critic_half(
+    weights: Array, at: int, dims: Array, activation: int, rows: Array, x: Array, returns: Array,
+    old_values: Array, settings: Array, stats: Array, gradient: Array, out: Array, d_out: Array,
+    hidden: Array, delta: Array, below: Array, transposed: Array,
+) -> None:  # fmt: skip
+    """The critic's loss on the rows of a minibatch, and the gradient of its parameters."""
+    forward(weights, at, dims, activation, rows.size, x, 0, hidden, out)
+    value_loss(out, rows.size, rows, returns, old_values, settings, stats, d_out)
+    backward(weights, gradient, at, dims, activation, rows.size, x, hidden, d_out, delta, below, transposed)
+
+
+@_compiled
+def minibatch(orders: Array, batch_size: int, number: int) -> Array:
+    """The rows of minibatch `number`, counted from 1 through all epochs."""
+    size = orders.shape[1]
+    a_pass = (size + batch_size - 1) // batch_size
+    start = (number - 1) % a_pass * batch_size
+    return orders[(number - 1) // a_pass, start : min(start + batch_size, size)]
+
+
+@_compiled
+def assist(
+    weights: Array, at: int, dims: Array, activation: int, orders: Array, batch_size: int, obs: Array,
+    returns: Array, old_values: Array, settings: Array, stats: Array, gradient: Array, counters: Array,
+    yielder: int,
+) -> None:  # fmt: skip
+    """Do critics' halves of the minibatches of an `update` that runs in another thread, until it is over.
+
+    Whoever comes first takes a half: a thread that gets no core delays nobody.
+    """
+    x = np.empty(batch_size * dims[0], np.float32)
+    out, d_out = np.empty(batch_size, np.float32), np.empty(batch_size, np.float32)
+    widest = dims[1:-1].max()
+    hidden = np.empty(batch_size * dims[1:-1].sum(), np.float32)
+    delta, below = np.empty(batch_size * widest, np.float32), np.empty(batch_size * widest, np.float32)
+    transposed = np.empty(widest * widest, np.float32)
+    known, looks = 0, 0
+    while atomic_load(counters, OVER) == 0:
+        now = atomic_load(counters, AT)
+        if now == known:
+            looks += 1
+            if looks > PATIENCE:
+                yield_core(yielder)
+            continue
+        known, looks = now, 0
+        if atomic_step(counters, TAKEN, now - 1):
+            rows = minibatch(orders, batch_size, now)
+            gather(obs, rows, x)
+            critic_half(
+                weights, at, dims, activation, rows, x, returns, old_values, settings, stats, gradient, out,
+                d_out, hidden, delta, below, transposed,
+            )  # fmt: skip
+            atomic_step(counters, DONE, now - 1)
+
+
+@_compiled
+def update(
+    weights: Array, first: Array, second: Array, count: int, actor: Array, critic: Array, critic_at: int,
+    activation: int, groups: Array, std_at: int, orders: Array, batch_size: int, obs: Array, choices: Array,
+    points: Array, masks: Array, old_logprobs: Array, advantages: Array, returns: Array, old_values: Array,
+    settings: Array, gradient: Array, hidden: Array, delta: Array, below: Array, transposed: Array,
+    critic_stats: Array, counters: Array, yielder: int,
+) -> Array:  # fmt: skip
+    """Every epoch (`orders[epochs, B]`) and minibatch; the parameters and Adam's moments change in place."""
+    outputs = actor[-1]
+    gaussian = groups.size == 0
+    x = np.empty(batch_size * actor[0], np.float32)
+    out = np.empty(batch_size * outputs, np.float32)
+    d_out = np.empty(batch_size * outputs, np.float32)
+    scaled = np.empty(batch_size, np.float32)
+    sums, one = np.zeros(8, np.float64), np.zeros(8, np.float32)
+    log_std = weights[std_at : std_at + outputs] if gaussian else weights[:0]
+    d_log_std = gradient[std_at : std_at + outputs] if gaussian else gradient[:0]
+    for number in range(1, orders.shape[0] * ((orders.shape[1] + batch_size - 1) // batch_size) + 1):
+        rows = minibatch(orders, batch_size, number)
+        m = rows.size
+        one[:] = 0
+        critic_stats[:] = 0
+        atomic_step(counters, AT, number - 1)
+        gather(obs, rows, x)
+        normalized(advantages, rows, settings[NORMALIZE] > 0, scaled)
+        forward(weights, 0, actor, activation, m, x, 0, hidden, out)
+        if gaussian:
+            points_loss(out, m, rows, log_std, points, old_logprobs, scaled, settings, one, d_out, d_log_std)
+        else:
+            choices_loss(out, m, rows, groups, choices, masks, old_logprobs, scaled, settings, one, d_out)
+        backward(weights, gradient, 0, actor, activation, m, x, hidden, d_out, delta, below, transposed)
+        if atomic_step(counters, TAKEN, number - 1):
+            critic_half(
+                weights, critic_at, critic, activation, rows, x, returns, old_values, settings, critic_stats,
+                gradient, out, d_out, hidden, delta, below, transposed,
+            )  # fmt: skip
+            atomic_step(counters, DONE, number - 1)
+        looks = 0
+        while atomic_load(counters, DONE) != number:
+            looks += 1
+            if looks > PATIENCE:
+                yield_core(yielder)
+        one[VALUE_LOSS] = critic_stats[VALUE_LOSS]
+        if number == 1:
+            sums[FIRST_KL] = one[KL]
+        if settings[TARGET_KL] > 0 and one[KL] > _F(1.5) * settings[TARGET_KL]:
+            break  # the step that went too far is measured, not taken
+        count += 1
+        one[GRADIENT_NORM] = adam(weights, first, second, gradient, count, settings)
+        for k in range(UPDATES):
+            sums[k] += one[k]
+        sums[UPDATES] += 1
+    for k in range(UPDATES):
+        sums[k] /= max(sums[UPDATES], 1.0)
+    return sums

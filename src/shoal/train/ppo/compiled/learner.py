@@ -32,6 +32,7 @@ class CompiledLearner:
         logger.debug("kernels loaded in %.1f s", time.monotonic() - started)
         self.act, self.values = self.compiled.act, self.compiled.values
         self.gae, self.update = self.compiled.gae, self.compiled.update
+        self.snapshot, self.restore = self.compiled.snapshot, self.compiled.restore
 
     @property
     def network(self) -> MLPActorCritic:
@@ -41,16 +42,6 @@ class CompiledLearner:
         }
         self._network.load_state_dict(weights)
         return self._network
-
-    def snapshot(self) -> Any:
-        """A copy of everything an update changes."""
-        net = self.compiled
-        return net.weights.copy(), net.first.copy(), net.second.copy(), net.count
-
-    def restore(self, snapshot: Any) -> None:
-        """Undo the update since `snapshot`."""
-        net = self.compiled
-        net.weights[:], net.first[:], net.second[:], net.count = snapshot
 
     def state(self) -> tuple[Arrays, Arrays]:
         """(weights, optimizer moments) by name, as `TorchLearner` has them."""

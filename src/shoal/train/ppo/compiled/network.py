@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = np.ndarray
 NO_MASKS = np.zeros((0, 0), np.uint8)
+LEAST_WORK = 8_000_000
+"""Samples times weights, from which on an update takes longer than a second thread needs to start."""
+
+
+def _yielding() -> int:
+    """The address of the system's function that lets other threads run."""
+    if sys.platform == "win32":
+        function = ctypes.windll.kernel32.SwitchToThread
+    else:
+        function = ctypes.CDLL(None).sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+YIELD = _yielding()
+
+
+class Pace:
+    """Whether a second thread makes updates faster: on a machine that is busy with others it does not."""
+
+    def __init__(self) -> None:
+        self.seconds = [0.0, 0.0]  # of the last update a sample: alone, helped
+        self.turn = 0
+
+    def helped(self) -> bool:
+        """What to do now: what was faster, and now and then the other."""
+        self.turn += 1
+        return (self.seconds[True] <= self.seconds[False]) != (self.turn % 32 == 0)
+
+    def took(self, helped: bool, seconds: float) -> None:
+        """How long an update took a sample."""
+        self.seconds[helped] = seconds
 
 
 class UpdateStats(NamedTuple):
@@ -77,10 +112,10 @@ def kernels_available() -> bool:
 
 def kernels_cached() -> bool:
     """Whether compiled kernels of this version lie in numba's cache, so that the first use is quick."""
-    from shoal.train.ppo.compiled import update
+    from shoal.train.ppo.compiled import kernels
 
-    folder = Path(update.update.stats.cache_path)
-    return any(folder.glob("update.update-*.nbi"))
+    folder = Path(kernels.update.stats.cache_path)
+    return any(folder.glob("kernels.update-*.nbi"))
 
 
 @dataclass
@@ -92,11 +127,12 @@ class CompiledNetwork:
     first: Array = field(init=False)
     second: Array = field(init=False)
     count: int = 0  # Adam steps taken
+    assisted: bool = False  # a second thread helps with updates; the result is the same
 
     def __post_init__(self) -> None:
-        from shoal.train.ppo.compiled import kernels, update
+        from shoal.train.ppo.compiled import kernels
 
-        self._kernels, self._updates = kernels, update
+        self._kernels = kernels
         padded = [-(-units // 16) * 16 for units in self.shape.hidden]
         self.actor = np.array([self.shape.inputs, *padded, self.shape.outputs], np.int64)
         self.critic = np.array([self.shape.inputs, *padded, 1], np.int64)
@@ -109,18 +145,14 @@ class CompiledNetwork:
         self._groups = np.array(self.shape.groups, np.int64)
         self._activation = kernels.TANH if self.shape.activation == "tanh" else kernels.RELU
         self._widest = int(max(padded))
+        self._pace = Pace()
         self._rows = 0
         self._make_room(256)
 
     def act(
-        self,
-        obs: Array,
-        masks: Array,
-        noise: Array,
-        actions: Array,
-        logprobs: Array,
+        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
         deterministic: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write actions `[N, A]` and log-probabilities `[N]` for observations `[N, D]`."""
         self._make_room(len(obs))
         kernels, shape = self._kernels, self.shape
@@ -149,30 +181,45 @@ class CompiledNetwork:
     def update(self, batch: UpdateBatch, rates: UpdateRates) -> UpdateStats:
         """All epochs of one PPO update; parameters and moments change in place."""
         self._make_room(rates.batch_size)
-        units = self._updates
+        kernels = self._kernels
         settings = np.zeros(9, np.float32)
         for place, value in (
-            (units.LEARNING_RATE, rates.learning_rate),
-            (units.CLIP, rates.clip),
-            (units.VALUE_CLIP, rates.value_clip),
-            (units.ENTROPY, rates.ent_coef),
-            (units.VALUE, rates.vf_coef),
-            (units.MAX_NORM, rates.max_grad_norm),
-            (units.TARGET_KL, rates.target_kl),
-            (units.NORMALIZE, rates.normalize_advantage),
-            (units.ADAM_EPS, rates.adam_eps),
+            (kernels.LEARNING_RATE, rates.learning_rate),
+            (kernels.CLIP, rates.clip),
+            (kernels.VALUE_CLIP, rates.value_clip),
+            (kernels.ENTROPY, rates.ent_coef),
+            (kernels.VALUE, rates.vf_coef),
+            (kernels.MAX_NORM, rates.max_grad_norm),
+            (kernels.TARGET_KL, rates.target_kl),
+            (kernels.NORMALIZE, rates.normalize_advantage),
+            (kernels.ADAM_EPS, rates.adam_eps),
         ):
             settings[place] = value
         discrete = bool(self.shape.groups)
         choices = batch.actions if discrete else np.zeros((0, 0), np.int64)
         points = np.zeros((0, 0), np.float32) if discrete else batch.actions
         masks = batch.masks if batch.masks.size else NO_MASKS
-        result = units.update(
-            self.weights, self.first, self.second, self.count, self.actor, self.critic, self._activation,
-            self._groups, self.std_at, batch.orders, rates.batch_size, batch.obs, choices, points, masks,
-            batch.logprobs, batch.advantages, batch.returns, batch.values, settings, self._gradient,
-            self._hidden, self._delta, self._below, self._transposed,
-        )  # fmt: skip
+        critic_stats, counters = np.zeros(8, np.float32), np.zeros(kernels.COUNTERS, np.int64)
+        helper, started = None, time.perf_counter()
+        if self.assisted and batch.orders.size * self.weights.size >= LEAST_WORK and self._pace.helped():
+            helper = threading.Thread(target=kernels.assist, daemon=True, args=(
+                self.weights, self.critic_at, self.critic, self._activation, batch.orders, rates.batch_size,
+                batch.obs, batch.returns, batch.values, settings, critic_stats, self._gradient, counters, YIELD,
+            ))  # fmt: skip
+            helper.start()
+        try:
+            result = kernels.update(
+                self.weights, self.first, self.second, self.count, self.actor, self.critic, self.critic_at,
+                self._activation, self._groups, self.std_at, batch.orders, rates.batch_size, batch.obs, choices,
+                points, masks, batch.logprobs, batch.advantages, batch.returns, batch.values, settings,
+                self._gradient, self._hidden, self._delta, self._below, self._transposed, critic_stats, counters,
+                YIELD,
+            )  # fmt: skip
+        finally:
+            counters[kernels.OVER] = 1
+            if helper is not None:
+                helper.join()
+        self._pace.took(helper is not None, (time.perf_counter() - started) / batch.orders.size)
         policy, critic, entropy, kl, clipped, norm, taken, first_kl = (float(value) for value in result)
         self.count += int(taken)
         return UpdateStats(policy, critic, entropy, kl, clipped, norm, int(taken), first_kl)
@@ -185,6 +232,14 @@ class CompiledNetwork:
         advantages = np.empty_like(rewards)
         self._kernels.gae(rewards, values, next_values, terminated, done, gamma, gae_lambda, advantages)
         return advantages
+
+    def snapshot(self) -> Any:
+        """A copy of everything an update changes."""
+        return self.weights.copy(), self.first.copy(), self.second.copy(), self.count
+
+    def restore(self, snapshot: Any) -> None:
+        """Undo the update since `snapshot`."""
+        self.weights[:], self.first[:], self.second[:], self.count = snapshot
 
     def _make_room(self, rows: int) -> None:
         if rows <= self._rows:

@@ -1,7 +1,8 @@
 """Vector instructions for the compiled network: the few inner loops that a plain loop leaves slow.
 
 Each is written as LLVM vectors of 16 floats, which LLVM maps on whatever the CPU has (AVX-512, AVX2, NEON),
-with fused multiply-adds in a fixed order: a row's result never depends on the rows computed beside it.
+with fused multiply-adds in a fixed order: a row's result never depends on the rows computed beside it. Beside them
+what two threads need to share an update: counters that both may move.
 """
 
 from __future__ import annotations
@@ -203,3 +204,37 @@ def dot(typing: Any, n: Any, a: Any, a_at: Any, b: Any, b_at: Any) -> Any:
         return builder.extract_element(value, _INDEX(0))
 
     return signature, generate
+
+
+@intrinsic
+def atomic_load(typing: Any, counters: Any, at: Any) -> Any:
+    """The counter at `at` of an int64 array, and with it all that was written before it was moved there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(context, builder, signature.args[0], *args), "acquire", 8)
+
+    return types.int64(counters, types.int64), generate
+
+
+@intrinsic
+def atomic_step(typing: Any, counters: Any, at: Any, expected: Any) -> Any:
+    """Move a counter from `expected` to the next number; whether it stood there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        moved = builder.cmpxchg(pointer, args[2], builder.add(args[2], _INT(1)), "acq_rel", "acquire")
+        return builder.extract_value(moved, 1)
+
+    return types.boolean(counters, types.int64, types.int64), generate
+
+
+@intrinsic
+def yield_core(typing: Any, address: Any) -> Any:
+    """Call the function without arguments at `address`, the system's own to let other threads run."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        builder.call(builder.inttoptr(args[0], function), [])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
