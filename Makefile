@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-vector bench-rollout bench-update bench-gpu test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-vector bench-rollout bench-update bench-gpu test-integrations bench-learning
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -20,6 +20,10 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 
 demo: setup       ## train a tiny language-model agent on FrozenLake, about a minute
 	$(BIN)/shoal train --config-name demo
+
+demo-llm: setup   ## a real language model (SmolLM2-135M, fetched once) learns which of two names pays, some minutes
+	$(BIN)/shoal model get smollm2
+	$(BIN)/shoal train --config-name smollm2-bandit
 
 test: setup       ## the test suite, no GPU, no network
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile

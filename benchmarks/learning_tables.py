@@ -23,8 +23,8 @@ def main() -> None:
     for row in found["rows"]:
         groups.setdefault(row["case"], []).append(row)
     lines = [
-        "| config | asked for | start, seeds 0 1 2 | end, seeds 0 1 2 | end, greedy | updates | CPU seconds | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| config | asked for | best constant answer | start, seeds 0 1 2 | end, seeds 0 1 2 | end, greedy | updates | CPU seconds | |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(line(case, rows) for case, rows in groups.items()),
     ]
     lines += by_env(found["rows"])
@@ -49,6 +49,7 @@ def line(case: str, rows: list[dict[str, Any]]) -> str:
     cells = [
         case,
         asked,
+        "" if rows[0].get("constant") is None else f"{rows[0]['constant']:.2f}",
         " ".join(f"{row['sampled_start'][0]:.2f}" for row in whole),
         "<br>".join("{:.2f} ({:.2f} to {:.2f})".format(*row["sampled_end"]) for row in whole),
         " ".join(f"{row['greedy_end'][0]:.2f}" for row in whole),
