@@ -243,3 +243,19 @@ def test_settings_that_cannot_work_are_refused():
         make("countdown", max_steps=0)
     with pytest.raises(ConfigError, match="split is for files"):
         make("countdown", split="train")
+
+
+@pytest.mark.parametrize("difficulty", list(LEVELS))
+def test_an_action_drawn_by_lot_uses_every_number_once_and_solves_some_puzzles(difficulty):
+    env = make("countdown", difficulty=difficulty)
+    rng, points = np.random.default_rng(0), []
+    for seed in range(300):
+        env.reset(seed=seed)
+        drawn = env.random_action(rng)
+        points.append(score(env.puzzle.numbers, env.puzzle.target, drawn))
+    assert 0.0 not in points
+    assert difficulty in ("hard", "expert") or 0.02 < points.count(1.0) / 300 < 0.5
+    again = np.random.default_rng(0)
+    env.reset(seed=0)
+    assert env.random_action(again) == env.random_action(np.random.default_rng(0))
+    assert len({env.random_action(again) for _ in range(20)}) > 5

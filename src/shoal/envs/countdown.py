@@ -207,6 +207,13 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         """The solution of the puzzle, where one is known."""
         return self._puzzle.solution
 
+    def random_action(self, rng: np.random.Generator) -> str:
+        """All numbers in an order drawn by lot, with signs drawn by lot between them."""
+        level = LEVELS[self.config.difficulty]
+        numbers = [str(self._puzzle.numbers[i]) for i in rng.permutation(len(self._puzzle.numbers))]
+        signs = [level.operations[int(i)] for i in rng.integers(len(level.operations), size=len(numbers) - 1)]
+        return numbers[0] + "".join(f" {sign} {number}" for sign, number in zip(signs, numbers[1:], strict=True))
+
     def observe(self) -> str:
         """Numbers, target, and what became of the last answer."""
         numbers = " ".join(map(str, self._puzzle.numbers))

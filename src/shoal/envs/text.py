@@ -132,6 +132,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         """
         return None
 
+    def random_action(self, rng: np.random.Generator) -> str | None:
+        """A valid action drawn by lot, as the projection reads it; None where actions are free text without a rule."""
+        words = self.available_actions() if self.projection.lookup else []
+        return words[int(rng.integers(len(words)))] if words else None
+
     @property
     def action_words(self) -> dict[str, Action]:
         """The env's words and what they stand for; empty where actions are free text."""

@@ -78,7 +78,12 @@ def _play(
             prompt = episode.request().prompt_ids
             word = env.expert_action() if expert and rng.random() < expert else None
             if word is None:
-                word = _random_word(env, role, rng)
+                word = env.random_action(rng)
+            if word is None:
+                raise ConfigError(
+                    f"warm-up on random play needs an env that draws actions by lot, and {role.tag!r} takes free text: "
+                    f"set warmup.steps=0, or warmup.expert=1 where the env has an expert"
+                )
             answer = policy.tokenizer.encode(prompter.config.written(f"<action>{word}</action>"))
             if context is not None and len(prompt) + len(answer) > context:
                 break  # later turns do not fit either
@@ -95,13 +100,3 @@ def _play(
             )
         for i in rng.permutation(len(samples)):
             yield samples[i]
-
-
-def _random_word(env: TextEnv[Any], role: Role, rng: np.random.Generator) -> str:
-    words = env.available_actions()
-    if not words or not role.projection.lookup:
-        raise ConfigError(
-            f"warm-up on random play needs an env with named actions, and {role.tag!r} takes free text: "
-            f"set warmup.steps=0, or warmup.expert=1 where the env has an expert"
-        )
-    return words[int(rng.integers(len(words)))]
