@@ -108,13 +108,13 @@ def test_episodes_played_one_env_step_abreast_are_those_of_the_serial_rollout(ti
         collector.close()
 
 
-@pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
+@pytest.mark.parametrize(("backend", "n_jobs"), [*FEW, ("loky", 2)])
 def test_the_tiny_engine_writes_the_same_everywhere(tiny, mode, tiny_hash, backend, n_jobs):
     assert whole(play(tiny, backend, n_jobs, mode)[0]) == tiny_hash
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["greedy", "barrier"])
+@pytest.mark.parametrize("schedule", ["adaptive", "greedy", "barrier"])
 @pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
 def test_the_tiny_engine_writes_the_same_on_every_schedule(tiny, mode, tiny_hash, backend, n_jobs, schedule):
     assert whole(play(tiny, backend, n_jobs, mode, schedule=schedule)[0]) == tiny_hash
