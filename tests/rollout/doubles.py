@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 from gymnasium.spaces import Discrete, Text
 
 from shoal import derive_seed
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
-from shoal.rollout.samplers.sampler import Completion
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 # --- engines
@@ -367,7 +368,7 @@ class FaultyEngine(HashEngine):
         return Completion(ids, logprobs, right.finish, self.weights_version)
 
 
-# --- a tokenizer
+# --- tokenizers, and a small model of transformers
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -401,6 +402,61 @@ def fast_tokenizer():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def byte_tokenizer(template=TEMPLATE):
+    """A tokenizer of `transformers` whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def llama_engine(tokenizer=None, context=200, **settings):
+    """A tiny Llama of `transformers` with random weights, always the same."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+
+    tokenizer = tokenizer or byte_tokenizer()
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(shape)
+    return HuggingFaceEngine(model, tokenizer, **settings)
+
+
+def llama_requests(engine, n):
+    """Chats of several lengths, each from three members of a group, at several temperatures."""
+    rng = np.random.default_rng(n)
+    chats = ["look " * int(rng.integers(0, 6)) for _ in range(n // 3 + 1)]
+    return [
+        Request(
+            engine.tokenizer.start([{"role": "user", "content": chats[i // 3]}]),
+            Key(0, 0, i // 3, i % 3, 0),
+            Sampling(int(rng.integers(1, 9)), float(rng.choice([0.0, 0.8, 1.0]))),
+        )
+        for i in range(n)
+    ]
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ import json
 import logging
 
 import pytest
-import torch
-from tests.rollout.doubles import WORDS, World, fast_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.rollout.doubles import WORDS, World, fast_tokenizer, llama_engine
 
 from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, envs, make_environments
 from shoal.core.data import encode_trajectory
@@ -110,13 +108,13 @@ def test_episodes_played_one_env_step_abreast_are_those_of_the_serial_rollout(ti
         collector.close()
 
 
-@pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
+@pytest.mark.parametrize(("backend", "n_jobs"), [*FEW, ("loky", 2)])
 def test_the_tiny_engine_writes_the_same_everywhere(tiny, mode, tiny_hash, backend, n_jobs):
     assert whole(play(tiny, backend, n_jobs, mode)[0]) == tiny_hash
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["greedy", "barrier"])
+@pytest.mark.parametrize("schedule", ["adaptive", "greedy", "barrier"])
 @pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
 def test_the_tiny_engine_writes_the_same_on_every_schedule(tiny, mode, tiny_hash, backend, n_jobs, schedule):
     assert whole(play(tiny, backend, n_jobs, mode, schedule=schedule)[0]) == tiny_hash
@@ -176,20 +174,7 @@ def test_the_tiny_engine_writes_the_same_on_ray_also_when_a_worker_is_killed(
 @pytest.fixture(scope="module")
 def llama():
     """Random weights, and a fast tokenizer of byte pairs as models have them."""
-    tokenizer = fast_tokenizer()
-    shape = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return HuggingFaceEngine(LlamaForCausalLM(shape), tokenizer)
+    return llama_engine(fast_tokenizer(), context=512)
 
 
 @pytest.fixture(scope="module")

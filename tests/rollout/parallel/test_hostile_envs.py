@@ -89,16 +89,24 @@ class BadExit(Odd):
         raise SystemExit(3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+ODD = [
+    (NoInfo, "TypeError: the info must be a dict, got None"),
+    (HalfCharacter, "UnicodeEncodeError"),
+    (BadPicture, "picture"),
+    (Cancelled, "CancelledError"),
+    (OddMessage, r"ValueError: caf\udce9"),
+    (BadExit, "ValueError: lost"),
+]
+
+
 @pytest.mark.parametrize(
-    ("env", "cause"),
+    ("backend", "env", "cause"),
     [
-        (NoInfo, "TypeError: the info must be a dict, got None"),
-        (HalfCharacter, "UnicodeEncodeError"),
-        (BadPicture, "picture"),
-        (Cancelled, "CancelledError"),
-        (OddMessage, r"ValueError: caf\udce9"),
-        (BadExit, "ValueError: lost"),
+        *((backend, *odd) for backend in ("serial", "threads") for odd in ODD),
+        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:4]),
+        *(
+            ("processes", *odd) for odd in ODD[4:]
+        ),  # what an error says, and an end that fails, cross a process
     ],
 )
 def test_whatever_an_env_answers_only_its_own_episode_ends(calm, backend, env, cause):
@@ -170,8 +178,17 @@ class NoReset(SameWorld):
         return super().reset(seed=seed, options=options)
 
 
-@pytest.mark.parametrize("vector", ["serial", "process"])
-@pytest.mark.parametrize(("env", "turns"), [(NoReset, 0), (HalfCharacter, 1), (BadPicture, 1)])
+@pytest.mark.parametrize(
+    ("vector", "env", "turns"),
+    [
+        ("serial", NoReset, 0),
+        ("serial", HalfCharacter, 1),
+        ("serial", BadPicture, 1),
+        pytest.param("process", NoReset, 0, marks=pytest.mark.slow),
+        ("process", HalfCharacter, 1),
+        pytest.param("process", BadPicture, 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_whatever_an_env_answers_to_the_lockstep_collector_only_its_own_episode_ends(
     calm, env, turns, vector

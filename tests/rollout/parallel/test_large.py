@@ -1,5 +1,6 @@
 """Very many episodes, and very large ones."""
 
+import functools
 import threading
 
 import pytest
@@ -25,12 +26,17 @@ def play(backend, env=CounterEnv, **changes):
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
-def test_one_worker_plays_more_episodes_at_once_than_its_connection_may_have_waiting(schedule):
-    shape = {"groups": 1100, "members": 1, "max_steps": 2, "n_jobs": 1}
+@pytest.mark.parametrize(("groups", "pending"), [(120, 32), pytest.param(1100, 1024, marks=pytest.mark.slow)])
+def test_one_worker_plays_more_episodes_at_once_than_its_connection_may_have_waiting(
+    schedule, groups, pending, monkeypatch
+):
+    limited = functools.partial(SharedLLMInferenceManager, max_pending=pending)
+    monkeypatch.setattr("shoal.rollout.parallel.rollout.SharedLLMInferenceManager", limited)
+    shape = {"groups": groups, "members": 1, "max_steps": 2, "n_jobs": 1}
     played, batches = play("processes", **shape, parallel={"schedule": schedule})
     assert played == play("serial", **shape)[0]
     if schedule == "barrier":
-        assert batches == [1100, 1100]
+        assert batches == [groups, groups]
 
 
 class Verbose(CounterEnv):

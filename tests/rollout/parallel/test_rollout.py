@@ -47,8 +47,14 @@ def test_the_serial_rollout_is_that_of_the_lockstep_collector(calm):
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "greedy", "barrier"])
-@pytest.mark.parametrize("n_jobs", [1, 2, 3, 8])
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize(
+    ("backend", "n_jobs"),
+    [
+        *(("threads", n) for n in (1, 2, 3, 8)),
+        ("processes", 3),
+        *(pytest.param("processes", n, marks=pytest.mark.slow) for n in (1, 2, 8)),
+    ],
+)
 def test_trajectories_are_equal_on_every_backend_schedule_and_number_of_workers(
     calm, backend, n_jobs, schedule
 ):

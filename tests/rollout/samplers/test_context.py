@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from test_huggingface import make_engine
 from tests.rollout.doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_huggingface import make_engine, requests
+from tests.rollout.doubles import llama_engine as make_engine
+from tests.rollout.doubles import llama_requests as requests
 
 from shoal.core.seeding import stream, stream_key
 from shoal.rollout.samplers.noise import uniforms

@@ -7,18 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tests.rollout.doubles import TEMPLATE, byte_tokenizer, llama_engine
+from tests.rollout.doubles import llama_requests as requests
 
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine, Prefix, PrefixStore, shared_length
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
 from shoal.train.agent.policy import policy_of
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 FORGETFUL = (  # like templates that strip the thoughts of earlier turns
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% else %}…{{ m.content }}{% endif %}"
@@ -26,52 +22,13 @@ FORGETFUL = (  # like templates that strip the thoughts of earlier turns
 )
 
 
-def make_tokenizer(template=CHATML):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
-    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def make_engine(template=CHATML, **settings):
-    shape = LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=200,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = LlamaForCausalLM(shape)
-    return HuggingFaceEngine(model, make_tokenizer(template), **settings)
+def make_engine(template=TEMPLATE, **settings):
+    return llama_engine(byte_tokenizer(template), **settings)
 
 
 @pytest.fixture(scope="module")
 def engine():
     return make_engine(max_batch=7)
-
-
-def requests(engine, n):
-    rng = np.random.default_rng(n)
-    chats = ["look " * int(rng.integers(0, 6)) for _ in range(n // 3 + 1)]
-    return [
-        Request(
-            engine.tokenizer.start([{"role": "user", "content": chats[i // 3]}]),
-            Key(0, 0, i // 3, i % 3, 0),
-            Sampling(int(rng.integers(1, 9)), float(rng.choice([0.0, 0.8, 1.0]))),
-        )
-        for i in range(n)
-    ]
 
 
 def decode_slowly(engine, request):

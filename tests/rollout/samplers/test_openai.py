@@ -98,7 +98,9 @@ def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
     server.faults = [1.0]
     assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
     server.faults = [1.0, 1.0]
-    with pytest.raises(EngineError, match="timed out"):
+    with pytest.raises(
+        EngineError, match="timed out|no answer within"
+    ):  # each attempt, or all of them together
         engine.generate([request()])
 
 
@@ -107,7 +109,9 @@ def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(serve):
     server.faults = ["drip"]
     assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
     server.faults = ["drip", "drip"]
-    with pytest.raises(EngineError, match="timed out"):
+    with pytest.raises(
+        EngineError, match="timed out|no answer within"
+    ):  # each attempt, or all of them together
         engine.generate([request()])
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from test_huggingface import CHATML
-from test_huggingface import make_engine as make_llama
-from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config
+from tests.rollout.doubles import TEMPLATE, CounterEnv, FakeServer, HashEngine, byte_tokenizer, config
+from tests.rollout.doubles import llama_engine as make_llama
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
@@ -160,8 +159,8 @@ def test_a_model_of_this_machine_is_no_name_for_the_model_of_a_server(server, lo
 
 
 def test_rows_at_once_and_the_settings_of_the_template_come_from_the_config(tmp_path):
-    template = CHATML.replace("assistant\n{% endif %}", "assistant\n{{ thinking }}{% endif %}")
-    policy_of(make_llama(template)).save(tmp_path)
+    template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n{{ thinking }}{% endif %}")
+    policy_of(make_llama(byte_tokenizer(template))).save(tmp_path)
     settings = EngineConfig(
         name="huggingface", model=str(tmp_path), max_batch=3, template={"thinking": "<no>"}
     )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_huggingface import make_engine
 from tests.rollout.doubles import FakeServer
+from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers.http import Patience

@@ -47,13 +47,14 @@ def _threads_change_often():
     sys.setswitchinterval(before)
 
 
+@pytest.mark.parametrize("n", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("copied", ["made here", "unpickled"])
-def test_eight_threads_make_20_000_prompts_and_none_is_wrong(copied):
+def test_eight_threads_make_prompts_twice_and_none_is_wrong(copied, n):
     raw = fast_tokenizer()
     tokenizer = TemplateTokenizer(raw)
     if copied == "unpickled":
         tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    texts = contents(10_000)
+    texts = contents(n)
     prompter = Prompter(PromptConfig(history=0, first="{observation}", later="{observation}"), tokenizer)
     oracle = two_raw(raw)
     right = {text: expected(*oracle, text) for text in texts}

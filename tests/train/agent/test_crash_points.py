@@ -73,7 +73,7 @@ def test_a_run_that_never_succeeds_has_a_best_checkpoint_too(tmp_path, scored, m
     assert state_of(tmp_path / "run")["best"][0] == 0
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_ends_at_any_rename_of_its_checkpoints_resumes_to_the_same_end(
     tmp_path, scored, monkeypatch, every
 ):
