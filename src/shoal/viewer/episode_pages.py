@@ -30,7 +30,8 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     wanted, order = read_filter(query)
     at = max(0, _whole(query.get("page", "0")))
     place = f"{site.place(run)}/episodes"
-    total, outcomes = run.index.count(wanted), run.index.outcomes(replace(wanted, outcome=None))
+    outcomes = run.index.outcomes(replace(wanted, outcome=None))
+    total = sum(outcomes.values()) if wanted.outcome is None else outcomes[wanted.outcome]
 
     def with_(**changes: Any) -> dict[str, Any]:
         return {key: value for key, value in {**query, "page": None, **changes}.items() if value is not None}
@@ -336,7 +337,7 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
         if len(members) > 1
         else None,
         command(["shoal", "replay", str(run.path), episode.name]),
-        key(known is not None) if spell or any(t.logprobs for t in trajectory.turns) else None,
+        key(largest if known else None) if spell or any(t.logprobs for t in trajectory.turns) else None,
         tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
     )
     turns = [_turn(site, run, k, t, spell, turn_number, strips[k]) for k, t in enumerate(trajectory.turns)]
@@ -358,25 +359,22 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     )
 
 
-def key(advantages: bool = False) -> Html:
-    """What the colours of tokens mean; with `advantages` there are two kinds of them, and a button between."""
+def key(largest: float | None) -> Html:
+    """What the colours of tokens mean.
+
+    Args:
+        largest: advantage of the group; None if none are known. With it there are two kinds of colours, and a button.
+    """
     chances = ((0, "< 1 %"), (3, "10 %"), (6, "50 %"), (9, "> 90 %"))
-    shares = ((0, "the most against it"), (4, "0"), (9, "the most for it"))
     by_chance = [tag("span", text, class_=f"token plain p{k}") for k, text in chances]
-    by_advantage = [tag("span", text, class_=f"token plain p{k}") for k, text in shares]
-    button = tag("button", "colour by the other", type="button", data_do="colour") if advantages else None
-    return join(
-        tag("p", "probability of a token when it was sampled: ", by_chance, button, class_="key-line chance"),
-        tag(
-            "p",
-            "advantage of a token, of the largest in its group: ",
-            by_advantage,
-            button,
-            class_="key-line worth",
-        )
-        if advantages
-        else None,
-    )
+    chance = tag("p", "probability of a token when it was sampled: ", by_chance, class_="key-line chance")
+    if largest is None:
+        return chance
+    values = ((0, f"{-largest:.3g}"), (4, "0"), (9, f"{largest:+.3g}"))
+    by_worth = [tag("span", text, class_=f"token plain p{k}") for k, text in values]
+    worth = tag("p", "advantage of a token: ", by_worth, class_="key-line worth")
+    button = tag("button", "colour by advantage or probability", type="button", data_do="colour")
+    return join(chance, worth, tag("p", button))
 
 
 def _turn(
