@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ PAGES = sorted(
     [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")]
     + list((ROOT / "docs").rglob("*.md"))
 )
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.S | re.M)
 GENERATED = {"results.md"}
@@ -112,16 +114,19 @@ def test_the_readme_fits_a_page():
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path):
-    """Blocks of Python and bash run in order; one that begins with `# NAME` is saved under that name."""
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The variables of a shell in which `shoal` is this checkout's, with a cache of its own."""
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "shoal").write_text(f'#!/bin/sh\nexec {sys.executable} -m shoal "$@"\n')
     (commands / "shoal").chmod(0o755)
     env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
     env["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    return env
+
+
+def run_page(page: Path, tmp_path: Path, env: dict[str, str], python: str | Path) -> int:
+    """Run the blocks of a page in a folder of their own; returns how many."""
     work = tmp_path / "work"
     work.mkdir()
     ran = 0
@@ -132,8 +137,41 @@ def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path):
             continue
         if kind not in ("python", "bash"):
             continue
-        words = [sys.executable, "-c", text] if kind == "python" else ["bash", "-euc", text]
+        words = [python, "-c", text] if kind == "python" else ["bash", "-euc", text]
         done = subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         ran += 1
-    assert ran > 0
+    return ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path):
+    """Blocks of Python and bash run in order; one that begins with `# NAME` is saved under that name."""
+    assert run_page(page, tmp_path, environment(tmp_path), sys.executable) > 0
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_whole_and_holds_no_outputs(notebook):
+    document = json.loads(notebook.read_text())
+    assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in document["cells"]}) == len(document["cells"])
+    for cell in document["cells"]:
+        text = "".join(cell["source"])
+        assert text.strip()
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            ast.parse(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(notebook, tmp_path):
+    """Its cells run in one process without a file of its own, as a kernel runs them."""
+    cells = json.loads(notebook.read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+    assert done.stdout

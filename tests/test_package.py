@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_docs import run_page
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -100,3 +102,6 @@ def test_the_wheel_in_an_empty_environment_steps_envs_and_with_its_extras_runs_t
     assert "success" in run(shoal, "show", "runs/demo")
     run(shoal, "view", "runs/demo", "--export", "demo.html")
     assert (tmp_path / "demo.html").stat().st_size > 20_000
+    assert "python" in run(shoal, "doctor", "--json").lower()
+    env["PATH"] = f"{shoal.parent}:{env['PATH']}"
+    assert run_page(ROOT / "docs" / "tutorials" / "environment.md", tmp_path, env, python) == 3

@@ -88,6 +88,18 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         )
         browser.until(f"new Set({colours}).size >= 2")  # the style sheet is there
         assert "log-prob -" in browser.run("document.querySelector('.strip .token').title")
+        # their advantages
+        browser.open(f"{address}run/0/episodes?file=train-000001.jsonl&order=best")
+        browser.click("table.episodes a.row-link")
+        browser.until("!!document.querySelector('.strip .token.a9')")
+        assert not browser.run("document.querySelector('.key-line.worth').checkVisibility()")
+        browser.press("a")
+        assert browser.run("document.querySelector('.key-line.worth').checkVisibility()")
+        assert not browser.run("document.querySelector('.key-line.chance').checkVisibility()")
+        colour = "getComputedStyle(document.querySelector('.strip .token.a9')).backgroundColor"
+        shown = "getComputedStyle(document.querySelector('.key-line.worth .token.p9')).backgroundColor"
+        assert browser.run(f"{colour} === {shown}")
+        browser.press("a")
         # keys: next episode, theme, help
         before = browser.run("location.href")
         browser.press("n")

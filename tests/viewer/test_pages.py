@@ -306,7 +306,8 @@ def test_tokens_are_coloured_by_their_advantage_against_the_largest_of_the_group
     write_advantages(kept, [[[2.0, 2.0, 2.0], [0.0, -1.0, 1.0]], [[-2.0, -2.0, -0.1]], None])
     assert len(kept.read_text().splitlines()[0]) == len("[2.0,[0.0,-1.0,1.0]]")
     body, tokens = strip_of(0)
-    assert body.count("colour by the other") == 2
+    assert "colour by advantage" in body
+    assert all(f">{value}</span>" in body for value in ("-2", "0", "+2"))
     said = ", advantage {:+g}, trained on"
     assert tokens == [
         ("", level, said.format(value))

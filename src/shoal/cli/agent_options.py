@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.grammar import parser_of
 from shoal.core.errors import ConfigError
 
 
@@ -18,12 +19,7 @@ def agent_parser(prog: str, description: str, epilog: str, config: str) -> argpa
     """A parser with `--config-name` (`config` if not given), `--config-dir` and the overrides."""
     from shoal.train.agent.config import config_names
 
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(prog, description, epilog)
     parser.add_argument(
         "--config-name", default=config, help=f"one of {', '.join(config_names())}, or your own"
     )

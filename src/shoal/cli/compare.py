@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.grammar import print_json, table
+from shoal.cli.grammar import parser_of, print_json, table
 from shoal.cli.runs import describe
 from shoal.cli.show import FIRST, flat, readable
 from shoal.core.errors import ConfigError, DataError
@@ -30,11 +29,8 @@ Exit status: 0 whether or not they differ; `shoal replay A --diff B` is 1 where 
 
 def main(argv: list[str]) -> int:
     """Compare and print."""
-    parser = argparse.ArgumentParser(
-        prog="shoal compare",
-        description="Compare runs: their settings, their results, their curves, their episodes.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        "shoal compare", "Compare runs: their settings, their results, their curves, their episodes.", EPILOG
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="two or more run folders")
     parser.add_argument("--all", action="store_true", help="also the metrics and settings that are equal")

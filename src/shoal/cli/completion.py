@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import re
 
+from shoal.cli.grammar import parser_of
 from shoal.cli.helping import flags_in, text_of
 
 EPILOG = """\
@@ -19,11 +19,10 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Print the script."""
-    parser = argparse.ArgumentParser(
-        prog="shoal completion",
-        description="Print a script that completes shoal's commands and flags; it is made from their --help.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        "shoal completion",
+        "Print a script that completes shoal's commands and flags; it is made from their --help.",
+        EPILOG,
     )
     parser.add_argument("shell", choices=["bash", "zsh", "fish"])
     options = parser.parse_args(argv)

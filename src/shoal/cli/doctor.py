@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from shoal.cli.grammar import print_json
+from shoal.cli.grammar import parser_of, print_json
 
 Status = Literal["ok", "missing", "warning", "failed"]
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -57,11 +56,8 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     """Look, test, tell."""
-    parser = argparse.ArgumentParser(
-        prog="shoal doctor",
-        description="Say what this machine has and lacks for shoal, and what to do about it.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        "shoal doctor", "Say what this machine has and lacks for shoal, and what to do about it.", EPILOG
     )
     parser.add_argument("--no-self-test", action="store_true", help="start nothing, only look")
     parser.add_argument("--strict", action="store_true", help="a warning is a failure")

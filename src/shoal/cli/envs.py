@@ -58,27 +58,36 @@ class ListCommand:
 
 
 @dataclass(frozen=True)
-class ShowCommand:
-    """What one env is like: its rules, actions, settings, and a first observation."""
+class Named:
+    """An env that is named on the command line."""
 
     name: Name
     settings: Settings = ()
     """Settings of the env; `shoal envs show NAME` lists them."""
+
+
+@dataclass(frozen=True)
+class Made(Named):
+    """One that is made as it is elsewhere."""
+
     env_kwargs: EnvKwargs = ()
     """Arguments of the env, likewise; values are JSON or plain text."""
     wrappers: Wrappers = ()
     """Put this around the env; may be given several times, the first is innermost."""
+
+
+@dataclass(frozen=True)
+class ShowCommand(Made):
+    """What one env is like: its rules, actions, settings, and a first observation."""
+
     seed: int = 0
     """Of the episode shown."""
 
 
 @dataclass(frozen=True)
-class PlayCommand:
+class PlayCommand(Named):
     """Play an env in the terminal, or watch recorded episodes of it."""
 
-    name: Name
-    settings: Settings = ()
-    """Settings of the env; `shoal envs show NAME` lists them."""
     seed: int = 0
     """Of the first episode."""
     replay: Path | None = None
@@ -90,28 +99,19 @@ class PlayCommand:
 
 
 @dataclass(frozen=True)
-class CheckCommand:
+class CheckCommand(Made):
     """Play your own env and say which promise it breaks, if any."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:CLASS")]
     """Your env: module my_package.my_env, class MyEnv, is my_package.my_env:MyEnv (or any other name)."""
-    settings: Settings = ()
-    """Settings of the env; `shoal envs show NAME` lists them."""
-    env_kwargs: EnvKwargs = ()
-    """Arguments of the env, likewise; values are JSON or plain text."""
-    wrappers: Wrappers = ()
-    """Put this around the env; may be given several times, the first is innermost."""
     episodes: int = 5
     """How many to play."""
 
 
 @dataclass(frozen=True)
-class ServeCommand:
+class ServeCommand(Named):
     """Serve an env on 127.0.0.1 in the OpenEnv convention, a fresh env per session."""
 
-    name: Name
-    settings: Settings = ()
-    """Settings of the env; `shoal envs show NAME` lists them."""
     port: int = 8000
     """Where it listens; 0 takes a free one."""
 

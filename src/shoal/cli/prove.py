@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.grammar import Progress, count_of, new_folder, print_json, table
+from shoal.cli.grammar import Progress, count_of, new_folder, parser_of, print_json, table
 from shoal.core.errors import ConfigError
 
 PARTS = {
@@ -34,12 +34,11 @@ Exit status: 0 if all rows are equal, 1 if one is not. The table is in RUN_DIR/s
 
 def main(argv: list[str]) -> int:
     """Parse, prove, print the table; 0 if all is equal."""
-    parser = argparse.ArgumentParser(
-        prog="shoal prove",
-        description="Prove the promise here: the same run, however it is run and whatever is killed.\n\nparts:\n"
+    parser = parser_of(
+        "shoal prove",
+        "Prove the promise here: the same run, however it is run and whatever is killed.\n\nparts:\n"
         + "\n".join(f"  {name:<7} {about}" for name, about in PARTS.items()),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EPILOG,
     )
     parser.add_argument("words", nargs="*", metavar="PART|key=value",
                         help="a part (agents if none is named), and settings of an agent config to change")  # fmt: skip

@@ -8,7 +8,7 @@ from bdb import BdbQuit
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.grammar import print_json
+from shoal.cli.grammar import parser_of, print_json
 from shoal.core.data import Turn
 from shoal.core.errors import ConfigError
 
@@ -32,11 +32,10 @@ Exit status: 0 if everything was as recorded (or forked), 1 if something differs
 
 def main(argv: list[str]) -> int:
     """Replay, compare, print; 0 if it is the same."""
-    parser = argparse.ArgumentParser(
-        prog="shoal replay",
-        description="Play a recorded episode of any run again in a plain loop in this process, and check it.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        "shoal replay",
+        "Play a recorded episode of any run again in a plain loop in this process, and check it.",
+        EPILOG,
     )
     parser.add_argument("run", type=Path, help="a run folder with config.yaml and trajectories/")
     parser.add_argument(

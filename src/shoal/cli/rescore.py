@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 
-from shoal.cli.grammar import print_json, table
+from shoal.cli.grammar import parser_of, print_json, table
 
 EPILOG = """\
 A scorer is a function of a trajectory that gives a number:
@@ -27,11 +26,10 @@ Episodes that were not played to their end are left out.
 
 def main(argv: list[str]) -> int:
     """Score and print."""
-    parser = argparse.ArgumentParser(
-        prog="shoal rescore",
-        description="Score the stored episodes of a run again, without playing; the run is not changed.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = parser_of(
+        "shoal rescore",
+        "Score the stored episodes of a run again, without playing; the run is not changed.",
+        EPILOG,
     )
     parser.add_argument("run", type=Path, help="a run folder with trajectories/")
     parser.add_argument("--scorer", required=True, metavar="MODULE:FUNCTION", help="what scores an episode")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import time
@@ -10,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.grammar import count_of, duration, print_json, table
+from shoal.cli.grammar import count_of, duration, parser_of, print_json, table
 from shoal.core.errors import DataError
 from shoal.core.run_folder import FolderLock
 
@@ -29,12 +28,7 @@ examples:
 
 def main(argv: list[str]) -> int:
     """List."""
-    parser = argparse.ArgumentParser(
-        prog="shoal runs",
-        description="List the runs of a folder, the newest first.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("shoal runs", "List the runs of a folder, the newest first.", EPILOG)
     parser.add_argument(
         "folder", type=Path, nargs="?", default=Path("runs"), help="where to look (default: runs)"
     )

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.grammar import count_of, duration, print_json
+from shoal.cli.grammar import count_of, duration, parser_of, print_json
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
@@ -47,12 +47,11 @@ See also: shoal runs (all runs), shoal compare A B, shoal replay RUN EPISODE.
 
 def main(argv: list[str]) -> int:
     """Print a run."""
-    parser = argparse.ArgumentParser(
-        prog="shoal show",
-        description="Show a run's summary, and an episode turn by turn: what the agent saw, what it wrote "
+    parser = parser_of(
+        "shoal show",
+        "Show a run's summary, and an episode turn by turn: what the agent saw, what it wrote "
         "(its action highlighted) and what the environment paid.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EPILOG,
     )
     parser.add_argument("run", type=Path, help="a run folder, such as runs/demo")
     which = parser.add_mutually_exclusive_group()

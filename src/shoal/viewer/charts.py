@@ -232,6 +232,51 @@ def graph(needs: Mapping[str, Sequence[str]], states: Mapping[str, str], links: 
         states: a class for each box, shown under its name.
         links: where a click leads.
     """
+    at, width, height = _laid_out(needs)
+    arrows = [
+        _arrow(at[other], (x, y))
+        for name, (x, y) in at.items()
+        for other in needs[name]
+        if other in at and at[other][0] < x
+    ]
+    boxes = []
+    for name, place in at.items():
+        box = _box(name, states.get(name, ""), *place)
+        boxes.append(tag("a", box, href=links[name]) if links.get(name) else box)
+    drawn = tag(
+        "svg",
+        _TIP,
+        arrows,
+        boxes,
+        class_="graph",
+        viewBox=f"0 0 {max(width, 1)} {max(height, 1)}",
+        width=width,
+        height=height,
+        role="img",
+        aria_label="graph of skills",
+    )
+    return tag("div", drawn, class_="wide")
+
+
+_WIDE, _HIGH, _GAP_X, _GAP_Y = 150, 42, 46, 18
+_TIP = tag(
+    "defs",
+    tag(
+        "marker",
+        tag("path", d="M0 0 L8 4 L0 8 z", class_="head"),
+        id="tip",
+        viewBox="0 0 8 8",
+        refX=1,
+        refY=4,
+        markerWidth=7,
+        markerHeight=7,
+        orient="auto",
+    ),
+)
+
+
+def _laid_out(needs: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[float, float]], int, int]:
+    """Where the upper left corner of each box stands, and the width and height of all."""
     depth: dict[str, int] = {}
 
     def place(name: str, path: tuple[str, ...] = ()) -> int:
@@ -244,73 +289,39 @@ def graph(needs: Mapping[str, Sequence[str]], states: Mapping[str, str], links: 
             depth[name] = 1 + max(before, default=-1)
         return depth[name]
 
-    for name in needs:
-        place(name)
     columns: dict[int, list[str]] = {}
     for name in needs:
+        place(name)
+    for name in needs:
         columns.setdefault(depth[name], []).append(name)
-    wide, high, gap_x, gap_y = 150, 42, 46, 18
-    tallest = max(map(len, columns.values()), default=0)
-    height = tallest * (high + gap_y) + gap_y
+    step = _HIGH + _GAP_Y
+    height = max(map(len, columns.values()), default=0) * step + _GAP_Y
     at = {
-        name: (
-            10 + column * (wide + gap_x),
-            (height - len(names) * (high + gap_y)) / 2 + gap_y / 2 + k * (high + gap_y),
-        )
+        name: (10 + column * (_WIDE + _GAP_X), (height - len(names) * step) / 2 + _GAP_Y / 2 + k * step)
         for column, names in columns.items()
         for k, name in enumerate(names)
     }
-    arrows, boxes = [], []
-    for name, (x, y) in at.items():
-        for other in needs[name]:
-            if other in at and at[other][0] < x:
-                x0, y0 = at[other][0] + wide, at[other][1] + high / 2
-                x1, y1 = x - 7, y + high / 2
-                bend = min((x1 - x0) / 2, 40)
-                path = f"M{x0} {y0} C{x0 + bend} {y0} {x1 - bend} {y1} {x1} {y1}"
-                arrows.append(tag("path", d=path, class_="arrow", marker_end="url(#tip)"))
-        said = f"{name}: {states.get(name, '')}"
-        short = name if len(name) < 22 else name[:20] + "…"
-        box = tag(
-            "g",
-            tag("title", said),
-            tag("rect", x=x, y=y, width=wide, height=high, rx=6),
-            tag("text", short, x=x + wide / 2, y=y + 18, text_anchor="middle", class_="name"),
-            tag("text", states.get(name, ""), x=x + wide / 2, y=y + 33, text_anchor="middle"),
-            class_=f"box {_word(states.get(name, ''))}",
-        )
-        link = links.get(name)
-        boxes.append(tag("a", box, href=link) if link else box)
-    tip = tag(
-        "defs",
-        tag(
-            "marker",
-            tag("path", d="M0 0 L8 4 L0 8 z", class_="head"),
-            id="tip",
-            viewBox="0 0 8 8",
-            refX=1,
-            refY=4,
-            markerWidth=7,
-            markerHeight=7,
-            orient="auto",
-        ),
-    )
-    width = len(columns) * (wide + gap_x) - gap_x + 20
+    return at, len(columns) * (_WIDE + _GAP_X) - _GAP_X + 20, height
+
+
+def _arrow(before: tuple[float, float], behind: tuple[float, float]) -> Html:
+    """From the right side of one box to the left side of another."""
+    x0, y0 = before[0] + _WIDE, before[1] + _HIGH / 2
+    x1, y1 = behind[0] - 7, behind[1] + _HIGH / 2
+    bend = min((x1 - x0) / 2, 40)
+    path = f"M{x0} {y0} C{x0 + bend} {y0} {x1 - bend} {y1} {x1} {y1}"
+    return tag("path", d=path, class_="arrow", marker_end="url(#tip)")
+
+
+def _box(name: str, state: str, x: float, y: float) -> Html:
+    short = name if len(name) < 22 else name[:20] + "…"
     return tag(
-        "div",
-        tag(
-            "svg",
-            tip,
-            arrows,
-            boxes,
-            class_="graph",
-            viewBox=f"0 0 {max(width, 1)} {max(height, 1)}",
-            width=width,
-            height=height,
-            role="img",
-            aria_label="graph of skills",
-        ),
-        class_="wide",
+        "g",
+        tag("title", f"{name}: {state}"),
+        tag("rect", x=x, y=y, width=_WIDE, height=_HIGH, rx=6),
+        tag("text", short, x=x + _WIDE / 2, y=y + 18, text_anchor="middle", class_="name"),
+        tag("text", state, x=x + _WIDE / 2, y=y + 33, text_anchor="middle"),
+        class_=f"box {_word(state)}",
     )
 
 

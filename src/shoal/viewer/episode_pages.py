@@ -30,7 +30,8 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     wanted, order = read_filter(query)
     at = max(0, _whole(query.get("page", "0")))
     place = f"{site.place(run)}/episodes"
-    total, outcomes = run.index.count(wanted), run.index.outcomes(replace(wanted, outcome=None))
+    outcomes = run.index.outcomes(replace(wanted, outcome=None))
+    total = sum(outcomes.values()) if wanted.outcome is None else outcomes[wanted.outcome]
 
     def with_(**changes: Any) -> dict[str, Any]:
         return {key: value for key, value in {**query, "page": None, **changes}.items() if value is not None}
@@ -182,87 +183,66 @@ def group(site: Site, run: Run, name: str) -> Page:
     place = site.place(run)
     mean = statistics.fmean(m.reward for m in members)
     spread = statistics.pstdev([m.reward for m in members])
-    heads = [
-        tag(
-            "th",
-            anchor(site, f"member {m.member}", f"{place}/episode", name=m.name),
-            tag("span", OUTCOMES[m.outcome], class_=f"chip {m.outcome}"),
-            tag("small", f"reward {number(m.reward)} ({m.reward - mean:+.3g}), {counted(m.turns, 'turn')}"),
-            class_="chosen" if m.name == episode.name else None,
-        )
-        for m in members
-    ]
+    told = {
+        "env": episode.env,
+        "iteration": episode.iteration,
+        "env seed": episode.env_seed,
+        "members": len(members),
+        "mean reward": mean,
+        "standard deviation": spread,
+        "parting": "all members did the same" if part is None else f"they part in turn {part + 1}",
+    }
+    heads = [_member(site, place, member, mean, chosen=member.name == episode.name) for member in members]
     longest = max((len(t.turns) for t in trajectories), default=0)
-    rows = []
-    for k in range(longest):
-        turns = [t.turns[k] if k < len(t.turns) else None for t in trajectories]
-        head = tag("th", str(k + 1), tag("small", "they part here") if k == part else None)
-        if part is None or k < part:
-            cells = [
-                tag(
-                    "td",
-                    _cell(turns[0]),
-                    tag("small", "the same in all"),
-                    colspan=len(members),
-                    class_="same",
-                )
-            ]
-        else:
-            usual = Counter(_act(turn)[1] for turn in turns if turn is not None).most_common(1)[0][0]
-            cells = [
-                tag(
-                    "td",
-                    _cell(t),
-                    class_="gone" if t is None else "as-most" if _act(t)[1] == usual else "other",
-                )
-                for t in turns
-            ]
-        rows.append(tag("tr", head, cells, class_="parting" if k == part else None))
-    said = f"they part in turn {part + 1}" if part is not None else "all members did the same"
+    turns = [[t.turns[k] if k < len(t.turns) else None for t in trajectories] for k in range(longest)]
+    rows = [_side_by_side(k, of_turn, part) for k, of_turn in enumerate(turns)]
+    equal = "All rewards are equal: this group gives no advantage to learn from."
+    side = tag("table", tag("thead", tag("tr", tag("th", "turn"), heads)), tag("tbody", rows), class_="group")
     body = join(
-        tag(
-            "header",
-            tag("h1", f"Group {episode.group}"),
-            facts(
-                {
-                    "env": episode.env,
-                    "iteration": episode.iteration,
-                    "env seed": episode.env_seed,
-                    "members": len(members),
-                    "mean reward": mean,
-                    "standard deviation": spread,
-                    "parting": said,
-                }
-            ),
-        ),
-        None
-        if spread
-        else tag("p", "All rewards are equal: this group gives no advantage to learn from.", class_="hint"),
-        tag(
-            "div",
-            tag(
-                "table", tag("thead", tag("tr", tag("th", "turn"), heads)), tag("tbody", rows), class_="group"
-            ),
-            class_="wide",
-        ),
+        tag("header", tag("h1", f"Group {episode.group}"), facts(told)),
+        None if spread else tag("p", equal, class_="hint"),
+        tag("div", side, class_="wide"),
     )
-    place_of = f"{place}/episodes"
+    files = site.link(f"{place}/episodes", file=episode.file)
     trail = (
         ("runs", site.link("")),
         (run.name, site.link(place)),
-        (episode.file.removesuffix(".jsonl"), site.link(place_of, file=episode.file)),
+        (episode.file.removesuffix(".jsonl"), files),
         (f"group {episode.group}", None),
     )
-    before = _neighbour(run, members[0], -1)
-    after = _neighbour(run, members[-1], 1)
-    return Page(
-        f"Group {episode.group}",
-        body,
-        trail,
-        site.link(f"{place}/group", name=before) if before else None,
-        site.link(f"{place}/group", name=after) if after else None,
-        site.link(place_of, file=episode.file),
+    ways = [
+        site.link(f"{place}/group", name=other) if other else None
+        for other in (_neighbour(run, members[0], -1), _neighbour(run, members[-1], 1))
+    ]
+    return Page(f"Group {episode.group}", body, trail, *ways, files)
+
+
+def _member(site: Site, place: str, member: Episode, mean: float, *, chosen: bool) -> Html:
+    """The head of a column: who it is, how it ended, its reward and how far from the group's mean."""
+    return tag(
+        "th",
+        anchor(site, f"member {member.member}", f"{place}/episode", name=member.name),
+        tag("span", OUTCOMES[member.outcome], class_=f"chip {member.outcome}"),
+        tag(
+            "small",
+            f"reward {number(member.reward)} ({member.reward - mean:+.3g}), {counted(member.turns, 'turn')}",
+        ),
+        class_="chosen" if chosen else None,
     )
+
+
+def _side_by_side(k: int, turns: Sequence[Turn | None], part: int | None) -> Html:
+    """One turn of all members: a cell for all until they part, then one each, those marked that differ from most."""
+    head = tag("th", str(k + 1), tag("small", "they part here") if k == part else None)
+    if part is None or k < part:
+        same = tag("small", "the same in all")
+        return tag("tr", head, [tag("td", _cell(turns[0]), same, colspan=len(turns), class_="same")])
+    usual = Counter(_act(turn)[1] for turn in turns if turn is not None).most_common(1)[0][0]
+    cells = [
+        tag("td", _cell(t), class_="gone" if t is None else "as-most" if _act(t)[1] == usual else "other")
+        for t in turns
+    ]
+    return tag("tr", head, cells, class_="parting" if k == part else None)
 
 
 def _neighbour(run: Run, episode: Episode, step: int) -> str | None:
@@ -357,7 +337,7 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
         if len(members) > 1
         else None,
         command(["shoal", "replay", str(run.path), episode.name]),
-        key(known is not None) if spell or any(t.logprobs for t in trajectory.turns) else None,
+        key(largest if known else None) if spell or any(t.logprobs for t in trajectory.turns) else None,
         tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
     )
     turns = [_turn(site, run, k, t, spell, turn_number, strips[k]) for k, t in enumerate(trajectory.turns)]
@@ -379,25 +359,22 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     )
 
 
-def key(advantages: bool = False) -> Html:
-    """What the colours of tokens mean; with `advantages` there are two kinds of them, and a button between."""
+def key(largest: float | None) -> Html:
+    """What the colours of tokens mean.
+
+    Args:
+        largest: advantage of the group; None if none are known. With it there are two kinds of colours, and a button.
+    """
     chances = ((0, "< 1 %"), (3, "10 %"), (6, "50 %"), (9, "> 90 %"))
-    shares = ((0, "the most against it"), (4, "0"), (9, "the most for it"))
     by_chance = [tag("span", text, class_=f"token plain p{k}") for k, text in chances]
-    by_advantage = [tag("span", text, class_=f"token plain p{k}") for k, text in shares]
-    button = tag("button", "colour by the other", type="button", data_do="colour") if advantages else None
-    return join(
-        tag("p", "probability of a token when it was sampled: ", by_chance, button, class_="key-line chance"),
-        tag(
-            "p",
-            "advantage of a token, of the largest in its group: ",
-            by_advantage,
-            button,
-            class_="key-line worth",
-        )
-        if advantages
-        else None,
-    )
+    chance = tag("p", "probability of a token when it was sampled: ", by_chance, class_="key-line chance")
+    if largest is None:
+        return chance
+    values = ((0, f"{-largest:.3g}"), (4, "0"), (9, f"{largest:+.3g}"))
+    by_worth = [tag("span", text, class_=f"token plain p{k}") for k, text in values]
+    worth = tag("p", "advantage of a token: ", by_worth, class_="key-line worth")
+    button = tag("button", "colour by advantage or probability", type="button", data_do="colour")
+    return join(chance, worth, tag("p", button))
 
 
 def _turn(

@@ -398,16 +398,12 @@ class EpisodeIndex:
         """A histogram: from, to, episodes, and how many of them were successes; at most `bins` bars."""
         where, values = (wanted or Filter()).where()
         base = f"from episode e where {where}"
-        low, high, kinds = self._ask(
-            f"select min(e.reward), max(e.reward), (select count(*) from (select distinct e.reward {base} limit ?)) "
-            + base,
-            [*values, bins + 1, *values],
-        )[0]
-        if low is None:
-            return []
-        if kinds <= bins:  # every value has a bar of its own
-            sql = f"select e.reward, e.reward, count(*), sum(e.success) {base} group by 1 order by 1"
-            return [(a, b, int(n), int(s)) for a, b, n, s in self._ask(sql, values)]
+        # +e.reward: in the order of the table, since going by the index would look up every row of it
+        sql = f"select +e.reward, count(*), sum(e.success) {base} group by 1 order by 1 limit ?"
+        kinds = self._ask(sql, [*values, bins + 1])
+        if len(kinds) <= bins:  # every value has a bar of its own
+            return [(float(a), float(a), int(n), int(s)) for a, n, s in kinds]
+        low, high = self._ask(f"select min(+e.reward), max(+e.reward) {base}", values)[0]
         width = (high - low) / bins
         sql = (
             f"select min(cast((e.reward - ?) / ? as integer), ?) as bar, count(*), sum(e.success), min(e.reward), "
