@@ -298,19 +298,21 @@ def row(case: str, subject: str, value: float | None, unit: str, cpu: float, run
     return {"case": case, "subject": subject, "value": value, "unit": unit, "cpu_seconds": cpu, "runs": runs}
 
 
-def save(rows: list[dict[str, Any]]) -> None:
-    """Put the rows in place of those with the same case; keep the others."""
-    old = read_json(RESULTS)["rows"] if RESULTS.exists() else []
+def save(rows: list[dict[str, Any]], *, timed: bool = True) -> None:
+    """Put the rows in place of those with the same case; keep the others, and what is said of times if none are new."""
+    before = read_json(RESULTS) if RESULTS.exists() else {"rows": []}
+    old = before["rows"]
     cases = {r["case"] for r in rows}
     versions = {"python": platform.python_version()}
     for name in ("numpy", "gymnasium", "torch", "numba", "stable_baselines3"):
         if importlib.util.find_spec(name):
             versions[name] = importlib.metadata.version(name)
     RESULTS.parent.mkdir(exist_ok=True)
-    write_json(RESULTS, {
+    told = {
         "name": "ppo", "machine": {"cpu": cpu_model(), "cores": os.cpu_count()}, "versions": versions,
-        "date": datetime.date.today().isoformat(), "rows": [r for r in old if r["case"] not in cases] + rows,
-    })  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+    } if timed else before  # fmt: skip
+    write_json(RESULTS, {**told, "rows": [r for r in old if r["case"] not in cases] + rows})
 
 
 def cpu_model() -> str:
@@ -333,7 +335,7 @@ def main() -> None:
     parser.add_argument("--scores", nargs="+", type=Path, default=[])
     options = parser.parse_args()
     if options.scores:
-        return save(scores(options.scores))
+        return save(scores(options.scores), timed=False)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     check_paths()

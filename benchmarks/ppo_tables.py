@@ -110,7 +110,7 @@ def scores(rows: list[dict[str, Any]]) -> None:
         each, low = ([f"{value:,.{digits}f}" for value in values] for values in (greedy, training))
         mean, spread = statistics.mean(greedy), statistics.stdev(greedy) if len(greedy) > 1 else None
         whole = f"{mean:,.{digits}f} ± {spread:,.{digits}f}" if spread is not None else "one seed"
-        print(f"| {env} | {', '.join(seeds)} | {', '.join(each)} | {whole} | {', '.join(low)} | "
+        print(f"| {env} | {', '.join(seeds)} | {' · '.join(each)} | {whole} | {' · '.join(low)} | "
               f"{PUBLISHED.get(env, 'none')} |")  # fmt: skip
     print()
 

@@ -301,6 +301,24 @@ def test_a_thread_that_helps_finds_the_critics_gradient_of_the_minibatch_it_took
     assert not gradient[: net.critic_at].any()
 
 
+def test_a_thread_that_helps_ends_with_an_update_that_is_interrupted(monkeypatch):
+    fast, _, actions = learners(SPACES["box"], 5, (64, 48))
+    fast.compiled.assisted = True
+    batch = a_rollout(fast, actions, 500, 5, epochs=4)
+    rates = UpdateRates(3e-3, 0.2, 0.2, 0.01, 0.5, 0.5, 0.0, True, 1e-5, 64)
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fast.update(batch, rates)
+    assert not started[0].is_alive()
+
+
 def test_an_update_waits_for_the_critics_half_that_another_thread_took():
     fast, _, actions = learners(SPACES["discrete"], 5, (64, 48))
     net, batch = fast.compiled, a_rollout(fast, actions, 64, 5, epochs=1)

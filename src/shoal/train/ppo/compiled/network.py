@@ -206,8 +206,9 @@ class CompiledNetwork:
                 self.weights, self.critic_at, self.critic, self._activation, batch.orders, rates.batch_size,
                 batch.obs, batch.returns, batch.values, settings, critic_stats, self._gradient, counters, YIELD,
             ))  # fmt: skip
-            helper.start()
         try:
+            if helper is not None:
+                helper.start()
             result = kernels.update(
                 self.weights, self.first, self.second, self.count, self.actor, self.critic, self.critic_at,
                 self._activation, self._groups, self.std_at, batch.orders, rates.batch_size, batch.obs, choices,
@@ -217,7 +218,7 @@ class CompiledNetwork:
             )  # fmt: skip
         finally:
             counters[kernels.OVER] = 1
-            if helper is not None:
+            if helper is not None and helper.ident is not None:
                 helper.join()
         self._pace.took(helper is not None, (time.perf_counter() - started) / batch.orders.size)
         policy, critic, entropy, kl, clipped, norm, taken, first_kl = (float(value) for value in result)
