@@ -23,7 +23,8 @@ def main() -> None:
     for row in found["rows"]:
         groups.setdefault(row["case"], []).append(row)
     lines = [
-        "| config | asked for | best constant answer | start, seeds 0 1 2 | end, seeds 0 1 2 | end, greedy | updates | CPU seconds | |",
+        "| config | asked for | best constant answer | start, seeds 0 1 2 | end, seeds 0 1 2 | end, greedy "
+        "| updates | CPU seconds | |",
         "|---|---|---|---|---|---|---|---|---|",
         *(line(case, rows) for case, rows in groups.items()),
     ]

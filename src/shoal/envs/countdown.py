@@ -212,7 +212,9 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         level = LEVELS[self.config.difficulty]
         numbers = [str(self._puzzle.numbers[i]) for i in rng.permutation(len(self._puzzle.numbers))]
         signs = [level.operations[int(i)] for i in rng.integers(len(level.operations), size=len(numbers) - 1)]
-        return numbers[0] + "".join(f" {sign} {number}" for sign, number in zip(signs, numbers[1:], strict=True))
+        return numbers[0] + "".join(
+            f" {sign} {number}" for sign, number in zip(signs, numbers[1:], strict=True)
+        )
 
     def observe(self) -> str:
         """Numbers, target, and what became of the last answer."""

@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
