@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo demo-llm test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-vector bench-rollout bench-update bench-gpu test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -89,6 +89,10 @@ bench-rollout: setup  ## how much of the possible speed a rollout reaches, besid
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/rollout_tables.py
 
+bench-llm: setup  ## tokens a second of SmolLM2 on shipped configs, beside a plain loop of transformers
+	$(BIN)/shoal model get smollm2
+	$(BIN)/python benchmarks/language_models.py
+
 bench-gpu:        ## one GPU with $(PYTHON) as it is, no network: exactness, tokens/s, memory, resume
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py
 	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py -p no:cacheprovider
@@ -109,6 +113,10 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2
 	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/samplers/test_vllm_server.py tests/rollout/samplers/test_vllm.py --timeout 900
+
+bench-viewer: setup  ## a run of 100,000 episodes: its index, first paints in Chromium, shoal show
+	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
+	$(BIN)/python benchmarks/viewer.py
 
 bench-learning: setup  ## three seeds of every config that learns, about forty CPU minutes
 	$(BIN)/python benchmarks/learning.py

@@ -37,22 +37,20 @@ FILES = 100
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
 
-def write_run(folder: Path, episodes: int) -> int:
-    """A run of agents with `episodes` episodes in `FILES` files, 8 a group; returns the bytes of its episodes."""
-    draw, total = random.Random(0), 0
+def write_run(folder: Path, episodes: int) -> None:
+    """A run of agents with `episodes` episodes in `FILES` files, 8 a group."""
+    draw = random.Random(0)
     (folder / "trajectories").mkdir(parents=True)
     with (folder / "metrics.jsonl").open("w") as metrics:
         for file in range(1, FILES + 1):
             lines = [encode_trajectory(_episode(draw, file, number)) for number in range(episodes // FILES)]
             data = b"".join(lines)
             (folder / "trajectories" / f"train-{file:06d}.jsonl").write_bytes(data)
-            total += len(data)
             row = {"iteration": file, "success": file / FILES, "reward": file / FILES, "entropy": 1 / file}
             metrics.write(json.dumps(row) + "\n")
     (folder / "summary.json").write_text(
         json.dumps({"command": "train", "seed": 0, "status": "completed", "metrics": {"success": 1.0}})
     )
-    return total
 
 
 def _episode(draw: random.Random, file: int, number: int) -> Trajectory:
@@ -126,6 +124,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--folder", type=Path, help="where the run is kept for another time; made if it is not there"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "viewer.json")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -135,8 +136,10 @@ def main() -> int:
         print(f"{case:<56}{subject:<28}{measured['value']:8.3f} s, at most {measured['max']:.3f}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="shoal-viewer-") as place:
-        folder, cache = Path(place) / "run", Path(place) / "cache"
-        size = write_run(folder, options.episodes)
+        folder, cache = options.folder or Path(place) / "run", Path(place) / "cache"
+        if not folder.exists():
+            write_run(folder, options.episodes)
+        size = sum(file.stat().st_size for file in (folder / "trajectories").iterdir())
         print(f"{options.episodes:,} episodes, {size / 2**20:.0f} MiB")
         env = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT / "src")}
         files = sorted((folder / "trajectories").iterdir())

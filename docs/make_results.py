@@ -23,6 +23,7 @@ TITLES = {
     "trl_update": "One update beside TRL",
     "environments": "Grid environments",
     "text_envs": "Text environments",
+    "viewer": "A run of 100,000 episodes in the viewer",
 }
 SHOWN = 12
 """Cases of a benchmark that are drawn."""

@@ -296,7 +296,7 @@ def _laid_out(needs: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[float
         columns.setdefault(depth[name], []).append(name)
     step = _HIGH + _GAP_Y
     height = max(map(len, columns.values()), default=0) * step + _GAP_Y
-    at = {
+    at: dict[str, tuple[float, float]] = {
         name: (10 + column * (_WIDE + _GAP_X), (height - len(names) * step) / 2 + _GAP_Y / 2 + k * step)
         for column, names in columns.items()
         for k, name in enumerate(names)

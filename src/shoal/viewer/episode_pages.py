@@ -210,11 +210,11 @@ def group(site: Site, run: Run, name: str) -> Page:
         (episode.file.removesuffix(".jsonl"), files),
         (f"group {episode.group}", None),
     )
-    ways = [
+    before, after = (
         site.link(f"{place}/group", name=other) if other else None
         for other in (_neighbour(run, members[0], -1), _neighbour(run, members[-1], 1))
-    ]
-    return Page(f"Group {episode.group}", body, trail, *ways, files)
+    )
+    return Page(f"Group {episode.group}", body, trail, before, after, files)
 
 
 def _member(site: Site, place: str, member: Episode, mean: float, *, chosen: bool) -> Html:
