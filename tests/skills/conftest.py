@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,24 @@ def net() -> Callable[..., Network]:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return stream(0, "test")
+
+
+@pytest.fixture
+def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
+    """End what a failed test left running, and say so."""
+    yield
+    left = [
+        int(entry.parent.name)
+        for entry in Path("/proc").glob("[0-9]*/cmdline")
+        if _mentions(entry, str(tmp_path)) and int(entry.parent.name) != os.getpid()
+    ]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes {left} were still running"
+
+
+def _mentions(entry: Path, text: str) -> bool:
+    try:
+        return text in entry.read_text(errors="replace")
+    except OSError:
+        return False

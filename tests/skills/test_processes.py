@@ -56,25 +56,7 @@ def add_wood(base: Path, config: dict) -> None:
     s.close()
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind(tmp_path: Path):
-    """End what a failed test left running, and say so."""
-    yield
-    left = [
-        int(entry.parent.name)
-        for entry in Path("/proc").glob("[0-9]*/cmdline")
-        if _mentions(entry, str(tmp_path)) and int(entry.parent.name) != os.getpid()
-    ]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes {left} were still running"
-
-
-def _mentions(entry: Path, text: str) -> bool:
-    try:
-        return text in entry.read_text(errors="replace")
-    except OSError:
-        return False
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 
 def wait_for(condition, seconds: float = 30) -> None:

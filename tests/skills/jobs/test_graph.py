@@ -122,8 +122,9 @@ def test_a_packed_folder_is_the_same_bytes_and_never_leaves_its_place(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("nothing_is_left_behind")
 def test_the_examples_two_trainings_and_their_evaluation_run(tmp_path: Path) -> None:
-    env = {**os.environ, **job_environment(2)}
+    env = {**os.environ, **job_environment(2), "TMPDIR": str(tmp_path)}
     example = REPO / "examples" / "job_graph.py"
     done = subprocess.run(
         [sys.executable, str(example), "2000"],
