@@ -325,6 +325,10 @@ def _known(values: np.ndarray | None) -> np.ndarray:
 
 
 # --- answers
+AT_A_TIME = 16
+"""Prompts that are answered side by side."""
+
+
 def answer(
     model: Any,
     prompts: Sequence[Any],
@@ -346,40 +350,63 @@ def answer(
         temperature: 0 takes the likeliest token.
         seed: of the tokens that are drawn, by the number of the prompt and of the token.
     """
-    device, dtype = str(next(model.parameters()).device), next(model.parameters()).dtype
     found: list[tuple[list[int], list[float]]] = []
-    with torch.no_grad():
-        for number, sample in enumerate(prompts):
-            ids = np.asarray(sample.prompt_ids, np.int64)
-            positions = np.asarray(sample.prompt_positions, np.int64)
-            following = int(positions.max()) + 1  # the positions of text count on, in all rows
-            row = Recorded(ids, positions, np.array([len(ids) - 1]), sample.prompt_inputs, np.ones(1), None)
-            inputs = rows_of([row], [[0]], pad_id, device, dtype).inputs
-            noise = stream(seed, "recorded answers", number)
-            written: list[int] = []
-            logprobs: list[float] = []
-            while True:
-                seen = model.base_model(**inputs, use_cache=True)
-                scores = model.get_output_embeddings()(seen[0][:, -1])[0].float()
-                chances = (scores / temperature if temperature else scores).log_softmax(-1)
+    for first in range(0, len(prompts), AT_A_TIME):
+        some = prompts[first : first + AT_A_TIME]
+        noises = [stream(seed, "recorded answers", first + number) for number in range(len(some))]
+        written: list[tuple[list[int], list[float]]] = [([], []) for _ in some]
+        for chances in _next_tokens(model, some, pad_id, temperature, written):
+            for (tokens, logprobs), chance, noise in zip(written, chances, noises, strict=True):
                 if temperature:
-                    gumbel = -np.log(-np.log(noise.uniform(1e-12, 1, len(chances))))
-                    token = int((chances.cpu().numpy() + gumbel).argmax())
+                    gumbel = -np.log(-np.log(noise.uniform(1e-12, 1, len(chance))))
+                    tokens.append(int((chance + gumbel).argmax()))
                 else:
-                    token = int(chances.argmax())
-                written.append(token)
-                logprobs.append(float(chances[token]))
-                if len(written) >= max_tokens or token in end_ids:
-                    break
-                place = (len(positions), 1, 1) if len(positions) > 1 else (1, 1)
-                inputs = {  # prompt and images are in the cache
-                    "input_ids": torch.tensor([[token]], device=device),
-                    "position_ids": torch.full(place, following, device=device),
-                    "past_key_values": seen.past_key_values,
-                }
-                following += 1
-            found.append((written, logprobs))
+                    tokens.append(int(chance.argmax()))
+                logprobs.append(float(chance[tokens[-1]]))
+            ends = [min((tokens.index(end) for end in end_ids if end in tokens), default=None)
+                    for tokens, _ in written]  # fmt: skip
+            if None not in ends or len(written[0][0]) == max_tokens:
+                break
+        for (tokens, logprobs), end in zip(written, ends, strict=True):
+            count = max_tokens if end is None else end + 1
+            found.append((tokens[:count], logprobs[:count]))
     return found
+
+
+@torch.no_grad()
+def _next_tokens(
+    model: Any, prompts: Sequence[Any], pad_id: int, temperature: float, written: Sequence[Any]
+) -> Iterator[np.ndarray]:
+    """`[B, V]` log-probabilities of what comes next, while the caller adds a token to each of `written`."""
+    device, dtype = str(next(model.parameters()).device), next(model.parameters()).dtype
+    shown = [
+        Recorded(
+            np.asarray(sample.prompt_ids, np.int64), np.asarray(sample.prompt_positions, np.int64),
+            np.array([len(sample.prompt_ids) - 1]), sample.prompt_inputs, np.ones(1), None,
+        )
+        for sample in prompts
+    ]  # fmt: skip
+    inputs = rows_of(shown, [[row] for row in range(len(shown))], pad_id, device, dtype).inputs
+    last = torch.tensor([len(each.ids) - 1 for each in shown], device=device)
+    seen = torch.arange(inputs["input_ids"].shape[1], device=device) <= last[:, None]
+    following = torch.tensor([int(each.positions.max()) + 1 for each in shown], device=device)
+    several = len(shown[0].positions) > 1
+    while True:
+        made = model.base_model(**inputs, use_cache=True)
+        hidden = made[0][torch.arange(len(shown), device=device), last]
+        scores = model.get_output_embeddings()(hidden).float()
+        yield (scores / (temperature or 1.0)).log_softmax(-1).cpu().numpy()
+        last = torch.zeros_like(last)
+        seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+        places = following[:, None].expand(len(shown[0].positions), -1, -1) if several else following[:, None]
+        inputs = {  # what stands before, and its images, are in the cache
+            "input_ids": torch.tensor([[tokens[-1]] for tokens, _ in written], device=device),
+            "attention_mask": mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None],
+            "position_ids": places,
+            "past_key_values": made.past_key_values,
+        }
+        following = following + 1
 
 
 def tiny_model(
