@@ -91,7 +91,7 @@ bench-rollout: setup  ## how much of the possible speed a rollout reaches, besid
 
 bench-llm: setup  ## tokens a second of SmolLM2 on shipped configs, beside a plain loop of transformers
 	$(BIN)/shoal model get smollm2
-	$(BIN)/python benchmarks/language_models.py
+	$(BIN)/python benchmarks/llm.py
 
 bench-gpu:        ## one GPU with $(PYTHON) as it is, no network: exactness, tokens/s, memory, resume
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py

@@ -13,18 +13,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLES = {
-    "vector": "Stepping environments",
-    "ppo": "PPO",
-    "rollout": "Rollouts",
-    "split": "Splitting recordings",
-    "skills": "Skills",
-    "craftax": "Craftax-Classic with 1 M steps",
-    "learning": "What is learned",
-    "trl_update": "One update beside TRL",
-    "environments": "Grid environments",
-    "text_envs": "Text environments",
-    "viewer": "A run of 100,000 episodes in the viewer",
+    "vector": ("Stepping environments", "bench-vector"),
+    "ppo": ("PPO", "bench-ppo"),
+    "rollout": ("Rollouts", "bench-rollout"),
+    "llm": ("A real language model on a CPU", "bench-llm"),
+    "split": ("Splitting recordings", "bench-split"),
+    "skills": ("Skills", "bench-skills"),
+    "craftax": ("Craftax-Classic with 1 M steps", "bench-craftax"),
+    "learning": ("What is learned", "bench-learning"),
+    "trl_update": ("One update beside TRL", "bench-update"),
+    "environments": ("Grid environments", "bench-envs"),
+    "text_envs": ("Text environments", "bench-text-envs"),
+    "viewer": ("A run of 100,000 episodes in the viewer", "bench-viewer"),
 }
+"""Of each file of results its title and the target of the Makefile that writes it."""
 SHOWN = 12
 """Cases of a benchmark that are drawn."""
 
@@ -35,20 +37,20 @@ def page(results: Path = ROOT / "benchmarks" / "results") -> str:
         "# Results\n\nMade from `benchmarks/results/*.json`, which `make bench-…` writes: every rival ran in the same "
         "minutes on the same machine.\n"
     ]
-    for name, title in TITLES.items():
+    for name, (title, target) in TITLES.items():
         path = results / f"{name}.json"
         if path.is_file():
-            parts.append(section(name, title, json.loads(path.read_text("utf-8"))))
+            parts.append(section(title, target, json.loads(path.read_text("utf-8"))))
     return "\n".join(parts)
 
 
-def section(name: str, title: str, result: dict[str, Any]) -> str:
+def section(title: str, target: str, result: dict[str, Any]) -> str:
     """One benchmark: where it ran, a chart of each case, all rows as a table."""
     machine = result.get("machine") or {}
     where = ", ".join(str(machine[key]) for key in ("cpu", "cores") if key in machine)
     lines = [
         f"## {title}\n",
-        f"{result.get('date', '')}, {where} cores. `make bench-{name.split('_')[0]}`.\n",
+        f"{result.get('date', '')}, {where} cores. `make {target}`.\n",
     ]
     cases: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:

@@ -1,6 +1,6 @@
 """A real language model on a CPU: sampled tokens a second, prompts included, beside a plain `transformers` loop.
 
-    python benchmarks/language_models.py [--only WORD] [--runs 3] [--threads 1]
+    python benchmarks/llm.py [--only WORD] [--runs 3] [--threads 1]
 
 Each case is a shipped config with SmolLM2-135M after its warm-up. One rollout is played and the requests of each turn
 are kept; then the same requests are answered again, in turns, by shoal's sampler and by `model.generate` on batches
@@ -35,7 +35,7 @@ from shoal.rollout.samplers.sampler import Completion, Request  # noqa: E402
 from shoal.train.agent.config import compose_config  # noqa: E402
 from shoal.train.agent.trainer import AgentTrainer  # noqa: E402
 
-RESULTS = REPO / "benchmarks" / "results" / "language_models.json"
+RESULTS = REPO / "benchmarks" / "results" / "llm.json"
 QUICK = ("trainer.iterations=1", "trainer.tensorboard=false", "seed=5")
 Turns = list[list[Request]]
 
@@ -187,7 +187,7 @@ def main() -> None:
     write_json(
         RESULTS,
         {
-            "name": "language_models",
+            "name": "llm",
             "machine": {"cpu": platform.processor(), "cores": os.cpu_count()},
             "versions": installed_versions(),
             "date": datetime.date.today().isoformat(),
