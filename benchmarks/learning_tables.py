@@ -1,4 +1,4 @@
-"""Write the table and the picture of docs/learning.md from benchmarks/results/learning.json."""
+"""Write the table and the pictures of docs/learning.md from benchmarks/results/learning.json."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ sys.path.insert(0, str(REPO / "src"))
 from shoal.core.files import read_json  # noqa: E402
 
 PICTURE = REPO / "docs" / "images" / "learning.png"
+PICTURE_LLM = REPO / "docs" / "images" / "demo-llm.png"
 PAGE = REPO / "docs" / "learning.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
@@ -37,7 +38,8 @@ def main() -> None:
     page = PAGE.read_text()
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
-    draw(groups)
+    draw(groups, PICTURE, 3)
+    draw({case: rows for case, rows in groups.items() if case.startswith("SmolLM2")}, PICTURE_LLM, 2)
     print("\n".join(lines))
 
 
@@ -83,13 +85,12 @@ def by_env(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def draw(groups: dict[str, list[dict[str, Any]]]) -> None:
+def draw(groups: dict[str, list[dict[str, Any]]], picture: Path, columns: int) -> None:
     """Training success by update, one panel a case, one line a seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = 3
-    figure = Figure(figsize=(11, 2.6 * -(-len(groups) // columns)), layout="constrained")
+    figure = Figure(figsize=(11 / 3 * columns, 2.6 * -(-len(groups) // columns)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(-(-len(groups) // columns), columns, sharey=True).ravel()
     for axis, (case, rows) in zip(axes, groups.items(), strict=False):
@@ -109,7 +110,7 @@ def draw(groups: dict[str, list[dict[str, Any]]]) -> None:
     axes[0].legend(fontsize=8, loc="lower right")
     figure.supxlabel("update", fontsize=9)
     figure.supylabel("success in training, sampled", fontsize=9)
-    figure.savefig(PICTURE, dpi=90)
+    figure.savefig(picture, dpi=90)
 
 
 def smooth(curve: list[list[float]], width: int = 5) -> list[tuple[float, float]]:
