@@ -245,8 +245,7 @@ class Served:
 @pytest.fixture
 def from_vllm(tmp_path):
     """A run that asked a server by tokens, and what the server was asked; the server is gone."""
-    from tests.rollout.samplers.fake_server import FakeServer
-    from tests.rollout.tokenizer_doubles import fast_tokenizer
+    from tests.rollout.doubles import FakeServer, fast_tokenizer
 
     from shoal.rollout.samplers.registry import load_tokenizer
 

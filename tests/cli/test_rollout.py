@@ -37,7 +37,7 @@ def test_a_changed_record_is_found(tmp_path, capsys):
         assert main(["rollout", "--verify", str(run)]) == code
         said = capsys.readouterr().out
         assert f"held {level}" in said
-        assert ("group 2, member 0, turn 3: reward differ" in said) == (level == "L0")
+        assert ("group 2, member 0, turn 3: reward is" in said) == (level == "L0")
 
 
 @pytest.fixture(scope="module")

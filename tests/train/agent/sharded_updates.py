@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.rollout.samplers.test_huggingface import CHATML, make_tokenizer
-from tests.rollout.samplers.test_huggingface import make_engine as make_llama
+from tests.rollout.doubles import byte_tokenizer
+from tests.rollout.doubles import llama_engine as make_llama
 
 from shoal.core.data import Trajectory, Turn
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
@@ -66,7 +66,7 @@ def experts(kind, **settings):
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 200}
         config = getattr(transformers, f"{kind}Config")(**plain, **heads, eos_token_id=None, **settings)
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    return both(HuggingFaceEngine(model, make_tokenizer(CHATML)))
+    return both(HuggingFaceEngine(model, byte_tokenizer()))
 
 
 def frozen():

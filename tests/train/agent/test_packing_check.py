@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 import transformers
-from tests.rollout.samplers.test_huggingface import make_engine, make_tokenizer
+from tests.rollout.doubles import byte_tokenizer
+from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.core.errors import ConfigError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
@@ -20,7 +21,7 @@ def engine_of(config):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = transformers.AutoModelForCausalLM.from_config(config)
-    return policy_of(HuggingFaceEngine(model, make_tokenizer()))
+    return policy_of(HuggingFaceEngine(model, byte_tokenizer()))
 
 
 MIXING = {

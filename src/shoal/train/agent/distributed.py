@@ -78,6 +78,7 @@ class Processes:
                 f"engine.device={device} would be one GPU for {count} processes: set cuda, and each takes its own"
             )
         try:
+            import transformers.modeling_utils  # noqa: F401  (first: imported later, it keeps the group's threads)
             from accelerate import PartialState
         except ImportError as error:
             raise missing_extra("several processes", "llm") from error
