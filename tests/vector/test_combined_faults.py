@@ -263,8 +263,12 @@ class KillsAmidARestart(CountEnv):
             do("raise" if self.number == 0 else "kill")
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.15, 1.0])
 @pytest.mark.parametrize("what", ["step", "reset"])
-def test_an_env_whose_worker_is_replaced_while_it_is_in_flight_is_received_all_the_same(what: str) -> None:
+def test_an_env_whose_worker_is_replaced_while_it_is_in_flight_is_received_all_the_same(
+    what: str, pause: float
+) -> None:
+    """Received at once, when two have answered and the third has not, and when all is over."""
     fns = [functools.partial(KillsAmidARestart, i) for i in (0, 1, 2)]
     options = {"num_workers": 1, "threads": True, "on_failure": "restart", "max_restarts": 5}
     with closing(make_vec(fns, backend="process", **options)) as envs:
@@ -274,6 +278,7 @@ def test_an_env_whose_worker_is_replaced_while_it_is_in_flight_is_received_all_t
             envs.send([2], [3])
         else:
             envs.send_reset([2], [50])
+        time.sleep(pause)
         seen: dict[int, Any] = {}
         while envs.in_flight:
             ready = envs.recv(timeout=10.0)

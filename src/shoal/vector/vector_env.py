@@ -966,12 +966,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             for worker in [worker for worker in self._late if worker.answered()]:
                 self._land_late(worker, *worker.take())
                 self._set_to_work(worker)
-            ready = [(worker, command) for worker, command in self._at_work.values() if worker.answered()]
+            ready = [pair for pair in self._at_work.values() if pair[0].answered()]
             if not ready:
                 return
             lost = [pair for pair in ready if pair[0].lost is not None]
-            for landing in [*([pair] for pair in ready if pair[0].lost is None), *([lost] if lost else [])]:
-                self._land_in_flight(landing)
+            for landing in [*([pair] for pair in ready if pair[0].lost is None), lost]:
+                # Those that a landing before them replaced are over.
+                landing = [pair for pair in landing if self._at_work.get(id(pair[0])) is pair]
+                if landing:
+                    self._land_in_flight(landing)
 
     def _land_in_flight(self, landing: Pending) -> None:
         replies = []
