@@ -65,6 +65,7 @@ class ChatTemplate:
         self.pad_id, self.eos_id = _ids_of(self.tokenizer)
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self._added_ids = frozenset(int(token) for token in added)
+        self._longest_added = max((len(str(token)) for token in added.values()), default=0)
         control = {str(token) for token in added.values() if token.special} - set(model_text)
         ordered = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
@@ -78,6 +79,8 @@ class ChatTemplate:
         self.closing_ids = self._closing_ids()
         self.image_frame_ids = self._image_frame_ids()
         self._adjoining: dict[tuple[str, str], bool] = {}
+        self._starts: dict[str, tuple[Chat, str]] = {}
+        self._begins_with_added: dict[str, bool] = {}
         self.concatenates = self._probe()
 
     # --- text
@@ -87,16 +90,13 @@ class ChatTemplate:
 
     def message_text(self, message: Message, keep: tuple[int, ...] | None, first: bool) -> str | None:
         """What the message adds to a chat, or None where the template rewrites what stood before it."""
-        if first:
-            before: list[tuple[Message, tuple[int, ...] | None]] = []
-        elif message.role == "system":
-            before = list(self._lead)
-        else:
-            before = [*self._lead, (_USER, None)]
-            before += [] if message.role == "assistant" else [(_ANSWER, None)]
-        start = self._render(before, False) if before else ""
+        before, start = ((), "") if first else self._before(message.role)
         text = self._render([*before, (message, keep)], False)
         return text.removeprefix(start) if text.startswith(start) else None
+
+    def texts(self, messages: Sequence[Message]) -> list[str | None]:
+        """What each message of a chat adds to it, as `message_text` says."""
+        return [self.message_text(message, None, index == 0) for index, message in enumerate(messages)]
 
     def escaped(self, text: str) -> str:
         """`text` with a `BREAK` inside each control token that it spells out."""
@@ -156,6 +156,14 @@ class ChatTemplate:
         return str(self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
 
     # --- what is learned about the template
+    def _before(self, role: str) -> tuple[Chat, str]:
+        """A chat that a message of this role may follow, and its text."""
+        if role not in self._starts:
+            chat = [*self._lead, *([] if role == "system" else [(_USER, None)])]
+            chat += [] if role in ("system", "assistant") else [(_ANSWER, None)]
+            self._starts[role] = chat, self._render(chat, False) if chat else ""
+        return self._starts[role]
+
     def _leading(self) -> Chat:
         """What chats begin with to learn from: a system message, unless the template refuses that role.
 
@@ -202,7 +210,7 @@ class ChatTemplate:
             Message("user", parts[::-1], ("x",)) if self.image_token is not None else _USER,
             Message("assistant", " Done. "),
         ]
-        return self.joins(chat)
+        return self.joins(chat, self.texts(chat))
 
     def adjoin(self, before: str, role: str) -> bool:
         """Whether a message of one role is written as ever behind one of another."""
@@ -232,17 +240,23 @@ class ChatTemplate:
         text = self.message_text(_ANSWER, None, True) or ""
         return self.encode(text.partition(self.header)[0] + self.header)
 
-    def joins(self, messages: Sequence[Message]) -> bool:
-        """Whether the chat's text is its messages' texts joined, at borders that no token can cross."""
-        texts = [self.message_text(message, None, index == 0) for index, message in enumerate(messages)]
-        if any(text is None for text in texts):
+    def joins(self, messages: Sequence[Message], texts: Sequence[str | None]) -> bool:
+        """Whether the chat's text is its messages' `texts` joined, at borders that no token can cross."""
+        known = [text for text in texts if text is not None]
+        if len(known) < len(texts):
             return False
-        if "".join(text or "" for text in texts) != self._render(
-            [(message, None) for message in messages], False
-        ):
+        if "".join(known) != self._render([(message, None) for message in messages], False):
             return False
-        starts = [self.encode((text or "")[:64]) for text in texts]
-        return all(len(ids) and int(ids[0]) in self._added_ids for ids in starts)
+        return all(self._begins_at_border(text[: self._longest_added + 1]) for text in known)
+
+    def _begins_at_border(self, text: str) -> bool:
+        """Whether the first token is one that was added to the vocabulary: no other reaches into it."""
+        if text not in self._begins_with_added:
+            if len(self._begins_with_added) > 10_000:  # of a long run over many recordings
+                self._begins_with_added.clear()
+            ids = self.encode(text)
+            self._begins_with_added[text] = bool(len(ids)) and int(ids[0]) in self._added_ids
+        return self._begins_with_added[text]
 
 
 def _kept(message: Message, keep: tuple[int, ...] | None) -> tuple[Part, ...]:
@@ -268,7 +282,8 @@ class Encoder:
     ) -> None:
         self.template, self.rows, self.tokens = plan.template, plan.images.rows, tokens
         self.recording, self.image_of = recording, image_of
-        self.joins = plan.template.concatenates and plan.template.joins(recording.messages)
+        self._texts = plan.template.texts(recording.messages) if plan.template.concatenates else []
+        self.joins = bool(self._texts) and plan.template.joins(recording.messages, self._texts)
         self._known: dict[tuple[Piece, bool], Layout] = {}
 
     def joins_in(self, cut: Cut) -> bool:
@@ -285,7 +300,10 @@ class Encoder:
         key = (piece._replace(turn=None), first)
         if key not in self._known:
             message = self.recording.messages[piece.message]
-            text = self.template.message_text(message, piece.keep, first)
+            if piece.keep is None and self._texts and first == (piece.message == 0):
+                text = self._texts[piece.message]
+            else:
+                text = self.template.message_text(message, piece.keep, first)
             if text is None:
                 raise DataError(f"the chat template rewrites what stands before message {piece.message}")
             self._known[key] = self.lay_out(text, [piece])
