@@ -9,8 +9,9 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.checkpoint import list_checkpoints
-from shoal.train.agent.config import compose_config
-from shoal.train.agent.lora import load_lora, weights_sha256
+from shoal.train.agent.config import Lora, compose_config
+from shoal.train.agent.lora import LoraPolicy, load_lora, weights_sha256
+from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer
 
 SETTINGS = [
@@ -97,3 +98,10 @@ def test_a_model_with_a_single_number_among_its_weights_has_a_hash_too():
     before = weights_sha256(one)
     one.scale.add_(1)
     assert weights_sha256(one) != before
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_equal_samples_are_computed_once_unless_adapters_drop_out(dropout):
+    policy = LoraPolicy(policy_of(make_engine()), Lora(rank=2, dropout=dropout), "base", 0)
+    assert policy.shares_prefixes
+    assert policy.merges_equals == (dropout == 0)

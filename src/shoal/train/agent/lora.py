@@ -24,7 +24,7 @@ from shoal.core.seeding import derive_seed
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.models import resolve_model
 from shoal.train.agent.config import Lora
-from shoal.train.agent.policy import HuggingFacePolicy, Policy, policy_of
+from shoal.train.agent.policy import HuggingFacePolicy, Policy, dropouts, policy_of
 
 KIND = "huggingface-lora"
 ADAPTER = "adapter_model.safetensors"
@@ -67,6 +67,11 @@ class LoraPolicy(HuggingFacePolicy):
         for parameter in self.adapter_parameters().values():
             parameter.data = parameter.data.float()  # small updates would be lost in bfloat16
         self.module.eval()
+
+    @property
+    def merges_equals(self) -> bool:
+        """Not where adapters drop out: each sample has a draw of its own."""
+        return super().merges_equals and not dropouts(self.module)
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters by the names they have in an adapter file."""

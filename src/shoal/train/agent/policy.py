@@ -508,6 +508,15 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if hasattr(part, "gradient_checkpointing")]
 
 
+def dropouts(model: nn.Module) -> list[nn.Module]:
+    """The parts of adapters that drop out while a model is trained."""
+    return [
+        part
+        for name, part in model.named_modules()
+        if "lora_dropout" in name and isinstance(part, nn.Dropout) and part.p > 0
+    ]
+
+
 @contextlib.contextmanager
 def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[None]:
     """The layers of `model` are computed again in the backward pass if asked for, and adapters drop out by `seed`.
@@ -515,11 +524,7 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[
     The model itself stays in evaluation mode: what it computes is what the engine computed.
     """
     layers = _layers(model) if checkpointing else []
-    drops = [
-        part
-        for name, part in model.named_modules()
-        if "lora_dropout" in name and isinstance(part, nn.Dropout) and part.p > 0
-    ]
+    drops = dropouts(model)
     before = [part.gradient_checkpointing for part in layers]
     for (
         part
