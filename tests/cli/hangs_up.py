@@ -2,8 +2,19 @@
 
 import os
 import signal
+from dataclasses import dataclass
+
+from shoal.cli.command import Command
 
 
-def main(argv):
+@dataclass
+class Options:
+    """Hang up."""
+
+
+def hang_up(_):
     os.kill(os.getpid(), signal.SIGHUP)
     return 7
+
+
+COMMAND = Command(Options, hang_up)

@@ -1,21 +1,23 @@
 """What all commands promise alike: help, one writer a folder, one line for what goes wrong, the right exit status."""
 
 import errno
-import importlib
 import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from tests.cli.recorded import trajectory, turn
 from tests.freeze.record import flags_of
 
-from shoal.cli import grammar, helping
+from shoal.cli import command, grammar
+from shoal.cli.command import every
 from shoal.cli.main import COMMANDS, main
 from shoal.core.data import write_trajectories
 from shoal.core.run_folder import FolderLock
@@ -51,17 +53,52 @@ def test_the_help_of_every_command_fits_on_a_screen_and_has_examples(words, caps
     assert f"shoal {' '.join(words)}" in "\n".join(lines)
 
 
-def test_the_short_help_leaves_no_flag_out_and_names_none_that_is_not_there():
-    for name, told in helping.BRIEFS.items():
-        command, _, verb = name.partition(" ")
-        run = importlib.import_module(COMMANDS[command][0]).main
-        short = helping.brief(name, run, [verb] if verb else [])
-        whole = {flag.replace("_", "-") for flag in flags_of(tuple(name.split())) if flag.startswith("--")}
-        assert set(told.flags) <= whole, name
-        both = {flag for flag in whole if not flag.startswith("--no-")}
-        assert both <= set(helping.flags_in(short)) | {"--graph-path", "--out", "--run-dir"}, name
-        for example in told.examples.splitlines():
-            assert set(helping.flags_in(example.replace("_", "-"))) <= whole, example
+def everything():
+    return [found for name, entry in COMMANDS.items() for found in every(entry, name)]
+
+
+@pytest.mark.parametrize(("name", "told"), everything(), ids=[name for name, _ in everything()])
+def test_the_help_leaves_no_flag_out_and_names_none_that_is_not_there(name, told):
+    whole = {flag.replace("_", "-") for flag in flags_of(tuple(name.split())) if flag.startswith("--")}
+    assert set(told.wanted) <= whole
+    long = command.help_of(told, name, [], everything=True)
+    for text in (command.help_of(told, name, []), long):
+        shown = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+        assert {flag for flag in whole if not flag.startswith("--no-")} <= shown | {
+            "--graph-path",
+            "--out",
+            "--run-dir",
+        }
+    for example in re.findall(rf"^  shoal {name} (.*)$", told.more, re.MULTILINE):
+        flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", example.replace("_", "-"))
+        assert set(flags) <= whole, example
+
+
+def test_words_and_flags_come_in_any_order():
+    one = command.loaded(COMMANDS["train"])
+    both = [
+        command.parsed(one, "train", shlex.split(words))
+        for words in (
+            "a=1 ~b c=-2 --seed 3 --json",
+            "--seed 3 a=1 --json ~b c=-2",
+            "--seed=3 a=1 ~b --json c=-2",
+        )
+    ]
+    assert both[0] == both[1] == both[2]
+    assert (both[0].overrides, both[0].seed, both[0].json) == (("a=1", "~b", "c=-2"), 3, True)
+    again = command.parsed(
+        command.loaded(COMMANDS["replay"]), "replay", ["--turn", "2", "runs/a", "--pdb", "17"]
+    )
+    assert (again.run, again.episode, again.turn, again.pdb) == (Path("runs/a"), "17", 2, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["show --episode 1 --best x", "train --sead 1", "replay", "rollout --seed x", "train-ppo --n-envs"],
+)
+def test_words_that_a_command_does_not_take_are_refused_with_status_2(words, capsys):
+    assert main(words.split()) == 2
+    assert "shoal" in capsys.readouterr().err
 
 
 def test_the_short_help_has_the_defaults_of_the_environment_that_is_named(capsys):
@@ -149,8 +186,6 @@ def test_a_mistake_in_the_call_is_one_line_and_leaves_nothing(tmp_path, monkeypa
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     before = sorted(tmp_path.rglob("*"))
-    import shlex
-
     code = main([word.replace("FILE", "file") for word in shlex.split(words)])
     told = capsys.readouterr().err
     assert why in told
@@ -191,15 +226,15 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("command", WRITERS)
-def test_a_second_writer_of_a_folder_is_refused(command, tmp_path, capsys):
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_second_writer_of_a_folder_is_refused(writer, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
     lock = FolderLock(folder / ".lock")
     lock.take()
     try:
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        assert main(WRITERS[command](str(folder))) == 1
+        assert main(WRITERS[writer](str(folder))) == 1
         assert "is running on" in capsys.readouterr().err
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     finally:

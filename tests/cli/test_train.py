@@ -21,7 +21,7 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     folder = tmp_path / "a run"
     with monkeypatch.context() as patch:
         patch.setattr(train, "_watch", interrupted)
-        assert train.main(["--config-name", "demo-bandit", *QUICK, f"run_dir={folder}"]) == 130
+        assert shoal.main(["train", "--config-name", "demo-bandit", *QUICK, f"run_dir={folder}"]) == 130
     command = shlex.split(capsys.readouterr().out.split("go on with: ")[1])
     assert command[0] == "shoal"
     assert shoal.main(command[1:]) == 0

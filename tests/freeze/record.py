@@ -9,18 +9,14 @@ as the functions below tell it. When something recorded here is meant to change,
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import inspect
-import io
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 RECORD = Path(__file__).with_name("interface.json")
 ROOMS = ("shoal", "shoal.vector", "shoal.splitting", "shoal.skills", "shoal.testing")
@@ -75,10 +71,6 @@ def default_of(value: Any) -> str:
 
 
 # --- commands
-class Seen(BaseException):  # no command catches it
-    """Ends a command when its parser is known."""
-
-
 def commands() -> Iterator[tuple[str, ...]]:
     """The words of every command."""
     from shoal.cli.main import COMMANDS
@@ -89,44 +81,23 @@ def commands() -> Iterator[tuple[str, ...]]:
 
 def flags_of(command: tuple[str, ...]) -> dict[str, Any]:
     """Flags and positional arguments of a command: names, default, choices, and whether it must be given."""
-    import tyro
-
+    from shoal.cli.command import Group, _parser, _settings, loaded
     from shoal.cli.main import COMMANDS
 
-    found: list[Any] = []
-    parse = argparse.ArgumentParser.parse_known_args
-
-    def by_tyro(kind: Any, *, prog: str, args: Any = None, **options: Any) -> None:
-        with warnings.catch_warnings():  # what replaces it is not there yet
-            warnings.simplefilter("ignore", DeprecationWarning)
-            found.append(tyro.extras.get_parser(kind, prog=prog, **options))
-        raise Seen
-
-    def by_argparse(parser: Any, *args: Any, **options: Any) -> Any:
-        if parser.prog.startswith("shoal "):
-            found.append(parser)
-            raise Seen
-        return parse(parser, *args, **options)  # a first look at the words, not the command's parser
-
-    with (
-        mock.patch("tyro.cli", by_tyro),
-        mock.patch.object(argparse.ArgumentParser, "parse_known_args", by_argparse),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.suppress(Seen),
-    ):
-        importlib.import_module(COMMANDS[command[0]][0]).main(list(command[1:]))
-    return actions_of(found[-1])
+    what = loaded(COMMANDS[command[0]])
+    if isinstance(what, Group) and len(command) > 1:
+        what = loaded(what.commands[command[1]])
+    if isinstance(what, Group):
+        return {f"{verb} {flag}": value for verb in what.commands
+                for flag, value in {"": {}, **flags_of((command[0], verb))}.items()}  # fmt: skip
+    return actions_of(_parser(what, " ".join(command), _settings(what, [])))
 
 
 def actions_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """The arguments of one parser, and of the parsers of its subcommands."""
+    """The arguments of one parser."""
     found: dict[str, Any] = {}
     for action in parser._actions:
         if "--help" in action.option_strings:
-            continue
-        if isinstance(action, argparse._SubParsersAction):
-            found |= {f"{name} {flag}": value for name, sub in action.choices.items()
-                      for flag, value in {"": {}, **actions_of(sub)}.items()}  # fmt: skip
             continue
         default = str(action.default)
         if default.startswith("tyro.MISSING"):

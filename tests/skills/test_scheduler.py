@@ -135,7 +135,7 @@ def test_a_failed_dependency_blocks_its_dependents_by_name_and_others_go_on(tmp_
 
 
 def test_a_later_retry_of_the_dependency_opens_the_subtree_again(tmp_path: Path, scripted) -> None:
-    from shoal.cli.skills import retry
+    from shoal.cli.main import main
 
     def fail(folder: Path, attempt: int) -> None:
         raise RuntimeError("no")
@@ -144,7 +144,7 @@ def test_a_later_retry_of_the_dependency_opens_the_subtree_again(tmp_path: Path,
     for one in (WOOD, TABLE, PICKAXE):
         s.add_skill(one.name, one)
     assert not s.run()
-    assert retry(["Collect_Wood", "--graph-path", str(tmp_path)]) == 0
+    assert main(["skills", "retry", "Collect_Wood", "--graph-path", str(tmp_path)]) == 0
     again = scheduler(tmp_path, scripted())
     assert [row.status for row in again.store.skills()] == ["waiting"] * 3
     assert again.run()

@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.cli.grammar import parser_of
+import tyro
+
+from shoal.cli.command import Flag
 from shoal.core.errors import ConfigError
 
 
-def agent_parser(prog: str, description: str, epilog: str, config: str) -> argparse.ArgumentParser:
-    """A parser with `--config-name` (`config` if not given), `--config-dir` and the overrides."""
+def _config_names(default: str) -> str:
     from shoal.train.agent.config import config_names
 
-    parser = parser_of(prog, description, epilog)
-    parser.add_argument(
-        "--config-name", default=config, help=f"one of {', '.join(config_names())}, or your own"
-    )
-    parser.add_argument("--config-dir", type=Path, help="folder with your own YAML configs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
-    alike = parser.add_argument_group("as in every command (each is a setting, too)")
-    alike.add_argument("--run-dir", metavar="FOLDER", help="run_dir=FOLDER: where the run goes")
-    alike.add_argument("--seed", type=int, metavar="N", help="seed=N: of the whole run")
-    alike.add_argument("--device", metavar="NAME", help="engine.device=NAME: cpu, cuda, cuda:1, mps")
-    alike.add_argument(
-        "--json", action="store_true", help="print the summary as JSON at the end; the rest to stderr"
-    )
-    return parser
+    return f"(of {', '.join(config_names())}) (default: {default})"
 
 
-def composed(options: argparse.Namespace) -> Any:
+ConfigName = tyro.conf.arg(
+    metavar="NAME", help="a config that comes with shoal, or your own", help_behavior_hint=_config_names
+)
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """What names a run of agents: a config, settings to change, and the flags that all commands have."""
+
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[key=value ...]")] = ()
+    """settings to change, as in Hydra: +key=value adds one, ~key removes one"""
+    config_name: Annotated[str, ConfigName] = "demo"
+    config_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """folder with your own YAML configs"""
+    run_dir: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """run_dir=FOLDER: where the run goes"""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """seed=N: of the whole run"""
+    device: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """engine.device=NAME: cpu, cuda, cuda:1, mps"""
+    json: Flag = False
+    """print the summary as JSON at the end; the rest to stderr"""
+
+    def settings(self, device: str = "engine.device") -> list[str]:
+        """The settings, with `--seed`, `--device` (whose key is given) and `--resume` among them.
+
+        Raises:
+            ConfigError: a flag is given as a setting, too.
+        """
+        flags = {"seed": self.seed, device: self.device, "resume": getattr(self, "resume", None) or None}
+        words = list(self.overrides)
+        for key, value in flags.items():
+            if value is not None:
+                _refuse_twice(key, words)
+                words.append(f"{key}={str(value).lower() if value is True else value}")
+        return words
+
+
+def composed(options: AgentOptions) -> Any:
     """The config that the command line names, an `AgentConfig`; flags become settings."""
     from shoal.train.agent.config import compose_config
 
@@ -47,29 +72,15 @@ def composed(options: argparse.Namespace) -> Any:
                 f"settings are given as key=value (such as seed=1), got {word!r}; a config is named by --config-name"
                 f"{_meant(word)}"
             )
-    flags_as_settings(options, "engine.device")
+    words = options.settings()
     own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
-    _refuse_secrets([*options.overrides, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
-    options.overrides = [_own_key(word) for word in options.overrides]
-    config = compose_config(options.config_name, options.overrides, options.config_dir)
+    _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
+    config = compose_config(options.config_name, [_own_key(word) for word in words], options.config_dir)
     if options.run_dir is not None:
-        _refuse_twice("run_dir", options.overrides)
+        _refuse_twice("run_dir", words)
         config = replace(config, run_dir=options.run_dir)
     refuse_device(config.engine.device)
     return config
-
-
-def flags_as_settings(options: argparse.Namespace, device: str) -> None:
-    """Write `--seed`, `--device` and `--resume` as settings; `device` is the key of that one.
-
-    Raises:
-        ConfigError: one is given as a setting, too.
-    """
-    flags = {"seed": options.seed, device: options.device, "resume": getattr(options, "resume", None) or None}
-    for key, value in flags.items():
-        if value is not None:
-            _refuse_twice(key, options.overrides)
-            options.overrides.append(f"{key}={str(value).lower() if value is True else value}")
 
 
 def _refuse_secrets(texts: Sequence[str]) -> None:

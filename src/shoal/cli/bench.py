@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from shoal.cli.command import Command
 from shoal.cli.settings import EnvKwargs, Settings, Wrappers, arguments_of, blaming
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
@@ -74,9 +75,20 @@ class Speed:
     problem: str | None = None
 
 
-def main(argv: list[str]) -> int:
+MORE = """\
+examples:
+  shoal bench CartPole-v1
+  shoal bench sokoban dim_room=[7,7] --num-envs 64 --seconds 5
+  shoal bench my_module:MyEnv --backends auto serial process --json
+"""
+WANTED = (
+    "--num-envs", "--num-workers", "--backends", "--env-kwargs", "--wrapper", "--seconds", "--seed",
+    "--run-dir", "--json",
+)  # fmt: skip
+
+
+def bench(options: BenchOptions) -> int:
     """Measure and print."""
-    options = tyro.cli(BenchOptions, args=argv, prog="shoal bench", description=BenchOptions.__doc__)
     if options.num_envs < 1 or options.seconds <= 0:
         raise ConfigError(
             f"--num-envs must be at least 1 and --seconds positive, got {options.num_envs} and {options.seconds}"
@@ -113,6 +125,9 @@ def main(argv: list[str]) -> int:
     else:
         _show(Console(highlight=False), options, result, speeds, loop)
     return 0 if any(speed.steps_per_second for speed in speeds) else 1
+
+
+COMMAND = Command(BenchOptions, bench, MORE, WANTED)
 
 
 def ways(options: BenchOptions) -> dict[str, Make]:

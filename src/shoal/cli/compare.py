@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.cli.grammar import parser_of, print_json, table
+import tyro
+
+from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import print_json, table
 from shoal.cli.runs import describe
 from shoal.cli.show import FIRST, flat, readable
 from shoal.core.errors import ConfigError, DataError
@@ -15,7 +19,7 @@ from shoal.core.files import read_json
 NOT_SETTINGS = ("run_dir", "resume", "next_step", "graph_path", "resume_from")
 """Keys of a config that differ between any two runs."""
 CURVES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
-EPILOG = """\
+MORE = """\
 examples:
   shoal compare runs/demo runs/demo-2                   settings and metrics that differ, side by side
   shoal compare runs/seed-* --png curves.png            one curve a run, and the mean of all
@@ -27,20 +31,25 @@ Exit status: 0 whether or not they differ; `shoal replay A --diff B` is 1 where 
 """
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class CompareOptions:
+    """Compare runs: their settings, their results, their curves, their episodes."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    """two or more run folders"""
+    all: Flag = False
+    """also the metrics and settings that are equal"""
+    png: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """draw one curve a run, and their mean"""
+    curve: Annotated[str | None, tyro.conf.arg(metavar="METRIC")] = None
+    """of metrics.jsonl; the held-out success or return if not given"""
+    json: Flag = False
+    """print the comparison as JSON"""
+
+
+def compare(options: CompareOptions) -> None:
     """Compare and print."""
-    parser = parser_of(
-        "shoal compare", "Compare runs: their settings, their results, their curves, their episodes.", EPILOG
-    )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="two or more run folders")
-    parser.add_argument("--all", action="store_true", help="also the metrics and settings that are equal")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw one curve a run, and their mean")
-    parser.add_argument(
-        "--curve", metavar="METRIC", help="of metrics.jsonl (default: the held-out success or return)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    options = parser.parse_args(argv)
-    runs: list[Path] = options.runs
+    runs = options.runs
     if len(runs) < 2:
         raise ConfigError(
             f"shoal compare needs two run folders or more, got {len(runs)}; shoal runs lists them"
@@ -55,7 +64,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         print_json({"runs": [describe(run) for run in runs], "settings": settings, "metrics": metrics,
                     "first_difference": first})  # fmt: skip
-        return 0
+        return
     names = [str(run) for run in runs]
     for title, found in (("settings", settings), ("metrics", metrics)):
         if found:
@@ -68,7 +77,9 @@ def main(argv: list[str]) -> int:
         print(f"episodes: {first}")
     if curve is not None:
         print(f"curves of {curve}: {options.png}")
-    return 0
+
+
+COMMAND = Command(CompareOptions, compare, MORE)
 
 
 def differing(sides: Sequence[Mapping[str, Any]], everything: bool = False) -> dict[str, list[Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from shoal.cli.grammar import parser_of
-from shoal.cli.helping import flags_in, text_of
+import tyro
 
-EPILOG = """\
+from shoal.cli.command import Command, every, flags_of
+
+MORE = """\
 examples:
   source <(shoal completion bash)                                  now, in this shell
   shoal completion bash > ~/.local/share/bash-completion/completions/shoal
@@ -17,36 +18,38 @@ examples:
 """
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class CompletionOptions:
+    """Print a script that completes shoal's commands and flags; it is made from what they take."""
+
+    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
+    """for which it is"""
+
+
+def complete(options: CompletionOptions) -> None:
     """Print the script."""
-    parser = parser_of(
-        "shoal completion",
-        "Print a script that completes shoal's commands and flags; it is made from their --help.",
-        EPILOG,
-    )
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"])
-    options = parser.parse_args(argv)
     print({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](words()), end="")
-    return 0
+
+
+COMMAND = Command(CompletionOptions, complete, MORE)
 
 
 def words() -> dict[str, list[str]]:
     """What can follow each command: its flags, or its own commands and theirs (`envs show`)."""
     from shoal.cli.main import COMMANDS
 
-    found = {}
-    for name, (module, _) in COMMANDS.items():
-        main_of = importlib.import_module(module).main
-        text = text_of(main_of, [])
-        inner = re.findall(r"^  ([a-z]+) {2,}\S", text, re.MULTILINE) if name in ("envs", "skills") else []
-        found[name] = sorted({*flags_in(text), *inner})
-        for verb in inner:
-            found[f"{name} {verb}"] = sorted(flags_in(text_of(main_of, [verb])))
+    found: dict[str, list[str]] = {}
+    for first, entry in COMMANDS.items():
+        for name, command in every(entry, first):
+            found[name] = sorted({*flags_of(command, name), "--help", "--help-all"})
+            if name != first:
+                found.setdefault(first, []).append(name.removeprefix(f"{first} "))
     return found
 
 
 def _bash(found: dict[str, list[str]]) -> str:
     commands = " ".join(name for name in found if " " not in name)
+    groups = "|".join(dict.fromkeys(name.split()[0] for name in found if " " in name))
     cases = "\n".join(f'    "{name}") words="{" ".join(values)}" ;;' for name, values in found.items())
     return f"""\
 _shoal() {{
@@ -55,7 +58,7 @@ _shoal() {{
     COMPREPLY=($(compgen -W "{commands}" -- "$current")); return
   fi
   local key="$first"
-  case "$first" in envs|skills) [ "$COMP_CWORD" -gt 2 ] && key="$first $second" ;; esac
+  case "$first" in {groups}) [ "$COMP_CWORD" -gt 2 ] && key="$first $second" ;; esac
   case "$key" in
 {cases}
   esac

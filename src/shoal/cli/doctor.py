@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from shoal.cli.grammar import parser_of, print_json
+from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import print_json
 
 Status = Literal["ok", "missing", "warning", "failed"]
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -33,7 +34,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 FILES_OF_OUR_OWN, FILES_A_WORKER = 24, 6
 """Open files of a command without workers, and what each worker adds."""
 SMALL_SHM = 256 * 2**20
-EPILOG = """\
+MORE = """\
 Each line is ok, missing (an optional part), warning (it works, with less) or failed.
 Exit status: 0 if nothing failed (with --strict: and there is no warning), 1 otherwise.
 
@@ -54,15 +55,20 @@ class Finding:
     advice: str = ""
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Say what this machine has and lacks for shoal, and what to do about it."""
+
+    no_self_test: Flag = False
+    """start nothing, only look"""
+    strict: Flag = False
+    """a warning is a failure"""
+    json: Flag = False
+    """print the findings as JSON"""
+
+
+def doctor(options: DoctorOptions) -> int:
     """Look, test, tell."""
-    parser = parser_of(
-        "shoal doctor", "Say what this machine has and lacks for shoal, and what to do about it.", EPILOG
-    )
-    parser.add_argument("--no-self-test", action="store_true", help="start nothing, only look")
-    parser.add_argument("--strict", action="store_true", help="a warning is a failure")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    options = parser.parse_args(argv)
     findings = []
     for finding in examine(self_test=not options.no_self_test):
         findings.append(finding)
@@ -77,6 +83,9 @@ def main(argv: list[str]) -> int:
     else:
         print(f"\n{'wrong: ' + ', '.join(wrong) if wrong else 'shoal works here'}")
     return int(bool(wrong))
+
+
+COMMAND = Command(DoctorOptions, doctor, MORE)
 
 
 def examine(*, self_test: bool = True) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, cast
 
 import tyro
 
+from shoal.cli.command import Command, Group
 from shoal.cli.settings import EnvKwargs, Settings, Wrappers, arguments_of, blaming, parse_settings
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.envs.catalogue import (
@@ -114,29 +115,6 @@ class ServeCommand(Named):
 
     port: int = 8000
     """Where it listens; 0 takes a free one."""
-
-
-def main(argv: list[str]) -> int:
-    """Parse and run one of the subcommands."""
-    commands: dict[str, tuple[type, Callable[[Any], int]]] = {
-        "list": (ListCommand, _list),
-        "show": (ShowCommand, _show),
-        "play": (PlayCommand, _play),
-        "check": (CheckCommand, _check),
-        "serve": (ServeCommand, _serve),
-    }
-    if not argv or argv[0] not in commands:
-        if argv and argv[0] not in ("-h", "--help", "help"):
-            from shoal.core.errors import unknown_name
-
-            raise unknown_name("envs command", argv[0], commands)
-        lines = [f"  {name:<6} {kind.__doc__}" for name, (kind, _) in commands.items()]
-        print("\n".join(["usage: shoal envs COMMAND", "", *lines, "", EXAMPLES]))
-        return 0
-    kind, run = commands[argv[0]]
-    # Modules of the user's own are looked for where the command was given, as `python -m` does.
-    sys.path.insert(0, str(Path.cwd()))
-    return run(tyro.cli(kind, args=argv[1:], prog=f"shoal envs {argv[0]}", description=kind.__doc__))
 
 
 def _list(command: ListCommand) -> int:
@@ -407,3 +385,16 @@ def _field_notes(config: type) -> dict[str, str]:
         if is_field and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
             notes[field.target.id] = " ".join(str(note.value.value).split())
     return notes
+
+
+COMMAND = Group(
+    "List, look at, play, check and serve environments.",
+    {
+        "list": Command(ListCommand, _list, "examples:\n  shoal envs list"),
+        "show": Command(ShowCommand, _show, "examples:\n  shoal envs show sokoban dim_room=[7,7] --seed 3"),
+        "play": Command(PlayCommand, _play, "examples:\n  shoal envs play sokoban num_boxes=2 --seed 7"),
+        "check": Command(CheckCommand, _check, "examples:\n  shoal envs check my_module:MyEnv"),
+        "serve": Command(ServeCommand, _serve, "examples:\n  shoal envs serve webshop --port 8000"),
+    },
+    EXAMPLES,
+)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.cli.agent_options import hide_loading, refuse_device
+from shoal.cli.command import Command
 from shoal.cli.grammar import Progress, print_json
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.run_folder import RunFolder
@@ -36,21 +37,12 @@ PANEL_SEED = 20_260_101
 """Names the episodes of all panels."""
 
 
-DESCRIPTION = """Play held-out episodes and report the success rate with its 95% interval.
-
-Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
-
-examples:
-  shoal eval runs/demo --episodes 400                a run, on its own held-out envs
-  shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
-  shoal eval smollm2 --env bandit                    a language model that was never trained here
-  shoal eval runs/demo --panel core                  pinned episodes of pinned envs, as a table
-  shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown"""
-
-
 @dataclass(frozen=True)
 class EvalOptions:
-    """What to evaluate, and how."""
+    """Play held-out episodes and report the success rate with its 95% interval.
+
+    Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
+    """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_MODEL")]
     """A run folder, a Hugging Face model folder, a name of `shoal model list`, or `openai:MODEL` on a server."""
@@ -90,9 +82,22 @@ class EvalOptions:
     """The same as `--format json`."""
 
 
-def main(argv: list[str]) -> int:
+MORE = """\
+examples:
+  shoal eval runs/demo --episodes 400                a run, on its own held-out envs
+  shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
+  shoal eval smollm2 --env bandit                    a language model that was never trained here
+  shoal eval runs/demo --panel core                  pinned episodes of pinned envs, as a table
+  shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown
+"""
+WANTED = (
+    "--env", "--env-config", "--panel", "--episodes", "--seed", "--temperature", "--device", "--checkpoint",
+    "--max-tokens", "--base-url", "--api-key-env", "--concurrency", "--out", "--json",
+)  # fmt: skip
+
+
+def evaluate(options: EvalOptions) -> int:
     """Evaluate and print."""
-    options = tyro.cli(EvalOptions, args=argv, prog="shoal eval", description=DESCRIPTION)
     if options.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
     if options.device is not None and not options.model.startswith(SERVER):
@@ -121,6 +126,9 @@ def main(argv: list[str]) -> int:
             options, folder or RunFolder(options.out, "eval", options.seed), trajectories, result, played_as
         )
     return 0
+
+
+COMMAND = Command(EvalOptions, evaluate, MORE, WANTED)
 
 
 def _result(trajectories: list[Any]) -> dict[str, Any]:

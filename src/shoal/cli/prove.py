@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.cli.grammar import Progress, count_of, new_folder, parser_of, print_json, table
+import tyro
+
+from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import Progress, count_of, new_folder, print_json, table
 from shoal.core.errors import ConfigError
 
 PARTS = {
@@ -17,7 +20,11 @@ PARTS = {
     "skills": "a graph of skills: one and three at a time, in tmux; a training and the scheduler killed",
 }
 """What can be proved."""
-EPILOG = """\
+_ABOUT = "\n".join(f"  {name:<7} {about}" for name, about in PARTS.items())
+MORE = f"""\
+parts:
+{_ABOUT}
+
 examples:
   shoal prove --quick                             two short iterations of the demo, eleven times
   shoal prove --config-name demo-bandit           a whole run of a config, as often as there are rows
@@ -32,32 +39,41 @@ Exit status: 0 if all rows are equal, 1 if one is not. The table is in RUN_DIR/s
 """
 
 
-def main(argv: list[str]) -> int:
-    """Parse, prove, print the table; 0 if all is equal."""
-    parser = parser_of(
-        "shoal prove",
-        "Prove the promise here: the same run, however it is run and whatever is killed.\n\nparts:\n"
-        + "\n".join(f"  {name:<7} {about}" for name, about in PARTS.items()),
-        EPILOG,
-    )
-    parser.add_argument("words", nargs="*", metavar="PART|key=value",
-                        help="a part (agents if none is named), and settings of an agent config to change")  # fmt: skip
-    parser.add_argument("--config-name", help="of agent training (default: demo); see `shoal train --help`")
-    parser.add_argument("--config-dir", type=Path, help="folder with your own YAML configs")
-    parser.add_argument("--quick", action="store_true", help="a short run instead of the whole one")
-    parser.add_argument("--no-faults", action="store_true", help="kill nothing")
-    parser.add_argument("--no-ray", action="store_true", help="leave Ray out, also where it is installed")
-    parser.add_argument("--run-dir", type=Path, help="where the runs go (default: runs/prove-PART, numbered)")
-    parser.add_argument("--seed", type=int, help="of the runs (default: the config's, or 0)")
-    parser.add_argument(
-        "--json", action="store_true", help="print the summary as JSON; the table goes to stderr"
-    )
-    options = parser.parse_intermixed_args(argv)
-    part = _part(options)
-    return _prove(part, options)
+@dataclass(frozen=True)
+class ProveOptions:
+    """Prove the promise here: the same run, however it is run and whatever is killed."""
+
+    words: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PART] [key=value ...]")
+    ] = ()
+    """a part (agents if none is named), and settings of an agent config to change"""
+    config_name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """of agent training, see `shoal train --help`; demo if not given"""
+    config_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """folder with your own YAML configs"""
+    quick: Flag = False
+    """a short run instead of the whole one"""
+    no_faults: Flag = False
+    """kill nothing"""
+    no_ray: Flag = False
+    """leave Ray out, also where it is installed"""
+    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """where the runs go; runs/prove-PART, numbered, if not given"""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """of the runs; the config's, or 0, if not given"""
+    json: Flag = False
+    """print the summary as JSON; the table goes to stderr"""
 
 
-def _part(options: argparse.Namespace) -> Any:
+def prove(options: ProveOptions) -> int:
+    """Prove, and print the table; 0 if all is equal."""
+    return _prove(_part(options), options)
+
+
+COMMAND = Command(ProveOptions, prove, MORE)
+
+
+def _part(options: ProveOptions) -> Any:
     """The part that is asked for."""
     from shoal.core.errors import did_you_mean
 
@@ -72,11 +88,9 @@ def _part(options: argparse.Namespace) -> Any:
     part = named[0] if named else "agents"
     if part != "agents" and (overrides or options.config_name or options.config_dir):
         raise ConfigError(f"shoal prove {part} has no agent config: leave --config-name and key=value out")
-    given = {
-        "quick": options.quick,
-        "faults": not options.no_faults,
-        "ray": False if options.no_ray else None,
-    }
+    given: dict[str, Any] = {
+        "quick": options.quick, "faults": not options.no_faults, "ray": False if options.no_ray else None,
+    }  # fmt: skip
     if part == "agents":
         from shoal.testing.prove_agents import agents
 
@@ -87,9 +101,10 @@ def _part(options: argparse.Namespace) -> Any:
     return getattr(prove_commands, part)(seed=options.seed or 0, **given)
 
 
-def _prove(part: Any, options: argparse.Namespace) -> int:
+def _prove(part: Any, options: ProveOptions) -> int:
     from shoal.core.run_folder import RunFolder
-    from shoal.testing.proof import Row, prove
+    from shoal.testing.proof import Row
+    from shoal.testing.proof import prove as proved
 
     path = options.run_dir or new_folder(f"prove-{part.name}")
     if (path / "summary.json").exists():
@@ -107,7 +122,7 @@ def _prove(part: Any, options: argparse.Namespace) -> int:
                     share, number = len(rows) / len(part.cases), f"{len(rows)}/{len(part.cases)}"
                     progress.at(share, f"{number} {row.name}", f"  {_line(row, part.again)}")
 
-                prove(part, path.absolute(), told)
+                proved(part, path.absolute(), told)
             status = "completed" if all(row.equal for row in rows) else "failed"
         finally:  # what was proved until Ctrl-C is kept
             equal = status == "completed"

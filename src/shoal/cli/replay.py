@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from bdb import BdbQuit
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.cli.grammar import parser_of, print_json
+import tyro
+
+from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import print_json
 from shoal.core.data import Turn
 from shoal.core.errors import ConfigError
 
-EPILOG = """\
+MORE = """\
 EPISODE is FILE:N, the N-th episode (from 0) of trajectories/FILE.jsonl; N alone means the newest held-out file.
 
 examples:
@@ -30,51 +33,51 @@ Exit status: 0 if everything was as recorded (or forked), 1 if something differs
 """
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Play a recorded episode of any run again in a plain loop in this process, and check it."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """a run folder with config.yaml and trajectories/"""
+    episode: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EPISODE")] = ""
+    """which episode; the first held-out one if not given"""
+    turn: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """the turn (from 1) that is shown, debugged or forked"""
+    pdb: Flag = False
+    """stop in the env's own code, at --turn or the first one"""
+    action: Annotated[str | None, tyro.conf.arg(metavar="A")] = None
+    """fork: take this action at --turn, a word or a whole response"""
+    sampler: Annotated[str, tyro.conf.arg(metavar="S")] = "auto"
+    """auto, checkpoint, recorded, a run, a model folder or name, or openai:MODEL"""
+    base_url: str = "http://127.0.0.1:8000/v1"
+    """of the server of openai:MODEL"""
+    device: str | None = None
+    """where the model runs; as the run says if not given"""
+    diff: Annotated[Path | None, tyro.conf.arg(metavar="RUN2")] = None
+    """compare the records of two runs; nothing is played"""
+    json: Flag = False
+    """print the result as JSON; turns go to stderr"""
+
+
+def replay(options: ReplayOptions) -> int:
     """Replay, compare, print; 0 if it is the same."""
-    parser = parser_of(
-        "shoal replay",
-        "Play a recorded episode of any run again in a plain loop in this process, and check it.",
-        EPILOG,
-    )
-    parser.add_argument("run", type=Path, help="a run folder with config.yaml and trajectories/")
-    parser.add_argument(
-        "episode", nargs="?", default="", help="which episode (default: the first held-out one)"
-    )
-    parser.add_argument(
-        "--turn", type=int, metavar="N", help="the turn (from 1) that is shown, debugged or forked"
-    )
-    parser.add_argument(
-        "--pdb", action="store_true", help="stop in the env's own code, at --turn or the first one"
-    )
-    parser.add_argument(
-        "--action", metavar="A", help="fork: take this action at --turn, a word or a whole response"
-    )
-    parser.add_argument("--sampler", default="auto", metavar="S",
-                        help="auto, checkpoint, recorded, a run, a model folder or name, or openai:MODEL")  # fmt: skip
-    parser.add_argument(
-        "--base-url", default="http://127.0.0.1:8000/v1", help="of the server of openai:MODEL"
-    )
-    parser.add_argument("--device", help="where the model runs (default: as the run says)")
-    parser.add_argument(
-        "--diff", type=Path, metavar="RUN2", help="compare the records of two runs; nothing is played"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON; turns go to stderr")
-    options = parser.parse_args(argv)
     out = sys.stderr if options.json else sys.stdout
-    return _diff(options, out) if options.diff is not None else _replay(options, out)
+    return _replay(options, out) if options.diff is None else _diff(options, options.diff, out)
 
 
-def _diff(options: argparse.Namespace, out: Any) -> int:
+COMMAND = Command(ReplayOptions, replay, MORE)
+
+
+def _diff(options: ReplayOptions, other: Path, out: Any) -> int:
     from shoal.testing.recorded_runs import first_difference, recordings_of
     from shoal.testing.replay import explain
 
-    difference = first_difference(options.run, options.diff)
+    difference = first_difference(options.run, other)
     if difference is None:
         files = len(recordings_of(options.run))
-        print(f"{options.run} and {options.diff} recorded the same episodes ({files} files)", file=out)
+        print(f"{options.run} and {other} recorded the same episodes ({files} files)", file=out)
     else:
-        print(f"{options.run} and {options.diff} differ first at\n{difference}", file=out)
+        print(f"{options.run} and {other} differ first at\n{difference}", file=out)
         for line in explain(difference)[1:]:
             print(f"  {line}", file=out)
     if options.json:
@@ -82,7 +85,7 @@ def _diff(options: argparse.Namespace, out: Any) -> int:
     return int(difference is not None)
 
 
-def _replay(options: argparse.Namespace, out: Any) -> int:
+def _replay(options: ReplayOptions, out: Any) -> int:
     from rich.console import Console
 
     from shoal.cli.show import print_turn
@@ -101,7 +104,7 @@ def _replay(options: argparse.Namespace, out: Any) -> int:
         nonlocal shown
         shown += 1
         if turn is None or shown == turn or (fork is not None and shown >= turn):
-            print_turn(console, shown - 1, one, replay.tokenizer().decode if turn == shown else None)
+            print_turn(console, shown - 1, one, player.tokenizer().decode if turn == shown else None)
 
     print(f"{found.name}: {record.env}, iteration {record.iteration}, group {record.group}, member {record.member}, "
           f"env seed {record.env_seed}", file=out)  # fmt: skip
@@ -110,9 +113,9 @@ def _replay(options: argparse.Namespace, out: Any) -> int:
         import pdb
 
         step = stops_in_pdb(turn or 1, pdb.Pdb(nosigint=True))
-    with Replay(options.run, _sampler(options), options.device) as replay:
+    with Replay(options.run, _sampler(options), options.device) as player:
         try:
-            played = replay.play(found, fork=fork, told=told, **({} if step is None else {"step": step}))
+            played = player.play(found, fork=fork, told=told, **({} if step is None else {"step": step}))
         except BdbQuit:
             print("left the debugger; the rest of the episode was not played", file=out)
             return 0
@@ -143,7 +146,7 @@ def _outcome(trajectory: Any) -> str:
     return f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}"
 
 
-def _sampler(options: argparse.Namespace) -> Any:
+def _sampler(options: ReplayOptions) -> Any:
     """What `--sampler` names: a word of `Replay`, or a sampler that `shoal eval` would play with."""
     if options.sampler in ("auto", "checkpoint", "recorded"):
         return options.sampler

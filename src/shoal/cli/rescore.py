@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from shoal.cli.grammar import parser_of, print_json, table
+import tyro
 
-EPILOG = """\
+from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import print_json, table
+
+MORE = """\
 A scorer is a function of a trajectory that gives a number:
 
   def words(trajectory):                       # in mine.py
@@ -24,20 +29,24 @@ Episodes that were not played to their end are left out.
 """
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class RescoreOptions:
+    """Score the stored episodes of a run again, without playing; the run is not changed."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """a run folder with trajectories/"""
+    scorer: Annotated[str, tyro.conf.arg(metavar="MODULE:FUNCTION")]
+    """what scores an episode"""
+    file: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
+    """only this file of trajectories/ (may be given several times)"""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """write one JSON line an episode"""
+    json: Flag = False
+    """print the result as JSON"""
+
+
+def score(options: RescoreOptions) -> None:
     """Score and print."""
-    parser = parser_of(
-        "shoal rescore",
-        "Score the stored episodes of a run again, without playing; the run is not changed.",
-        EPILOG,
-    )
-    parser.add_argument("run", type=Path, help="a run folder with trajectories/")
-    parser.add_argument("--scorer", required=True, metavar="MODULE:FUNCTION", help="what scores an episode")
-    parser.add_argument("--file", action="append", default=[], metavar="NAME",
-                        help="only this file of trajectories/ (may be given several times)")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write one JSON line an episode")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = parser.parse_args(argv)
     from shoal.core.files import write_text
     from shoal.testing.replay import load_scorer, rescore
 
@@ -70,7 +79,7 @@ def main(argv: list[str]) -> int:
     ]
     if options.json:
         print_json({"run": str(options.run), "scorer": options.scorer, "files": found})
-        return 0
+        return
     header = ["file", "episodes", "reward", "score", "groups with signal", "with this score"]
     rows = [
         [str(value) if isinstance(value, str | int) else f"{value:.3f}" for value in one.values()]
@@ -79,4 +88,6 @@ def main(argv: list[str]) -> int:
     table(f"{options.run}, scored by {options.scorer}", header, rows)
     if options.out is not None:
         print(f"one line an episode: {options.out}")
-    return 0
+
+
+COMMAND = Command(RescoreOptions, score, MORE)

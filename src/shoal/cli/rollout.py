@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.cli.agent_options import agent_parser, composed, hide_loading, show_warnings
+import tyro
+
+from shoal.cli.agent_options import AgentOptions, ConfigName, composed, hide_loading, show_warnings
+from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import Progress, print_json, table
-from shoal.cli.rollout_tables import episode_metrics, show
+from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
+from shoal.rollout.settings import Backend
 
-EPILOG = """\
+MORE = """\
 examples:
   shoal rollout --config-name base-parallel                  play the training groups once, on parallel workers
   shoal rollout --config-name base-parallel --compare        sequential against parallel: time, equality, faults
@@ -25,39 +29,38 @@ examples:
 """
 
 
-def main(argv: list[str]) -> int:
-    """Parse, play, and print a table."""
-    from shoal.rollout.settings import BACKENDS
+ONE = tyro.conf.create_mutex_group(required=False)
 
-    parser = agent_parser(
-        "shoal rollout",
-        "Play the groups of a config with its engine, without training.",
-        EPILOG,
-        "base-parallel",
-    )
-    parser.add_argument("--backend", choices=BACKENDS, help="where workers run (default: as the config says)")
-    parser.add_argument("--from", dest="source", type=Path, metavar="RUN", help="take the engine of this run")
-    parser.add_argument(
-        "--iteration", type=int, default=0, help="names the env seeds and the sampling noise (default 0)"
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--compare", action="store_true", help="play sequentially and in parallel, and compare everything"
-    )
-    what.add_argument(
-        "--verify",
-        type=Path,
-        metavar="RUN",
-        help="replay what RUN saved, a rollout or the episodes of a training run whose checkpoint is there, and "
-        "say which guarantee held; exit code 1 if less than promised",
-    )
-    options = parser.parse_intermixed_args(argv)
+
+@dataclass(frozen=True)
+class RolloutOptions(AgentOptions):
+    """Play the groups of a config with its engine, without training."""
+
+    config_name: Annotated[str, ConfigName] = "base-parallel"
+    backend: Backend | None = None
+    """where workers run; as the config says if not given"""
+    source: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
+    """take the engine of this run"""
+    iteration: int = 0
+    """names the env seeds and the sampling noise"""
+    compare: Annotated[Flag, ONE] = False
+    """play sequentially and in parallel, and compare everything"""
+    verify: Annotated[Path | None, tyro.conf.arg(metavar="RUN"), ONE] = None
+    """replay what RUN saved, a rollout or the episodes of a training run whose checkpoint is there, and say which
+    guarantee held; exit status 1 if less than promised"""
+
+
+def rollout(options: RolloutOptions) -> int:
+    """Play, and print a table."""
     show_warnings()
     with contextlib.ExitStack() as ending:
         return _run(options, ending)
 
 
-def _run(options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
+COMMAND = Command(RolloutOptions, rollout, MORE)
+
+
+def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     if options.verify is not None:
         from shoal.cli.rollout_replay import verify
 
@@ -74,7 +77,7 @@ def _run(options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
     return play(config, options, ending)
 
 
-def play(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
+def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
     from shoal.core.data import write_trajectories
     from shoal.rollout.parallel.rollout import ParallelRolloutManager
@@ -93,14 +96,14 @@ def play(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack)
     table(
         f"rollout of {options.config_name}",
         ["", "value"],
-        [[k, show(v)] for k, v in metrics.items()],
+        [[k, _shown(v)] for k, v in metrics.items()],
         text=(0, 1),
     )
     print(f"episodes: {folder.path / 'trajectories'}   replay: shoal rollout --verify {folder.path}")
     return 0
 
 
-def prepare(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack) -> tuple[Any, Any]:
+def prepare(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> tuple[Any, Any]:
     """The run folder with its config, and the engine, saved beside it when it is small."""
     from omegaconf import OmegaConf
 
@@ -141,3 +144,21 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
     engine = make_engine(config.engine, words, config.seed)
     ending.callback(close_engine, engine)
     return engine
+
+
+def episode_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, Any]:
+    """How the episodes went, and how fast."""
+    from shoal.train.agent.evaluation import rollout_metrics
+
+    tokens = sum(t.n_tokens for t in trajectories)
+    return {
+        "episodes": len(trajectories),
+        **rollout_metrics(trajectories),
+        "seconds_rollout": round(seconds, 4),
+        "tokens_per_second": round(tokens / seconds, 1),
+    }
+
+
+def _shown(value: Any) -> str:
+    """A value for a table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

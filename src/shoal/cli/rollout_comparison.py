@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -14,8 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.cli.grammar import print_json, table
-from shoal.cli.rollout import prepare
-from shoal.cli.rollout_tables import episode_metrics
+from shoal.cli.rollout import RolloutOptions, episode_metrics, prepare
 from shoal.core.data import Trajectory, write_trajectories
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Engine, Level
@@ -31,7 +29,7 @@ LEVELS: dict[Level, str] = {
 HEADER = ["", "seconds", "speed", "failed", "success", "reward", "lost", "result"]
 
 
-def compare_schedules(config: Any, options: argparse.Namespace, ending: contextlib.ExitStack) -> int:
+def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One after another, in lockstep, on workers, and with a worker killed; exit code 1 if anything differs."""
     folder, engine = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend="serial") as manager:

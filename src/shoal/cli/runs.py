@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.cli.grammar import count_of, duration, parser_of, print_json, table
+import tyro
+
+from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import count_of, duration, print_json, table
 from shoal.core.errors import DataError
 from shoal.core.run_folder import FolderLock
 
@@ -18,7 +22,7 @@ RESULTS = (
     "skills_completed", "heldout_reward", "reward_mean",
 )  # fmt: skip
 """The metric that says how well a run did: the first that it has."""
-EPILOG = """\
+MORE = """\
 examples:
   shoal runs                                 all runs in runs/, the newest first
   shoal runs /data/experiments --status running
@@ -26,15 +30,20 @@ examples:
 """
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class RunsOptions:
+    """List the runs of a folder, the newest first."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("runs")
+    """where to look"""
+    status: str | None = None
+    """only running, completed, failed, interrupted or unfinished ones"""
+    json: Flag = False
+    """print a JSON list"""
+
+
+def list_runs(options: RunsOptions) -> None:
     """List."""
-    parser = parser_of("shoal runs", "List the runs of a folder, the newest first.", EPILOG)
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("runs"), help="where to look (default: runs)"
-    )
-    parser.add_argument("--status", help="only running, completed, failed, interrupted or unfinished ones")
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    options = parser.parse_args(argv)
     if not options.folder.is_dir():
         raise DataError(
             f"{options.folder} is not a folder: runs are in runs/ unless --run-dir (run_dir=) said otherwise"
@@ -45,7 +54,7 @@ def main(argv: list[str]) -> int:
         found = [about for about in found if about["status"] == options.status]
     if options.json:
         print_json(found)
-        return 0
+        return
     rows = [
         [
             about["run"],
@@ -63,7 +72,9 @@ def main(argv: list[str]) -> int:
             "", ["run", "command", "status", "seed", "changed", "time", "result"], rows, text=(0, 1, 2, 4, 6)
         )
     print(f"{count_of(len(rows), 'run')} in {options.folder}")
-    return 0
+
+
+COMMAND = Command(RunsOptions, list_runs, MORE)
 
 
 def _result(about: dict[str, Any]) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.grammar import count_of, duration, parser_of, print_json
+from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import count_of, duration, print_json
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
@@ -33,7 +35,7 @@ FIRST = (
     "skills_failed", "chain_success", "skill_success", "frames", "makespan", "equal", "kills", "played_again",
 )  # fmt: skip
 """Metrics that are shown, in this order; docs/metrics.md explains them, and the others."""
-EPILOG = """\
+MORE = """\
 examples:
   shoal show runs/demo                       summary, and the first held-out episode turn by turn
   shoal show runs/demo --worst --prompt      an episode that went wrong, with the whole prompt of each turn
@@ -45,29 +47,38 @@ See also: shoal runs (all runs), shoal compare A B, shoal replay RUN EPISODE.
 """
 
 
-def main(argv: list[str]) -> int:
+ONE = tyro.conf.create_mutex_group(required=False)
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Show a run's summary, and an episode turn by turn.
+
+    Of each turn: what the agent saw, what it wrote (its action highlighted) and what the environment paid.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """a run folder, such as runs/demo"""
+    episode: Annotated[int | None, tyro.conf.arg(metavar="N"), ONE] = None
+    """the N-th episode of the file (from 0)"""
+    best: Annotated[Flag, ONE] = False
+    """the episode with the highest reward (shortest of them)"""
+    worst: Annotated[Flag, ONE] = False
+    """the episode with the lowest reward (longest of them)"""
+    file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """which of trajectories/*.jsonl; the newest held-out one if not given"""
+    prompt: Flag = False
+    """show the whole prompt of each turn"""
+    max_turns: Annotated[int, tyro.conf.arg(metavar="N")] = 30
+    """turns to show"""
+    all: Flag = False
+    """every metric of the summary"""
+    json: Flag = False
+    """print the summary as JSON and nothing else"""
+
+
+def show(options: ShowOptions) -> None:
     """Print a run."""
-    parser = parser_of(
-        "shoal show",
-        "Show a run's summary, and an episode turn by turn: what the agent saw, what it wrote "
-        "(its action highlighted) and what the environment paid.",
-        EPILOG,
-    )
-    parser.add_argument("run", type=Path, help="a run folder, such as runs/demo")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--episode", type=int, metavar="N", help="the N-th episode of the file (from 0)")
-    which.add_argument(
-        "--best", action="store_true", help="the episode with the highest reward (shortest of them)"
-    )
-    which.add_argument(
-        "--worst", action="store_true", help="the episode with the lowest reward (longest of them)"
-    )
-    parser.add_argument("--file", help="which of trajectories/*.jsonl (default: the newest held-out one)")
-    parser.add_argument("--prompt", action="store_true", help="show the whole prompt of each turn")
-    parser.add_argument("--max-turns", type=int, default=30, metavar="N", help="turns to show (default 30)")
-    parser.add_argument("--all", action="store_true", help="every metric of the summary")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON and nothing else")
-    options = parser.parse_args(argv)
     if not options.run.is_dir():
         raise DataError(
             f"{options.run} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
@@ -76,12 +87,12 @@ def main(argv: list[str]) -> int:
         if not (options.run / "summary.json").exists():
             raise DataError(f"{options.run} has no summary.json: the run is not finished")
         print_json(read_json(options.run / "summary.json"))
-        return 0
+        return
     console = Console(highlight=False)
     console.print(summary_table(options.run, everything=options.all))
     file = _pick_file(options.run / "trajectories", options.file)
     if file is None:
-        return 0
+        return
     with contextlib.closing(EpisodeIndex(options.run)) as index:
         index.refresh(file.name)
         episode = pick_episode(index, file, options.episode, best=options.best, worst=options.worst)
@@ -92,8 +103,12 @@ def main(argv: list[str]) -> int:
 
         with Replay(options.run) as replay:
             decode = replay.tokenizer().decode
-    print_episode(console, trajectory, f"episode {episode.row} of {total} in {file.name}", options, decode)
-    return 0
+    print_episode(
+        console, trajectory, f"episode {episode.row} of {total} in {file.name}", options.max_turns, decode
+    )
+
+
+COMMAND = Command(ShowOptions, show, MORE)
 
 
 def summary_table(run: Path, *, everything: bool = False) -> Table:
@@ -197,19 +212,19 @@ def print_episode(
     console: Console,
     trajectory: Trajectory,
     title: str,
-    options: argparse.Namespace,
+    max_turns: int,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> None:
-    """All turns of an episode, at most `options.max_turns`; whole prompts where `decode` reads them."""
+    """All turns of an episode, at most `max_turns`; whole prompts where `decode` reads them."""
     console.print(Rule(title))
     console.print(
         f"{trajectory.env}, group {trajectory.group}, member {trajectory.member}, env seed {trajectory.env_seed}: "
         f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}",
         markup=False,
     )
-    for number, turn in enumerate(trajectory.turns[: options.max_turns]):
+    for number, turn in enumerate(trajectory.turns[:max_turns]):
         print_turn(console, number, turn, decode)
-    left = len(trajectory.turns) - options.max_turns
+    left = len(trajectory.turns) - max_turns
     if left > 0:
         console.print(
             f"… {count_of(left, 'more turn')} (--max-turns {len(trajectory.turns)} shows all)", markup=False

@@ -8,14 +8,14 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from shoal.core.errors import ConfigError, unknown_name
+from shoal.cli.command import Command, Group
+from shoal.core.errors import ConfigError
 from shoal.core.files import write_json
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, is_held, reopen
@@ -51,6 +51,16 @@ class NamedOptions(Folder):
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SKILL")] = tyro.MISSING
     """the skill, by its name or as it is named in folders"""
+
+
+@dataclass(frozen=True)
+class CancelOptions(NamedOptions):
+    """Give up a skill; a running training is ended."""
+
+
+@dataclass(frozen=True)
+class AttachOptions(NamedOptions):
+    """Watch a running training: its tmux session, or its output."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +189,8 @@ def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, fl
         return None, None, None
 
 
-def status(argv: list[str]) -> int:
+def status(options: StatusOptions) -> int:
     """Print the state of every skill."""
-    options = tyro.cli(StatusOptions, args=argv, prog="shoal skills status")
     store = Store(options.graph_path, create=False)
     if options.json:
         from shoal.skills.learning.views import scheduler_state
@@ -201,9 +210,8 @@ def resume_command(folder: Path) -> str:
     return f"shoal skills train --resume --graph-path {shlex.quote(str(folder))}"
 
 
-def retry(argv: list[str]) -> int:
+def retry(options: RetryOptions) -> int:
     """Open a failed skill again, and what was blocked by it."""
-    options = tyro.cli(RetryOptions, args=argv, prog="shoal skills retry")
     store = Store(options.graph_path, create=False)
     budget = None if options.budget is None else int(options.budget)
     opened = reopen(store, options.name, budget=budget, fresh=options.fresh)
@@ -216,14 +224,8 @@ def retry(argv: list[str]) -> int:
     return 0
 
 
-def cancel(argv: list[str]) -> int:
+def cancel(options: CancelOptions) -> int:
     """Give a skill up."""
-    options = tyro.cli(
-        NamedOptions,
-        args=argv,
-        prog="shoal skills cancel",
-        description="Give up a skill; a running training is ended.",
-    )
     store = Store(options.graph_path, create=False)
     row = ask_to_cancel(store, options.name)
     if not is_held(options.graph_path):
@@ -232,9 +234,8 @@ def cancel(argv: list[str]) -> int:
     return 0
 
 
-def stop(argv: list[str]) -> int:
+def stop(options: StopOptions) -> int:
     """End the run of a folder."""
-    options = tyro.cli(StopOptions, args=argv, prog="shoal skills stop")
     store = Store(options.graph_path, create=False)
     going = [row.name for row in store.skills("running", "merging")]
     if not ask_to_stop(store, wait=options.wait) and not options.wait:
@@ -266,9 +267,8 @@ def _log_path(store: Store, row: SkillRow) -> Path:
     return running if running.exists() else store.root / "skills" / f"{row.expert}_{row.slug}" / name
 
 
-def logs(argv: list[str]) -> int:
+def logs(options: LogsOptions) -> int:
     """Print what a training wrote."""
-    options = tyro.cli(LogsOptions, args=argv, prog="shoal skills logs")
     store = Store(options.graph_path, create=False)
     return _follow(store, store.skill(options.name), options.follow)
 
@@ -285,11 +285,8 @@ def _follow(store: Store, row: SkillRow, follow: bool) -> int:
             time.sleep(0.2)
 
 
-def attach(argv: list[str]) -> int:
+def attach(options: AttachOptions) -> int:
     """Watch a running training: its tmux session, or its output."""
-    options = tyro.cli(
-        NamedOptions, args=argv, prog="shoal skills attach", description="Watch a running training."
-    )
     store = Store(options.graph_path, create=False)
     row = store.skill(options.name)
     attempt = _latest(store, row)
@@ -302,11 +299,10 @@ def attach(argv: list[str]) -> int:
     return _follow(store, row, follow=True)
 
 
-def evaluate(argv: list[str]) -> int:
+def evaluate(options: EvalOptions) -> int:
     """Success per skill and of the whole chain on unseen worlds."""
     from shoal.skills.learning.episodes import evaluate_chain
 
-    options = tyro.cli(EvalOptions, args=argv, prog="shoal skills eval")
     store = Store(options.graph_path, create=False)
     run = RunFolder(options.graph_path / "evaluations" / f"seed-{options.seed}", "skills eval", options.seed)
     report = evaluate_chain(store, options.episodes, options.seed, options.target)
@@ -329,9 +325,8 @@ def _expert(store: Store, text: str) -> int:
     return row.expert
 
 
-def history(argv: list[str]) -> int:
+def history(options: HistoryOptions) -> int:
     """List the versions of an expert, the head marked."""
-    options = tyro.cli(HistoryOptions, args=argv, prog="shoal skills history")
     store = Store(options.graph_path, create=False)
     expert = _expert(store, options.expert)
     head = store.head(expert)
@@ -350,11 +345,10 @@ def history(argv: list[str]) -> int:
     return 0
 
 
-def diff(argv: list[str]) -> int:
+def diff(options: DiffOptions) -> int:
     """Compare two versions of an expert."""
     from shoal.skills.learning.network import compare, decode
 
-    options = tyro.cli(DiffOptions, args=argv, prog="shoal skills diff")
     store = Store(options.graph_path, create=False)
     expert = _expert(store, options.expert)
     rows = [store.version(number) for number in (options.old, options.new)]
@@ -374,11 +368,10 @@ def diff(argv: list[str]) -> int:
     return 0
 
 
-def rollback(argv: list[str]) -> int:
+def rollback(options: RollbackOptions) -> int:
     """Make an older version the head."""
     from shoal.skills.learning.views import export_views
 
-    options = tyro.cli(RollbackOptions, args=argv, prog="shoal skills rollback")
     store = Store(options.graph_path, create=False)
     expert = _expert(store, options.expert)
     store.rollback(expert, options.version)
@@ -387,11 +380,10 @@ def rollback(argv: list[str]) -> int:
     return 0
 
 
-def export(argv: list[str]) -> int:
+def export(options: ExportOptions) -> int:
     """Copy what is for people."""
     from shoal.skills.learning.views import export_state, export_views, scheduler_state
 
-    options = tyro.cli(ExportOptions, args=argv, prog="shoal skills export")
     store = Store(options.graph_path, create=False)
     if options.to.exists():
         raise ConfigError(f"{options.to} exists; name a folder that does not")
@@ -407,46 +399,31 @@ def export(argv: list[str]) -> int:
     return 0
 
 
-def migrate(argv: list[str]) -> int:
+def migrate(options: MigrateOptions) -> int:
     """Say why an original folder is not imported."""
     from shoal.skills.learning.views import migrate_folder
 
-    options = tyro.cli(MigrateOptions, args=argv, prog="shoal skills migrate")
     migrate_folder(options.source, options.graph_path)
     return 2
 
 
-def train(argv: list[str]) -> int:
-    """Train a graph of skills."""
-    from shoal.cli import skills_train
-
-    return skills_train.main(argv)
-
-
-VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "train": (train, "train a graph of skills in parallel"),
-    "status": (status, "show every skill: state, success, why"),
-    "stop": (stop, "end the scheduler and the trainings of a folder"),
-    "retry": (retry, "open a failed skill again, or give one more env steps"),
-    "cancel": (cancel, "give a skill up"),
-    "logs": (logs, "print the output of a training"),
-    "attach": (attach, "watch a running training"),
-    "eval": (evaluate, "success of skills and chain on unseen worlds"),
-    "history": (history, "list the versions of an expert"),
-    "diff": (diff, "compare two versions of an expert"),
-    "rollback": (rollback, "make an older version the head again"),
-    "export": (export, "copy skills, checkpoints and state for others"),
-    "migrate": (migrate, "say why a folder of the original project is not imported"),
-}
-
-
-def main(argv: list[str]) -> int:
-    """Run `shoal skills VERB …`."""
-    if not argv or argv[0] in ("-h", "--help"):
-        width = max(map(len, VERBS))
-        print("usage: shoal skills VERB [options]     (shoal skills VERB --help tells all about one)\n")
-        print("\n".join(f"  {name:<{width}}  {line}" for name, (_, line) in VERBS.items()))
-        return 0
-    if argv[0] not in VERBS:
-        raise unknown_name("skills verb", argv[0], VERBS)
-    return VERBS[argv[0]][0](argv[1:])
+COMMAND = Group(
+    "Train a graph of dependent skills, look at it, steer it.",
+    {
+        "train": ("shoal.cli.skills_train", "train a graph of skills in parallel"),
+        "status": Command(
+            StatusOptions, status, "examples:\n  shoal skills status --run-dir runs/skills --json"
+        ),
+        "stop": Command(StopOptions, stop, "examples:\n  shoal skills stop --run-dir runs/skills"),
+        "retry": Command(RetryOptions, retry, 'examples:\n  shoal skills retry "Collect Stone" --budget 2e6'),
+        "cancel": Command(CancelOptions, cancel, 'examples:\n  shoal skills cancel "Collect Stone"'),
+        "logs": Command(LogsOptions, logs, 'examples:\n  shoal skills logs "Collect Wood" --follow'),
+        "attach": Command(AttachOptions, attach, 'examples:\n  shoal skills attach "Collect Wood"'),
+        "eval": Command(EvalOptions, evaluate, "examples:\n  shoal skills eval --episodes 1024"),
+        "history": Command(HistoryOptions, history, 'examples:\n  shoal skills history "Collect Wood"'),
+        "diff": Command(DiffOptions, diff, 'examples:\n  shoal skills diff "Collect Wood" 1 3'),
+        "rollback": Command(RollbackOptions, rollback, 'examples:\n  shoal skills rollback "Collect Wood" 3'),
+        "export": Command(ExportOptions, export, "examples:\n  shoal skills export for-others/"),
+        "migrate": Command(MigrateOptions, migrate, "examples:\n  shoal skills migrate old-project/"),
+    },
+)

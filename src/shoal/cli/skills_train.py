@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import tyro
 
+from shoal.cli.command import Command
 from shoal.cli.grammar import count_of, print_json
 from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
@@ -96,22 +98,22 @@ class TrainOptions:
     conda_env: str | None = None
     """accepted for older scripts and ignored: trainings run in this Python"""
     config: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
+    said: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
+    """the words of the call"""
 
 
-def parse(argv: list[str]) -> TrainOptions:
-    """Options, with the training defaults of the world that they name."""
-    world = "crafting"
-    for at, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == "--env-name":
-            world = value if equals else (argv[at + 1] if at + 1 < len(argv) else world)
-    default = TrainOptions(config=default_config(world_of(world)))
-    options = tyro.cli(TrainOptions, args=argv, prog="shoal skills train", default=default)
-    path = options.graph_path / "config.yaml"
-    if options.resume and path.exists():  # what is not said again is as it was
-        before = _read_config(path, options.graph_path, default)
-        options = tyro.cli(TrainOptions, args=argv, prog="shoal skills train", default=before)
-    return options
+def _defaults(argv: list[str]) -> TrainOptions:
+    """The training defaults of the world that is named; of a run to go on with, what it was trained with."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--env-name", "--env_name", default="crafting")
+    early.add_argument("--graph-path", "--graph_path", "--run-dir", "--run_dir", type=Path, default=DEFAULT)
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(argv)
+    default = TrainOptions(config=default_config(world_of(known.env_name)), said=tuple(argv))
+    path = known.graph_path / "config.yaml"
+    if known.resume and path.exists():  # what is not said again is as it was
+        return _read_config(path, known.graph_path, default)
+    return default
 
 
 def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
@@ -120,7 +122,7 @@ def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOption
     kept = {
         key: value
         for key, value in saved.items()
-        if key not in ("dry_run", "json_events", "json", "graph_path")
+        if key not in ("dry_run", "json_events", "json", "graph_path", "said")
     }
     known = {item.name: item for item in fields(TrainOptions)}
     config = {**asdict(default.config), **kept.pop("config", {})}
@@ -131,15 +133,29 @@ def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOption
         return TrainOptions(
             **{key: value for key, value in kept.items() if key in known},
             graph_path=folder,
+            said=default.said,
             config=TrainingConfig(**config),
         )
     except TypeError as error:
         raise ConfigError(f"{path} is not what this version writes: {error}; remove it to resume") from error
 
 
-def main(argv: list[str]) -> int:
-    """Run `shoal skills train`."""
-    options = parse(argv)
+MORE = """\
+examples:
+  shoal skills train --max_parallel_skills 2
+  shoal skills train --dry-run                                    what would be trained
+  shoal skills train --resume --graph-path runs/skills            go on
+  shoal skills train --launcher tmux --skills mine.yaml --run-dir runs/mine
+"""
+WANTED = (
+    "--graph-path", "--env-name", "--max-nodes", "--max-parallel-skills", "--target-skill", "--skills",
+    "--total-timesteps", "--max-retries", "--seed", "--launcher", "--merge", "--llm-name", "--llm-url",
+    "--evaluation-worlds", "--resume", "--dry-run", "--json-events", "--json",
+)  # fmt: skip
+
+
+def train(options: TrainOptions) -> int:
+    """Train the graph."""
     world = world_of(options.env_name)
     features = world_features(world)
     os.environ.update(compilation_cache())
@@ -150,7 +166,7 @@ def main(argv: list[str]) -> int:
     if options.replay:
         proposer = Replay(options.replay, features)
     elif options.llm_name:
-        named = any(word.replace("_", "-").split("=")[0] == "--llm-url" for word in argv)
+        named = any(word.replace("_", "-").split("=")[0] == "--llm-url" for word in options.said)
         key = os.environ.get("OPENAI_API_KEY", "none") if named else "none"
         proposer = LanguageModel(
             options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1],
@@ -199,12 +215,15 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         going = ", ".join(scheduler.get_running_skills())
         run.finish(_counts(scheduler, began), "interrupted")
-        words = [*argv, *([] if options.resume else ["--resume"])]
+        words = [*options.said, *([] if options.resume else ["--resume"])]
         print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
         print(f"shoal: go on with: {shlex.join(['shoal', 'skills', 'train', *words])}", file=sys.stderr)
         print(f"shoal: end them with: shoal skills stop --graph-path {options.graph_path}", file=sys.stderr)
         return 130
     return _conclude(options, scheduler, run, finished, began)
+
+
+COMMAND = Command(TrainOptions, train, MORE, WANTED, _defaults)
 
 
 def _conclude(
@@ -288,6 +307,7 @@ def _write_config(options: TrainOptions) -> None:
     import yaml
 
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
+    del plain["said"]
     write_text(options.graph_path / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
 
 

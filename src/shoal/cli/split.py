@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from shoal.cli.command import Command
 from shoal.cli.grammar import counted, print_json
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import make_executor
@@ -90,9 +91,21 @@ class SplitOptions:
     """print the summary as JSON; the table goes to standard error"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 when a batch was written."""
-    options = tyro.cli(SplitOptions, args=list(argv), prog="shoal split")
+MORE = """\
+examples:
+  shoal split recordings/ --num-cpus 4 --out runs/batch
+  shoal split chats.jsonl --splitter window --window-size 5 --stride-size 3
+  shoal split runs/demo --rewards rewards.csv --html       a run of shoal's own; look at runs/split/sample.html
+"""
+WANTED = (
+    "--splitter", "--reader", "--processor", "--rewards", "--ids", "--num-cpus", "--backend", "--out",
+    "--window-size", "--stride-size", "--max-prompt-length", "--max-response-length", "--truncation",
+    "--on-error", "--html", "--json",
+)  # fmt: skip
+
+
+def split(options: SplitOptions) -> None:
+    """Write a batch, and say what is in it."""
     if options.use_vllm_logp and options.splitter != "stepwise":
         raise ConfigError("use_vllm_logp needs --splitter stepwise: log-probabilities are recorded per step")
     if not options.root.is_dir() and not options.root.is_file():
@@ -116,7 +129,9 @@ def main(argv: Sequence[str]) -> int:
         print_json(summary)
     if options.html:
         say(f"look at {options.out / 'sample.html'}")
-    return 0
+
+
+COMMAND = Command(SplitOptions, split, MORE, WANTED)
 
 
 def _split_at_once(options: SplitOptions, folder: RunFolder) -> dict[str, Any]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.agent_options import agent_parser, composed, hide_loading, show_warnings
+from shoal.cli.agent_options import AgentOptions, composed, hide_loading, show_warnings
+from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import Progress, count_of, duration, new_folder, newest_folder, print_json
 from shoal.core.files import read_json
 
-EPILOG = """\
+MORE = """\
 examples:
   shoal train                                         the demo: a tiny model learns FrozenLake in a minute
   shoal train --seed 1 --run-dir runs/mine            another seed, another folder (seed=1 run_dir=runs/mine)
@@ -28,20 +28,20 @@ Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes 
 """
 
 
-def main(argv: list[str]) -> int:
-    """Parse, compose, train, and say what to do next."""
-    parser = agent_parser(
-        "shoal train",
-        "Train a language-model agent with group-relative policy gradients.",
-        EPILOG,
-        "demo",
-    )
-    parser.add_argument("--cfg", action="store_true", help="print the composed config as YAML and stop")
-    parser.add_argument(
-        "--json-events", action="store_true", help="one JSON line per durable moment on stdout"
-    )
-    parser.add_argument("--resume", action="store_true", help="resume=true: go on with the run in run_dir")
-    options = parser.parse_intermixed_args(argv)
+@dataclass(frozen=True)
+class TrainOptions(AgentOptions):
+    """Train a language-model agent with group-relative policy gradients."""
+
+    cfg: Flag = False
+    """print the composed config as YAML and stop"""
+    json_events: Flag = False
+    """one JSON line per durable moment on stdout"""
+    resume: Flag = False
+    """resume=true: go on with the run in run_dir"""
+
+
+def train(options: TrainOptions) -> int:
+    """Compose, train, and say what to do next."""
     if options.config_name in ("recorded", "recorded-grpo"):
         from shoal.cli.train_recorded import train_recorded
 
@@ -93,12 +93,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _resuming(options: argparse.Namespace, run_dir: str) -> str:
+COMMAND = Command(TrainOptions, train, MORE)
+
+
+def _resuming(options: TrainOptions, run_dir: str) -> str:
     """The command that goes on: with the same settings, since others are refused."""
     words = ["shoal", "train", "--config-name", options.config_name]
     if options.config_dir is not None:
         words += ["--config-dir", str(options.config_dir)]
-    words += [word for word in options.overrides if word.partition("=")[0] not in ("run_dir", "resume")]
+    words += [word for word in options.settings() if word.partition("=")[0] not in ("run_dir", "resume")]
     return shlex.join([*words, f"run_dir={run_dir}", "resume=true"])
 
 

@@ -16,21 +16,21 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.agent_options import refuse_device
+from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
 from shoal.train.ppo.run import PPORun, RunOptions, safe_name, saved_options
 
-DESCRIPTION = """Train a policy by PPO on parallel environments.
-
-Without options it solves CartPole in seconds and leaves curves, a checkpoint and an evaluation in runs/. The
-defaults below are those of the chosen environment's preset."""
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The whole command line."""
+    """Train a policy by PPO on parallel environments.
+
+    Without options it solves CartPole in seconds and leaves curves, a checkpoint and an evaluation in runs/. The
+    defaults below are those of the chosen environment's preset.
+    """
 
     run: Annotated[RunOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     ppo: Annotated[PPOConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
@@ -38,20 +38,29 @@ class Call:
     """Show a progress bar on a terminal."""
     json_events: Annotated[bool, tyro.conf.FlagConversionOff] = False
     """Print one JSON line per durable moment (checkpoint, summary) on standard output."""
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    resume: Flag = False
     """Go on with the run in --run-dir, or the newest of this env: --resume-from with that folder."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """Print the summary as JSON at the end; the rest goes to standard error."""
 
 
-def main(argv: list[str]) -> int:
-    """Parse, train, report."""
-    argv = _resumed(argv)
-    options, settings = _defaults(argv)
-    call = tyro.cli(
-        Call, prog="shoal train-ppo", description=DESCRIPTION, args=argv, default=Call(options, settings),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )  # fmt: skip
+MORE = """\
+examples:
+  shoal train-ppo                                     CartPole, solved in seconds
+  shoal train-ppo --env LunarLander-v3 --n-envs 16 --seed 3
+  shoal train-ppo --env my_module:MyEnv --total-timesteps 200000 --preset none
+  shoal train-ppo --resume --total-timesteps 400000   go on with the newest run of CartPole
+  shoal train-ppo --resume-from runs/ppo-CartPole-v1
+"""
+WANTED = (
+    "--env", "--env-kwargs", "--n-envs", "--num-workers", "--backend", "--total-timesteps",
+    "--num-episodes", "--preset", "--seed", "--device", "--run-dir", "--resume", "--resume-from",
+    "--learning-rate", "--gamma", "--eval-episodes", "--record-video", "--json",
+)  # fmt: skip
+
+
+def train(call: Call) -> int:
+    """Train, report."""
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -80,16 +89,22 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _defaults(argv: list[str]) -> tuple[RunOptions, PPOConfig]:
+def _defaults(argv: list[str]) -> Call:
     """The values that options start from: a preset's, or those of the run that is resumed."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--env", default=RunOptions().env)
     early.add_argument("--preset", default="auto")
+    early.add_argument("--run-dir", "--run_dir")
     early.add_argument("--resume-from", "--resume_from")
+    early.add_argument("--resume", action="store_true")
     early.add_argument("--num-episodes", "--num_episodes")
     known, _ = early.parse_known_args(argv)
-    if known.resume_from is not None:
-        return saved_options(known.resume_from)
+    before = known.resume_from
+    if known.resume and before is None:
+        before = known.run_dir or newest_folder(_name(known.env))
+    if before is not None:
+        saved, settings = saved_options(str(before))
+        return Call(replace(saved, resume_from=str(before)), settings)
     preset = preset_for(known.env, known.preset)
     if preset is None:
         options, settings = RunOptions(total_timesteps=100_000), PPOConfig()
@@ -102,7 +117,7 @@ def _defaults(argv: list[str]) -> tuple[RunOptions, PPOConfig]:
         settings = PPOConfig(**preset.settings)
     if known.num_episodes is not None:
         options = replace(options, total_timesteps=None)
-    return options, settings
+    return Call(options, settings)
 
 
 def _name(env: str) -> str:
@@ -110,17 +125,7 @@ def _name(env: str) -> str:
     return f"ppo-{safe_name(env)}"
 
 
-def _resumed(argv: list[str]) -> list[str]:
-    """`--resume` as `--resume-from FOLDER`: the one of `--run-dir`, or the newest run of the env."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--env", default=RunOptions().env)
-    early.add_argument("--run-dir", "--run_dir")
-    early.add_argument("--resume-from", "--resume_from")
-    early.add_argument("--resume", action="store_true")
-    known, _ = early.parse_known_args(argv)
-    if not known.resume or known.resume_from is not None:
-        return argv
-    return [*argv, "--resume-from", str(known.run_dir or newest_folder(_name(known.env)))]
+COMMAND = Command(Call, train, MORE, WANTED, _defaults)
 
 
 def _greet(run: PPORun, out: Any) -> None:

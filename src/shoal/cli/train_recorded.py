@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -88,18 +87,16 @@ def read_config(name: str, overrides: list[str]) -> RecordedConfig:
     return from_mapping(RecordedConfig, values)
 
 
-def train_recorded(options: argparse.Namespace) -> int:
+def train_recorded(options: Any) -> int:
     """Run the command."""
     if options.config_dir is not None:
         raise ConfigError(
             f"--config-dir has no effect with --config-name {options.config_name}: use key=value"
         )
-    from shoal.cli.agent_options import flags_as_settings, hide_loading, refuse_device
+    from shoal.cli.agent_options import hide_loading, refuse_device
 
-    flags_as_settings(options, "device")
-    if options.run_dir is not None:
-        options.overrides.append(f"run_dir={options.run_dir}")
-    config = read_config(options.config_name, options.overrides)
+    where = [] if options.run_dir is None else [f"run_dir={options.run_dir}"]
+    config = read_config(options.config_name, [*options.settings("device"), *where])
     refuse_device(config.device)
     if options.cfg:
         from omegaconf import OmegaConf

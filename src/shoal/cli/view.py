@@ -12,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from shoal.cli.command import Command, Flag
 from shoal.core.errors import DataError
 from shoal.core.files import write_text
 
@@ -25,17 +26,13 @@ class ViewOptions:
 
     RUN is a run folder, or a folder of run folders such as runs/. The page is served on 127.0.0.1 only, to whoever has
     its whole address, and only reads. It follows runs that are going on.
-
-        shoal view runs/demo
-        shoal view runs/seed1 runs/seed2 --open
-        shoal view runs/demo --export demo.html
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = (Path("runs"),)
     """run folders, or folders that hold them"""
     port: int = 0
     """on which to answer; 0 takes a free one"""
-    open: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    open: Flag = False
     """also open the page in the browser"""
     export: Path | None = None
     """write one static file instead, which needs no server and no network"""
@@ -43,9 +40,16 @@ class ViewOptions:
     """with --export: how many episodes of each run it holds, the worst, the best, failed ones and the newest"""
 
 
-def main(argv: Sequence[str]) -> int:
+MORE = """\
+examples:
+  shoal view runs/demo
+  shoal view runs/seed1 runs/seed2 --open
+  shoal view runs/demo --export demo.html
+"""
+
+
+def view(options: ViewOptions) -> int:
     """Serve until interrupted, or write the file."""
-    options = tyro.cli(ViewOptions, args=list(argv), prog="shoal view")
     from shoal.viewer.runs import Run
 
     with contextlib.ExitStack() as ending:
@@ -68,6 +72,9 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.suppress(KeyboardInterrupt):  # how a server is ended
             serve(app, options.port, ready)
     return 0
+
+
+COMMAND = Command(ViewOptions, view, MORE)
 
 
 def _export(runs: Sequence[object], place: Path, episodes: int) -> int:

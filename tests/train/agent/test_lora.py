@@ -4,7 +4,7 @@ import torch
 from tests.rollout.samplers.test_huggingface import make_engine, requests
 from transformers import AutoModelForCausalLM
 
-from shoal.cli.export import main as export
+from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Sampling
@@ -58,8 +58,8 @@ def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys)
     assert run(base, tmp_path / "half", "trainer.iterations=3", "resume=true")[1] == whole
     checkpoint = list_checkpoints(tmp_path / "whole" / "checkpoints")[-1] / "engine"
     assert not (checkpoint / "model.safetensors").exists()
-    assert export([str(tmp_path / "whole"), str(tmp_path / "merged")]) == 0
-    assert export([str(tmp_path / "whole"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "merged")]) == 0
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     assert not (tmp_path / "adapter" / "engine.json").exists()
     (policy, adapted), merged = load_lora(checkpoint), HuggingFaceEngine.load(tmp_path / "merged")

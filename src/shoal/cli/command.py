@@ -1,0 +1,233 @@
+"""What a command is: a dataclass of options and what runs them. How words become options, and what `--help` shows."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shutil
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from shoal.core.errors import unknown_name
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""An option that is said or not, without a value."""
+HELP = ("-h", "--help", "--help-all")
+SCREEN = 58
+"""Lines that a help may have; a longer one shows the flags most wanted and names the others."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Args:
+        options: a dataclass; its docstring is what `--help` says of the command, those of its fields of the flags.
+        run: does it, and returns the exit status, None for 0.
+        more: what stands below in the help, as it is written: examples, exit statuses.
+        wanted: the flags that the first screen of help shows, where there are more than fit.
+        default: the values that options start from, where those depend on the words (a preset's, a run's to resume).
+    """
+
+    options: Any
+    run: Callable[[Any], int | None]
+    more: str = ""
+    wanted: tuple[str, ...] = ()
+    default: Callable[[list[str]], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands of one thing; those of other modules are `(module, a line of help)`, and loaded when they are used."""
+
+    about: str
+    commands: Mapping[str, Command | tuple[str, str]]
+    more: str = ""
+
+
+Entry = Command | Group | tuple[str, str]
+
+
+def loaded(entry: Entry) -> Command | Group:
+    """The command itself, of its module's `COMMAND`."""
+    if isinstance(entry, tuple):
+        found: Command | Group = importlib.import_module(entry[0]).COMMAND
+        return found
+    return entry
+
+
+def run(entry: Entry, name: str, words: list[str]) -> int:
+    """Run a command, or one of a group, and return its exit status.
+
+    Args:
+        entry: what was named.
+        name: the words that named it.
+        words: those that follow.
+    """
+    what = loaded(entry)
+    if isinstance(what, Group):
+        if not words or words[0] in (*HELP, "help"):
+            print(_help_of_group(what, name))
+            return 0
+        if words[0] not in what.commands:
+            raise unknown_name(f"{name} command", words[0], what.commands)
+        return run(what.commands[words[0]], f"{name} {words[0]}", words[1:])
+    if {*HELP} & {*words}:
+        said = [word for word in words if word not in HELP]  # defaults may depend on it
+        print(help_of(what, name, said, everything="--help-all" in words))
+        return 0
+    try:
+        options = parsed(what, name, words)
+    except SystemExit as end:  # a mistake in the call, which has been told
+        return int(end.code or 0)
+    return int(what.run(options) or 0)
+
+
+def parsed(command: Command, name: str, words: list[str]) -> Any:
+    """The options that the words say; values of flags and settings may come in any order."""
+    settings = _settings(command, words)
+    ordered = _positional_first(words, _parser(command, name, settings))
+    return tyro.cli(command.options, args=ordered, prog=f"shoal {name}", **settings)
+
+
+def every(entry: Entry, name: str) -> Iterator[tuple[str, Command]]:
+    """All commands below an entry, each with the words that name it."""
+    what = loaded(entry)
+    if isinstance(what, Command):
+        yield name, what
+        return
+    for inner, one in what.commands.items():
+        yield from every(one, f"{name} {inner}".strip())
+
+
+def flags_of(command: Command, name: str) -> list[str]:
+    """The long flags of a command, with dashes."""
+    actions = _parser(command, name, _settings(command, []))._actions
+    return [flag.replace("_", "-") for a in actions for flag in a.option_strings if flag.startswith("--")]
+
+
+# --- words
+def _settings(command: Command, words: list[str]) -> dict[str, Any]:
+    default = {} if command.default is None else {"default": command.default(words)}
+    return {"config": (tyro.conf.OmitArgPrefixes,), **default}
+
+
+def _parser(command: Command, name: str, settings: Mapping[str, Any]) -> Any:
+    with warnings.catch_warnings():  # what replaces it is not there yet
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return tyro.extras.get_parser(command.options, prog=f"shoal {name}", **settings)
+
+
+def _positional_first(words: Sequence[str], parser: Any) -> list[str]:
+    """The words with those that belong to no flag in front, where tyro looks for them."""
+    takes = {flag.replace("_", "-"): a.nargs for a in parser._actions for flag in a.option_strings}
+    first: list[str] = []
+    rest: list[str] = []
+    at = 0
+    while at < len(words):
+        flag, _, value = words[at].partition("=")
+        number = takes.get(flag.replace("_", "-"), 0) if flag.startswith("-") else None
+        if number is None:
+            first.append(words[at])
+            at += 1
+            continue
+        end = at + 1
+        if not value:
+            most = number if isinstance(number, int) else len(words)
+            while end < len(words) and end - at - 1 < most and not words[end].startswith("--"):
+                end += 1
+        rest += words[at:end]
+        at = end
+    return [*first, *rest]
+
+
+# --- help
+def help_of(command: Command, name: str, words: list[str], *, everything: bool = False) -> str:
+    """What `--help` prints: all flags where they fit on a screen, else those most wanted and the names of the others.
+
+    Args:
+        command: of which it tells.
+        name: the words that name it.
+        words: others that were said, on which defaults may depend.
+        everything: tell of all flags, however many they are.
+    """
+    width = min(shutil.get_terminal_size((110, 24)).columns, 110)
+    flags, places = [], []  # with the names of each
+    for action in _parser(command, name, _settings(command, words))._actions:
+        names = [
+            flag.replace("_", "-")
+            for flag in action.option_strings
+            if flag[:2] == "--" and flag[:5] != "--no-"
+        ]
+        if not action.option_strings:
+            places.append((str(action.metavar or action.dest), action))
+        elif names != ["--help"]:
+            flags.append((names or [action.option_strings[-1].replace("_", "-")], action))
+    of = [place if action.required or place[:1] == "[" else f"[{place}]" for place, action in places]
+    about = _reflowed(inspect.getdoc(command.options) or "", width)
+    head = [" ".join(["usage: shoal", name, *of, *(["[options]"] if flags else [])]), "", *about, ""]
+    tail = ["", *command.more.rstrip().splitlines()] if command.more else []
+    told = [line for place, action in places if action.help for line in _told(place, action, width)]
+    told += [
+        line for names, action in flags for line in _told(_call(", ".join(names), action), action, width)
+    ]
+    whole = [*head, *(["options:", *told] if told else []), *tail]
+    if everything or len(whole) <= SCREEN or not command.wanted:
+        return "\n".join(whole).rstrip()
+    by_name = {one: action for names, action in flags for one in names}
+    rows = [_told(_call(one, by_name[one]), by_name[one], width, lines=1)[0] for one in command.wanted]
+    left = " ".join(names[0] for names, _ in flags if not {*names} & {*command.wanted})
+    rest = textwrap.fill(left, width - 4, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    more = ["", f"more (`shoal {name} --help-all` tells all about each):", *rest.splitlines()]
+    return "\n".join([*head[:-1], *tail, "", "options most wanted:", *rows, *more])
+
+
+def _help_of_group(group: Group, name: str) -> str:
+    lines = {
+        verb: entry[1] if isinstance(entry, tuple) else (inspect.getdoc(entry.options) or "").split("\n")[0]
+        for verb, entry in group.commands.items()
+    }
+    width = max(map(len, lines))
+    usage = f"usage: shoal {name} COMMAND [options]     (shoal {name} COMMAND --help tells all about one)"
+    rows = [f"  {verb:<{width}}  {line}" for verb, line in lines.items()]
+    return "\n".join([usage, "", group.about, "", *rows, "", *group.more.rstrip().splitlines()]).rstrip()
+
+
+def _reflowed(text: str, width: int) -> list[str]:
+    """Paragraphs filled to the width; indented lines as they are."""
+    lines: list[str] = []
+    for paragraph in text.split("\n\n"):
+        kept = any(line.startswith(" ") for line in paragraph.split("\n"))
+        lines += paragraph.split("\n") if kept else textwrap.wrap(" ".join(paragraph.split()), width)
+        lines.append("")
+    return lines[:-1]
+
+
+def _call(names: str, action: Any) -> str:
+    kind = re.sub(r"\{None\}\||(?<=\{)None,", "", _plain(action.metavar))
+    return f"{names} {kind}".strip()
+
+
+def _told(call: str, action: Any, width: int, lines: int = 100) -> list[str]:
+    """Lines about a flag, with its default where it has one to tell."""
+    text = re.sub(
+        r"\s*\((default: (None|False|)|required|optional)\)$", "", " ".join(_plain(action.help).split())
+    )
+    room = max(30, width - 34)
+    name = call if len(call) <= 30 or lines > 1 else call.split()[0]
+    if lines == 1:
+        return [f"  {name:<30}  {textwrap.shorten(text, room, placeholder=' …')}".rstrip()]
+    wrapped = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
+    if len(name) > 30:
+        return [f"  {name}", *(f"{'':<34}{line}" for line in wrapped)]
+    return [f"  {name:<30}  {wrapped[0]}".rstrip(), *(f"{'':<34}{line}" for line in wrapped[1:])]
+
+
+def _plain(text: Any) -> str:
+    return re.sub(r"\[/?[a-z_ ]+\]|\x1b\[[0-9;]*m", "", str(text or ""))
