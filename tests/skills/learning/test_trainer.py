@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.skills.learning.crafting import FEATURES, CraftingWorld
+from shoal.skills.learning.crafting import FEATURES, HANDS, CraftingWorld
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.proposers import knowledge_base
@@ -13,7 +13,9 @@ from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig
 from shoal.skills.learning.worlds import fresh_worlds
 
-SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
+SKILLS = {
+    skill.name: replace(skill, horizon=60) for skill in load_skills(knowledge_base("crafting"), FEATURES)
+}
 
 
 def task(config: TrainingConfig, name: str = "Collect Wood", count: int = 4, seed: int = 0) -> Task:
@@ -63,7 +65,8 @@ def test_the_identity_of_an_easy_skill_is_learned_in_seconds() -> None:
         num_envs=64, layer_size=32, bank_worlds=256, evaluation_episodes=256, total_timesteps=6e4
     )
     plan = (Step("Collect Wood", 2), Step("Place Table", 1))
-    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, config))
+    skills = {name: replace(skill, horizon=20) for name, skill in SKILLS.items()}
+    trainer = Trainer(Task("crafting", "Place Table", skills, plan, (wood_expert(), None), (0, 1), 0, config))
     trainer.prepare()
     before = trainer.evaluate()
     result = trainer.train(lambda row: None, lambda t: None)
@@ -82,9 +85,9 @@ def test_env_steps_beside_practice_are_counted(
         return way
 
     monkeypatch.setattr("shoal.skills.learning.trainer.walk", measured)
-    monkeypatch.setattr("shoal.skills.learning.trainer.STROLL", 0)
     plan = (Step("Collect Wood", 2), Step("Place Table", 1))
-    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, quick))
+    still = replace(quick, stroll=0)
+    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, still))
     trainer.prepare()
     trainer.evaluate()
     assert len(lengths) == 3  # practice, evaluation, and the skill itself
@@ -153,7 +156,7 @@ def test_counters_are_judged_from_the_start_of_a_step_and_tools_absolutely() -> 
     course = Course(plan, SKILLS, FEATURES, [0, 1, 2])
     values = np.zeros((3, len(FEATURES.names)), np.float32)
     start = values.copy()
-    values[:, FEATURES.index("wood")], start[:, FEATURES.index("wood")] = [5, 4, 9], [3, 3, 9]
+    values[:, FEATURES.index("wood")], start[:, FEATURES.index("wood")] = [5, 4, 8], [3, 3, 8]
     at = np.zeros(3, np.int64)
     assert list(course.satisfied(at, values, start)) == [True, False, False]  # +2, +1, +0
     values[1, FEATURES.index("table")] = 1
@@ -164,7 +167,36 @@ def test_counters_are_judged_from_the_start_of_a_step_and_tools_absolutely() -> 
     ]  # a table that stands is not placed again
     values[1, FEATURES.index("wood_pickaxe")] = 1
     assert list(course.skip(np.array([1, 1, 1]), values)) == [1, 3, 1]
-    assert list(course.skip(np.array([0, 0, 0]), values)) == [0, 0, 0]  # counters are never skipped
+    assert list(course.skip(np.array([0, 0, 0]), values)) == [
+        0,
+        0,
+        0,
+    ]  # counters are skipped when they are full
+
+
+def test_a_step_is_done_when_the_hands_can_hold_no_more_of_what_it_gains() -> None:
+    course = Course([Step("Collect Wood", 3)], SKILLS, FEATURES, [0])
+    start, now = (
+        np.zeros((5, len(FEATURES.names)), np.float32),
+        np.zeros((5, len(FEATURES.names)), np.float32),
+    )
+    wood, at = FEATURES.index("wood"), np.zeros(5, np.int64)
+    start[:, wood] = [0, 0, 7, 7, HANDS]
+    now[:, wood] = [2, 3, 8, HANDS, HANDS]
+    assert list(course.satisfied(at, now, start)) == [False, True, False, True, True]
+    assert list(course.skip(at, now)) == [0, 0, 0, 1, 1]
+
+
+def test_practice_begins_where_other_skills_may_have_ended(quick: TrainingConfig) -> None:
+    def facing(stroll: int) -> np.ndarray:
+        trainer = Trainer(task(replace(quick, stroll=stroll, bank_worlds=512)))
+        trainer.prepare()
+        cells, place, look = (trainer.bank.arrays[key] for key in ("cells", "place", "look"))
+        ahead = place + np.array([[0, -1], [0, 1], [-1, 0], [1, 0]])[look]
+        return cells[np.arange(len(cells)), ahead[:, 0], ahead[:, 1]]
+
+    obstacles = [(facing(stroll) != 0).mean() for stroll in (0, 32)]  # 0 is grass
+    assert obstacles[1] > 2 * obstacles[0]
 
 
 def test_walking_gives_the_same_whether_lanes_are_dropped_or_not() -> None:
@@ -183,6 +215,7 @@ def test_walking_gives_the_same_whether_lanes_are_dropped_or_not() -> None:
     assert (shrunk.finished == facing_tree).all()
     assert (fixed.finished == facing_tree).all()
     assert (shrunk.length[facing_tree] == 1).all()
-    assert (shrunk.length[~facing_tree] == 60).all()  # the horizon of one application
-    assert int(shrunk.acted[0]) == int(fixed.acted[0]) == facing_tree.sum() + 60 * (~facing_tree).sum()
+    horizon = SKILLS["Collect Wood"].horizon
+    assert (shrunk.length[~facing_tree] == horizon).all()
+    assert int(shrunk.acted[0]) == int(fixed.acted[0]) == facing_tree.sum() + horizon * (~facing_tree).sum()
     assert (shrunk.ends.arrays["cells"] == fixed.ends.arrays["cells"]).all()

@@ -31,6 +31,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "patience_frames": 8e4,
         "evaluation_episodes": 128,
         "bank_worlds": 256,
+        "stroll": 8,
         "evaluate_every": 8,
         "evaluate_from": 0.88,
     }

@@ -262,6 +262,7 @@ class Course:
             ],
             np.float32,
         )
+        self.most = np.array([features.holds(skill.done.feature) for skill in chosen], np.float32)
         self.horizon = np.array(
             [skill.horizon * step.count for skill, step in zip(chosen, plan, strict=True)]
         )
@@ -277,20 +278,24 @@ class Course:
         return len(self.plan)
 
     def satisfied(self, at: Ints, values: Floats, start: Floats) -> Bools:
-        """Whether step `at[i]` is done in lane `i`, `start` being the values when it began."""
+        """Whether step `at[i]` is done in lane `i`, `start` being the values when it began.
+
+        What was gathered on the way counts: a step is done when the hands can hold no more of what it gains.
+        """
         lane = np.arange(len(at))
-        column = self.column[at]
-        value = values[lane, column] - np.where(self.relative[at], start[lane, column], 0)
+        column, most = self.column[at], self.most[at]
+        before, wanted = start[lane, column], self.count[at]
+        gained = np.where(before <= most, np.minimum(before + wanted, most), before + wanted)
         sign = self.sign[at]
-        return np.asarray(sign * value >= sign * self.count[at])
+        return np.asarray(sign * values[lane, column] >= sign * np.where(self.relative[at], gained, wanted))
 
     def skip(self, at: Ints, values: Floats) -> Ints:
-        """Move lanes past absolute steps that are satisfied already; `len(self)` means finished."""
+        """Move lanes past steps that are satisfied already; `len(self)` means finished."""
         at = at.copy()
         for _ in range(len(self)):
             inside = np.flatnonzero(at < len(self))
             now = at[inside]
-            met = self.satisfied(now, values[inside], values[inside]) & ~self.relative[now]
+            met = self.satisfied(now, values[inside], values[inside])
             if not met.any():
                 break
             at[inside[met]] += 1

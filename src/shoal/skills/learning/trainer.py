@@ -22,7 +22,8 @@ from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.spec import Skill
 from shoal.skills.learning.worlds import Bank, Floats, Ints, World, fresh_worlds, make_world
 
-STROLL = 8  # most random steps between the end of a prefix and the start of practice
+STROLLERS, TURN = 0.75, 0.1
+"""Share of start states from which one strolls, and the chance a step that a stroll takes another direction."""
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -60,9 +61,9 @@ class TrainingConfig:
     """the gradient's global norm is clipped to this"""
     layer_size: int = 64
     """width of both hidden layers"""
-    success_state_rate: float = 0.98
+    success_state_rate: float = 0.997
     """stop when this share of evaluation episodes succeeds"""
-    patience_frames: float = 1.6e5
+    patience_frames: float = 1.8e5
     """stop when the evaluation has not improved for this many env steps and `min_success` is reached"""
     min_success: float = 0.3
     """a training that ends below this success rate has failed"""
@@ -78,6 +79,8 @@ class TrainingConfig:
     """updates between checkpoints"""
     train_deps: Literal["off", "on"] = "off"
     """let the experts of earlier plan steps go on learning; half of the worlds then start from nothing"""
+    stroll: int = 32
+    """most random steps between the end of a prefix, or a new world, and the start of practice"""
 
 
 @dataclass(frozen=True)
@@ -204,26 +207,26 @@ class Trainer:
             way = walk(self.task.world, new, course, self.nets, self._stream("bank", name), fixed)
             self.walked += int(way.acted.sum())
             new = way.ends
-            new = self._stroll(new, self._stream("stroll", name))
         if not len(new):
             return new
+        new = self._stroll(new, self._stream("stroll", name))
         # A state in which the skill is done already teaches nothing.
         values = self._values_of(new)
         target = np.full(len(new), self.target)
         return new.take(np.flatnonzero(self.course.skip(target, values) == self.target))
 
     def _stroll(self, bank: Bank, rng: np.random.Generator) -> Bank:
-        """Walk a few steps at random from half of the states: in a longer plan other skills may come between."""
-        parts = []
-        for first in range(0, len(bank), self.world.lanes):
-            rows = np.arange(first, min(first + self.world.lanes, len(bank)))
-            lanes = np.minimum(np.arange(self.world.lanes) + first, rows[-1])
-            self.world.load(bank, lanes, np.ones(self.world.lanes, np.bool_))
-            left = rng.integers(0, STROLL + 1, self.world.lanes) * rng.integers(0, 2, self.world.lanes)
+        """Walk at random from most states: in a longer plan other skills come before, and end anywhere."""
+        parts, lanes, most = [], self.world.lanes, self.task.config.stroll
+        for first in range(0, len(bank), lanes):
+            rows = np.arange(first, min(first + lanes, len(bank)))
+            self.world.load(bank, np.minimum(np.arange(lanes) + first, rows[-1]), np.ones(lanes, np.bool_))
+            left = rng.integers(0, most + 1, lanes) * (rng.random(lanes) < STROLLERS)
             self.walked += int(left[: len(rows)].sum())
-            alive = np.ones(self.world.lanes, np.bool_)
-            for t in range(STROLL):
-                moves = np.asarray(self.world.moves)[rng.integers(0, len(self.world.moves), self.world.lanes)]
+            alive = np.ones(lanes, np.bool_)
+            moves = rng.choice(self.world.moves, lanes)
+            for t in range(most):
+                moves = np.where(rng.random(lanes) < TURN, rng.choice(self.world.moves, lanes), moves)
                 alive &= ~self.world.step(np.where(t < left, moves, self.world.wait), rng)
             parts.append(self.world.save().take(np.flatnonzero(alive[: len(rows)])))
         return Bank.join(parts) if parts else bank
@@ -304,10 +307,11 @@ class Trainer:
     def _restart(self, mask: np.ndarray, rng: np.random.Generator, fresh: Bank | None) -> None:
         """Begin new episodes in the lanes of `mask`."""
         lanes = len(mask)
-        source = fresh if fresh is not None and self.target == 0 else self.bank
-        rows = rng.integers(0, len(source), lanes)
         whole = mask & (np.arange(lanes) % 2 == 0) if self.deps_learn and self.target else mask & False
-        self.world.load(source, rows, mask & ~whole)
+        new = mask & (np.arange(lanes) % 2 == 0) if fresh is not None and not self.target else mask & False
+        self.world.load(self.bank, rng.integers(0, len(self.bank), lanes), mask & ~whole & ~new)
+        if fresh is not None and new.any():
+            self.world.load(fresh, rng.integers(0, len(fresh), lanes), new)
         self.at[mask] = self.target
         if whole.any():
             worlds = fresh if fresh is not None else self._whole_worlds()
