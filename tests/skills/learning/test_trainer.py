@@ -187,6 +187,14 @@ def test_a_step_is_done_when_the_hands_can_hold_no_more_of_what_it_gains() -> No
     assert list(course.skip(at, now)) == [0, 0, 0, 1, 1]
 
 
+def test_an_application_may_take_longer_in_a_plan_than_in_practice(quick: TrainingConfig) -> None:
+    plan = [Step("Collect Wood", 2), Step("Place Table", 1)]
+    assert list(Course(plan, SKILLS, FEATURES, [0, 1]).horizon) == [120, 60]
+    assert list(Course(plan, SKILLS, FEATURES, [0, 1], 50).horizon) == [100, 50]
+    trainer = Trainer(task(replace(quick, practice_horizon=50), count=4))
+    assert list(trainer.course.horizon) == [200]
+
+
 def test_practice_begins_where_other_skills_may_have_ended(quick: TrainingConfig) -> None:
     def facing(stroll: int) -> np.ndarray:
         trainer = Trainer(task(replace(quick, stroll=stroll, bank_worlds=512)))

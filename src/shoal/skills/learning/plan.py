@@ -15,7 +15,7 @@ import numpy as np
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.maths.distributions import sample
 from shoal.skills.learning.network import Network
-from shoal.skills.learning.spec import Features, Skill, is_relative
+from shoal.skills.learning.spec import MAX_HORIZON, Features, Skill, is_relative
 from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints, World, make_world
 
 MAX_STEPS = 500
@@ -245,10 +245,23 @@ def _merge_repeats(
 
 
 class Course:
-    """A plan as arrays: for each step its predicate, reward, horizon and local expert."""
+    """A plan as arrays: for each step its predicate, reward, horizon and local expert.
+
+    Args:
+        plan: its steps.
+        skills: by name, at least those of the plan.
+        features: of the world.
+        experts: the local expert of each step.
+        most: env steps that one application may take at most, whatever its horizon.
+    """
 
     def __init__(
-        self, plan: Sequence[Step], skills: Mapping[str, Skill], features: Features, experts: Sequence[int]
+        self,
+        plan: Sequence[Step],
+        skills: Mapping[str, Skill],
+        features: Features,
+        experts: Sequence[int],
+        most: int = MAX_HORIZON,
     ) -> None:
         self.plan = list(plan)
         chosen = [skills[step.skill] for step in plan]
@@ -264,7 +277,7 @@ class Course:
         )
         self.most = np.array([features.holds(skill.done.feature) for skill in chosen], np.float32)
         self.horizon = np.array(
-            [skill.horizon * step.count for skill, step in zip(chosen, plan, strict=True)]
+            [min(skill.horizon, most) * step.count for skill, step in zip(chosen, plan, strict=True)]
         )
         self.bonus = np.array([skill.reward.bonus for skill in chosen], np.float32)
         self.step_cost = np.array([skill.reward.step_cost for skill in chosen], np.float32)

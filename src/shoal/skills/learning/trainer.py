@@ -7,7 +7,7 @@ same bytes, because every update draws from a stream named by its number.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from shoal.maths.distributions import sample
 from shoal.maths.gae import gae
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.plan import Course, Step, walk
-from shoal.skills.learning.spec import Skill
+from shoal.skills.learning.spec import MAX_HORIZON, Skill
 from shoal.skills.learning.worlds import Bank, Floats, Ints, World, fresh_worlds, make_world
 
 STROLLERS, TURN = 0.75, 0.1
@@ -61,9 +61,9 @@ class TrainingConfig:
     """the gradient's global norm is clipped to this"""
     layer_size: int = 64
     """width of both hidden layers"""
-    success_state_rate: float = 0.997
+    success_state_rate: float = 0.995
     """stop when this share of evaluation episodes succeeds"""
-    patience_frames: float = 1.8e5
+    patience_frames: float = 1.2e5
     """stop when the evaluation has not improved for this many env steps and `min_success` is reached"""
     min_success: float = 0.3
     """a training that ends below this success rate has failed"""
@@ -81,6 +81,8 @@ class TrainingConfig:
     """let the experts of earlier plan steps go on learning; half of the worlds then start from nothing"""
     stroll: int = 32
     """most random steps between the end of a prefix, or a new world, and the start of practice"""
+    practice_horizon: int = MAX_HORIZON
+    """most env steps that one application may take while its expert learns; later it has all that its horizon says"""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Trainer:
             net.copy() if net is not None else Network.initial(shape, self._stream("init"))
             for net in task.experts
         ]
-        self.course = Course(task.plan, task.skills, self.world.features, task.route)
+        self.course = self._course(task.plan, task.route)
         self.target = len(task.plan) - 1
         self.own = task.route[self.target]
         self.deps_learn = config.train_deps == "on"
@@ -169,6 +171,9 @@ class Trainer:
 
     def _stream(self, *names: str | int) -> np.random.Generator:
         return stream(self.task.seed, "skill", self.task.skill, *names)
+
+    def _course(self, plan: Sequence[Step], route: Sequence[int]) -> Course:
+        return Course(plan, self.task.skills, self.world.features, route, self.task.config.practice_horizon)
 
     def _masks(self) -> list[Floats]:
         """Where each expert may learn: not on what its skill does not speak of, so that other things in the
@@ -203,7 +208,7 @@ class Trainer:
         fixed = None if self.world.fresh_is_cheap else self.world
         new = fresh_worlds(self.world, worlds, self.task.seed, self.task.skill, name)
         if prefix:
-            course = Course(prefix, self.task.skills, self.world.features, self.task.route[: self.target])
+            course = self._course(prefix, self.task.route[: self.target])
             way = walk(self.task.world, new, course, self.nets, self._stream("bank", name), fixed)
             self.walked += int(way.acted.sum())
             new = way.ends
@@ -428,7 +433,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Success of the skill from states that practice never sees; the best experts so far are kept."""
         last = self.course.plan[self.target]
-        course = Course([last], self.task.skills, self.world.features, [self.own])
+        course = self._course([last], [self.own])
         fixed = None if self.world.fresh_is_cheap else self._spare()
         rows = np.arange(self.task.config.evaluation_episodes) % len(self.test_bank)
         outcome = walk(

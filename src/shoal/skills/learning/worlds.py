@@ -116,7 +116,9 @@ class WorldKind:
 def _crafting() -> WorldKind:
     from shoal.skills.learning import crafting
 
-    return WorldKind(crafting.CraftingWorld, lambda: crafting.FEATURES, picture=crafting.picture)
+    return WorldKind(
+        crafting.CraftingWorld, lambda: crafting.FEATURES, {"practice_horizon": 150}, picture=crafting.picture
+    )
 
 
 def _craftax(name: str) -> WorldKind:
