@@ -41,7 +41,9 @@ from shoal.train.ppo.ppo import PPO  # noqa: E402
 from shoal.train.ppo.presets import PRESETS, preset_for  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "ppo.json"
-ENVS = {"cartpole": "CartPole-v1", "lunarlander": "LunarLander-v3"}
+ENVS = {"cartpole": "CartPole-v1", "lunarlander": "LunarLander-v3", "halfcheetah": "HalfCheetah-v5"}
+NEEDS = {"halfcheetah": "mujoco"}
+"""Packages that a part is left out without."""
 COUNTS = (1, 4, 8, 16)
 # The defaults of single-file PPO scripts; 4 minibatches whatever the number of environments.
 THROUGHPUT = {
@@ -134,7 +136,9 @@ def run_limit(env: str, n_envs: int, watch: Watch) -> None:
     envs = [gym.make(env, disable_env_checker=True) for _ in range(n_envs)]
     for i, one in enumerate(envs):
         one.reset(seed=i)
-    actions = np.random.default_rng(0).integers(envs[0].action_space.n, size=4096)
+    space = envs[0].action_space
+    space.seed(0)
+    actions = [space.sample() for _ in range(4096)]
     steps = 0
     while not watch.stop(steps):
         for _ in range(128):
@@ -147,8 +151,10 @@ def run_limit(env: str, n_envs: int, watch: Watch) -> None:
 
 def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
+    discrete = hasattr(gym.spec(env).make().action_space, "n")
     for n_envs in counts:
-        subjects = [*(s for s in SHOAL if n_envs > 1 or "workers" not in s), SB3, SINGLE, LIMIT]
+        peers = (SB3, SINGLE) if discrete else (SB3,)  # the single-file PPO chooses among actions
+        subjects = [*(s for s in SHOAL if n_envs > 1 or "workers" not in s), *peers, LIMIT]
         rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
         for _ in range(rounds):
             for subject in subjects:
@@ -340,7 +346,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     check_paths()
     for part in options.parts:
-        if part == "solve":
+        if part in NEEDS and not importlib.util.find_spec(NEEDS[part]):
+            print(f"{part} is left out: {NEEDS[part]} is not installed", flush=True)
+        elif part == "solve":
             save(solve())
         else:
             save(throughput(ENVS[part], tuple(options.counts), options.seconds, options.rounds))

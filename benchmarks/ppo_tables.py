@@ -32,7 +32,7 @@ def main() -> None:
     values = {(row["case"], row["subject"], row["unit"]): row["value"] for row in found["rows"]}
     machine = found["machine"]
     print(f"Measured on {machine['cpu']}, {machine['cores']} cores, {found['date']}.\n")
-    for env in ("CartPole-v1", "LunarLander-v3"):
+    for env in ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5"):
         throughput(values, env)
     solve(values)
     scaling(values)
@@ -41,14 +41,17 @@ def main() -> None:
 
 
 def throughput(values: dict[Any, Any], env: str) -> None:
+    counts = [n for n in COUNTS if (f"{env}, {n} envs", BASELINE, "steps/CPU-s") in values]
+    if not counts:
+        return
     print(
         f"{env}: thousands of env steps per CPU second (and per second of wall time); x is against {BASELINE}.\n"
     )
-    print("| | " + " | ".join(f"{n} env{'s' if n > 1 else ''}" for n in COUNTS) + " |")
-    print("|---|" + "---|" * len(COUNTS))
+    print("| | " + " | ".join(f"{n} env{'s' if n > 1 else ''}" for n in counts) + " |")
+    print("|---|" + "---|" * len(counts))
     for subject in SUBJECTS:
         cells = []
-        for n in COUNTS:
+        for n in counts:
             case = f"{env}, {n} envs"
             cpu, wall = (values.get((case, subject, unit)) for unit in ("steps/CPU-s", "steps/s"))
             if cpu is None:
@@ -57,7 +60,8 @@ def throughput(values: dict[Any, Any], env: str) -> None:
             base = values[case, BASELINE, "steps/CPU-s"]
             ratio = f", {cpu / base:.1f}x" if subject != BASELINE else ""
             cells.append(f"{cpu / 1000:.1f} ({wall / 1000:.1f}){ratio}")
-        print(f"| {subject} | " + " | ".join(cells) + " |")
+        if any(cells):
+            print(f"| {subject} | " + " | ".join(cells) + " |")
     print()
 
 
