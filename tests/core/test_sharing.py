@@ -5,8 +5,10 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import numpy as np
+
 from shoal.core import sharing
-from shoal.core.sharing import Shared
+from shoal.core.sharing import Shared, park
 
 
 def identity_in_worker(item):
@@ -43,3 +45,30 @@ def test_no_file_is_left_when_the_process_ends():
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert out.stdout.strip()
     assert not os.path.exists(out.stdout.strip())
+
+
+def test_arrays_that_were_parked_come_back_equal_writable_and_leave_no_file(tmp_path):
+    value = {
+        "bytes": np.arange(100_001, dtype=np.uint8),
+        "text": "as it is",
+        "turned": np.arange(60_000, dtype=np.float64).reshape(300, 200).T,
+        "empty": np.zeros((0, 3), np.int64),
+        "strided": np.arange(1000)[::3],
+    }
+    parked = park(value, str(tmp_path))
+    assert [path.stat().st_size >= 580_001 for path in tmp_path.iterdir()] == [True]
+    back = pickle.loads(pickle.dumps(parked)).fetched()
+    assert list(tmp_path.iterdir()) == []
+    assert back["text"] == "as it is"
+    for name in ("bytes", "turned", "empty", "strided"):
+        assert back[name].dtype == value[name].dtype
+        assert np.array_equal(back[name], value[name])
+    back["bytes"][0] = 7
+    assert back["bytes"].ctypes.data % 64 == 0
+    assert value["bytes"][0] == 0
+
+
+def test_what_is_small_is_not_parked(tmp_path):
+    value = [np.zeros(10)]
+    assert park(value, str(tmp_path)) is value
+    assert list(tmp_path.iterdir()) == []

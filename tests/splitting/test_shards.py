@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.sharing import park, parking_place
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter
-from shoal.splitting.images import park, parking_place
 from shoal.splitting.shards import read_shards, split_shards
 
 READER = """
@@ -138,17 +139,18 @@ def test_ten_thousand_recordings_are_split_lot_by_lot(processor, tmp_path):
 
 # --- pixels by file
 def places():
-    return {path.name for path in Path("/dev/shm").glob(f"shoal-pixels-{os.getpid()}-*")}
+    return {path.name for path in Path("/dev/shm").glob(f"shoal-parked-{os.getpid()}-*")}
 
 
 def test_pixels_come_back_through_files_that_do_not_stay(processor, make_root):
-    root, ids = make_root(3, steps=2, size=(90, 60))
+    root, ids = make_root(3, steps=2, size=(360, 240))
     serial = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
         splitter = StepwiseTrajectorySplitter(processor, root, padding="longest")
         results = splitter.results(ids, executor=executor)
         first = next(results)
-        assert type(first.pixels.rows).__name__ == "memmap"
+        assert not first.pixels.rows.flags.owndata
+        assert first.pixels.rows.flags.writeable
         assert len(places()) == 1
         results.close()  # left half way
         assert places() == set()
@@ -161,7 +163,7 @@ def test_pixels_come_back_through_files_that_do_not_stay(processor, make_root):
 def test_pixels_are_sent_as_they_are_where_there_is_no_room_for_a_file(
     processor, make_root, monkeypatch, caplog
 ):
-    root, ids = make_root(1, steps=1, size=(60, 60))
+    root, ids = make_root(1, steps=1, size=(240, 240))
     pixels = next(StepwiseTrajectorySplitter(processor, root).results(ids)).pixels
     with parking_place() as place:
         parked = park(pixels, place)
@@ -175,20 +177,18 @@ def test_pixels_are_sent_as_they_are_where_there_is_no_room_for_a_file(
             def __exit__(self, *_):
                 return None
 
-        monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: os.close(descriptor) or Full())
+        monkeypatch.setattr(os, "fdopen", lambda descriptor, *_, **__: os.close(descriptor) or Full())
         assert park(pixels, place) is pixels
         assert not list(Path(place).iterdir())
     assert "no room" in caplog.text
 
 
 def test_what_a_killed_run_left_of_its_pixels_is_swept(tmp_path):
-    from shoal.splitting import images
-
-    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(images.tempfile.gettempdir())
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     gone = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
     )
-    left = base / f"shoal-pixels-{gone.stdout.strip()}-abc"
+    left = base / f"shoal-parked-{gone.stdout.strip()}-abc"
     left.mkdir()
     with parking_place():
         assert not left.exists()

@@ -1,22 +1,29 @@
-"""Hand one large value to many tasks: by reference inside a process, once per worker elsewhere.
+"""Large values on their way to workers and back.
 
 An executor pickles the arguments of every task. A tokenizer or a policy among them would be packed and
-unpacked for each; a `Shared` is a few bytes that a worker resolves once and then keeps.
+unpacked for each; a `Shared` is a few bytes that a worker resolves once and then keeps. And it sends results
+through a pipe; the arrays of one that is `park`ed are written to memory once, and mapped where they are wanted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import mmap
 import os
 import pickle
+import shutil
 import tempfile
 import threading
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEPT = 4
@@ -114,3 +121,69 @@ def _remove(path: str, owner: int) -> None:
     if os.getpid() == owner:  # a forked child must not take the file from its parent
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+
+
+# --- results
+ALIGNED = 64
+"""Bytes at whose multiples arrays begin in a file."""
+SMALL = 2**16
+"""Bytes of arrays that go through a pipe as fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked(Generic[T]):
+    """A value without its arrays, which are in a file."""
+
+    head: bytes
+    path: str
+    spans: tuple[tuple[int, int], ...]
+
+    def fetched(self) -> T:
+        """The value, its arrays mapped from the file, which goes away; they can be written to."""
+        with open(self.path, "rb") as file:
+            room = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        os.unlink(self.path)
+        value: T = pickle.loads(self.head, buffers=[room[first:last] for first, last in self.spans])
+        return value
+
+
+def park(value: T, folder: str) -> T | Parked[T]:
+    """A value with its arrays in a file of `folder`, or as it is where they are small or there is no room."""
+    arrays: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+    parts = [array.raw() for array in arrays]
+    if sum(len(part) for part in parts) <= SMALL:
+        return value
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    spans = []
+    try:
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            end = 0
+            for part in parts:
+                first = -(-end // ALIGNED) * ALIGNED
+                end = first + len(part)
+                spans.append((first, end))
+                file.seek(first)
+                while part:
+                    part = part[file.write(part) :]
+    except OSError as error:
+        os.unlink(path)
+        logger.warning("results are sent through a pipe, since %s has no room for them (%s)", folder, error)
+        return value
+    return Parked(head, path, tuple(spans))
+
+
+@contextlib.contextmanager
+def parking_place() -> Iterator[str]:
+    """A folder for results on their way between processes, in memory where there is such a place."""
+    memory = Path("/dev/shm")
+    base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    for left in base.glob("shoal-parked-*-*"):  # of a run that was killed
+        number = left.name.split("-")[2]
+        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"shoal-parked-{os.getpid()}-", dir=base)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import functools
 import io
 import logging
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -381,54 +376,6 @@ Pixels = TrajectoryPixels | ProcessorOutputs | None
 
 
 # --- pixels from worker processes
-@dataclass
-class Parked:
-    """Pixels whose rows a worker wrote to a file, so that they are not sent through a pipe."""
-
-    pixels: TrajectoryPixels  # without rows
-    path: str
-    shape: tuple[int, ...]
-    kind: str
-
-    def fetched(self) -> TrajectoryPixels:
-        """The pixels with their rows mapped from the file, which goes away."""
-        self.pixels.rows = np.memmap(self.path, self.kind, "c", shape=self.shape)
-        os.unlink(self.path)
-        return self.pixels
-
-
-def park(pixels: TrajectoryPixels, folder: str) -> TrajectoryPixels | Parked:
-    """The pixels with their rows in a file of `folder`, or as they are where that has no room."""
-    rows = pixels.rows
-    if rows is None or not rows.size:
-        return pixels
-    descriptor, path = tempfile.mkstemp(dir=folder)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            rows.tofile(file)
-    except OSError as error:
-        os.unlink(path)
-        logger.warning("pixels are sent through a pipe, since %s has no room for them (%s)", folder, error)
-        return pixels
-    return Parked(replace(pixels, rows=None), path, rows.shape, rows.dtype.str)
-
-
-@contextlib.contextmanager
-def parking_place() -> Iterator[str]:
-    """A folder for pixels on their way between processes, in memory where there is such a place."""
-    memory = Path("/dev/shm")
-    base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    for left in base.glob("shoal-pixels-*-*"):  # of a run that was killed
-        number = left.name.split("-")[2]
-        if number.isdecimal() and not Path(f"/proc/{number}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"shoal-pixels-{os.getpid()}-", dir=base)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 # --- reading them for a processor
 def fitted_size(width: int, height: int, factor: int, smallest: int, largest: int) -> tuple[int, int]:
     """(width, height) near the given ones, multiples of `factor`, with an area in [smallest, largest].

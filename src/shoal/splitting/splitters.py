@@ -15,19 +15,16 @@ import numpy as np
 
 from shoal.core.errors import DataError, ShoalError, missing_extra
 from shoal.core.executors import RayExecutor, SerialExecutor, map_ordered
-from shoal.core.sharing import Shared, shared_by_ray
+from shoal.core.sharing import Parked, Shared, park, parking_place, shared_by_ray
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
 from shoal.splitting.cut import Cut, Limits, answers_of, places_of
 from shoal.splitting.encode import MODEL_TEXT, ChatTemplate, Encoder
 from shoal.splitting.images import (
     MAX_IMAGE_PIXELS,
     ImageReader,
-    Parked,
     Pixels,
     Store,
     TrajectoryPixels,
-    park,
-    parking_place,
 )
 from shoal.splitting.place import (
     RewardPlacement,
@@ -368,10 +365,10 @@ class TrajectorySplitter:
             outcomes = map_ordered(executor, _work, todo, in_flight=in_flight)
             for done, job in enumerate(jobs, 1):
                 outcome = next(outcomes) if isinstance(job, Job) else job.error
+                if isinstance(outcome, Parked):
+                    outcome = outcome.fetched()
                 if isinstance(outcome, SplitTrajectory):
-                    if isinstance(outcome.pixels, Parked):
-                        outcome.pixels = outcome.pixels.fetched()
-                    elif not local and isinstance(outcome.pixels, TrajectoryPixels):
+                    if not local and isinstance(outcome.pixels, TrajectoryPixels):
                         outcome.pixels = outcome.pixels.converted(store)
                     yield outcome
                 else:
@@ -479,13 +476,13 @@ def _several_machines() -> bool:
     return len([node for node in ray.nodes() if node.get("Alive")]) > 1
 
 
-def _work(item: tuple[Shared[Plan], Job, str | None]) -> SplitTrajectory | DataError:
+def _work(
+    item: tuple[Shared[Plan], Job, str | None],
+) -> SplitTrajectory | Parked[SplitTrajectory] | DataError:
     plan, job, parking = item
     try:
         done = split_recording(plan.get(), job)
-        if parking is not None and isinstance(done.pixels, TrajectoryPixels):
-            done.pixels = park(done.pixels, parking)
-        return done
+        return done if parking is None else park(done, parking)
     except (ImportError, MemoryError):
         raise
     except ShoalError as error:
