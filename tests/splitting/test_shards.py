@@ -15,7 +15,7 @@ import torch
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.sharing import park, parking_place
-from shoal.splitting import ChatReader, StepwiseTrajectorySplitter
+from shoal.splitting import StepwiseTrajectorySplitter
 from shoal.splitting.shards import read_shards, split_shards
 
 READER = """
@@ -119,22 +119,41 @@ def test_lots_hold_what_one_split_holds_and_reasons_where_all_was_skipped(proces
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ten_thousand_recordings_are_split_lot_by_lot(processor, tmp_path):
+def test_ten_thousand_recordings_are_split_once_though_the_run_is_killed(processor_folder, tmp_path):
     chat = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "Gone."}]
-    with (tmp_path / "many.jsonl").open("w") as file:
+    many, out = tmp_path / "many.jsonl", tmp_path / "out"
+    with many.open("w") as file:
         for number in range(10_000):
             file.write(json.dumps({"id": f"r{number:05d}", "messages": chat}) + "\n")
-    reader = ChatReader(tmp_path / "many.jsonl")
-    splitter = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest")
-    first = split_shards(splitter, reader.ids(), None, tmp_path / "lots", size=500)
-    made = [next(first)[0].name for _ in range(7)]
-    first.close()
-    made += [
-        place.name for place, _ in split_shards(splitter, reader.ids(), None, tmp_path / "lots", size=500)
+    words = [
+        "split",
+        str(many),
+        "--processor",
+        str(processor_folder),
+        "--shard-size",
+        "500",
+        "--out",
+        str(out),
     ]
-    assert made == [f"{number:06d}" for number in range(20)]
-    names = [sample.dataset_id for batch in read_shards(tmp_path / "lots") for sample in batch.samples()]
-    assert names == reader.ids()
+    line = [sys.executable, "-m", "shoal", *words, "--json-events"]
+    made: list[dict[Path, int]] = []
+    for kills in (3, 7):  # lots that are safe when the run is killed
+        with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+            events = [run.stdout.readline() for _ in range(kills)]
+            run.send_signal(signal.SIGKILL)
+        assert [json.loads(event)["event"] for event in events] == ["batch"] * kills
+        whole = sorted((out / "shards").glob("[0-9]*"))
+        made.append({place: (place / "manifest.json").stat().st_mtime_ns for place in whole})
+        line = [*line, "--resume"]
+    assert 3 <= len(made[0]) < 10 <= len(made[1]) < 20
+    last = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    assert last.returncode == 0, last.stderr
+    events = [json.loads(event)["event"] for event in last.stdout.splitlines() if event.startswith("{")]
+    assert events.count("batch") == 20 - len(made[1])  # nothing is done twice
+    for before in made:
+        assert {place: (place / "manifest.json").stat().st_mtime_ns for place in before} == before
+    names = [sample.dataset_id for batch in read_shards(out / "shards") for sample in batch.samples()]
+    assert names == [f"r{number:05d}" for number in range(10_000)]
 
 
 # --- pixels by file
