@@ -294,3 +294,32 @@ def test_uid_of_the_peer_is_checked(shared, monkeypatch):
         stranger.settimeout(5)
         assert stranger.recv(10) == b""
     assert struct.calcsize("3i") == 12
+
+
+def test_answers_are_sent_before_it_is_decided_whether_it_pays_to_wait(monkeypatch):
+    class Slow(HashEngine):
+        def generate(self, requests):
+            time.sleep(0.01 + 0.001 * len(requests))
+            return super().generate(requests)
+
+    launched, launch = [], SharedLLMInferenceManager._launch
+
+    def seen(self, batch, now):
+        launched.append((self._batcher.pace.pays, len(self._done)))
+        launch(self, batch, now)
+
+    monkeypatch.setattr(SharedLLMInferenceManager, "_launch", seen)
+    with SharedLLMInferenceManager(Slow(), schedule="adaptive") as shared:
+
+        def ask(member):
+            for turn in range(20):
+                time.sleep(0.002 * (member * (turn + 1) % 5))
+                shared.generate([request(member, turn)])
+
+        threads = [threading.Thread(target=ask, args=(member,)) for member in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(pays for pays, _ in launched) > 10
+    assert {unsent for pays, unsent in launched if pays} == {0}

@@ -58,7 +58,7 @@ LEAST_COST = 4e-3
 MEMORY, FEWEST_DELAYS, MOST_OUT = 0.95, 16, 2**14
 PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Of the cost of a call: for how long to wait."""
-CAUTION = 1.4
+CAUTION = 1.2
 """How much more than pays must be expected: what was learned is of few calls."""
 ENGINE_END_SECONDS = 5.0
 """For which a call that runs when all ends is waited for."""
@@ -645,6 +645,8 @@ class SharedLLMInferenceManager:
         """Take in what arrived, launch a batch, send the answers of the last one."""
         batcher, now = self._batcher, time.monotonic()
         self._look(batcher.patience(now) if self._running is None else None, now)
+        if self._done and batcher.pace is not None and batcher.pace.pays:
+            self._deliver()  # they may ask again so soon that it pays to wait for them
         if self._running is None and batcher.patience(now := time.monotonic()) == 0.0:
             self._launch(batcher.take(), now)
         if self._done:
