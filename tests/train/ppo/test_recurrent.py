@@ -323,6 +323,8 @@ def test_a_recurrent_run_killed_amid_its_episodes_ends_as_an_undisturbed_one(tmp
 def test_a_task_of_memory_is_solved_by_who_remembers_and_by_no_other(recurrent, least, most):
     settings = {"n_envs": 16, "n_steps": 32, "batch_size": 128, "n_epochs": 4, "hidden": (32,), "memory_units": 32,
                 "learning_rate": 3e-3, "ent_coef": 0.01, "gamma": 0.98, "backend": "serial"}  # fmt: skip
-    with PPO(RecallEnv, seed=1, env_kwargs={"length": 6}, recurrent=recurrent, **settings) as ppo:
+    with PPO(
+        RecallEnv, seed=1, env_kwargs={"length": 6, "forgives": False}, recurrent=recurrent, **settings
+    ) as ppo:
         ppo.learn(60_000)
         assert least <= ppo.evaluate(100).mean <= most
