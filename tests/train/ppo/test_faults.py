@@ -383,7 +383,8 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
 )
 def test_runs_killed_thirty_times_end_as_undisturbed_ones(tmp_path, more):
     """By kill -9 or Ctrl-C, at moments drawn from the time that a run takes to start and make some checkpoints."""
-    common = [*SMALL, "--total-timesteps", "96000" if more else "400000", "--normalize-obs", "True", "--normalize-reward", "True",
+    steps = "96000" if more else "400000"
+    common = [*SMALL, "--total-timesteps", steps, "--normalize-obs", "True", "--normalize-reward", "True",
               "--checkpoint-every", "640", *more]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     chance, kills, ended = np.random.default_rng(0), 0, 0
