@@ -131,14 +131,14 @@ def _positional_first(words: Sequence[str], parser: Any) -> list[str]:
     rest: list[str] = []
     at = 0
     while at < len(words):
-        flag, _, value = words[at].partition("=")
+        flag, equals, _ = words[at].partition("=")
         number = takes.get(flag.replace("_", "-"), 0) if flag.startswith("-") else None
         if number is None:
             first.append(words[at])
             at += 1
             continue
         end = at + 1
-        if not value:
+        if not equals:
             most = number if isinstance(number, int) else len(words)
             while end < len(words) and end - at - 1 < most and not words[end].startswith("--"):
                 end += 1

@@ -375,7 +375,6 @@ def _tensor(array: Array) -> Any:
 Pixels = TrajectoryPixels | ProcessorOutputs | None
 
 
-# --- pixels from worker processes
 # --- reading them for a processor
 def fitted_size(width: int, height: int, factor: int, smallest: int, largest: int) -> tuple[int, int]:
     """(width, height) near the given ones, multiples of `factor`, with an area in [smallest, largest].
