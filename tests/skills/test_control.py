@@ -27,7 +27,8 @@ from shoal.skills.learning.scheduler import Frontier, SkillScheduler
 from shoal.skills.learning.spec import check_skill, load_skills, parse_skill
 from shoal.skills.learning.store import Store
 
-SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
+LOADED = load_skills(knowledge_base("crafting"), FEATURES)
+SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}
 AMOUNTS = {"skill_with_consumption": {"requirements": {}, "consumption": {}, "gain": {"wood": 1}}}
 
 
@@ -132,7 +133,9 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
 def test_stop_ends_the_trainings_and_a_resumed_run_goes_on_from_their_checkpoints(
     tmp_path: Path, quick
 ) -> None:
-    config = replace(quick, total_timesteps=30_000, success_state_rate=2.0, patience_frames=1e9)
+    config = replace(
+        quick, total_timesteps=30_000, success_state_rate=2.0, patience_frames=1e9, evaluate_every=10
+    )
     s = scheduler(tmp_path, "local", "Collect Wood", config=config, max_retries=0)
     thread = in_thread(s.run)
     run = tmp_path / "training_runs" / "skill_0_Collect_Wood"

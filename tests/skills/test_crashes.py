@@ -29,7 +29,7 @@ from shoal.skills.learning.store import Store, new_version
 
 CRASH = Path(__file__).with_name("crash.py")
 ENV = {**os.environ, **job_environment(2)}
-SKILLS = load_skills(knowledge_base("crafting"), FEATURES)
+SKILLS = [replace(skill, horizon=100) for skill in load_skills(knowledge_base("crafting"), FEATURES)]
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

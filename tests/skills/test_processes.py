@@ -22,7 +22,8 @@ from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
 
-SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
+LOADED = load_skills(knowledge_base("crafting"), FEATURES)
+SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}
 LONG = {"patience_frames": 1e9, "success_state_rate": 2.0, "evaluate_every": 16, "checkpoint_every": 4}
 SCHEDULE = """
 import json, sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tests.rooms.trace import Tracer
@@ -14,7 +15,8 @@ from shoal.skills.learning.run import run_training
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import load_skills
 
-SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
+LOADED = load_skills(knowledge_base("crafting"), FEATURES)
+SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}
 
 
 def test_a_job_passes_at_most_six_files(tmp_path: Path) -> None:
