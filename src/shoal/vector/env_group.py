@@ -193,6 +193,7 @@ class EnvGroup:
         ]
         self._beside = [*self.layout.text, *self.layout.objects]
         self._plain = self.layout.is_leaf and bool(fixed)
+        self._only_text = self.layout.is_leaf and leaves[0].kind == "text"
         self._final = buffers.final[0][rows] if self._plain else None
         self._examines = check_nan and bool(self._floats[0])
         self._times = StepTimes(buffers.times[rows])
@@ -334,6 +335,7 @@ class EnvGroup:
             rows, dtype, shape = writer.rows, writer.dtype, writer.shape
         else:
             rows, dtype, shape = [None] * self.count, None, None  # type: ignore[list-item]
+        text = columns[0] if self._only_text else None
         if start or len(members) < self.count:
             members, actions = members[start:], actions[start:]
             steps, rows = [steps[j] for j in members], [rows[j] for j in members]
@@ -349,6 +351,8 @@ class EnvGroup:
                     told.append(Told(first + j, None, None, _checked(info)))
             if row is not None and type(obs) is array and obs.dtype is dtype and obs.shape == shape:
                 row[...] = obs
+            elif text is not None and type(obs) is str:
+                text[j] = obs
             else:
                 self._put(j, obs, place, columns)
 

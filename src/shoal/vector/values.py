@@ -208,7 +208,9 @@ def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
     Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included.
     """
     ordered = sorted(told, key=lambda item: item.env)
-    out = _of_numbers(n_envs, ordered)
+    out = _of_ends(n_envs, ordered)
+    if out is None:
+        out = _of_numbers(n_envs, ordered)
     if out is not None:
         return out
     out = {}
@@ -217,6 +219,16 @@ def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
             _add(out, {"final_obs": final, "final_info": final_info}, env, n_envs)
         _add(out, info, env, n_envs)
     return out
+
+
+def _of_ends(n_envs: int, told: list[Told]) -> dict[str, Any] | None:
+    """The same where nothing but ends without any info is told; else None."""
+    if not told or any(item.info or item.final_info or item.final_info is None for item in told):
+        return None
+    final, mask = np.full(n_envs, None, dtype=object), np.zeros(n_envs, dtype=np.bool_)
+    for item in told:
+        final[item.env], mask[item.env] = item.final, True
+    return {"final_obs": final, "_final_obs": mask, "final_info": {}, "_final_info": mask.copy()}
 
 
 def _of_numbers(n_envs: int, told: list[Told]) -> dict[str, Any] | None:

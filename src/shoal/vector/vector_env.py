@@ -590,13 +590,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 for item in told
             ]
             known = {item.env for item in told if item.final_info is not None}
-            ended = np.flatnonzero(self.buffers.terminated | self.buffers.truncated).tolist()
-            ended = [i for i in ended if i not in known]
-            if ended:
-                stepped = {
-                    i for worker, command in pending if type(command) is Step for i in _ids(worker, command)
-                }
-                told += [Told(i, self._final(IN_BUFFER, i), {}, {}) for i in ended if i in stepped]
+            over = (self.buffers.terminated | self.buffers.truncated).nonzero()[0].tolist()
+            silent = [i for i in over if i not in known]
+            for worker, command in pending if silent else ():
+                if type(command) is Step:
+                    ids = _ids(worker, command)
+                    told += [Told(i, self._final(IN_BUFFER, i), {}, {}) for i in silent if i in ids]
         return told, failures
 
     # --- failures
