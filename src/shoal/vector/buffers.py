@@ -10,6 +10,7 @@ import _multiprocessing  # type: ignore[import-not-found]
 import ctypes
 import errno
 import functools
+import math
 import mmap
 import os
 import time
@@ -88,7 +89,10 @@ class Buffers:
         self.act = [plan.array(view, place) for place in act]
         self.obs = [plan.array(view, place) for place in obs]
         self.final = [plan.array(view, place) for place in final]
-        self._memory, self._obs_at = view, obs
+        self._memory = view
+        if obs and obs[0] is not None:
+            offset, kind, shape = obs[0]
+            self._handouts = offset, kind, math.prod(shape[1:]) * kind.itemsize
 
     def any_end(self) -> bool:
         """Whether an episode ended in the last step."""
@@ -96,10 +100,7 @@ class Buffers:
 
     def handout(self, place: int) -> Array:
         """The only leaf of the observations at one place as a flat array that all views of it refer to."""
-        at = self._obs_at[0]
-        assert at is not None
-        offset, kind, shape = at
-        step = int(np.prod(shape[1:], dtype=np.int64)) * kind.itemsize
+        offset, kind, step = self._handouts
         return np.frombuffer(self._memory[offset + place * step : offset + (place + 1) * step], kind)
 
 
@@ -115,7 +116,7 @@ class _Plan:
     def add(self, dtype: Any, shape: tuple[int, ...]) -> _Place:
         kind = np.dtype(dtype)
         offset = self.size
-        self.size = -(-(offset + int(np.prod(shape, dtype=np.int64)) * kind.itemsize) // LINE) * LINE
+        self.size = -(-(offset + math.prod(shape) * kind.itemsize) // LINE) * LINE
         return offset, kind, shape
 
     def leaf(self, leaf: Leaf, lead: tuple[int, ...], text_bytes: int) -> _Place | None:
@@ -131,7 +132,7 @@ class _Plan:
         if place is None:
             return None
         offset, kind, shape = place
-        return np.frombuffer(memory, kind, int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
+        return np.frombuffer(memory, kind, math.prod(shape), offset).reshape(shape)
 
 
 class RowWriter:

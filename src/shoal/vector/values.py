@@ -6,6 +6,7 @@ observations and of infos look exactly like those of `gymnasium.vector.SyncVecto
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -40,7 +41,7 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """Bytes of one value of a fixed leaf."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Node = int | tuple[str, tuple[tuple[Any, Any], ...]]
