@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "process+threads": {"backend": "process", "num_workers": 2, "threads": True, "step_timeout": LIMIT},
     "ray": {"backend": "ray", "num_workers": 2, "step_timeout": 2.0},
 }
-PATIENT = 1.5
+PATIENT = 1.0
 """The `step_timeout` in seconds where there is time: a busy machine may stand still longer than `LIMIT`."""
 WATCHDOG = 15.0
 """Seconds that one rule may take on a busy machine; what hangs takes for ever."""

@@ -509,11 +509,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                         self._land_late(worker, *worker.take())
                 self._deferred = None
                 begin()
-            for worker, _ in reversed(self._pending):  # the caller's own group is the last
+            pending = self._pending
+            for worker, _ in reversed(pending):  # the caller's own group is the last
                 if not worker.inline:
                     waiting = waiting or time.perf_counter()
                     if not worker.quick():
-                        wait_any([worker], [worker for worker, _ in self._pending], deadline, worker.pause)
+                        wait_any([worker], [worker for worker, _ in pending], deadline, worker.pause)
                 replies[id(worker)] = worker.take()[1]
         except TimeoutError:
             error = PendingTimeoutError(f"The call to `{word}_wait` has timed out after {timeout} second(s).")
@@ -528,7 +529,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._stepping += end - self._began
             self._waited += end - waiting if waiting else 0.0
             self._began = 0.0
-        return [replies[id(worker)] for worker, _ in self._pending]
+        return [replies[id(worker)] for worker, _ in pending]
 
     def _land_late(self, worker: Worker, command: Any, reply: Reply | None) -> None:
         """Keep of an abandoned step what must not be lost: ends of episodes, and failures."""
@@ -577,8 +578,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             return told, failures
         for (worker, command), reply in zip(pending, replies, strict=True):
             if reply is not None:
-                failed = {failure.env for failure in reply.failures}
                 if reply.columns:
+                    failed = {failure.env for failure in reply.failures} if reply.failures else ()
                     self._observations.keep(_ids(worker, command), reply.columns, failed)
                 told += reply.told
                 failures += reply.failures
