@@ -156,7 +156,7 @@ def measure_cases(processor, work, rows):
 
 
 def measure_scaling(processor, work, rows, count=12, workers=2):
-    """Warm workers on more trajectories than workers; what comes back is asserted equal to serial."""
+    """Warm workers on more trajectories than workers, in turns; all is asserted equal to serial."""
     from per_window_reference import reference_split  # noqa: F401  same import cost as in the other cases
 
     from shoal.core.executors import SerialExecutor
@@ -178,9 +178,10 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
         rows.append(row(case, "Ray, warm", None, "not installed"))
     else:
         makers["Ray, warm"] = None
-    serial = None
-    for name, make in makers.items():
-        with contextlib.nullcontext() if make is None else make() as executor:
+    with contextlib.ExitStack() as stack:
+        splits = {}
+        for name, make in makers.items():
+            executor = None if make is None else stack.enter_context(make())
 
             def split(executor=executor):
                 return (
@@ -191,10 +192,15 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
 
             for _ in range(2):  # start workers, load the processor and the compiled loops in each
                 assert_equal(split(), wanted)
-            wall, cpu, runs = timed(split, 5)
-        serial = serial or wall
-        rows.append(row(case, name, wall, "s", cpu, runs))
-        rows.append(row(case, name, serial / wall, "x faster than serial"))
+            splits[name] = split
+        rounds = [{name: timed_once(split) for name, split in splits.items()} for _ in range(9)]
+    for name in splits:
+        wall, cpu = (statistics.median(times[name][k] for times in rounds) for k in (0, 1))
+        ratios = [times["serial"][0] / times[name][0] for times in rounds]
+        rows.append(row(case, name, wall, "s", cpu, len(rounds)))
+        if name != "serial":
+            rows.append(row(case, name, statistics.median(ratios), "x faster than serial", runs=len(rounds)))
+            rows[-1] |= {"min": round(min(ratios), 4), "max": round(max(ratios), 4)}
     if "Ray, warm" in makers:
         ray.shutdown()
 

@@ -29,6 +29,14 @@ def test_a_worker_unpacks_a_shared_value_once_for_all_tasks():
     assert [number for *_, number in seen] == [0, 1, 2, 3]
 
 
+def test_a_worker_does_not_load_again_what_equals_a_value_it_has():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        places = [
+            executor.submit(identity_in_worker, (Shared({"name": name}), 0)).result()[1] for name in "xxyx"
+        ]
+    assert places[0] == places[1] == places[3] != places[2]
+
+
 def test_references_can_be_passed_on_and_only_a_few_values_are_kept():
     kept = [Shared(number) for number in range(sharing.KEPT + 3)]
     copies = [pickle.loads(pickle.dumps(shared)) for shared in kept]
@@ -40,7 +48,7 @@ def test_references_can_be_passed_on_and_only_a_few_values_are_kept():
 def test_no_file_is_left_when_the_process_ends():
     code = (
         "import pickle\nfrom shoal.core.sharing import Shared\n"
-        "kept = Shared([1])\npickle.dumps(kept)\nprint(kept._load.path)"
+        "kept = Shared([1])\npickle.dumps(kept)\nprint(kept._packed[1].__self__)"
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert out.stdout.strip()

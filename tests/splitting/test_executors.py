@@ -153,7 +153,7 @@ def test_the_processor_is_packed_once_for_many_tasks(processor, make_root):
     copies = [pickle.loads(first).get(), pickle.loads(second).get()]
     assert copies[0] is copies[1]
     assert copies[0].limits == plan.limits
-    path = shared._load.path
+    path = shared._packed[1].__self__
     assert os.path.exists(path)
     del shared
     assert not os.path.exists(path)

@@ -8,6 +8,7 @@ through a pipe; the arrays of one that is `park`ed are written to memory once, a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import mmap
 import os
@@ -15,7 +16,6 @@ import pickle
 import shutil
 import tempfile
 import threading
-import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -34,22 +34,22 @@ _lock = threading.Lock()
 
 
 class Shared(Generic[T]):
-    """A value that travels as a key: pickled to a temporary file the first time it leaves the process.
+    """A value that travels as a key: stored where workers find it the first time it leaves the process.
 
-    The file goes away with the last reference in the process that made it, so keep the object alive while
-    tasks that use it are under way.
+    The key is that of its pickled bytes, so a worker that has met an equal value does not load it again. The file
+    goes away with the last reference in the process that made it, so keep the object alive while tasks that use it
+    are under way.
 
     Args:
         value: anything that cloudpickle can pack.
-        put: stores the value where workers can reach it and returns a picklable function that loads it;
+        put: stores bytes where workers can reach them and returns a picklable function that loads them;
             the default is a temporary file, which serves workers on the same machine.
     """
 
-    def __init__(self, value: T, put: Callable[[Any], Callable[[], Any]] | None = None) -> None:
+    def __init__(self, value: T, put: Callable[[bytes], Callable[[], bytes]] | None = None) -> None:
         self._value = value
         self._put = put
-        self._key = uuid.uuid4().hex
-        self._load: Callable[[], Any] | None = None
+        self._packed: tuple[str, Callable[[], bytes]] | None = None
         self._packing = threading.Lock()
 
     def get(self) -> T:
@@ -58,47 +58,49 @@ class Shared(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._packing:
-            if self._load is None:
-                self._load = self._put(self._value) if self._put is not None else self._to_file()
-        return _Reference, (self._key, self._load)
+            if self._packed is None:
+                import cloudpickle
 
-    def _to_file(self) -> Callable[[], Any]:
-        import cloudpickle
+                data = cloudpickle.dumps(self._value, protocol=pickle.HIGHEST_PROTOCOL)
+                self._packed = hashlib.blake2b(data, digest_size=16).hexdigest(), (self._put or self._to_file)(data)
+        return _Reference, self._packed
 
-        descriptor, path = tempfile.mkstemp(prefix="shoal-shared-", suffix=".pickle")
+    def _to_file(self, data: bytes) -> Callable[[], bytes]:
+        descriptor, name = tempfile.mkstemp(prefix="shoal-shared-", suffix=".pickle")
         with os.fdopen(descriptor, "wb") as file:
-            cloudpickle.dump(self._value, file, protocol=pickle.HIGHEST_PROTOCOL)
-        weakref.finalize(self, _remove, path, os.getpid())
-        return _FromFile(path)
+            file.write(data)
+        weakref.finalize(self, _remove, name, os.getpid())
+        return Path(name).read_bytes
 
 
 def shared_by_ray(value: T) -> Shared[T]:
     """`value` through Ray's object store, so that workers on other machines reach it too."""
     import ray
 
-    return Shared(value, put=lambda item: _FromRay(ray.put(item)))
+    return Shared(value, put=lambda data: _FromRay(ray.put(data)))
 
 
 class _FromRay:
     def __init__(self, reference: Any) -> None:
         self.reference = reference
 
-    def __call__(self) -> Any:
+    def __call__(self) -> bytes:
         import ray
 
-        return ray.get(self.reference)
+        data: bytes = ray.get(self.reference)
+        return data
 
 
 class _Reference:
     """What a worker gets in place of a `Shared`."""
 
-    def __init__(self, key: str, load: Callable[[], Any]) -> None:
+    def __init__(self, key: str, load: Callable[[], bytes]) -> None:
         self._key, self._load = key, load
 
     def get(self) -> Any:
         with _lock:  # two threads of one worker must not both pay for loading
             if self._key not in _resolved:
-                _resolved[self._key] = self._load()
+                _resolved[self._key] = pickle.loads(self._load())
                 while len(_resolved) > KEPT:
                     _resolved.popitem(last=False)
             _resolved.move_to_end(self._key)
@@ -106,15 +108,6 @@ class _Reference:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Reference, (self._key, self._load)
-
-
-class _FromFile:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __call__(self) -> Any:
-        with open(self.path, "rb") as file:
-            return pickle.load(file)
 
 
 def _remove(path: str, owner: int) -> None:
