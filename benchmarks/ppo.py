@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.metadata
 import importlib.util
 import math
@@ -37,12 +38,18 @@ import yaml  # noqa: E402
 
 import ppo_single_file  # noqa: E402
 from shoal.core.files import read_json, write_json  # noqa: E402
+from shoal.train.ppo.envs import EnvFactory  # noqa: E402
 from shoal.train.ppo.ppo import PPO  # noqa: E402
 from shoal.train.ppo.presets import PRESETS, preset_for  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "ppo.json"
-ENVS = {"cartpole": "CartPole-v1", "lunarlander": "LunarLander-v3", "halfcheetah": "HalfCheetah-v5"}
-NEEDS = {"halfcheetah": "mujoco"}
+ENVS = {
+    "cartpole": "CartPole-v1",
+    "lunarlander": "LunarLander-v3",
+    "halfcheetah": "HalfCheetah-v5",
+    "pong": "ALE/Pong-v5",
+}
+NEEDS = {"halfcheetah": "mujoco", "pong": "ale_py"}
 """Packages that a part is left out without."""
 COUNTS = (1, 4, 8, 16)
 # The defaults of single-file PPO scripts; 4 minibatches whatever the number of environments.
@@ -51,6 +58,12 @@ THROUGHPUT = {
     0.2, "clip_range_vf": 0.2, "ent_coef": 0.01,
 }  # fmt: skip
 SHOAL = ("shoal", "shoal, 2 workers", "shoal, torch path")
+IMAGES = (
+    "shoal",
+    "shoal, 2 workers",
+    "shoal, bfloat16",
+    "shoal, bfloat16, 2 workers",
+)  # all on the torch path
 SB3, SINGLE, LIMIT = "Stable-Baselines3", "single-file PPO", "limit: stepping only"
 
 Meter = Callable[[], tuple[float, float]]
@@ -97,29 +110,40 @@ class Watch:
 
 def run_shoal(subject: str, env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
     workers = 2 if "workers" in subject else 0
+    game = {"atari": True, "frame_stack": 4} if is_game(env) else {}
+    precision = {"precision": "bfloat16"} if "bfloat16" in subject else {}
     with PPO(
         env, n_envs=n_envs, backend="process" if workers else "serial", num_workers=workers or None,
-        path="torch" if "torch" in subject else "compiled", batch_size=n_envs * 32, preset="none",
-        **settings,
+        path="torch" if "torch" in subject else "auto" if game else "compiled", batch_size=n_envs * 32,
+        preset="none", **game, **precision, **settings,
     ) as ppo:  # fmt: skip
         for row in ppo.updates(10**9):
             if watch.stop(int(row["steps"])):
                 return
 
 
+def is_game(env: str) -> bool:
+    """Whether all show it as the literature does: 84x84, grey, four frames a step, the last four of those."""
+    return env.startswith("ALE/")
+
+
 def run_sb3(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
     import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack
 
     class Stop(BaseCallback):
         def _on_step(self) -> bool:
             # Looked at once per rollout, like the others.
             return self.num_timesteps % (128 * n_envs) != 0 or not watch.stop(self.num_timesteps)
 
-    model = stable_baselines3.PPO(
-        "MlpPolicy", make_vec_env(env, n_envs), batch_size=n_envs * 32, device="cpu", seed=0, **settings
-    )
+    if is_game(env):
+        envs = VecFrameStack(make_atari_env(env, n_envs, env_kwargs={"frameskip": 1}), 4)
+        policy = "CnnPolicy"
+    else:
+        policy, envs = "MlpPolicy", make_vec_env(env, n_envs)
+    model = stable_baselines3.PPO(policy, envs, batch_size=n_envs * 32, device="cpu", seed=0, **settings)
     model.learn(10**9, callback=Stop())
     model.get_env().close()
 
@@ -133,7 +157,10 @@ def run_single(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) ->
 
 def run_limit(env: str, n_envs: int, watch: Watch) -> None:
     """Random actions in a plain loop, one core: nothing that steps these environments can be faster on it."""
-    envs = [gym.make(env, disable_env_checker=True) for _ in range(n_envs)]
+    if is_game(env):
+        envs: list[Any] = [EnvFactory(env, atari=True, frame_stack=4)(i) for i in range(n_envs)]
+    else:
+        envs = [gym.make(env, disable_env_checker=True) for _ in range(n_envs)]
     for i, one in enumerate(envs):
         one.reset(seed=i)
     space = envs[0].action_space
@@ -151,15 +178,20 @@ def run_limit(env: str, n_envs: int, watch: Watch) -> None:
 
 def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    discrete = hasattr(gym.spec(env).make().action_space, "n")
+    if is_game(env):
+        gym.register_envs(importlib.import_module("ale_py"))
+    single = not is_game(env) and hasattr(gym.spec(env).make().action_space, "n")
     for n_envs in counts:
-        peers = (SB3, SINGLE) if discrete else (SB3,)  # the single-file PPO chooses among actions
-        subjects = [*(s for s in SHOAL if n_envs > 1 or "workers" not in s), *peers, LIMIT]
+        peers = (
+            (SB3, SINGLE) if single else (SB3,)
+        )  # the single-file PPO has no images and no continuous actions
+        own = IMAGES if is_game(env) else SHOAL
+        subjects = [*(s for s in own if n_envs > 1 or "workers" not in s), *peers, LIMIT]
         rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
         for _ in range(rounds):
             for subject in subjects:
                 watch = Watch(128 * n_envs * (8 if subject == LIMIT else 1), seconds)
-                if subject in SHOAL:
+                if subject.startswith("shoal"):
                     run_shoal(subject, env, n_envs, THROUGHPUT, watch)
                 elif subject == LIMIT:
                     run_limit(env, n_envs, watch)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tests.train.ppo.ppo_envs import DictEnv
+from torch import nn
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError
@@ -132,6 +133,79 @@ def test_pictures_train_by_the_convolutions_asked_for_and_stay_bytes(shape, cnn,
 def test_convolutions_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="need pictures of at least 36 x 36 pixels, got 20 x 84"):
         PPO(Screen, env_kwargs={"shape": (20, 84)}, cnn="nature", **TINY)
+
+
+def test_half_precision_trains_float32_weights_nearly_as_whole_precision_and_goes_on_exactly(tmp_path):
+    trained = {}
+    for precision in ("float32", "bfloat16"):
+        with PPO(Screen, precision=precision, seed=3, **TINY) as ppo:
+            rows = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (16, 84 * 84), np.uint8))
+            with torch.inference_mode():
+                first = [part.clone() for part in ppo.network(rows)]
+            ppo.learn(16).save(tmp_path / precision)
+            assert {value.dtype for value in ppo.network.state_dict().values()} == {torch.float32}
+            trained[precision] = (*first, *ppo.learn(32).agent.state()[0].values())
+    gaps = [
+        float(np.abs(np.asarray(a) - np.asarray(b)).max())
+        for a, b in zip(trained["float32"], trained["bfloat16"], strict=True)
+    ]
+    assert max(gaps[:2]) < 0.02
+    assert min(gaps[:2]) > 1e-6
+    assert max(gaps) < 0.02
+    with PPO.load(tmp_path / "bfloat16", Screen, backend="process", num_workers=2) as ppo:
+        again = ppo.learn(32).agent.state()[0]
+    for value, other in zip(trained["bfloat16"][2:], again.values(), strict=True):
+        assert value.tobytes() == other.tobytes()
+
+
+def test_a_policy_of_half_precision_acts_so_and_is_exported_whole(tmp_path):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    with PPO(Screen, precision="bfloat16", **TINY) as ppo:
+        ppo.learn(16).save(tmp_path)
+        rows = np.random.default_rng(0).integers(0, 256, (4, 84 * 84), np.uint8)
+        with torch.inference_mode():
+            wanted = ppo.network.policy(torch.from_numpy(rows)).numpy()
+    policy = load_policy(tmp_path)
+    assert np.array_equal(policy.parameters(rows), wanted)
+    session = runtime.InferenceSession(str(policy.export_onnx(tmp_path / "policy.onnx")))
+    (got,) = session.run(None, {"observation": rows.astype(np.float32)})
+    np.testing.assert_allclose(got, wanted, atol=5e-3)
+    assert not np.array_equal(got, wanted)
+
+
+class OwnConvolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.actor, self.critic = (
+            nn.Conv2d(1, 4, 8, 8),
+            nn.Linear(400, 2),
+            nn.Linear(400, 1),
+        )
+
+    def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = self.convolution(pictures[:, None]).flatten(1)
+        return self.actor(seen), self.critic(seen).squeeze(1)
+
+
+@pytest.mark.parametrize("network", [None, OwnConvolutions])
+def test_a_policy_that_sees_pictures_is_exported_for_batches_of_any_size(network, tmp_path):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    own = network and network()
+    with PPO(Screen, network=own, **TINY) as ppo:
+        ppo.learn(16).save(tmp_path)
+    policy = load_policy(tmp_path, own)
+    session = runtime.InferenceSession(str(policy.export_onnx(tmp_path / "policy.onnx")))
+    for size in (1, 5):
+        rows = np.random.default_rng(size).integers(0, 256, (size, 84 * 84), np.uint8)
+        (got,) = session.run(None, {"observation": rows.astype(np.float32)})
+        np.testing.assert_allclose(got, policy.parameters(rows), atol=1e-5)
+
+
+def test_half_precision_without_convolutions_is_refused():
+    with pytest.raises(ConfigError, match="is of the convolutions that are built for images"):
+        PPO("CartPole-v1", precision="bfloat16", **TINY)
 
 
 # --- pictures beside numbers

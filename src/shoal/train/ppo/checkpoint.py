@@ -165,6 +165,8 @@ def describe_policy(
     }
     if config.cnn != "auto":
         described["cnn"] = config.cnn
+    if config.precision != "float32":
+        described["precision"] = config.precision
     if config.squash:
         described["squash"] = True
     if config.recurrent != "none":

@@ -109,9 +109,10 @@ class Encoder(nn.Module):
 
     def __init__(
         self, rows: ObservationRows, *, kind: str = "auto", features: int | None = None, numbers: int = 64,
-        seed: int = 0,
+        precision: str = "float32", seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.halved = precision == "bfloat16"  # between the pixels and what the heads read
         self._images = [leaf for leaf in rows.leaves if leaf.is_image]
         self._n_numbers = rows.n_numbers
         towers = [_tower(_picture_of(leaf), kind, features) for leaf in self._images]
@@ -129,10 +130,11 @@ class Encoder(nn.Module):
         """What the heads read."""
         numbers, pixels = split_rows(rows, self._n_numbers)
         begin = self._images[0].start
-        parts = [
-            tower(_pixels(pixels[:, leaf.start - begin : leaf.stop - begin], _picture_of(leaf)))
-            for tower, leaf in zip(self.towers, self._images, strict=True)
-        ]
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.halved):
+            parts = [
+                tower(_pixels(pixels[:, leaf.start - begin : leaf.stop - begin], _picture_of(leaf))).float()
+                for tower, leaf in zip(self.towers, self._images, strict=True)
+            ]
         if self._n_numbers:
             parts.append(self.numbers(numbers))
         return torch.cat(parts, dim=1)
@@ -143,9 +145,11 @@ class CNNActorCritic(Encoder, ActorCritic):
 
     def __init__(
         self, rows: ObservationRows, actions: ActionRows, *, kind: str = "auto", features: int | None = None,
-        hidden: Sequence[int] = (64,), log_std_init: float = 0.0, seed: int = 0,
+        hidden: Sequence[int] = (64,), log_std_init: float = 0.0, precision: str = "float32", seed: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(rows, kind=kind, features=features, numbers=hidden[-1], seed=seed)
+        super().__init__(
+            rows, kind=kind, features=features, numbers=hidden[-1], precision=precision, seed=seed
+        )
         self.actor = nn.utils.skip_init(nn.Linear, self.width, actions.n_parameters)
         self.critic = nn.utils.skip_init(nn.Linear, self.width, 1)
         self.log_std = _log_std(actions, log_std_init)
@@ -180,7 +184,9 @@ class RecurrentActorCritic(ActorCritic):
         self.memory_size = self.units * (2 if self.is_lstm else 1)
         self.encoder: nn.Module
         if rows.dtype == np.uint8:
-            self.encoder = Encoder(rows, kind=config.cnn, numbers=config.hidden[-1], seed=seed)
+            self.encoder = Encoder(
+                rows, kind=config.cnn, numbers=config.hidden[-1], precision=config.precision, seed=seed
+            )
             width = self.encoder.width
         else:
             layers = _perceptron(rows.size, config.hidden[:-1], config.hidden[-1], config.activation)
@@ -309,7 +315,7 @@ class OwnNetwork(ActorCritic):
             else:
                 part = numbers[:, leaf.start : leaf.stop]
             if isinstance(leaf.space, spaces.Box | spaces.MultiBinary):
-                part = part.reshape(len(rows), *(leaf.space.shape or (1,)))
+                part = part.reshape(-1, *(leaf.space.shape or (1,)))
             part = part / 255.0 if leaf.is_image else part
             if not leaf.path:
                 return part
@@ -337,8 +343,8 @@ def _pixels(rows: Tensor, picture: Picture) -> Tensor:
 
     On a CPU the channels of a pixel lie side by side in memory, where convolutions find their gradients sooner.
     """
-    shaped = rows.reshape(len(rows), *picture.shape).permute(0, *(axis + 1 for axis in picture.order))
-    shaped = shaped.reshape(len(rows), picture.channels, picture.height, picture.width)
+    shaped = rows.reshape(-1, *picture.shape).permute(0, *(axis + 1 for axis in picture.order))
+    shaped = shaped.reshape(-1, picture.channels, picture.height, picture.width)
     if shaped.device.type == "cpu":
         shaped = shaped.contiguous(memory_format=torch.channels_last)
     return shaped / 255.0
@@ -406,6 +412,11 @@ def build_network(
         raise ConfigError(
             f"recurrent={config.recurrent!r} builds a network, but one was given; leave out either"
         )
+    if config.precision != "float32" and (network is not None or rows.dtype != np.uint8):
+        raise ConfigError(
+            f"precision={config.precision!r} is of the convolutions that are built for images, and there are none "
+            "here; leave it out"
+        )
     if isinstance(network, ActorCritic):
         return network
     if network is not None:
@@ -416,7 +427,10 @@ def build_network(
     if config.recurrent != "none":
         return RecurrentActorCritic(rows, actions, config, seed=seed)
     if rows.dtype == np.uint8:
-        return CNNActorCritic(rows, actions, kind=config.cnn, log_std_init=config.log_std_init, seed=seed)
+        return CNNActorCritic(
+            rows, actions, kind=config.cnn, log_std_init=config.log_std_init, precision=config.precision,
+            seed=seed,
+        )  # fmt: skip
     if config.sde:
         return SDEActorCritic(rows.size, actions, config, seed=seed)
     return MLPActorCritic(

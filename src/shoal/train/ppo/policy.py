@@ -120,7 +120,7 @@ class Policy:
             raise ConfigError(f"this policy has its own network: pass network={described['network']}()")
         built = {
             key: described[key]
-            for key in ("activation", "cnn", "recurrent", "memory_units")
+            for key in ("activation", "cnn", "precision", "recurrent", "memory_units")
             if key in described
         }
         config = PPOConfig(
@@ -137,7 +137,7 @@ class Policy:
 
         Normalisation is part of the graph. Rows are what `ObservationRows` makes: for a flat Box, the
         observation itself. For choices take the largest parameter of each group; for points they are the
-        action.
+        action. All of it is float32, also of a policy trained with `precision="bfloat16"`.
         """
         try:
             import onnx  # noqa: F401
@@ -147,12 +147,16 @@ class Policy:
 
         if "recurrent" in self._checkpoint.policy:
             raise ConfigError("a recurrent policy has no ONNX form here; load it with shoal.load_policy")
-        from shoal.train.ppo.networks import ExportedPolicy, write_onnx
+        from shoal.train.ppo.networks import Encoder, ExportedPolicy, write_onnx
 
         mean = scale = None
         if self.norm is not None and self.norm.moments.count:
             mean, scale = torch.from_numpy(self.norm.mean), torch.from_numpy(self.norm.scale)
-        return write_onnx(ExportedPolicy(self.module(), mean, scale), self.rows.size, Path(path))
+        module = self.module()
+        for part in module.modules():
+            if isinstance(part, Encoder):
+                part.halved = False
+        return write_onnx(ExportedPolicy(module, mean, scale), self.rows.size, Path(path))
 
 
 def load_policy(path: Path | str, network: Any = None) -> Policy:
