@@ -14,7 +14,8 @@ from shoal.core.files import read_json  # noqa: E402
 from shoal.train.ppo.presets import PRESETS  # noqa: E402
 
 SUBJECTS = (
-    "shoal", "shoal, 2 workers", "shoal, torch path", "Stable-Baselines3", "single-file PPO", "limit: stepping only",
+    "shoal", "shoal, 2 workers", "shoal, torch path", "shoal, bfloat16", "shoal, bfloat16, 2 workers",
+    "Stable-Baselines3", "single-file PPO", "limit: stepping only",
 )  # fmt: skip
 COUNTS = (1, 4, 8, 16)
 PUBLISHED = {
@@ -32,7 +33,7 @@ def main() -> None:
     values = {(row["case"], row["subject"], row["unit"]): row["value"] for row in found["rows"]}
     machine = found["machine"]
     print(f"Measured on {machine['cpu']}, {machine['cores']} cores, {found['date']}.\n")
-    for env in ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5"):
+    for env in ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5", "ALE/Pong-v5"):
         throughput(values, env)
     solve(values)
     scaling(values)
@@ -59,7 +60,8 @@ def throughput(values: dict[Any, Any], env: str) -> None:
                 continue
             base = values[case, BASELINE, "steps/CPU-s"]
             ratio = f", {cpu / base:.1f}x" if subject != BASELINE else ""
-            cells.append(f"{cpu / 1000:.1f} ({wall / 1000:.1f}){ratio}")
+            digits = 1 if base >= 1000 else 2
+            cells.append(f"{cpu / 1000:.{digits}f} ({wall / 1000:.{digits}f}){ratio}")
         if any(cells):
             print(f"| {subject} | " + " | ".join(cells) + " |")
     print()
@@ -75,7 +77,7 @@ def solve(values: dict[Any, Any]) -> None:
     if base is None:
         print("not measured\n")
         return
-    for subject in SUBJECTS[:5]:
+    for subject in (SUBJECTS[k] for k in (0, 1, 2, 5, 6)):
         seconds, steps = (values.get((case, subject, unit)) for unit in ("s", "env steps"))
         if seconds is None:
             print(f"| {subject} | not within 100,000 steps in all seeds | | |")
