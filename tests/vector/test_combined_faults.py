@@ -48,6 +48,7 @@ from tests.vector.misbehaving import (
     TellsItsSeed,
     do,
 )
+from tests.vector.model import SLOW, Encoded
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -1387,3 +1388,59 @@ def test_a_reward_that_is_no_number_is_refused_with_its_env(layout: str, reward:
                 assert truncated.tolist() == [False, True]
                 message = infos["worker_error"][1]
             assert word in message.lower()
+
+
+# --- ends of episodes whose env is lost before they are told
+KILL = np.int64(12)
+
+
+@contextlib.contextmanager
+def housemates(mode: str) -> Iterator[Any]:
+    """Envs 0 and 1 live in one process, each in a thread; env 0 has episodes of one step."""
+    makers = [functools.partial(Encoded, i) for i in range(4)]
+    with contextlib.closing(
+        make_vec(
+            makers, backend="process", num_workers=2, threads=True, on_failure="restart", autoreset=mode,
+            max_restarts=9, step_timeout=10.0,
+        )
+    ) as envs:  # fmt: skip
+        envs.reset(seed=3)
+        yield envs
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_an_episode_ends_with_what_was_seen_of_it_however_often_its_env_is_lost(mode):
+    with housemates(mode) as envs:
+        shown = envs.observations()[0]
+        for _ in range(3):
+            envs.step_some([1], [KILL])
+        (end,) = envs.step_some([0], [np.int64(1)])
+        assert (end.reward, end.terminated, end.truncated) == (0.0, False, True)
+        assert np.array_equal(end.info["final_obs"] if mode == "same_step" else end.observation, shown)
+        assert end.info["worker_restarted"]
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+@pytest.mark.parametrize("lost", ["before it is told", "as it is told"])
+def test_an_end_in_an_abandoned_step_is_told_though_its_env_is_lost(mode, lost):
+    with housemates(mode) as envs:
+        envs.step_async(np.array([5, 0, 0, SLOW]))
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.step_wait(timeout=0.0)
+        if lost == "before it is told":
+            envs.step_some([1], [KILL])
+            (end,) = envs.step_some([0], [np.int64(1)])
+        else:
+            end, _ = envs.step_some([0, 1], [np.int64(1), KILL])
+        assert (end.reward, end.terminated, end.truncated) == (51.0, True, False)
+        assert end.info["late"]
+        assert end.info["worker_restarted"]
+        final = end.info["final_obs"] if mode == "same_step" else end.observation
+        assert final.tolist() == [0, 3, 1, 1, 5, 1, 0]
+        if mode == "same_step":
+            assert end.info["final_info"] == {"t": 1}
+            begun = end.observation
+        else:
+            begun = envs.step_some([0], [np.int64(1)])[0].observation
+        assert begun[[3, 4, 6]].tolist() == [0, 0, 0]  # the first observation of an env made anew
+        assert begun[1] > 10

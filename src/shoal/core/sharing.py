@@ -62,7 +62,10 @@ class Shared(Generic[T]):
                 import cloudpickle
 
                 data = cloudpickle.dumps(self._value, protocol=pickle.HIGHEST_PROTOCOL)
-                self._packed = hashlib.blake2b(data, digest_size=16).hexdigest(), (self._put or self._to_file)(data)
+                self._packed = (
+                    hashlib.blake2b(data, digest_size=16).hexdigest(),
+                    (self._put or self._to_file)(data),
+                )
         return _Reference, self._packed
 
     def _to_file(self, data: bytes) -> Callable[[], bytes]:

@@ -632,6 +632,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 raise decision.error
             for failure in failures:
                 logger.warning("%s; policy: %s", error_of(failure), self.on_failure)
+            self._land_lost(decision.hurt)
             known = {item.env: item for item in told}
             for i in decision.hurt:
                 if i not in before:
@@ -658,6 +659,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             return []
         return [other for mate in self.backend.housemates(worker) for other in mate.ids]
 
+    def _land_lost(self, hurt: Iterable[int]) -> None:
+        """Keep what is whole of abandoned steps whose workers were lost with others; their envs are made anew."""
+        gone = set(hurt)
+        for worker in [worker for worker in self._late if not gone.isdisjoint(worker.ids)]:
+            if not worker.answered():
+                worker.lose(worker.death())
+            self._land_late(worker, *worker.take())
+        self._late_failures = [failure for failure in self._late_failures if failure.env not in gone]
+
     def _before(self, i: int, stepped: bool, given: bool, told: Told | None, failure: Failure) -> _Before:
         """What an env showed last, before it is made anew; it was stepped or `given` a seed, or took no part."""
         worker, buffers = self._by_env[i], self.buffers
@@ -677,7 +687,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _replaced_told(
         self, i: int, before: _Before, final_info: dict[str, Any] | None, info: dict[str, Any], seen: bool
     ) -> list[Told]:
-        """The end of the episode of an env that was replaced, or left out; owed to it where nobody sees it now."""
+        """The end of the episode of an env that was replaced, or left out; owed to it where nobody sees it now.
+
+        An end that is owed already is that of the episode that the caller saw: of the env behind it nobody knew.
+        """
         end = before.end or Owed(0.0, False, True, Told(i, None, None, {}))
         told = Told(i, None, None, info)
         if self._same_step and final_info is not None:
@@ -685,6 +698,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             told = Told(i, final, {**(end.told.final_info or {}), **final_info}, info)
         else:
             self._observations.put(i, self._by_env[i].place, before.last)
+        for debts in (self._paying, self._owed):
+            if i in debts:
+                first = debts[i].told
+                kept = {key: first.info[key] for key in ("late",) if key in first.info}
+                told = Told(
+                    i, first.final, first.final_info, {**(kept if self._same_step else first.info), **info}
+                )
+                debts[i] = debts[i]._replace(told=told)
+                return []
         if not seen:
             self._owed[i] = end._replace(told=told)
             return []
