@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from shoal.core.errors import ConfigError
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, picture_of
 from shoal.train.ppo.checkpoint import load_checkpoint, save_checkpoint
 from shoal.train.ppo.config import PPOConfig
-from shoal.train.ppo.envs import AtariScreen, EnvFactory
+from shoal.train.ppo.envs import AtariScreen, EnvFactory, _area
 from shoal.train.ppo.networks import CNNActorCritic
 from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
@@ -316,8 +317,17 @@ def test_an_atari_screen_is_the_average_of_areas_of_the_brighter_of_two_frames()
     fine = np.repeat(np.repeat(bright, 2, axis=0), 21, axis=1)  # [420, 3360]: blocks of 5 x 40 are one pixel
     expected = fine.reshape(84, 5, 84, 40).mean(axis=(1, 3))
     assert shown.shape == (84, 84)
-    np.testing.assert_allclose(shown, expected, atol=0.51)
+    np.testing.assert_array_equal(shown, np.rint(expected))
     env.close()
+
+
+def test_the_areas_of_any_picture_are_even_and_cover_it_once():
+    for pixels in (84, 100, 160, 210, 250, 400):
+        places, parts = _area(pixels, 84)
+        taken = np.zeros(pixels, np.int64)
+        np.add.at(taken, places, parts)
+        assert set(parts.sum(axis=0).tolist()) == {math.lcm(pixels, 84) // 84}
+        assert set(taken.tolist()) == {math.lcm(pixels, 84) // pixels}
 
 
 def test_rewards_are_clipped_for_learning_and_not_for_evaluation():

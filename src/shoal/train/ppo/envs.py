@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ class AtariScreen(gym.Wrapper):
                 f"observations {env.observation_space}"
             )
         self._clips = clip_rewards
-        self._rows, self._columns = _area(shape[0], self.SIDE), _area(shape[1], self.SIDE).T
+        self._rows, self._columns = _area(shape[0], self.SIDE), _area(shape[1], self.SIDE)
         self._fires = env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]  # type: ignore[attr-defined]
         self.observation_space = gym.spaces.Box(0, 255, (self.SIDE, self.SIDE), np.uint8)
 
@@ -178,15 +179,31 @@ class AtariScreen(gym.Wrapper):
         )
 
     def _seen(self, frame: Any) -> Any:
-        return np.rint(self._rows @ frame.astype(np.float32) @ self._columns).astype(np.uint8)
+        rows = _summed(frame.astype(np.int32), self._rows, 0)
+        whole = self._rows[1][:, 0].sum() * self._columns[1][:, 0].sum()
+        return np.rint(_summed(rows, self._columns, 1) / whole).astype(np.uint8)
 
 
-def _area(pixels: int, into: int) -> Any:
-    """The matrix `[into, pixels]` that averages over areas of equal size, pixels shared by two counted in parts."""
-    edges = np.arange(into + 1) * (pixels / into)
-    begin, end = np.arange(pixels), np.arange(1, pixels + 1)
-    overlap = np.minimum(end, edges[1:, None]) - np.maximum(begin, edges[:-1, None])
-    return (np.clip(overlap, 0, None) * (into / pixels)).astype(np.float32)
+def _area(pixels: int, into: int) -> tuple[Any, Any]:
+    """Which pixels `[k, into]` an area of an even division takes up, and how many equal parts of each.
+
+    Whole numbers make the average exact, and the same on every machine; no library spreads the work over threads.
+    """
+    fine = math.lcm(pixels, into)
+    size, part = fine // into, fine // pixels
+    begins = np.arange(into) * size
+    most = max((begin % part + size + part - 1) // part for begin in begins.tolist())
+    places = begins // part + np.arange(most)[:, None]
+    overlap = np.minimum((places + 1) * part, begins + size) - np.maximum(places * part, begins)
+    return np.minimum(places, pixels - 1), np.clip(overlap, 0, None).astype(np.int32)
+
+
+def _summed(values: Any, area: tuple[Any, Any], axis: int) -> Any:
+    places, parts = area
+    shape = (-1, 1) if axis == 0 else (1, -1)
+    return sum(
+        values.take(place, axis) * part.reshape(shape) for place, part in zip(places, parts, strict=True)
+    )
 
 
 def _lean(spec: EnvSpec) -> EnvSpec:
