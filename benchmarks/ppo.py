@@ -180,11 +180,10 @@ def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -
     rows = []
     if is_game(env):
         gym.register_envs(importlib.import_module("ale_py"))
+    # The single-file PPO has no images and no continuous actions.
     single = not is_game(env) and hasattr(gym.spec(env).make().action_space, "n")
     for n_envs in counts:
-        peers = (
-            (SB3, SINGLE) if single else (SB3,)
-        )  # the single-file PPO has no images and no continuous actions
+        peers = (SB3, SINGLE) if single else (SB3,)
         own = IMAGES if is_game(env) else SHOAL
         subjects = [*(s for s in own if n_envs > 1 or "workers" not in s), *peers, LIMIT]
         rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
