@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import psutil
 import pytest
 from gymnasium.error import AlreadyPendingCallError
 
@@ -31,6 +30,7 @@ import shoal.envs
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv
+from tests.vector.living import alive, children
 from tests.vector.misbehaving import (
     BASE_EXCEPTIONS,
     FAULT,
@@ -127,13 +127,6 @@ def told(error: BaseException) -> str:
 def named(text: str) -> set[int]:
     """The envs that a message names."""
     return {int(number) for number in re.findall(r"env (\d+)\b", text)}
-
-
-def alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def gone(pids: Any, seconds: float = SLACK) -> bool:
@@ -414,14 +407,14 @@ def test_hanging_constructors_are_named_in_time(layout: str, k: int, argument: s
     n = max(4, k)
     first = n - k
     make_vec(HEALTHY, 2, backend="process").close()  # what is started once is not counted
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = children()
     fns = faulty("hang", range(first, n), n, where="init")
     with within(limit_for(k) + 0.05 * n), pytest.raises(WorkerTimeoutError) as caught:
         make_vec(fns, **LAYOUTS[layout], **{argument: limit_for(k)})
     hung = named(told(caught.value))
     assert hung
     assert hung <= set(range(first, n))
-    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    left = children() - before
     assert gone(left)
 
 

@@ -21,6 +21,7 @@ from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerT
 from shoal.vector import make_vec
 from shoal.vector.buffers import shared_file
 from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty
+from tests.vector.living import alive, children
 
 ROOT = Path(__file__).parents[2]
 
@@ -365,14 +366,13 @@ def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -
         once()
     me = psutil.Process()
     files, memory, shared = me.num_fds(), me.memory_info().rss, sorted(os.listdir("/dev/shm"))
-    processes = {child.pid for child in me.children(recursive=True)}
+    processes = children()
     for _ in range(90):
         once()
     assert me.num_fds() <= files  # fewer: something of an earlier test was let go meanwhile
     assert me.memory_info().rss - memory < 16 * 2**20
     assert [name for name in sorted(os.listdir("/dev/shm")) if name not in shared] == []
-    later = [child for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    assert [child.pid for child in later if child.pid not in processes] == []
+    assert children() <= processes
 
 
 PARENT = """
@@ -414,22 +414,15 @@ def test_no_worker_outlives_its_parent(method: str, end: str) -> None:
     parent.wait(30)
     parent.stdout.close()
     deadline = time.monotonic() + 3.0
-    while time.monotonic() < deadline and any(map(_alive, pids)):
+    while time.monotonic() < deadline and any(map(alive, pids)):
         time.sleep(0.05)
-    assert not any(map(_alive, pids))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert not any(map(alive, pids))
 
 
 def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_running() -> None:
     me = psutil.Process()
     make_vec(CountEnv, 2, backend="process", num_workers=1).close()  # the starter is there already
-    before = {child.pid for child in me.children(recursive=True)}
+    before = children()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (me.num_fds() + 30, hard))
     try:
@@ -437,8 +430,7 @@ def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_running() -> No
             make_vec(CountEnv, 40, backend="process", num_workers=40)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    after = {child.pid for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
-    assert after <= before
+    assert children() <= before
 
 
 def test_too_little_shared_memory_is_a_clear_error() -> None:

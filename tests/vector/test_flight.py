@@ -12,6 +12,7 @@ from gymnasium.error import AlreadyPendingCallError
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
 from shoal.vector import make_vec
 from tests.vector.faulty import CountEnv, Faulty
+from tests.vector.living import children
 
 HELD = 3
 """The action that takes long."""
@@ -123,15 +124,11 @@ def test_resets_fly_too_and_each_env_gets_its_own_seed() -> None:
 
 
 def test_a_pool_that_does_not_fit_into_memory_is_refused_and_leaves_no_worker() -> None:
-    import psutil
-
-    me = psutil.Process()
     make_vec(CountEnv, 2, backend="process", num_workers=1).close()  # the starter is there already
-    before = {child.pid for child in me.children(recursive=True)}
+    before = children()
     with pytest.raises(ConfigError, match="not enough shared memory for .* MiB.*shorter ring"):
         make_vec(CountEnv, 2, backend="process", num_workers=2, ring=1 << 36)
-    alive = {c.pid for c in me.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE}
-    assert alive <= before
+    assert children() <= before
 
 
 def test_an_interrupt_in_the_callers_own_group_leaves_only_those_it_cut_off_out_of_flight() -> None:

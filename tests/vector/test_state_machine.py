@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 
 from shoal.core.errors import WorkerError
 from shoal.vector import make_vec
+from tests.vector.living import children
 from tests.vector.misbehaving import RELEASED
 from tests.vector.model import FAULTS, LETHAL, LIMIT, SLOW, Encoded, Seen, Twin, unbatched
 
@@ -85,9 +86,7 @@ def named(error: BaseException) -> set[int]:
 
 def belongings() -> tuple[set[int], int, int]:
     """Child processes, threads and open files of this process."""
-    me = psutil.Process()
-    children = {c.pid for c in me.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE}
-    return children, threading.active_count(), me.num_fds()
+    return children(), threading.active_count(), psutil.Process().num_fds()
 
 
 def remembered(function: Any) -> Any:

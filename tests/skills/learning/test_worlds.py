@@ -80,7 +80,7 @@ def _forgetful(self, bank: Bank, rows, mask) -> None:
 
 
 def _lucky(self, actions, rng):
-    return CraftingWorld.step(self, actions, np.random.default_rng())
+    return CraftingWorld.step(self, np.random.default_rng().permutation(actions), rng)
 
 
 @pytest.mark.parametrize(
