@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
 import resource
 import signal
@@ -10,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import psutil
 import pytest
 
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.processes import StartMethod
 from shoal.vector import make_vec
 from shoal.vector.buffers import shared_file
 from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty
@@ -419,18 +424,60 @@ def test_no_worker_outlives_its_parent(method: str, end: str) -> None:
     assert not any(map(alive, pids))
 
 
-def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_running() -> None:
-    me = psutil.Process()
-    make_vec(CountEnv, 2, backend="process", num_workers=1).close()  # the starter is there already
-    before = children()
+@contextlib.contextmanager
+def room_for(descriptors: int) -> Iterator[None]:
+    """So many files more may be opened, and no more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (me.num_fds() + 30, hard))
+    highest, held = max(map(int, os.listdir("/proc/self/fd"))), [-1]
     try:
-        with pytest.raises(ConfigError, match="too many open files"):
-            make_vec(CountEnv, 40, backend="process", num_workers=40)
+        while held[-1] < highest:  # the limit is on the number: no gap may be left
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1 + descriptors, hard))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert children() <= before
+        for descriptor in held[1:]:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_behind(method: StartMethod) -> None:
+    def stepped() -> bool:
+        with closing(make_vec(CountEnv, 4, backend="process", num_workers=2, start_method=method)) as envs:
+            envs.reset(seed=0)
+            return envs.step([1] * 4)[1].tolist() == [11.0] * 4
+
+    assert stepped()  # what is started once is there already
+    before, files = children(), psutil.Process().num_fds()
+    outcomes = []
+    for spare in range(20):
+        with room_for(spare):
+            try:
+                outcomes.append(stepped())
+            except ConfigError as error:
+                assert "too many open files" in str(error)  # noqa: PT017 - it depends on how many are left
+                outcomes.append(False)
+            except WorkerDiedError:  # a forked worker has the same limit, and what it lacks is on stderr
+                assert method == "fork"
+                outcomes.append(False)
+        gc.collect()
+        assert children() <= before
+        assert psutil.Process().num_fds() <= files
+    assert not outcomes[0]
+    assert outcomes[-1]
+
+
+def test_a_worker_that_cannot_be_replaced_for_want_of_files_is_replaced_when_there_are_some() -> None:
+    with closing(
+        make_vec(CountEnv, 4, backend="process", num_workers=2, step_timeout=10.0, on_failure="restart")
+    ) as envs:
+        envs.reset(seed=0)
+        for spare in (0, 1):
+            os.kill(envs.stats()["workers"][0]["pid"], signal.SIGKILL)
+            with room_for(spare), pytest.raises(ConfigError, match="too many open files"):
+                steps_until(envs)
+            envs.reset(seed=0)
+            assert envs.step([1] * 4)[1].tolist() == [11.0] * 4
 
 
 def test_too_little_shared_memory_is_a_clear_error() -> None:

@@ -156,15 +156,22 @@ class Channel:
         found: list[int] = []
         while len(found) < count:
             wanted = min(count - len(found), MOST_DESCRIPTORS)
-            data, ancillary, _, _ = self.sock.recvmsg(1, socket.CMSG_SPACE(4 * wanted))
+            data, ancillary, flags, _ = self.sock.recvmsg(1, socket.CMSG_SPACE(4 * wanted))
             if not data:
                 raise ChannelClosedError("closed by the other side")
             found += _rights(ancillary)
+            _whole(flags)
         return found
 
     def close(self) -> None:
         """Close this end."""
         self.sock.close()
+
+
+def _whole(flags: int) -> None:
+    """Descriptors that found no room in this process are gone, and nothing more would come."""
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def _rights(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
@@ -181,15 +188,19 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     Raises:
         ConfigError: when too many files are open.
     """
-    try:
+    with files_told():
         return socket.socketpair()
+
+
+@contextlib.contextmanager
+def files_told() -> Iterator[None]:
+    """Where too many files may be open: that is told by a `ConfigError` that says what to do."""
+    try:
+        yield
     except OSError as error:
-        raise files_error(error) from error
-
-
-def files_error(error: OSError) -> Exception:
-    """A `ConfigError` that says what to do, if too many files are open; else the error itself."""
-    return ConfigError(TOO_MANY_FILES) if error.errno in (errno.EMFILE, errno.ENFILE) else error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise ConfigError(TOO_MANY_FILES) from error
+        raise
 
 
 # --- pickling
@@ -342,13 +353,14 @@ def zygote_main(descriptor: int, preload: Sequence[str] = (), mark: str = "") ->
         while os.getppid() == parent:
             if not select.select([link], [], [], PARENT_LOOK)[0]:
                 continue
-            data, ancillary, _, _ = link.recvmsg(65536, socket.CMSG_SPACE(16 * 4))
+            data, ancillary, flags, _ = link.recvmsg(65536, socket.CMSG_SPACE(16 * 4))
             if not data:
                 break
             request, descriptors = json.loads(data), _rights(ancillary)
             if request["do"] == "start":
                 answer: dict[str, Any] = {"number": request["number"]}
                 try:
+                    _whole(flags)
                     answer["pid"] = pid = _start(link, request, descriptors)
                     children.add(pid)
                 except Exception as error:  # no more processes just now, say: those that run go on
@@ -432,6 +444,8 @@ def watch_parent(parent: int) -> None:
 
 def kill_group(pid: int) -> None:
     """Kill a worker and the processes its environments started, as far as they stayed in its group."""
+    if pid <= 1:
+        raise ValueError(f"{pid} is no worker: such numbers mean many processes at once")
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -578,8 +592,9 @@ class WorkerProcess:
         self.pid = -1
         self.exit_code: int | None = None
         self.gone = True
-        self._log = -1
+        self._log = self._pidfd = -1
 
+    @files_told()
     def start(self) -> None:
         """Start the process and tell it its surroundings; it may be started again once it was released.
 
@@ -587,11 +602,10 @@ class WorkerProcess:
             ConfigError: when too many files are open.
             WorkerDiedError: when no process can be started.
         """
-        self.starts += 1
-        self.exit_code, self.gone, self.pid = None, False, -1
         ours, theirs = socket_pair()
         self.channel = Channel(ours, SLICE)
-        self._pidfd = -1
+        self.starts += 1
+        self.exit_code, self.pid = None, -1
         try:
             self._log = os.memfd_create("shoal-worker-log", os.MFD_CLOEXEC)
             if self.method == "fork":
@@ -603,18 +617,15 @@ class WorkerProcess:
                 request = {"do": "start", "method": self.method, "entry": self.entry, "token": self.token}
                 self.pid = int(self.zygote.ask(request, [theirs.fileno(), self._log])["pid"])
             self._pidfd = os.pidfd_open(self.pid)
-        except BaseException as error:
-            self.gone = True
-            if self.pid > 0:
-                kill_group(self.pid)
+            self._poll = select.poll()
+            self._poll.register(self._pidfd, select.POLLIN)
+            self.gone = False
+        except BaseException:
+            self.reap()
             self.release()
-            if isinstance(error, OSError):
-                raise files_error(error) from error
             raise
         finally:
             theirs.close()
-        self._poll = select.poll()
-        self._poll.register(self._pidfd, select.POLLIN)
         with contextlib.suppress(
             ChannelClosedError, WorkerDiedError
         ):  # whoever waits for it finds out and tells
@@ -690,7 +701,7 @@ class WorkerProcess:
 
     def reap(self, *, sweep: bool = True) -> None:
         """Wait for a process that is ending and take its exit code; what it started ends too (`sweep`: anywhere)."""
-        if self.exit_code is None and os.getpid() == self.owner:
+        if self.exit_code is None and self.pid > 0 and os.getpid() == self.owner:
             kill_group(
                 self.pid
             )  # while its number is its own; if it ended by itself: what it left in its group

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import available_cpus
-from shoal.core.processes import START_METHODS, StartMethod
+from shoal.core.processes import START_METHODS, StartMethod, files_told
 from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve
 from shoal.vector.buffers import HANDOUTS, RECYCLE_FROM, Buffers
 from shoal.vector.env_group import About, Trial, be_busy
@@ -264,6 +264,7 @@ class Opened(NamedTuple):
         close_all(self.workers, self.backend, os.getpid())
 
 
+@files_told()
 def open_workers(
     env_fns: Sequence[EnvFn],
     plan: Plan,

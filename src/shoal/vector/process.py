@@ -663,7 +663,11 @@ class ProcessBackend(Backend):
         self.processes = [WorkerProcess("shoal.vector.worker:main", method) for _ in cuts]
         self.workers: list[ProcessWorker] = []
         self._control = shared_file(Lines.nbytes(n_groups))
-        self.lines = Lines(n_groups, mmap.mmap(self._control, 0))
+        try:
+            self.lines = Lines(n_groups, mmap.mmap(self._control, 0))
+        except BaseException:
+            os.close(self._control)
+            raise
         self._bell = self.lines.bell(new=True)
         for process, (lo, hi) in zip(self.processes, cuts, strict=True):
             for first, stop in [(i, i + 1) for i in range(lo, hi)] if threads else [(lo, hi)]:

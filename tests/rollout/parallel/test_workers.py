@@ -9,6 +9,7 @@ import time
 import pytest
 
 from shoal.core.errors import WorkerDiedError, WorkerError
+from shoal.core.processes import kill_group
 from shoal.rollout.parallel import pool
 from shoal.rollout.parallel.pool import WorkerExecutor
 from shoal.testing import check_executor
@@ -108,3 +109,9 @@ def test_where_no_process_can_be_forked_the_forking_one_says_so_and_lives_on():
             ours.send(json.dumps(request).encode())
             assert json.loads(ours.recv(4096)) == {"number": number, "error": "[Errno 11] no more"}
     assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("pid", [1, 0, -1])
+def test_numbers_that_mean_many_processes_are_never_killed(pid):
+    with pytest.raises(ValueError, match="is no worker"):
+        kill_group(pid)
