@@ -26,7 +26,7 @@ demo-llm: setup   ## a real language model (SmolLM2-135M, fetched once) learns w
 	$(BIN)/shoal train --config-name smollm2-bandit
 
 test: setup       ## the test suite, no GPU, no network
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 3 --dist worksteal
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not browser" --timeout 1800

@@ -460,9 +460,9 @@ def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_behind(method: 
             except WorkerDiedError:  # a forked worker has the same limit, and what it lacks is on stderr
                 assert method == "fork"
                 outcomes.append(False)
-        gc.collect()
-        assert children() <= before
-        assert psutil.Process().num_fds() <= files
+    gc.collect()
+    assert children() <= before
+    assert psutil.Process().num_fds() <= files
     assert not outcomes[0]
     assert outcomes[-1]
 
