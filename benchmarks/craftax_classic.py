@@ -42,8 +42,9 @@ LONGEST = 2_500  # steps; what an episode of more would still come to is not cou
 CASE = "Craftax-Classic, 1 M steps"
 # Env steps of practice; what can be done where one stands takes few. The ways and evaluations come to a third more.
 BUDGETS = {
-    "Collect Wood": 90e3, "Collect Stone": 90e3, "Collect Coal": 70e3, "Collect Iron": 90e3, "Collect Sapling": 40e3,
-    "Drink Water": 50e3, "Eat Cow": 50e3, "Defeat Zombie": 40e3, "Sleep": 16e3, "Place Table": 16e3,
+    "Collect Wood": 90e3, "Collect Stone": 90e3, "Collect Coal": 50e3, "Collect Iron": 40e3, "Collect Sapling": 40e3,
+    "Drink Water": 60e3, "Eat Cow": 70e3, "Defeat Zombie": 80e3, "Sleep": 16e3, "Place Table": 16e3,
+    "Make Wood Pickaxe": 30e3, "Make Wood Sword": 30e3, "Make Stone Pickaxe": 24e3, "Make Stone Sword": 24e3,
 }  # fmt: skip
 OTHERS = 14e3
 

@@ -1,7 +1,8 @@
 """PPO beside Stable-Baselines3 and a single-file PPO: steps a second and time to solve CartPole.
 
     python benchmarks/ppo.py [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3]
-    python benchmarks/ppo.py --scores runs/ppo-Hopper-v5 ...     notes what finished runs of `shoal train-ppo` reached
+    python benchmarks/ppo.py --scores runs/ppo-Hopper-v5 ...     notes what finished runs of `shoal train-ppo` reached,
+                                                                 and those of benchmarks/ppo_cleanrl.py
 
 Same hyperparameters and torch threads (one) for all. Steps are counted after a first warm update; subjects
 take turns, a row is the median of its rounds. CPU seconds include worker processes. The compiled path
@@ -295,16 +296,20 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
 
 
 def scores(runs: list[Path]) -> list[dict[str, Any]]:
-    """What runs with a preset's settings reached: greedy episodes after training, and the last 100 of training."""
+    """What runs with a preset's settings reached: greedy episodes after training, and the last 100 of training.
+
+    Runs of CleanRL (benchmarks/ppo_cleanrl.py) have the latter alone.
+    """
     rows = []
     for run in runs:
         config, summary = yaml.safe_load((run / "config.yaml").read_text()), read_json(run / "summary.json")
         found, preset = summary["metrics"], preset_for(config["env"])
         if preset is None or found["steps"] < preset.total_timesteps:
             raise SystemExit(f"{run} is not a whole run of a preset")
-        case, subject = f"score of {preset.name}", f"shoal, seed {config['seed']}"
+        case, subject = f"score of {preset.name}", f"{config.get('program', 'shoal')}, seed {config['seed']}"
         for unit, name in (("return", "eval_return_mean"), ("return in training", "reward_mean")):
-            rows.append(row(case, subject, found[name], unit, summary["cpu_seconds"], 1))
+            if name in found:
+                rows.append(row(case, subject, found[name], unit, summary["cpu_seconds"], 1))
     return rows
 
 

@@ -105,22 +105,43 @@ def scaling(values: dict[Any, Any]) -> None:
 
 
 def scores(rows: list[dict[str, Any]]) -> None:
-    print("| environment | seeds | greedy return | mean and deviation | in training | published |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| environment | seeds | greedy return | in training | CleanRL, in training | CPU min | CleanRL's | published |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for env in PRESETS:
-        ours = [row for row in rows if row["case"] == f"score of {env}"]
+        found = [row for row in rows if row["case"] == f"score of {env}"]
+        ours, theirs = (
+            [row for row in found if row["subject"].startswith(who)] for who in ("shoal", "CleanRL")
+        )
         if not ours:
             continue
-        greedy, training = ([row["value"] for row in ours if row["unit"] == unit]
-                            for unit in ("return", "return in training"))  # fmt: skip
         seeds = [row["subject"].rpartition(" ")[2] for row in ours if row["unit"] == "return"]
-        digits = 2 if max(greedy) < 10 else 0
-        each, low = ([f"{value:,.{digits}f}" for value in values] for values in (greedy, training))
-        mean, spread = statistics.mean(greedy), statistics.stdev(greedy) if len(greedy) > 1 else None
-        whole = f"{mean:,.{digits}f} ± {spread:,.{digits}f}" if spread is not None else "one seed"
-        print(f"| {env} | {', '.join(seeds)} | {' · '.join(each)} | {whole} | {' · '.join(low)} | "
-              f"{PUBLISHED.get(env, 'none')} |")  # fmt: skip
+        training = "return in training"
+        cells = [
+            env, ", ".join(seeds), told(ours, "return"), told(ours, training), told(theirs, training),
+            minutes(ours), minutes(theirs), PUBLISHED.get(env, "none"),
+        ]  # fmt: skip
+        print(f"| {' | '.join(cells)} |")
     print()
+
+
+def told(rows: list[dict[str, Any]], unit: str) -> str:
+    """Each seed, and where there are several their mean and deviation."""
+    values = [row["value"] for row in rows if row["unit"] == unit]
+    if not values:
+        return ""
+    digits = 2 if max(values) < 10 else 0
+    each = " · ".join(f"{value:,.{digits}f}" for value in values)
+    if len(values) == 1:
+        return each
+    mean, spread = statistics.mean(values), statistics.stdev(values)
+    return f"{each}: **{mean:,.{digits}f} ± {spread:,.{digits}f}**"
+
+
+def minutes(rows: list[dict[str, Any]]) -> str:
+    spent = [row["cpu_seconds"] / 60 for row in rows if row["unit"] == "return in training"]
+    return f"{statistics.median(spent):.1f}" if spent else ""
 
 
 def presets() -> None:

@@ -33,8 +33,8 @@ def test_without_the_extra_the_error_names_it() -> None:
 def test_features_are_known_without_craftax() -> None:
     features = features_of("craftax-classic")
     assert (
-        len(features.names) == len(set(features.names)) == 12 + 22 + 2 + 3
-    )  # held, achievements, places, needs
+        len(features.names) == len(set(features.names)) == 12 + 22 + 2 + 3 + 9
+    )  # held, achievements, places, needs, senses
     assert features.holds("wood") == 9
     assert features.holds("place_table") == 1
 

@@ -127,10 +127,7 @@ def test_upkeep_goes_on_until_it_is_nearly_full(tmp_path: Path) -> None:
 def test_an_episode_ends_when_all_was_done(tmp_path: Path) -> None:
     report = play_episodes(trained(tmp_path, "Dig", "Build", "Forge"), episodes=2, most_steps=9)
     assert set(report.applied.values()) == {1.0}
-    assert report.lengths.tolist() == [
-        6,
-        6,
-    ]  # Dig, Build; and, since digging leaves the anvil, Dig, Dig, Build, Forge
+    assert report.lengths.tolist() == [4, 4]  # Dig, Dig, Build, Forge: digging leaves the anvil
     assert report.died == 0
 
 
@@ -155,6 +152,7 @@ def test_the_way_to_a_goal_goes_on_from_what_the_hands_hold() -> None:
     memory.applied[:] = [True, True, False, True, True]  # the sword alone is open
 
     def chosen(**has: int) -> str:
+        memory.plan.clear()
         index = chooser.choose(values(**has), memory)
         assert index is not None
         return SKILLS[index].name
@@ -163,7 +161,19 @@ def test_the_way_to_a_goal_goes_on_from_what_the_hands_hold() -> None:
     assert chosen(ore=1) == "Dig"  # one for the anvil and one for the sword, before the anvil is built
     assert chosen(ore=2) == "Build"
     assert chosen(ore=1, anvil=1) == "Forge"
+    memory.plan.clear()
     assert chooser.choose(values(sword=1), memory) is None
+
+
+def test_what_the_next_goals_need_is_fetched_at_one_go_and_nothing_twice() -> None:
+    chooser = Chooser(SKILLS[:3], FEATURES)
+    memory = Memory(np.zeros(3, np.bool_), np.zeros(3, np.int64))
+    assert chooser.choose(values(), memory) == 0
+    assert [SKILLS[i].name for i in memory.plan] == ["Dig", "Dig", "Build", "Forge"]
+    assert chooser.choose(values(ore=1), memory) == 0  # the plan is followed, whatever would be nearest now
+    memory.plan = []
+    assert chooser.choose(values(ore=3), memory) == 1
+    assert [SKILLS[i].name for i in memory.plan] == ["Build", "Forge", "Dig"]
 
 
 def test_what_ran_out_of_time_comes_after_what_did_not() -> None:
@@ -172,9 +182,11 @@ def test_what_ran_out_of_time_comes_after_what_did_not() -> None:
     first = chooser.choose(values(full=9), memory)
     assert first is not None
     memory.late[first] = 1
+    memory.plan.clear()
     second = chooser.choose(values(full=9), memory)
     assert second not in (first, None)
     memory.late[:] = 1
+    memory.plan.clear()
     assert chooser.choose(values(full=9), memory) == first
 
 

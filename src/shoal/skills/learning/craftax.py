@@ -44,6 +44,15 @@ _FULL = (
 _LEVELS = ("pickaxe", "sword")  # in Craftax, how good the tool is: 0 to 4
 _PLACES = ("near_table", "near_furnace")
 _NEEDS = ("food", "drink", "energy")
+_BLOCKS = ("tree", "stone", "coal", "iron", "water")  # of Classic: what `toward_tree` and its like are about
+_MOBS = {"cow": 3, "zombie": 5}  # of Classic, and their health
+_FARTHEST = 9
+_SENSES = ("health", "calm", *(f"toward_{name}" for name in (*_BLOCKS, *_MOBS)))
+CLASSIC_ACTIONS = (
+    "noop", "left", "right", "up", "down", "do", "sleep", "place_stone", "place_table", "place_furnace", "place_plant",
+    "make_wood_pickaxe", "make_stone_pickaxe", "make_iron_pickaxe", "make_wood_sword", "make_stone_sword",
+    "make_iron_sword",
+)  # fmt: skip
 CLASSIC_ACHIEVEMENTS = (
     "collect_wood", "place_table", "eat_cow", "collect_sapling", "collect_drink", "make_wood_pickaxe",
     "make_wood_sword", "place_plant", "defeat_zombie", "collect_stone", "place_stone", "eat_plant",
@@ -57,14 +66,20 @@ _MORE_ACHIEVEMENTS = (
 
 
 def features_of(name: str) -> Features:
-    """The features of "craftax-classic" or "craftax": what is held, achievements of the overworld, where one stands."""
+    """The features of "craftax-classic" or "craftax": what is held, achievements of the overworld, where one stands.
+
+    Classic has needs and senses too: `calm` is the distance of the nearest zombie in sight, at most 9. `toward_tree`
+    is 8 beside a tree, one less a step away, 0 where none is in sight; towards a cow or a zombie it also grows with
+    each blow. They are for rewards and upkeep: an expert sees the observation alone.
+    """
     if name == "craftax-classic":
         return Features(
             name,
-            (*_CLASSIC, *_TOOLS, *CLASSIC_ACHIEVEMENTS, *_PLACES, *_NEEDS),
-            dict.fromkeys((*_CLASSIC, *_NEEDS), 9),
+            (*_CLASSIC, *_TOOLS, *CLASSIC_ACHIEVEMENTS, *_PLACES, *_NEEDS, *_SENSES),
+            dict.fromkeys((*_CLASSIC, *_NEEDS, *_SENSES), _FARTHEST),
             frozenset(_CLASSIC),
             frozenset(_PLACES),
+            CLASSIC_ACTIONS,
         )
     return Features(
         name,
@@ -251,8 +266,42 @@ def _reader(features: Features, name: str) -> Any:
             state.achievements[numbers[feature]] if feature in numbers else getattr(state.inventory, feature)
         )
 
+    senses = _senses() if name == "craftax-classic" else lambda state: {}
+
     def read(state: Any) -> Any:
-        values = [value(state, feature) for feature in features.names]
+        sensed = senses(state)
+        values = [
+            sensed[feature] if feature in sensed else value(state, feature) for feature in features.names
+        ]
         return jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
 
     return read
+
+
+def _senses() -> Any:
+    """A function from a state of Craftax-Classic to how near things in sight are."""
+    import jax
+    import jax.numpy as jnp
+    from craftax.craftax_classic.constants import OBS_DIM, BlockType
+
+    half = np.array(OBS_DIM) // 2
+    steps = np.abs(np.indices(OBS_DIM) - half[:, None, None]).sum(0)  # [7, 9] from where one stands
+    edge = int(half.max())
+
+    def senses(state: Any) -> dict[str, Any]:
+        ground = jnp.pad(state.map, edge, constant_values=BlockType.OUT_OF_BOUNDS.value)
+        view = jax.lax.dynamic_slice(ground, state.player_position + edge - half, OBS_DIM)
+        found: dict[str, Any] = {"health": state.player_health}
+        for name in _BLOCKS:
+            found[f"toward_{name}"] = jnp.max((view == BlockType[name.upper()].value) * (_FARTHEST - steps))
+        for name, health in _MOBS.items():
+            mobs = getattr(state, f"{name}s")
+            away = jnp.abs(mobs.position - state.player_position)
+            seen = mobs.mask & (away <= half).all(-1)
+            near = _FARTHEST - away.sum(-1)
+            found[f"toward_{name}"] = jnp.max(seen * (near + health - mobs.health))
+            if name == "zombie":
+                found["calm"] = _FARTHEST - jnp.max(seen * near)
+        return found
+
+    return senses

@@ -23,17 +23,18 @@ SAPLING_CHANCE = 0.25
 
 COUNTERS = ("wood", "stone", "iron", "sapling", "drink")
 TOOLS = ("table", "wood_pickaxe", "stone_pickaxe", "wood_sword", "plant")
+ACTIONS = (
+    "left", "right", "up", "down", "interact", "place_table", "make_wood_pickaxe", "make_stone_pickaxe",
+    "make_wood_sword", "plant_sapling", "wait",
+)  # fmt: skip
 FEATURES = Features(
     world="crafting",
     names=(*COUNTERS, *TOOLS),
     capacity={name: HANDS for name in COUNTERS},
     counters=frozenset(COUNTERS),
+    actions=ACTIONS,
 )
 WOOD, STONES, IRONS, SAPLING, DRINK, HAS_TABLE, PICKAXE, STONE_PICKAXE, SWORD, HAS_PLANT = range(10)
-ACTIONS = (
-    "left", "right", "up", "down", "interact", "place_table", "make_wood_pickaxe", "make_stone_pickaxe",
-    "make_wood_sword", "plant_sapling", "wait",
-)  # fmt: skip
 MOVES = np.array([[0, -1], [0, 1], [-1, 0], [1, 0]])
 VIEW = (2 * REACH + 1) ** 2
 OBS_SIZE = VIEW * KINDS + len(FEATURES.names) + 4 + 2

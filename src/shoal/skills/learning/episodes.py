@@ -7,7 +7,7 @@ all is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,16 @@ import numpy as np
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeding import stream
 from shoal.skills.learning.network import Network, decode
-from shoal.skills.learning.plan import Course, Step, act, covering_plan, plan_for, walk
+from shoal.skills.learning.plan import (
+    Course,
+    Step,
+    act,
+    covering_plan,
+    plan_for,
+    shortened,
+    simulate,
+    walk,
+)
 from shoal.skills.learning.spec import Features, Skill, is_relative
 from shoal.skills.learning.store import Store
 from shoal.skills.learning.worlds import (
@@ -32,6 +41,7 @@ from shoal.skills.learning.worlds import (
 )
 
 MOST_STEPS = 10_000  # env steps of an episode
+AHEAD = 5  # goals that one way leads to, so that what they need is fetched at one go
 
 
 @dataclass(frozen=True)
@@ -235,18 +245,21 @@ class Memory:
 
     applied: np.ndarray  # [skills] done at least once
     late: np.ndarray  # [skills] how often in a row it ran out of time
+    plan: list[int] = field(default_factory=list)  # skills to apply next, the one that is applied among them
 
 
 @dataclass
 class Chooser:
-    """Chooses the next skill of a lane: what its upkeep asks for, else the first step to the nearest open goal."""
+    """Chooses the next skill of a lane: what its upkeep asks for, else the first step of the way to the next goals."""
 
     skills: Sequence[Skill]
     features: Features
-    _plans: dict[tuple[Any, ...], tuple[int, int] | None] = field(default_factory=dict)
+    _ways: dict[tuple[Any, ...], list[Step] | None] = field(default_factory=dict)
+    _plans: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = [skill.name for skill in self.skills]
+        self.by_name = {skill.name: skill for skill in self.skills}
         self.upkeep = [
             (index, self.features.index(item), amount)
             for index, skill in enumerate(self.skills)
@@ -255,6 +268,7 @@ class Chooser:
         self.asked = sorted(
             {self.features.index(item) for skill in self.skills for item in skill.requirements}
         )
+        self.items = [self.features.names[column] for column in self.asked]
         lasting = [
             not is_relative(skill.done, self.features) and not skill.gain.keys() & self.features.places
             for skill in self.skills
@@ -276,40 +290,71 @@ class Chooser:
     def choose(self, values: Floats, memory: Memory) -> int | None:
         """The skill to apply now; None if all were done. `values` are those of one lane, `[features]`.
 
-        What ran out of time less often comes first, then what takes fewer env steps.
+        A lane follows a plan to its next goals, and makes another when it has ended, failed, or was left for upkeep.
         """
-        hands = tuple(int(values[column]) for column in self.asked)
-        best: tuple[int, int, int] | None = None
-        for goal, name in enumerate(self.names):
-            column = self.columns[goal]
-            if memory.applied[goal] or (
-                column is not None and values[column] >= self.skills[goal].done.count
-            ):
-                continue
-            way = self._way(name, hands)
-            if way is not None:
-                first, length = way
-                rank = int(memory.late[first] + memory.late[goal] * (first != goal)), length, first
-                best = rank if best is None else min(best, rank)
-        return None if best is None else best[2]
+        if not memory.plan:
+            hands = tuple(int(values[column]) for column in self.asked)
+            goals = tuple(
+                goal
+                for goal, (column, skill) in enumerate(zip(self.columns, self.skills, strict=True))
+                if not memory.applied[goal] and (column is None or values[column] < skill.done.count)
+            )
+            memory.plan = list(self.plan(hands, goals, tuple(memory.late.tolist())))
+        return memory.plan[0] if memory.plan else None
 
-    def _way(self, goal: str, hands: tuple[int, ...]) -> tuple[int, int] | None:
-        """The first skill on the way to a goal, and how many env steps the way may take."""
-        key = (goal, hands)
+    def plan(self, hands: tuple[int, ...], goals: tuple[int, ...], late: tuple[int, ...]) -> tuple[int, ...]:
+        """The skills that lead to the goals that come next, one application each.
+
+        What ran out of time less often comes first, then what takes fewer env steps. What several goals need is
+        fetched at one go.
+        """
+        key = hands, goals, late
         if key not in self._plans:
-            held = {
-                self.features.names[column]: amount
-                for column, amount in zip(self.asked, hands, strict=True)
-                if amount > 0
-            }
-            try:
-                plan = plan_for(goal, self.skills, self.features, 1, hands=held)
-                horizons = {skill.name: skill.horizon for skill in self.skills}
-                length = sum(horizons[step.skill] * step.count for step in plan)
-                self._plans[key] = self.names.index(plan[0].skill), length
-            except ConfigError:
-                self._plans[key] = None
+            held, steps = self._held(hands), list[Step]()
+            at, left = hands, list(goals)
+            for _ in range(AHEAD):
+                longer: dict[int, tuple[list[Step], tuple[int, ...]]] = {}
+                for goal in left:
+                    if (way := self._way(goal, at)) is not None:
+                        trial = shortened([*steps, *way], self.by_name, self.features, held)
+                        if (ends := simulate(trial, self.by_name, self.features, held)) is not None:
+                            longer[goal] = trial, tuple(int(ends[name]) for name in self.items)
+                if not longer:
+                    break
+                rank = {
+                    goal: (
+                        sum(late[self.names.index(step.skill)] for step in trial),
+                        self._length(trial),
+                        self.skills[goal].requirements.keys().isdisjoint(self.features.places),  # soon left
+                        goal,
+                    )
+                    for goal, (trial, _) in longer.items()
+                }
+                steps, at = longer[min(rank, key=rank.__getitem__)]
+                done = {step.skill for step in steps}
+                left = [goal for goal in left if self.names[goal] not in done]
+            self._plans[key] = tuple(
+                self.names.index(step.skill) for step in steps for _ in range(step.count)
+            )
         return self._plans[key]
+
+    def _length(self, steps: Sequence[Step]) -> int:
+        return sum(self.by_name[step.skill].horizon * step.count for step in steps)
+
+    def _held(self, hands: tuple[int, ...]) -> dict[str, int]:
+        return {item: amount for item, amount in zip(self.items, hands, strict=True) if amount > 0}
+
+    def _way(self, goal: int, hands: tuple[int, ...]) -> list[Step] | None:
+        """The way to a goal; None where there is none."""
+        key = (goal, hands)
+        if key not in self._ways:
+            try:
+                self._ways[key] = plan_for(
+                    self.names[goal], self.skills, self.features, 1, hands=self._held(hands)
+                )
+            except ConfigError:
+                self._ways[key] = None
+        return self._ways[key]
 
 
 def _play(
@@ -317,8 +362,8 @@ def _play(
 ) -> tuple[np.ndarray, np.ndarray, Ints, np.ndarray]:
     """Had `[lanes, features]`, applied `[lanes, skills]`, length `[lanes]` and died `[lanes]`."""
     lanes, skills = world.lanes, chooser.skills
-    by_name: Mapping[str, Skill] = {skill.name: skill for skill in skills}
-    course = Course([Step(name, 1) for name in chooser.names], by_name, chooser.features, range(len(skills)))
+    steps = [Step(name, 1) for name in chooser.names]
+    course = Course(steps, chooser.by_name, chooser.features, range(len(skills)))
     full = np.array([chooser.features.holds(name) - 1 for name in chooser.features.names])
     keeps = {index: column for index, column, _ in chooser.upkeep}
     memories = [
@@ -344,6 +389,8 @@ def _play(
             if chosen is None:
                 live[lane] = False
             elif free[lane] or chosen != at[lane]:
+                if rested:
+                    memories[lane].plan.clear()  # it walks off
                 at[lane], elapsed[lane], start[lane] = chosen, 0, values[lane]
                 keeping[lane] = keeps[wants] if rested else -1
         if not live.any():
@@ -362,8 +409,10 @@ def _play(
             memories[lane].applied[at[lane]] = True
             memories[lane].late[:] = np.maximum(memories[lane].late - 1, 0)
             memories[lane].late[at[lane]] = 0
+            memories[lane].plan[:1] = []
         for lane in np.flatnonzero(late):
             memories[lane].late[at[lane]] += 1
+            memories[lane].plan.clear()
         free = done | late
         keeping[free] = -1
         died |= dead

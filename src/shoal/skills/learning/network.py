@@ -28,6 +28,10 @@ KEYS = (
 )  # fmt: skip
 
 
+NEVER = -1e4
+"""The logit of an action that is left out; in float32 its exponential is 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of an expert's network."""
@@ -109,6 +113,11 @@ class Network:
         _views(mask, self.shape)[0][list(deaf)] = 0
         self.flat *= mask
         return mask
+
+    def never(self, actions: Sequence[int]) -> None:
+        """Leave these actions out: their chance is exactly 0, and so is every gradient that could change it."""
+        self.wh[:, list(actions)] = 0
+        self.bh[list(actions)] = NEVER
 
     def copy(self) -> Network:
         """The same parameters in memory of their own."""

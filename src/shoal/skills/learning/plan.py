@@ -244,6 +244,28 @@ def _merge_repeats(
     return steps
 
 
+def shortened(
+    steps: list[Step],
+    skills: Mapping[str, Skill],
+    features: Features | None = None,
+    hands: Mapping[str, int] | None = None,
+) -> list[Step]:
+    """A plan without repeats that can be done at one go, and without what nothing after it needs any more.
+
+    Every skill is still applied.
+    """
+    steps = _merge_repeats(steps, skills, features, hands)
+    for at in range(len(steps) - 1, -1, -1):
+        twice = sum(step.skill == steps[at].skill for step in steps) > 1
+        for count in range(0 if twice else 1, steps[at].count):
+            less = [Step(steps[at].skill, count)] if count else []
+            trial = [*steps[:at], *less, *steps[at + 1 :]]
+            if simulate(trial, skills, features, hands) is not None:
+                steps = trial
+                break
+    return steps
+
+
 class Course:
     """A plan as arrays: for each step its predicate, reward, horizon and local expert.
 

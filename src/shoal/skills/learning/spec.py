@@ -35,6 +35,7 @@ class Features:
     places: frozenset[str] = (
         frozenset()
     )  # of where one stands: lost by every skill that does not speak of them
+    actions: tuple[str, ...] = ()  # the words for the actions, where they are known without making a world
 
     def index(self, name: str) -> int:
         """The column of a feature."""
@@ -87,6 +88,7 @@ class Skill:
     upkeep: Mapping[str, int] = field(
         default_factory=dict
     )  # playing on, apply it whenever there is no more of these
+    actions: tuple[str, ...] = ()  # the only ones that its expert takes; empty: any
 
     def held(self, item: str) -> int:
         """How many of `item` must be there without being used up."""
@@ -103,10 +105,12 @@ class Skill:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The skill as plain JSON types; without upkeep it is as it was before there was any."""
+        """The skill as plain JSON types; without upkeep or actions it is as it was before there were any."""
         data = asdict(self)
-        if not self.upkeep:
-            del data["upkeep"]
+        data["actions"] = list(self.actions)
+        for later in ("upkeep", "actions"):
+            if not data[later]:
+                del data[later]
         return data
 
 
@@ -140,6 +144,11 @@ def check_skill(skill: Skill, features: Features) -> Skill:
     for name in named:
         if name not in features.names:
             raise fail(f"no feature named {name!r} in {features.world}.{did_you_mean(name, features.names)}")
+    for action in skill.actions if features.actions else ():
+        if action not in features.actions:
+            raise fail(
+                f"no action named {action!r} in {features.world}.{did_you_mean(action, features.actions)}"
+            )
     for where in ("requirements", "consumption", "gain"):
         for item, amount in getattr(skill, where).items():
             if not 1 <= amount <= features.holds(item):
@@ -260,3 +269,4 @@ class _StrictSkill(msgspec.Struct, forbid_unknown_fields=True):
     practice: int = 1
     description: str = ""
     upkeep: dict[str, int] = {}
+    actions: tuple[str, ...] = ()

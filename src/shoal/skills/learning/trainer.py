@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
 from shoal.maths.adam import Adam
 from shoal.maths.distributions import sample
@@ -150,8 +151,8 @@ class Trainer:
         self.world = make_world(task.world, config.num_envs)
         shape = Shape(self.world.obs_size, config.layer_size, self.world.n_actions)
         self.nets = [
-            net.copy() if net is not None else Network.initial(shape, self._stream("init"))
-            for net in task.experts
+            net.copy() if net is not None else self._beginner(shape, index)
+            for index, net in enumerate(task.experts)
         ]
         self.course = self._course(task.plan, task.route)
         self.target = len(task.plan) - 1
@@ -169,6 +170,23 @@ class Trainer:
         self.begun = False
         self.episodes: dict[str, Floats] = {}
 
+    def _beginner(self, shape: Shape, index: int) -> Network:
+        """A new expert, which takes none but the actions of its skill."""
+        net = Network.initial(shape, self._stream("init"))
+        if allowed := self.task.skills[self._skill_of(index)].actions:
+            names = list(self.world.action_names)
+            if unknown := set(allowed) - set(names):
+                raise ConfigError(
+                    f"skill {self._skill_of(index)!r}: {self.task.world} has no actions {sorted(unknown)}, only {names}"
+                )
+            net.never([action for action, name in enumerate(names) if name not in allowed])
+        return net
+
+    def _skill_of(self, index: int) -> str:
+        """The skill of a local expert."""
+        pairs = zip(self.task.plan, self.task.route, strict=True)
+        return next(step.skill for step, local in pairs if local == index)
+
     def _stream(self, *names: str | int) -> np.random.Generator:
         return stream(self.task.seed, "skill", self.task.skill, *names)
 
@@ -181,12 +199,7 @@ class Trainer:
         """  # noqa: D205
         masks = []
         for index, net in enumerate(self.nets):
-            name = next(
-                step.skill
-                for step, local in zip(self.task.plan, self.task.route, strict=True)
-                if local == index
-            )
-            known = self.task.skills[name].speaks_of()
+            known = self.task.skills[self._skill_of(index)].speaks_of()
             masks.append(net.listening([c for f, c in self.world.feature_columns.items() if f not in known]))
         return masks
 
