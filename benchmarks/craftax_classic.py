@@ -42,8 +42,8 @@ LONGEST = 2_500  # steps; what an episode of more would still come to is not cou
 CASE = "Craftax-Classic, 1 M steps"
 # Env steps of practice; what can be done where one stands takes few. The ways and evaluations come to a third more.
 BUDGETS = {
-    "Collect Wood": 90e3, "Collect Stone": 90e3, "Collect Coal": 50e3, "Collect Iron": 40e3, "Collect Sapling": 40e3,
-    "Drink Water": 60e3, "Eat Cow": 70e3, "Defeat Zombie": 80e3, "Sleep": 16e3, "Place Table": 16e3,
+    "Collect Wood": 80e3, "Collect Stone": 90e3, "Collect Coal": 60e3, "Collect Iron": 60e3, "Collect Sapling": 30e3,
+    "Drink Water": 50e3, "Eat Cow": 110e3, "Defeat Zombie": 120e3, "Sleep": 20e3,
     "Make Wood Pickaxe": 30e3, "Make Wood Sword": 30e3, "Make Stone Pickaxe": 24e3, "Make Stone Sword": 24e3,
 }  # fmt: skip
 OTHERS = 14e3
@@ -52,8 +52,8 @@ OTHERS = 14e3
 def train(folder: Path, seed: int) -> None:
     """All skills of the specification, one after another, within their budgets."""
     config = replace(
-        default_config(WORLD), update_epochs=4, evaluation_episodes=48, bank_worlds=96, evaluate_every=4,
-        patience_frames=1e9, min_success=0.0,
+        default_config(WORLD), update_epochs=10, num_minibatches=16, ent_coef=0.005, evaluation_episodes=48,
+        bank_worlds=96, evaluate_every=4, patience_frames=1e9, min_success=0.0,
     )  # fmt: skip
     scheduler = SkillScheduler(
         folder,

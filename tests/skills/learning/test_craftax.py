@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,3 +86,53 @@ def test_four_skills_of_craftax_classic_are_learned(tmp_path: Path) -> None:
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     assert metrics["skills_completed"] == 4
     assert metrics["chain_success"] >= 0.75
+
+
+@needs_craftax
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_senses_of_craftax_classic_are_what_a_plain_count_gives() -> None:
+    from craftax.craftax_classic.constants import BlockType
+
+    world = CraftaxWorld("craftax-classic", 8)
+    assert world.action_names == world.features.actions
+    rng = np.random.default_rng(1)
+    world.load(world.fresh(8, rng), np.arange(8), np.ones(8, bool))
+    met = set()
+    for _ in range(120):
+        world.step(rng.integers(1, 6, 8), rng)
+        values, bank = world.values(), world.save()
+        for lane in range(0, 8, 3):
+            state = world.state_of(bank.take(np.array([lane])))
+            near = sight(np.asarray(state.map), np.asarray(state.player_position), BlockType)
+            for name, most in (("cow", 3), ("zombie", 5)):
+                mobs = getattr(state, f"{name}s")
+                away = [
+                    (abs(y) + abs(x), int(health))
+                    for (y, x), alive, health in zip(
+                        np.asarray(mobs.position) - np.asarray(state.player_position), mobs.mask, mobs.health,
+                        strict=True,
+                    )
+                    if alive and abs(y) <= 3 and abs(x) <= 4
+                ]  # fmt: skip
+                near[f"toward_{name}"] = max((9 - steps + most - health for steps, health in away), default=0)
+                if name == "zombie":
+                    near["calm"] = min((steps for steps, _ in away), default=9)
+            near["health"] = int(state.player_health)
+            found = {name: values[lane, world.features.index(name)] for name in near}
+            assert found == near
+            met |= {name for name, value in near.items() if value not in (0, 9)}
+    assert {"toward_tree", "toward_water", "toward_cow", "toward_zombie", "calm", "health"} <= met
+
+
+def sight(ground: np.ndarray, place: np.ndarray, blocks: Any) -> dict[str, int]:
+    """How near the nearest block of each kind in sight is."""
+    near = {f"toward_{name}": 0 for name in ("tree", "stone", "coal", "iron", "water")}
+    for y in range(-3, 4):
+        for x in range(-4, 5):
+            row, column = place[0] + y, place[1] + x
+            if 0 <= row < ground.shape[0] and 0 <= column < ground.shape[1]:
+                name = f"toward_{blocks(int(ground[row, column])).name.lower()}"
+                if name in near:
+                    near[name] = max(near[name], 9 - abs(y) - abs(x))
+    return near

@@ -130,3 +130,38 @@ def test_a_deaf_network_does_not_react_to_what_it_must_not_hear() -> None:
     other[:, [2, 5]] += 100
     assert (net.forward(seen)[0] == net.forward(other)[0]).all()
     assert mask.sum() == mask.size - 2 * SHAPE.hidden
+
+
+def test_an_action_that_is_left_out_is_never_taken_and_never_comes_back() -> None:
+    rng = np.random.default_rng(3)
+    net, other = Network.initial(SHAPE, rng), Network.initial(SHAPE, np.random.default_rng(3))
+    net.never([1, 3])
+    seen = rng.normal(size=(64, 7)).astype(np.float32)
+    adam = Adam(net.flat.size)
+    for _ in range(20):
+        logprobs, _ = net.forward(seen)
+        acts = sample(logprobs, rng.random(64, np.float32))
+        assert set(acts.tolist()) == {0, 2}
+        assert np.exp(logprobs[:, [1, 3]]).max() == 0
+        old = logprobs[np.arange(64), acts]
+        gain, returns = rng.normal(size=(2, 64)).astype(np.float32)
+        gradient, losses = net.gradient(
+            seen, acts, old, gain, returns, clip=0.2, entropy_coef=0.1, value_coef=0.5
+        )
+        assert not gradient[np.isin(np.arange(net.flat.size), _columns_of(net, [1, 3]))].any()
+        assert np.isfinite(losses).all()
+        adam.step(net.flat, gradient, 0.05, 0.5)
+    # Among the actions that are left the odds begin as they would have been.
+    free, _ = other.forward(seen)
+    begun = Network.initial(SHAPE, np.random.default_rng(3))
+    begun.never([1, 3])
+    bound, _ = begun.forward(seen)
+    np.testing.assert_allclose(free[:, 0] - free[:, 2], bound[:, 0] - bound[:, 2], atol=1e-6)
+
+
+def _columns_of(net: Network, actions: list[int]) -> np.ndarray:
+    """Where in `flat` the weights and biases of these actions stand."""
+    marks = Network(net.shape)
+    marks.wh[:, actions] = 1
+    marks.bh[actions] = 1
+    return np.flatnonzero(marks.flat)

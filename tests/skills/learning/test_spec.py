@@ -113,3 +113,12 @@ def test_upkeep_that_could_never_end_is_refused() -> None:
         check_skill(parse_skill({**base, "upkeep": {"wood": 9}}), FEATURES)
     with pytest.raises(ConfigError, match="no feature named 'wod'"):
         check_skill(parse_skill({**base, "upkeep": {"wod": 3}}), FEATURES)
+
+
+def test_the_actions_of_a_skill_are_those_of_its_world() -> None:
+    skill = check_skill(parse_skill({**WOOD, "actions": ["left", "interact"]}), FEATURES)
+    assert skill.actions == ("left", "interact")
+    assert parse_skill(skill.as_dict()) == skill
+    assert "actions" not in parse_skill(WOOD).as_dict()
+    with pytest.raises(ConfigError, match=r"no action named 'interct' in crafting\. Did you mean 'interact'"):
+        check_skill(parse_skill({**WOOD, "actions": ["interct"]}), FEATURES)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.skills.learning.crafting import FEATURES, HANDS, CraftingWorld
+from shoal.core.errors import ConfigError
+from shoal.skills.learning.crafting import ACTIONS, FEATURES, HANDS, CraftingWorld
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.proposers import knowledge_base
@@ -227,3 +228,24 @@ def test_walking_gives_the_same_whether_lanes_are_dropped_or_not() -> None:
     assert (shrunk.length[~facing_tree] == horizon).all()
     assert int(shrunk.acted[0]) == int(fixed.acted[0]) == facing_tree.sum() + horizon * (~facing_tree).sum()
     assert (shrunk.ends.arrays["cells"] == fixed.ends.arrays["cells"]).all()
+
+
+def test_an_expert_takes_the_actions_of_its_skill_alone(quick: TrainingConfig) -> None:
+    words = ("left", "up", "interact")
+    skills = {**SKILLS, "Collect Wood": replace(SKILLS["Collect Wood"], actions=words)}
+    trainer = Trainer(replace(task(quick), skills=skills))
+    trainer.prepare()
+    taken: set[int] = set()
+    step = trainer.world.step
+    trainer.world.step = lambda actions, rng: taken.update(actions.tolist()) or step(actions, rng)  # type: ignore[method-assign]
+    for _ in range(3):
+        trainer.step()
+    assert {ACTIONS[action] for action in taken} == set(words)
+
+
+def test_an_action_that_the_world_lacks_is_named(quick: TrainingConfig) -> None:
+    skills = {**SKILLS, "Collect Wood": replace(SKILLS["Collect Wood"], actions=("left", "fly"))}
+    with pytest.raises(
+        ConfigError, match=r"'Collect Wood': crafting has no actions \['fly'\], only \['left'"
+    ):
+        Trainer(replace(task(quick), skills=skills))
