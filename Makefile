@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
 
-.PHONY: help setup demo demo-llm test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -76,14 +76,27 @@ bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about half an hour 
 bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes
 	$(BIN)/python benchmarks/ppo.py
 
-bench-vector: setup  ## vector environments beside Gymnasium, Stable-Baselines3, PufferLib and EnvPool, about twenty minutes
-	test -d .venv-bench-vector || $(PYTHON) -m venv .venv-bench-vector
+RIVALS := .venv-bench-vector
+.PHONY: rivals
+rivals: setup     # another environment: what shoal stands on, and the packages that are measured beside it
+	test -d $(RIVALS) || $(PYTHON) -m venv $(RIVALS)
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
-		$$(.venv-bench-vector/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
-	.venv-bench-vector/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
-	.venv-bench-vector/bin/python benchmarks/vector.py
-	.venv-bench-vector/bin/python benchmarks/vector.py --busy-core
-	PYTHONPATH=src .venv-bench-vector/bin/python benchmarks/faults.py
+		$$($(RIVALS)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	$(RIVALS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
+
+bench-scores: rivals  ## MuJoCo with the presets, three seeds, half an hour; CLEANRL=checkout runs CleanRL beside it, two hours
+	for seed in 1 2 3; do for env in Walker2d-v5 Hopper-v5 HalfCheetah-v5; do \
+		PYTHONPATH=src $(RIVALS)/bin/python -m shoal train-ppo --env $$env --seed $$seed --backend serial \
+			--run-dir runs/scores/shoal-$$env-$$seed || exit 1; \
+		test -z "$(CLEANRL)" || $(RIVALS)/bin/python benchmarks/ppo_cleanrl.py "$(CLEANRL)" --env $$env --seed $$seed \
+			--out runs/scores/cleanrl-$$env-$$seed || exit 1; \
+	done; done
+	$(BIN)/python benchmarks/ppo.py --scores runs/scores/*
+
+bench-vector: rivals  ## vector environments beside Gymnasium, Stable-Baselines3, PufferLib and EnvPool, about twenty minutes
+	$(RIVALS)/bin/python benchmarks/vector.py
+	$(RIVALS)/bin/python benchmarks/vector.py --busy-core
+	PYTHONPATH=src $(RIVALS)/bin/python benchmarks/faults.py
 	$(BIN)/python benchmarks/vector_tables.py
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
 	$(BIN)/python benchmarks/rollout.py
