@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from shoal.core.processes import StartMethod
+from shoal.core.processes import StartMethod, WorkerProcess
 from shoal.vector import make_vec
 from shoal.vector.buffers import shared_file
 from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty
@@ -465,6 +465,27 @@ def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_behind(method: 
     assert psutil.Process().num_fds() <= files
     assert not outcomes[0]
     assert outcomes[-1]
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 3])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_process_that_found_no_room_for_its_files_is_started_later(method: StartMethod, spare: int) -> None:
+    process = WorkerProcess("shoal.vector.worker:main", method)
+    process.start()
+    process.kill()
+    process.release()
+    before, files = children(), psutil.Process().num_fds()
+    with room_for(spare), pytest.raises(ConfigError, match="too many open files"):
+        process.start()
+    assert not process.alive()
+    process.kill()  # there is none: that kills nobody
+    process.release()
+    assert children() <= before
+    assert psutil.Process().num_fds() == files
+    process.start()
+    assert process.alive()
+    process.kill()
+    process.release()
 
 
 def test_a_worker_that_cannot_be_replaced_for_want_of_files_is_replaced_when_there_are_some() -> None:
