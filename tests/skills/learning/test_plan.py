@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError
 from shoal.skills.learning.craftax import features_of
 from shoal.skills.learning.crafting import FEATURES
-from shoal.skills.learning.plan import Step, covering_plan, dependencies, plan_for, providers, simulate
+from shoal.skills.learning.plan import (
+    Step,
+    covering_plan,
+    dependencies,
+    plan_for,
+    providers,
+    shortened,
+    simulate,
+)
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.spec import Features, Skill, load_skills, parse_skill
 
@@ -98,6 +106,39 @@ def test_a_plan_goes_on_from_what_the_hands_hold() -> None:
     assert plan_for("Make Iron Pickaxe", CLASSIC_SKILLS, CLASSIC, hands=away) == [
         Step("Place Table", 1),
         *makes,
+    ]
+
+
+@given(st.permutations(CLASSIC_SKILLS), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_a_shortened_plan_still_applies_every_skill_and_takes_no_longer(
+    order: list[Skill], goals: int
+) -> None:
+    by_name = {s.name: s for s in CLASSIC_SKILLS}
+    steps: list[Step] = []
+    for goal in order[:goals]:
+        hands = simulate(steps, by_name, CLASSIC)
+        assert hands is not None
+        way = plan_for(goal.name, CLASSIC_SKILLS, CLASSIC, 1, hands=hands)
+        if simulate([*steps, *way], by_name, CLASSIC) is not None:  # else the hands are full
+            steps += way
+    short = shortened(steps, by_name, CLASSIC)
+    replay(short, by_name, CLASSIC)
+    assert {step.skill for step in short} == {step.skill for step in steps}
+    applied, before = ([sum(step.count for step in plan)] for plan in (short, steps))
+    assert applied <= before
+    assert simulate(short, by_name, CLASSIC) is not None
+    assert shortened(short, by_name, CLASSIC) == short
+
+
+def test_nothing_is_made_twice_in_a_plan_to_several_goals() -> None:
+    by_name = {s.name: s for s in CLASSIC_SKILLS}
+    ways = [plan_for(name, CLASSIC_SKILLS, CLASSIC, 1) for name in ("Make Wood Pickaxe", "Make Wood Sword")]
+    assert shortened([step for way in ways for step in way], by_name, CLASSIC) == [
+        Step("Collect Wood", 4),
+        Step("Place Table", 1),
+        Step("Make Wood Pickaxe", 1),
+        Step("Make Wood Sword", 1),
     ]
 
 

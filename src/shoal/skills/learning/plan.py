@@ -254,15 +254,18 @@ def shortened(
 
     Every skill is still applied.
     """
-    steps = _merge_repeats(steps, skills, features, hands)
-    for at in range(len(steps) - 1, -1, -1):
-        twice = sum(step.skill == steps[at].skill for step in steps) > 1
-        for count in range(0 if twice else 1, steps[at].count):
-            less = [Step(steps[at].skill, count)] if count else []
-            trial = [*steps[:at], *less, *steps[at + 1 :]]
-            if simulate(trial, skills, features, hands) is not None:
-                steps = trial
-                break
+    before: list[Step] | None = None
+    while steps != before:  # what is left out may let others come together
+        before = steps
+        steps = _merge_repeats(steps, skills, features, hands)
+        for at in range(len(steps) - 1, -1, -1):
+            twice = sum(step.skill == steps[at].skill for step in steps) > 1
+            for count in range(0 if twice else 1, steps[at].count):
+                less = [Step(steps[at].skill, count)] if count else []
+                trial = [*steps[:at], *less, *steps[at + 1 :]]
+                if simulate(trial, skills, features, hands) is not None:
+                    steps = trial
+                    break
     return steps
 
 
