@@ -70,7 +70,7 @@ bench-split: setup ## splitting beside per-window processing, results to benchma
 
 bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over, speeds
 	$(BIN)/python benchmarks/skills.py
-bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about half an hour a seed (needs the extra "craftax"; SEEDS="0 1 2")
+bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about ten minutes a seed (needs the extra "craftax"; SEEDS="0 1 2")
 	$(BIN)/python benchmarks/craftax_classic.py $(SEEDS)
 
 bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes

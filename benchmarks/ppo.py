@@ -304,9 +304,8 @@ def scores(runs: list[Path]) -> list[dict[str, Any]]:
     for run in runs:
         config, summary = yaml.safe_load((run / "config.yaml").read_text()), read_json(run / "summary.json")
         found, preset = summary["metrics"], preset_for(config["env"])
-        rest = (
-            preset.total_timesteps % 2048 if preset and "program" in config else 0
-        )  # it ends with a whole update
+        # CleanRL ends with the last whole update.
+        rest = preset.total_timesteps % 2048 if preset and "program" in config else 0
         if preset is None or found["steps"] < preset.total_timesteps - rest:
             raise SystemExit(f"{run} is not a whole run of a preset")
         case, subject = f"score of {preset.name}", f"{config.get('program', 'shoal')}, seed {config['seed']}"

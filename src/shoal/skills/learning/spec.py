@@ -88,7 +88,7 @@ class Skill:
     upkeep: Mapping[str, int] = field(
         default_factory=dict
     )  # playing on, apply it whenever there is no more of these
-    actions: tuple[str, ...] = ()  # the only ones that its expert takes; empty: any
+    actions: tuple[str, ...] = ()  # the only ones that a new expert of it takes; empty: any
 
     def held(self, item: str) -> int:
         """How many of `item` must be there without being used up."""
