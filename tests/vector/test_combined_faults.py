@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -1387,6 +1387,13 @@ def test_a_reward_that_is_no_number_is_refused_with_its_env(layout: str, reward:
 KILL = np.int64(12)
 
 
+def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 @contextlib.contextmanager
 def housemates(mode: str) -> Iterator[Any]:
     """Envs 0 and 1 live in one process, each in a thread; env 0 has episodes of one step."""
@@ -1421,6 +1428,8 @@ def test_an_end_in_an_abandoned_step_is_told_though_its_env_is_lost(mode, lost):
         with pytest.raises(multiprocessing.TimeoutError):
             envs.step_wait(timeout=0.0)
         if lost == "before it is told":
+            until(envs.workers[0].answered)
+            time.sleep(0.1)  # the rest of its answer travels
             envs.step_some([1], [KILL])
             (end,) = envs.step_some([0], [np.int64(1)])
         else:
