@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
+from shoal.envs.spaces import ask_quickly
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.values import IN_BUFFER, Told
@@ -203,6 +204,8 @@ class EnvGroup:
 
     def take_steps(self) -> None:
         """Look up the step functions of the environments anew."""
+        for env in self.envs:
+            ask_quickly(env)
         self._steps = [env.step for env in self.envs]
         self._times.wrap(self._steps)
 
