@@ -90,7 +90,12 @@ def draw(shoal: Path, peer: Path, out: Path) -> None:
     for name, points in curves.items():
         steps, returns = np.array(points).T
         axes.plot(FRAMES * steps / 1e6, returns, label=name)
-    axes.set(xlabel="millions of frames", ylabel="return, mean of 100 episodes", title=f"{ENV}, one seed", ylim=(-21.5, 21.5))
+    axes.set(
+        xlabel="millions of frames",
+        ylabel="return, mean of 100 episodes",
+        title=f"{ENV}, one seed",
+        ylim=(-21.5, 21.5),
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=120)

@@ -1,3 +1,4 @@
+import socket
 import sys
 import threading
 
@@ -6,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core import executors
+from shoal.core.errors import ConfigError
 from shoal.core.executors import SerialExecutor, enter_ray, leave_ray, make_executor, map_ordered
 
 
@@ -151,3 +153,94 @@ def test_a_ray_of_somebody_else_is_left_alone(fake_ray):
     fake_ray.connect()  # another session by now
     leave_ray(mine)
     assert fake_ray.shutdowns == 2
+
+
+# --- which cluster
+@pytest.fixture
+def starts(monkeypatch, tmp_path):
+    """What `ray.init` was given; nothing is started, and no cluster of this machine is seen."""
+    ray = pytest.importorskip("ray")
+    from ray._private import services
+
+    given = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *args, **options: given.append((*args, options)))
+    monkeypatch.setattr(services, "find_gcs_addresses", dict)
+    monkeypatch.setattr(executors, "RAY_ANSWERS_SECONDS", 0.5)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    return given
+
+
+def note_cluster(tmp_path, address):
+    """As `ray start` does."""
+    (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_without_a_cluster_a_local_ray_is_started(starts):
+    assert executors.connect_ray(3)[1]
+    ((where, options),) = starts
+    assert (where, options["num_cpus"]) == ("local", 3)
+
+
+def test_a_cluster_that_was_started_here_is_used(starts, tmp_path, port):
+    note_cluster(tmp_path, f"127.0.0.1:{port}")
+    executors.connect_ray(3)
+    ((options,),) = starts
+    assert "num_cpus" not in options
+
+
+def test_a_cluster_that_is_gone_is_not_waited_for(starts, tmp_path, caplog):
+    """A head node that was killed leaves its address behind, and `ray.init` tries it for twenty minutes."""
+    note_cluster(tmp_path, f"127.0.0.1:{closed_port()}")
+    executors.connect_ray()
+    assert starts[0][0] == "local"
+    assert "is gone" in caplog.text
+
+
+@pytest.mark.parametrize("named", ["127.0.0.1:{}", "localhost:{}", "auto"])
+def test_a_named_cluster_that_does_not_answer_is_an_error(starts, tmp_path, monkeypatch, named):
+    gone = closed_port()
+    note_cluster(tmp_path, f"127.0.0.1:{gone}")
+    monkeypatch.setenv("RAY_ADDRESS", named.format(gone))
+    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS .* nothing answers at .*{gone}"):
+        executors.connect_ray()
+    assert not starts
+
+
+def test_auto_without_any_cluster_is_an_error(starts, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match="no Ray cluster runs here"):
+        executors.connect_ray()
+
+
+def test_a_named_cluster_that_is_just_starting_is_waited_for(starts, monkeypatch):
+    monkeypatch.setattr(executors, "RAY_ANSWERS_SECONDS", 30.0)
+    late = closed_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{late}")
+    servers = []
+    timer = threading.Timer(0.6, lambda: servers.append(socket.create_server(("127.0.0.1", late))))
+    timer.start()
+    executors.connect_ray()
+    timer.join()
+    servers[0].close()
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize("named", ["local", "ray://head:10001"])
+def test_other_names_are_left_to_ray(starts, monkeypatch, named):
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    executors.connect_ray()
+    assert (starts[0][0] == "local") is (named == "local")

@@ -11,14 +11,16 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.core.errors import WorkerDiedError, did_you_mean, missing_extra
+from shoal.core.errors import ConfigError, WorkerDiedError, did_you_mean, missing_extra
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -151,20 +153,70 @@ def _call(fn: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return fn(*args, **kwargs)
 
 
-def connect_ray() -> tuple[Any, bool]:
+RAY_ANSWERS_SECONDS = 10.0
+"""Within which a Ray cluster that is named must take a connection; `ray.init` itself would try for twenty minutes."""
+
+
+def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> tuple[Any, bool]:
     """The `ray` module, connected, and whether that was done here.
 
-    The cluster is the one that is connected, else the one that `RAY_ADDRESS` names, else a local one.
+    The cluster is the one that is connected, else the one that `RAY_ADDRESS` names, else the one that `ray start` left
+    on this machine, else a local one.
+
+    Args:
+        num_cpus: of a local one; the machine's if not given.
+        wanted_by: what to name where Ray is not installed.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: no cluster is where `RAY_ADDRESS` says.
     """
     try:
         import ray
     except ImportError as error:
-        raise missing_extra("Ray", "parallel") from error
-    started = not ray.is_initialized()
-    if started:
+        raise missing_extra(wanted_by, "parallel") from error
+    if ray.is_initialized():
+        return ray, False
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if _there_is_a_cluster():
+        ray.init(**options)
+    else:
         logger.info("starting a local Ray (no dashboard); connect to a cluster first to use that one")
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    return ray, started
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)
+    return ray, True
+
+
+def _there_is_a_cluster() -> bool:
+    """Whether `ray.init` finds one; it would also try one that is gone, whose address is still written down."""
+    from ray._private import services
+
+    named = os.environ.get("RAY_ADDRESS")
+    try:
+        found = services.get_ray_address_from_environment(None, None)
+    except ConnectionError as error:
+        raise ConfigError(f"RAY_ADDRESS is {named!r}, but no Ray cluster runs here: {error}") from error
+    if found is None or found == "local":
+        return False
+    host, _, port = found.rpartition(":")
+    end = time.monotonic() + (RAY_ANSWERS_SECONDS if named else 0.0)
+    while port.isdigit() and "://" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+            break
+        except OSError as error:
+            if time.monotonic() < end:
+                time.sleep(0.2)
+            elif named:
+                raise ConfigError(
+                    f"RAY_ADDRESS is {named!r}, but nothing answers at {found} ({error}): start the cluster "
+                    "(`ray start --head`), name another one, or unset RAY_ADDRESS for a local one"
+                ) from error
+            else:
+                logger.warning(
+                    "the Ray cluster that was started at %s is gone: a local one is started", found
+                )
+                return False
+    return True
 
 
 _SESSIONS: dict[Any, int] = {}
@@ -205,7 +257,7 @@ def leave_ray(session: Any) -> None:
 
 
 class RayExecutor(Executor):
-    """Runs tasks on a Ray cluster: the one that is connected or that `RAY_ADDRESS` names, else a local one.
+    """Runs tasks on a Ray cluster (see `connect_ray`).
 
     Args:
         options: of each task, such as `{"num_cpus": 1, "resources": {"env": 1}}`.

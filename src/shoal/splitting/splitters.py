@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from shoal.core.errors import DataError, ShoalError, missing_extra
-from shoal.core.executors import RayExecutor, SerialExecutor, map_ordered
+from shoal.core.errors import DataError, ShoalError
+from shoal.core.executors import RayExecutor, SerialExecutor, connect_ray, map_ordered
 from shoal.core.sharing import Parked, Shared, park, parking_place, shared_by_ray
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
 from shoal.splitting.cut import Cut, Limits, answers_of, places_of
@@ -455,17 +455,7 @@ SPLITTERS: dict[str, type[TrajectorySplitter]] = {
 
 def _start_ray(num_cpus: int) -> int:
     """Start a local Ray if none is running; returns how many tasks may be submitted ahead."""
-    try:
-        import ray
-    except ImportError as error:
-        raise missing_extra("split_parallel", "parallel") from error
-    if not ray.is_initialized():
-        logger.info("starting a local Ray without dashboard; ray.shutdown() ends it")
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        try:
-            ray.init(num_cpus=num_cpus, include_dashboard=False, **quiet)
-        except ValueError:  # RAY_ADDRESS or `ray start` names a cluster: it has CPUs of its own
-            ray.init(**quiet)
+    ray, _ = connect_ray(num_cpus, wanted_by="split_parallel")
     # Where Ray has more CPUs than asked for, what is submitted is what runs.
     return num_cpus if ray.cluster_resources().get("CPU", 0) > num_cpus else 2 * num_cpus
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoal.core.errors import ConfigError, did_you_mean, missing_extra
-from shoal.core.executors import available_cpus
+from shoal.core.errors import ConfigError, did_you_mean
+from shoal.core.executors import available_cpus, connect_ray
 
 Handle = dict[str, Any]
 Ended = Callable[[str], None]  # called with how it ended, in words, from another thread
@@ -235,13 +235,8 @@ class RayLauncher:
     name = "ray"
 
     def __init__(self, gpus: float = 0.0, cpus: float | None = None, slots: int = 1) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise missing_extra("the Ray launcher", "parallel") from error
+        ray, _ = connect_ray(wanted_by="the Ray launcher")
         self._ray = ray
-        if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
         self._gpus = gpus
         cluster = float(ray.cluster_resources().get("CPU", available_cpus()))
         self._cpus = cpus if cpus is not None else max(1.0, cluster // slots)
