@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from shoal.cli import doctor
 from shoal.cli.main import main
+from shoal.core import executors
 
 
 def findings(capsys, *words, code=0):
@@ -85,3 +87,15 @@ def test_the_self_test_runs_with_64_open_files(tmp_path):
     assert done.returncode == 0, done.stdout
     assert (found["files"], found["vector"], found["rollout"]) == ("warning", "ok", "ok")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ray_cluster_that_does_not_answer_is_found(monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setattr(executors, "RAY_ANSWERS_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert address in doctor._ray().found
+    finding = doctor._ray()
+    assert finding.status == "failed"
+    assert f"nothing answers at {address}" in finding.found

@@ -19,6 +19,8 @@ from typing import Literal
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import print_json
+from shoal.core.errors import ConfigError
+from shoal.core.executors import find_ray_cluster
 
 Status = Literal["ok", "missing", "warning", "failed"]
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -257,7 +259,10 @@ def _ray() -> Finding:
         return Finding(
             "ray", "missing", "not installed", 'for several machines: pip install "shoal[parallel]"'
         )
-    address = os.environ.get("RAY_ADDRESS")
+    try:
+        address = find_ray_cluster()
+    except ConfigError as error:
+        return Finding("ray", "failed", str(error), "until then no run on Ray can start")
     return Finding(
         "ray", "ok", f"{_version('ray')}, " + (f"cluster at {address}" if address else "started here on use")
     )

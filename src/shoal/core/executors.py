@@ -178,7 +178,7 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> tuple
     if ray.is_initialized():
         return ray, False
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if _there_is_a_cluster():
+    if find_ray_cluster():
         ray.init(**options)
     else:
         logger.info("starting a local Ray (no dashboard); connect to a cluster first to use that one")
@@ -186,17 +186,23 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> tuple
     return ray, True
 
 
-def _there_is_a_cluster() -> bool:
-    """Whether `ray.init` finds one; it would also try one that is gone, whose address is still written down."""
+def find_ray_cluster() -> str | None:
+    """The address of the cluster that `ray.init` would connect to, if it answers; None: it is to start a local one.
+
+    `ray.init` would also try a cluster that is gone, whose address is still written down.
+
+    Raises:
+        ConfigError: no cluster is where `RAY_ADDRESS` says.
+    """
     from ray._private import services
 
     named = os.environ.get("RAY_ADDRESS")
     try:
-        found = services.get_ray_address_from_environment(None, None)
+        found: str | None = services.get_ray_address_from_environment(None, None)
     except ConnectionError as error:
         raise ConfigError(f"RAY_ADDRESS is {named!r}, but no Ray cluster runs here: {error}") from error
     if found is None or found == "local":
-        return False
+        return None
     host, _, port = found.rpartition(":")
     end = time.monotonic() + (RAY_ANSWERS_SECONDS if named else 0.0)
     while port.isdigit() and "://" not in host:
@@ -215,8 +221,8 @@ def _there_is_a_cluster() -> bool:
                 logger.warning(
                     "the Ray cluster that was started at %s is gone: a local one is started", found
                 )
-                return False
-    return True
+                return None
+    return found
 
 
 _SESSIONS: dict[Any, int] = {}
