@@ -73,9 +73,6 @@ bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over,
 bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about ten minutes a seed (needs the extra "craftax"; SEEDS="0 1 2")
 	$(BIN)/python benchmarks/craftax_classic.py $(SEEDS)
 
-bench-ppo: setup ## PPO beside Stable-Baselines3 and a single-file PPO, about ten minutes
-	$(BIN)/python benchmarks/ppo.py
-
 RIVALS := .venv-bench-vector
 .PHONY: rivals
 rivals: setup     # another environment: what shoal stands on, and the packages that are measured beside it
@@ -83,6 +80,10 @@ rivals: setup     # another environment: what shoal stands on, and the packages 
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$($(RIVALS)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	$(RIVALS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
+
+bench-ppo: rivals  ## PPO beside Stable-Baselines3, sbx and a single-file PPO, about fifteen minutes
+	$(RIVALS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-ppo.txt
+	$(RIVALS)/bin/python benchmarks/ppo.py
 
 bench-scores: rivals  ## MuJoCo with the presets, three seeds, half an hour; CLEANRL=checkout runs CleanRL beside it, two hours
 	for seed in 1 2 3; do for env in Walker2d-v5 Hopper-v5 HalfCheetah-v5; do \

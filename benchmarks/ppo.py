@@ -1,10 +1,10 @@
-"""PPO beside Stable-Baselines3 and a single-file PPO: steps a second and time to solve CartPole.
+"""PPO beside Stable-Baselines3, sbx and a single-file PPO: steps a second and time to solve CartPole.
 
     python benchmarks/ppo.py [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3]
     python benchmarks/ppo.py --scores runs/ppo-Hopper-v5 ...     notes what finished runs of `shoal train-ppo` reached,
                                                                  and those of benchmarks/ppo_cleanrl.py
 
-Same hyperparameters and torch threads (one) for all. Steps are counted after a first warm update; subjects
+Same hyperparameters and threads (one) for all. Steps are counted after a first warm update; subjects
 take turns, a row is the median of its rounds. CPU seconds include worker processes. The compiled path
 is checked against torch autograd before any time is taken.
 """
@@ -12,6 +12,7 @@ is checked against torch autograd before any time is taken.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import importlib.metadata
@@ -65,7 +66,10 @@ IMAGES = (
     "shoal, bfloat16",
     "shoal, bfloat16, 2 workers",
 )  # all on the torch path
-SB3, SINGLE, LIMIT = "Stable-Baselines3", "single-file PPO", "limit: stepping only"
+SB3, SBX, SINGLE, LIMIT = "Stable-Baselines3", "sbx", "single-file PPO", "limit: stepping only"
+LIBRARIES = {SB3: "stable_baselines3", SBX: "sbx"}
+"""The latter is the former's algorithms in JAX, with the same interface."""
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
 Meter = Callable[[], tuple[float, float]]
 
@@ -128,8 +132,7 @@ def is_game(env: str) -> bool:
     return env.startswith("ALE/")
 
 
-def run_sb3(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
-    import stable_baselines3
+def run_peer(library: str, env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack
@@ -144,7 +147,8 @@ def run_sb3(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> No
         policy = "CnnPolicy"
     else:
         policy, envs = "MlpPolicy", make_vec_env(env, n_envs)
-    model = stable_baselines3.PPO(policy, envs, batch_size=n_envs * 32, device="cpu", seed=0, **settings)
+    ppo = importlib.import_module(library).PPO
+    model = ppo(policy, envs, batch_size=n_envs * 32, device="cpu", seed=0, **settings)
     model.learn(10**9, callback=Stop())
     model.get_env().close()
 
@@ -184,21 +188,22 @@ def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -
     # The single-file PPO has no images and no continuous actions.
     single = not is_game(env) and hasattr(gym.spec(env).make().action_space, "n")
     for n_envs in counts:
-        peers = (SB3, SINGLE) if single else (SB3,)
+        peers = (SB3, SBX, SINGLE) if single else (SB3,) if is_game(env) else (SB3, SBX)
         own = IMAGES if is_game(env) else SHOAL
         subjects = [*(s for s in own if n_envs > 1 or "workers" not in s), *peers, LIMIT]
         rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
         for _ in range(rounds):
             for subject in subjects:
-                watch = Watch(128 * n_envs * (8 if subject == LIMIT else 1), seconds)
+                # The first update of sbx compiles it.
+                watch = Watch(128 * n_envs * {LIMIT: 8, SBX: 2}.get(subject, 1), seconds)
                 if subject.startswith("shoal"):
                     run_shoal(subject, env, n_envs, THROUGHPUT, watch)
                 elif subject == LIMIT:
                     run_limit(env, n_envs, watch)
                 elif subject == SINGLE:
                     run_single(env, n_envs, THROUGHPUT, watch)
-                elif importlib.util.find_spec("stable_baselines3"):
-                    run_sb3(env, n_envs, THROUGHPUT, watch)
+                elif importlib.util.find_spec(LIBRARIES[subject]):
+                    run_peer(LIBRARIES[subject], env, n_envs, THROUGHPUT, watch)
                 else:
                     continue
                 rates[subject].append(watch.rates)
@@ -233,8 +238,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
                     return int(found["steps"])
         return -1
 
-    def sb3(_: str, seed: int) -> int:
-        import stable_baselines3
+    def peer(subject: str, seed: int) -> int:
         from stable_baselines3.common.callbacks import BaseCallback
         from stable_baselines3.common.env_util import make_vec_env
 
@@ -248,7 +252,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
                 return self.solved < 0
 
         stop = Stop()
-        model = stable_baselines3.PPO(
+        model = importlib.import_module(LIBRARIES[subject]).PPO(
             "MlpPolicy", make_vec_env("CartPole-v1", 8, seed=seed), device="cpu", seed=seed, ent_coef=0.0,
             learning_rate=lambda left: left * 1e-3, clip_range=lambda left: left * 0.2, **base,
         )  # fmt: skip
@@ -273,8 +277,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
     runs: dict[str, Callable[[str, int], int]] = {
         "shoal": shoal, "shoal, 2 workers": shoal, "shoal, torch path": shoal, SINGLE: single
     }  # fmt: skip
-    if importlib.util.find_spec("stable_baselines3"):
-        runs[SB3] = sb3
+    runs |= {name: peer for name, library in LIBRARIES.items() if importlib.util.find_spec(library)}
     rows = []
     for subject, play in runs.items():
         found = []
@@ -348,8 +351,8 @@ def save(rows: list[dict[str, Any]], *, timed: bool = True) -> None:
     old = before["rows"]
     cases = {r["case"] for r in rows}
     versions = {"python": platform.python_version()}
-    for name in ("numpy", "gymnasium", "torch", "numba", "stable_baselines3"):
-        if importlib.util.find_spec(name):
+    for name in ("numpy", "gymnasium", "torch", "numba", "stable_baselines3", "sbx-rl", "jax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     RESULTS.parent.mkdir(exist_ok=True)
     told = {

@@ -15,7 +15,7 @@ from shoal.train.ppo.presets import PRESETS  # noqa: E402
 
 SUBJECTS = (
     "shoal", "shoal, 2 workers", "shoal, torch path", "shoal, bfloat16", "shoal, bfloat16, 2 workers",
-    "Stable-Baselines3", "single-file PPO", "limit: stepping only",
+    "Stable-Baselines3", "sbx", "single-file PPO", "limit: stepping only",
 )  # fmt: skip
 COUNTS = (1, 4, 8, 16)
 PUBLISHED = {
