@@ -83,6 +83,7 @@ class CounterConfig:
     once: str = ""
     """A file: a fault happens only while it is absent, and makes it."""
     nap: float = 0.0
+    make_nap: float = 0.0
 
 
 class CounterEnv(TextEnv[CounterConfig]):
@@ -96,6 +97,7 @@ class CounterEnv(TextEnv[CounterConfig]):
 
     def __init__(self, config=None, **settings):
         super().__init__(config, **settings)
+        time.sleep(self.config.make_nap)
         if self.config.fault == "make":
             raise OSError("no such world")
 

@@ -6,7 +6,10 @@ proportions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +20,13 @@ from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
+from shoal.rollout.parallel.worker import close_all
 from shoal.rollout.prompts import PromptConfig
 from shoal.vector import make_vec
 from shoal.vector.make import BackendName as Backend
+
+CLOSE_SECONDS = 10.0
+"""For which the end of an env that was made to look at it is waited for."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,8 @@ class VectorConfig:
     num_workers: int | None = None
     step_timeout: float | None = None
     """Seconds after which an env that does not answer is given up."""
+    make_timeout: float | None = None
+    """Seconds that the constructor of an env may take; `step_timeout` if not given."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,7 @@ def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = 
         backend=vector.backend,
         num_workers=None if vector.backend == "serial" else vector.num_workers,
         step_timeout=vector.step_timeout,
+        make_timeout=vector.make_timeout,
         autoreset="disabled",
         on_failure="restart",  # a failed env costs its episode
         max_restarts=1000,
@@ -180,9 +190,9 @@ def make_roles(
     roles = {}
     for tag in dict.fromkeys(tags):
         kind = custom_envs[tag]
-        env = _make(tag, kind)
-        limits = (max_turn, kind.max_actions_per_traj, env.config.max_steps)
-        role = role_of(tag, env, min(limit for limit in limits if limit is not None))
+        with _made(tag, kind) as env:
+            limits = (max_turn, kind.max_actions_per_traj, env.config.max_steps)
+            role = role_of(tag, env, min(limit for limit in limits if limit is not None))
         roles[tag] = replace(role, projection=several(role.projection, kind), prompt=kind.prompt)
     return roles
 
@@ -197,14 +207,19 @@ def several(projection: Projection, kind: EnvTag) -> Projection:
 def validate_environment_config(config: Any) -> EnvironmentConfig:
     """The checked config; a `ConfigError` says which key is wrong, what was expected and what came.
 
-    Every kind of env that is used is made once, so that a wrong setting shows now and not in a worker.
+    Every kind of env that is used is made once, and closed, so that a wrong setting shows now and not in a worker;
+    within the time that `config` gives its constructor, if it gives one.
     """
+    limits = [config.agent_proxy.parallel] if hasattr(config, "agent_proxy") else []
     if isinstance(config, Mapping):
         known = {"es_manager", "custom_envs", "use_parallel_envs", "vector"}
         config = from_mapping(EnvironmentConfig, {key: config[key] for key in config if key in known})
     checked = EnvironmentConfig(
         config.es_manager, config.custom_envs, config.use_parallel_envs, config.vector
     )
+    given = [item.make_timeout or item.step_timeout for item in (checked.vector, *limits)]
+    seconds = max((limit for limit in given if limit is not None), default=None)
+    tried: set[str] = set()
     for side in ("train", "val"):
         tags = getattr(checked.es_manager, side).group_tags()
         if not tags:
@@ -215,8 +230,46 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
                     f"es_manager.{side}.env_configs.tags names {tag!r}, which is not in custom_envs."
                     f"{did_you_mean(tag, checked.custom_envs)}"
                 )
-            _make(tag, checked.custom_envs[tag])
+            if tag not in tried:
+                tried.add(tag)
+                _try(tag, checked.custom_envs[tag], seconds)
     return checked
+
+
+def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
+    """Make an env of a kind and close it; a constructor that takes too long is left behind in its thread."""
+    if seconds is None:
+        with _made(tag, kind):
+            return
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            with _made(tag, kind):
+                ended.put(None)
+        except BaseException as error:  # SystemExit, say: whoever waits is to be told
+            ended.put(error)
+
+    threading.Thread(target=work, daemon=True, name=f"shoal-try-{tag}").start()
+    try:
+        error = ended.get(timeout=seconds)
+    except queue.Empty:
+        raise ConfigError(
+            f"custom_envs.{tag}: making one env of {kind.env_type!r} took longer than {seconds:g} s "
+            "(make_timeout, else step_timeout)"
+        ) from None
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def _made(tag: str, kind: EnvTag) -> Iterator[TextEnv[Any]]:
+    """An env of a kind, closed in the end; one that cannot be closed is left behind."""
+    env = _make(tag, kind)
+    try:
+        yield env
+    finally:
+        close_all([env], CLOSE_SECONDS)
 
 
 def _make(tag: str, kind: EnvTag) -> TextEnv[Any]:

@@ -32,6 +32,8 @@ class ParallelConfig:
     """Requests that the engine gets at once, at most."""
     step_timeout: float | None = None
     """Seconds after which an env that does not answer is given up and its episode ends as "timeout"."""
+    make_timeout: float | None = None
+    """Seconds that the constructor of an env may take; `step_timeout` if not given."""
     episode_timeout: float | None = None
     """Seconds after which an episode ends as "timeout"."""
     request_timeout: float | None = None
@@ -53,7 +55,7 @@ class ParallelConfig:
     "loky" and "ray" they then end with their process, without their `close`)."""
 
     def __post_init__(self) -> None:
-        for name in ("step_timeout", "episode_timeout", "request_timeout", "engine_timeout"):
+        for name in ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive seconds or null, got {value}")

@@ -158,6 +158,64 @@ def test_an_env_that_hangs_is_given_up_in_time(calm, backend):
     check_failures(calm, played, "timeout", r"step\(\d\) did not answer within 0.6 s")
 
 
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_constructor_may_have_more_time_than_a_step(calm, backend):
+    limits = {"step_timeout": 0.5, "make_timeout": 30}
+    played, report = play(backend, make_nap=1.0, parallel={**limits, "keep_envs": True})
+    assert played == calm
+    assert report.worker_deaths == 0
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_a_constructor_that_takes_too_long_is_given_up_though_steps_may_take_for_ever(n_jobs):
+    parallel = {"make_timeout": 0.3, "episodes_at_once": 1}
+    with ParallelRolloutManager(
+        config(groups=1, n_jobs=n_jobs, parallel=parallel), HashEngine(), backend="threads"
+    ) as m:
+        m._env_fns["Counter"] = lambda: CounterEnv(make_nap=20.0)
+        began = time.monotonic()
+        played = m.collect(4)
+        assert time.monotonic() - began < 10
+    assert {(t.status, t.error) for t in played} == {("timeout", "make did not answer within 0.3 s")}
+
+
+@pytest.mark.parametrize(
+    "limits", [{"make_timeout": 0.3}, {"step_timeout": 0.3}, {"make_timeout": 0.3, "step_timeout": 9}]
+)
+@pytest.mark.parametrize("place", ["vector", "parallel"])
+def test_a_config_whose_env_is_not_made_in_time_is_refused(place, limits):
+    settings = config(make_nap=20.0, parallel=limits if place == "parallel" else None)
+    settings |= {"vector": limits} if place == "vector" else {}
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"custom_envs.Counter: .*'test_counter' took longer than 0.3 s"):
+        ParallelRolloutManager(settings, HashEngine())
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("limit", [None, 20.0])
+def test_envs_that_are_made_to_look_at_them_are_closed(limit, monkeypatch):
+    closed, made = [], []
+    start = CounterEnv.__init__
+    monkeypatch.setattr(
+        CounterEnv, "__init__", lambda env, *a, **k: (made.append(env), start(env, *a, **k))[1]
+    )
+    monkeypatch.setattr(CounterEnv, "close", lambda env: closed.append(env))
+    with ParallelRolloutManager(config(parallel={"step_timeout": limit}), HashEngine()):
+        end = time.monotonic() + 10
+        while len(closed) < len(made) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert made
+    assert set(map(id, closed)) == set(map(id, made))
+
+
+@pytest.mark.parametrize("limit", [None, 20.0])
+def test_what_a_constructor_raises_is_told(limit):
+    settings = config(parallel={"make_timeout": limit})
+    settings["custom_envs"]["Counter"]["env_config"]["fault"] = "make"
+    with pytest.raises(OSError, match="no such world"):
+        ParallelRolloutManager(settings, HashEngine())
+
+
 def test_an_env_that_cannot_be_made_is_data(calm):
     settings = config()
     with ParallelRolloutManager(settings, HashEngine(), backend="threads") as manager:
@@ -307,6 +365,8 @@ def test_settings_that_cannot_run_are_refused():
         ParallelRolloutManager(config(), HashEngine(), backend="proceses")
     with pytest.raises(ConfigError, match="n_jobs must be -1"):
         ParallelRolloutManager(config(), HashEngine(), n_jobs=0)
+    with pytest.raises(ConfigError, match="make_timeout must be positive"):
+        ParallelRolloutManager(config(parallel={"make_timeout": -1}), HashEngine())
     with pytest.raises(ConfigError, match="step_timeout must be positive"):
         ParallelRolloutManager(config(parallel={"step_timeout": 0}), HashEngine())
 

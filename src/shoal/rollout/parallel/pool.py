@@ -49,7 +49,7 @@ BEAT = 0.5
 CLOSE_SECONDS = 5.0
 """For which a worker may close the envs that it kept."""
 GRACE = 5.0
-"""Seconds beyond `step_timeout` after which a worker that gives no sign of life is killed."""
+"""Seconds beyond what an env may take, after which a worker that gives no sign of life is killed."""
 logger = logging.getLogger(__name__)
 
 
@@ -169,7 +169,9 @@ class Pool:
 
 def heartbeat_timeout(settings: ParallelConfig) -> float | None:
     """Seconds without a sign of life after which a worker counts as frozen."""
-    return None if settings.step_timeout is None else settings.step_timeout + GRACE
+    if settings.step_timeout is None:
+        return None
+    return max(settings.step_timeout, settings.make_timeout or 0.0) + GRACE
 
 
 class _Threads(Executor):

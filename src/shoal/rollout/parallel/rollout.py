@@ -136,6 +136,7 @@ class ParallelRolloutManager:
             self.settings.episode_timeout,
             self.settings.request_timeout,
             self.settings.env_retries,
+            self.settings.make_timeout,
         )
         self._inference: SharedLLMInferenceManager | None = None
         self._pool = Pool(self.backend, self._workers, self.settings, lambda: self.inference)

@@ -40,6 +40,9 @@ from shoal.rollout.samplers.sampler import (
 logger = logging.getLogger(__name__)
 
 
+MAKE = "make"
+
+
 # --- what a worker is given, and what it reports
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -58,6 +61,17 @@ class Limits:
     episode_seconds: float | None = None
     request_seconds: float | None = None
     env_retries: int = 1  # times an episode starts again in a fresh env after its env failed
+    make_seconds: float | None = None  # of a constructor; None: those of a step
+
+    def of(self, doing: str) -> float | None:
+        """Seconds that an env may take for what it does."""
+        return self.make_seconds if doing == MAKE and self.make_seconds is not None else self.step_seconds
+
+    @property
+    def deadlines(self) -> list[float]:
+        """Those that somebody has to keep an eye on."""
+        kept = self.step_seconds, self.make_seconds, self.episode_seconds
+        return [seconds for seconds in kept if seconds is not None]
 
 
 @dataclass(frozen=True)
@@ -171,17 +185,17 @@ class Player:
     episode: Episode | None = None
     assignment: Assignment | None = None
     began: float = 0.0
-    doing: str = ""
-    in_env_since: float | None = None
+    inside: tuple[str, float] | None = None
+    """What the env is at, and since when."""
     abandoned: bool = False
 
     def overdue(self, now: float, limits: Limits) -> str | None:
         """Why this player's episode has to be given up, if it has."""
-        since = self.in_env_since
+        inside = self.inside
         if self.episode is None:
             return None
-        if since is not None and limits.step_seconds is not None and now - since > limits.step_seconds:
-            return f"{self.doing} did not answer within {limits.step_seconds:g} s"
+        if inside is not None and (seconds := limits.of(inside[0])) is not None and now - inside[1] > seconds:
+            return f"{inside[0]} did not answer within {seconds:g} s"
         if limits.episode_seconds is not None and now - self.began > limits.episode_seconds:
             return f"the episode did not end within {limits.episode_seconds:g} s"
         return None
@@ -193,7 +207,7 @@ class Player:
             EnvFailedError: it raised something, be it `SystemExit` or a cancellation; Ctrl-C is none of its own.
         """
         process, failure = os.getpid(), None
-        self.doing, self.in_env_since = doing, time.monotonic()
+        self.inside = doing, time.monotonic()
         try:
             return call()
         except BaseException as error:
@@ -203,7 +217,7 @@ class Player:
             message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise EnvFailedError(f"{doing} failed: {message}") from error
         finally:
-            self.in_env_since = None
+            self.inside = None
             if os.getpid() != process:
                 _end_forked(failure)
 
@@ -312,7 +326,7 @@ class _Worker:
         if self.share.lockstep:
             self.link.entered([assignment.place.key() for assignment in self.first])
         try:
-            if n_threads == 1 and limits.step_seconds is None and limits.episode_seconds is None:
+            if n_threads == 1 and not limits.deadlines:
                 self._play_all(Player())
             else:
                 self._start_threads(n_threads)
@@ -351,8 +365,7 @@ class _Worker:
     def _supervise(self) -> None:
         """Wait for the end, and give up on envs that do not answer."""
         limits = self.share.limits
-        deadlines = [s for s in (limits.step_seconds, limits.episode_seconds) if s is not None]
-        look = min(deadlines) / 4 if deadlines else None
+        look = min(limits.deadlines) / 4 if limits.deadlines else None
         with self.changed:
             while self.open and self.error is None:
                 self.changed.wait(look)
@@ -429,7 +442,7 @@ class _Worker:
         why: str | None = None
         env: Any = None
         try:
-            env = player.in_env("make", lambda: self.shelf.take(self.kinds[tag], share.env_fns[tag]))
+            env = player.in_env(MAKE, lambda: self.shelf.take(self.kinds[tag], share.env_fns[tag]))
             player.in_env("reset", partial(_reset, episode, env))
             self._act(episode, env, player)
             status = "ok"
