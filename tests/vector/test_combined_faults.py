@@ -426,6 +426,15 @@ def test_making_an_env_may_take_longer_than_a_step(layout: str) -> None:
         assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
 
 
+@pytest.mark.parametrize("argument", ["step_timeout", "make_timeout"])
+def test_a_constructor_that_hangs_is_not_tried_by_the_caller(argument: str) -> None:
+    fns = faulty("hang", [0], 3, where="init")
+    began = time.monotonic()
+    with pytest.raises(WorkerTimeoutError, match=r"env 0\b.* make"):
+        make_vec(fns, backend="auto", **{argument: 0.5})
+    assert time.monotonic() - began < 20
+
+
 @pytest.mark.parametrize("layout", PARALLEL)
 @pytest.mark.parametrize("k", [1, 4])
 def test_restarts_whose_constructors_hang_end_in_time(layout: str, k: int, tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ def _plan(env_fns: Sequence[EnvFn], options: Options) -> Plan:
     n_envs, workers, limited = len(env_fns), options.num_workers, options.step_timeout is not None
     if options.backend in ("serial", "thread", "ray"):
         return Plan(options.backend, workers=workers or 0)
-    guarded = limited or options.on_failure != "raise"
+    guarded = limited or options.make_timeout is not None or options.on_failure != "raise"
     if options.backend == "auto" and workers is None and not options.threads and not guarded:
         cost = probe(env_fns[0])
         return Plan("serial") if cost is None else choose(cost, n_envs)
