@@ -104,7 +104,8 @@ class Pace:
     def __init__(self) -> None:
         self.cost = 0.0
         """Seconds of a call that do not depend on how much is asked; 0 until calls of several sizes were seen."""
-        self._calls = [0.0] * 5  # sums of 1, n, seconds, n * n, n * seconds; older ones count less
+        # Sums over the calls of 1, n, seconds, n * n, n * seconds; older ones count less.
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
         self._delays: deque[float] = deque(maxlen=512)  # from an answer to the next question, the last ones
         self._sorted: list[float] = []
         self._out: dict[EpisodeName, float] = {}  # when each episode was answered that has not asked since
@@ -118,9 +119,11 @@ class Pace:
 
     def called(self, n: int, seconds: float) -> None:
         """A call for `n` requests took so long."""
-        seen = (1.0, n, seconds, n * n, n * seconds)
-        self._calls = [MEMORY * old + new for old, new in zip(self._calls, seen, strict=True)]
-        count, x, y, xx, xy = self._calls
+        self._count = count = MEMORY * self._count + 1.0
+        self._x = x = MEMORY * self._x + n
+        self._y = y = MEMORY * self._y + seconds
+        self._xx = xx = MEMORY * self._xx + n * n
+        self._xy = xy = MEMORY * self._xy + n * seconds
         spread = xx - x * x / count
         self.cost = 0.0
         if spread > 1e-9 * xx:

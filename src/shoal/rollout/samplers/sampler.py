@@ -121,7 +121,9 @@ def checked(
     if len(answers) != len(requests):
         raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
     stated = getattr(engine, "capabilities", None)
-    by_tokens = getattr(stated, "token_ids", True), getattr(stated, "logprobs", True)
+    by_tokens = True, True
+    if stated is not None:
+        by_tokens = getattr(stated, "token_ids", True), getattr(stated, "logprobs", True)
     size = vocabulary_of(engine)
     found: list[Completion | Exception] = []
     for request, answer in zip(requests, answers, strict=True):
@@ -296,8 +298,10 @@ def generate_each(
                 half = len(part) // 2
                 return ask(part[:half], attempt) + ask(part[half:], attempt)
             return ask(part, attempt + 1) if attempt < retries else [refused]
+        if each is None or attempt >= retries:
+            return answers
         failed = [i for i, answer in enumerate(given) if isinstance(answer, Exception)]
-        if failed and each is not None and attempt < retries and not given_up():
+        if failed and not given_up():
             engine = on_failure(len(failed), None) if on_failure is not None else engine
             for i, answer in zip(failed, ask([part[i] for i in failed], attempt + 1), strict=True):
                 answers[i] = answer
