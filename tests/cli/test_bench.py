@@ -63,12 +63,12 @@ def test_what_differs_from_a_plain_loop_is_named_and_not_timed():
 
 
 def test_an_environments_own_batch_is_measured_where_there_is_one_and_named_where_it_is_fastest(capsys):
-    brief = ["--num-envs", "64", "--seconds", "0.1", "--no-peers"]
+    brief = ["--num-envs", "512", "--seconds", "0.2", "--no-peers"]
     assert main(["bench", "CartPole-v1", *brief, "--backends", "serial", "native"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "another implementation" in out
     assert re.search(
-        r"native is [\d.]+x the next: make_vec\('CartPole-v1', 64, backend='native', autoreset='next_step'\)",
+        r"native is [\d.]+x the next: make_vec\('CartPole-v1', 512, backend='native', autoreset='next_step'\)",
         out,
     )
     assert ways(BenchOptions("CartPole-v1")).keys() >= {"serial", "native"}
