@@ -12,6 +12,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from shoal.core import executors
 from shoal.core.errors import DataError
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.splitters import _start_ray
@@ -84,6 +85,7 @@ def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
         is_initialized=lambda: False, init=init, cluster_resources=lambda: {"CPU": 8.0}
     )
     monkeypatch.setitem(sys.modules, "ray", running)
+    monkeypatch.setattr(executors, "find_ray_cluster", lambda: "10.0.0.1:6379")
     assert _start_ray(2) == 2
     assert len(joined) == 1
 

@@ -299,9 +299,8 @@ def test_an_observation_with_nan_is_refused_once_and_no_end_comes_of_it(mode: st
 def test_an_error_tells_the_action_where_there_was_one_and_only_there() -> None:
     envs = make_vec([functools.partial(Faulty, "raise")] * 2, backend="serial")
     envs.reset(seed=0)
-    with pytest.raises(
-        ZeroDivisionError, match=r"failed in step with action np.int64\(9\): ZeroDivisionError"
-    ):
+    told = r"failed in step with action (9|np.int64\(9\)): ZeroDivisionError"  # as NumPy's print options are
+    with pytest.raises(ZeroDivisionError, match=told):
         envs.step([1, 9])
     with pytest.raises(AttributeError, match=r"^env 0 \(pid \d+\) failed in call nothing: "):
         envs.call("nothing")
