@@ -122,6 +122,7 @@ def test_in_append_mode_each_prompt_extends_the_tokens_before_it():
             "must sum to env_groups=4 or to a divisor",
         ),
         ({"es_manager": {"train": {"env_configs": {}}}}, "must name at least one of custom_envs"),
+        ({"vector": {"make_timeout": -1}}, "vector.make_timeout must be positive seconds or null, got -1"),
     ],
 )
 def test_a_config_that_cannot_run_says_which_key_is_wrong(change, message):

@@ -119,6 +119,12 @@ class VectorConfig:
     make_timeout: float | None = None
     """Seconds that the constructor of an env may take; `step_timeout` if not given."""
 
+    def __post_init__(self) -> None:
+        for name in ("step_timeout", "make_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"vector.{name} must be positive seconds or null, got {value}")
+
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
@@ -210,14 +216,16 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
     Every kind of env that is used is made once, and closed, so that a wrong setting shows now and not in a worker;
     within the time that `config` gives its constructor, if it gives one.
     """
-    limits = [config.agent_proxy.parallel] if hasattr(config, "agent_proxy") else []
+    parallel = getattr(getattr(config, "agent_proxy", None), "parallel", None)
     if isinstance(config, Mapping):
         known = {"es_manager", "custom_envs", "use_parallel_envs", "vector"}
         config = from_mapping(EnvironmentConfig, {key: config[key] for key in config if key in known})
     checked = EnvironmentConfig(
         config.es_manager, config.custom_envs, config.use_parallel_envs, config.vector
     )
-    given = [item.make_timeout or item.step_timeout for item in (checked.vector, *limits)]
+    given = [
+        item.make_timeout or item.step_timeout for item in (checked.vector, parallel) if item is not None
+    ]
     seconds = max((limit for limit in given if limit is not None), default=None)
     tried: set[str] = set()
     for side in ("train", "val"):
