@@ -81,9 +81,9 @@ rivals: setup     # another environment: what shoal stands on, and the packages 
 		$$($(RIVALS)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	$(RIVALS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
 
-bench-ppo: rivals  ## PPO beside Stable-Baselines3, sbx and a single-file PPO, about fifteen minutes
+bench-ppo: rivals  ## PPO beside Stable-Baselines3, sbx and a single-file PPO (CLEANRL=checkout adds it), about fifteen minutes
 	$(RIVALS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-ppo.txt
-	$(RIVALS)/bin/python benchmarks/ppo.py
+	$(RIVALS)/bin/python benchmarks/ppo.py $(if $(CLEANRL),--cleanrl $(CLEANRL))
 
 bench-scores: rivals  ## MuJoCo with the presets, three seeds, half an hour; CLEANRL=checkout runs CleanRL beside it, two hours
 	for seed in 1 2 3; do for env in Walker2d-v5 Hopper-v5 HalfCheetah-v5; do \

@@ -1,12 +1,13 @@
 """PPO beside Stable-Baselines3, sbx and a single-file PPO: steps a second and time to solve CartPole.
 
-    python benchmarks/ppo.py [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3]
+    python benchmarks/ppo.py [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3] [--cleanrl CHECKOUT]
     python benchmarks/ppo.py --scores runs/ppo-Hopper-v5 ...     notes what finished runs of `shoal train-ppo` reached,
                                                                  and those of benchmarks/ppo_cleanrl.py
 
 Same hyperparameters and threads (one) for all. Steps are counted after a first warm update; subjects
-take turns, a row is the median of its rounds. CPU seconds include worker processes. The compiled path
-is checked against torch autograd before any time is taken.
+take turns, a row is the median of its rounds. CPU seconds include worker processes. A turn beside which
+the same work took 5 % longer than at best is taken again, twice at most. The compiled path is
+checked against torch autograd before any time is taken.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,7 +29,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO / "src"), str(REPO / "benchmarks")]
@@ -38,7 +40,9 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
 
+import ppo_cleanrl  # noqa: E402
 import ppo_single_file  # noqa: E402
+import vector_envs  # noqa: E402
 from shoal.core.files import read_json, write_json  # noqa: E402
 from shoal.train.ppo.envs import EnvFactory  # noqa: E402
 from shoal.train.ppo.ppo import PPO  # noqa: E402
@@ -53,7 +57,7 @@ ENVS = {
 }
 NEEDS = {"halfcheetah": "mujoco", "pong": "ale_py"}
 """Packages that a part is left out without."""
-COUNTS = (1, 4, 8, 16)
+COUNTS = {"cartpole": (1, 4, 8, 16), "lunarlander": (1, 4, 8, 16), "halfcheetah": (8,), "pong": (8,)}
 # The defaults of single-file PPO scripts; 4 minibatches whatever the number of environments.
 THROUGHPUT = {
     "n_steps": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "gae_lambda": 0.95, "clip_range":
@@ -67,10 +71,14 @@ IMAGES = (
     "shoal, bfloat16, 2 workers",
 )  # all on the torch path
 SB3, SBX, SINGLE, LIMIT = "Stable-Baselines3", "sbx", "single-file PPO", "limit: stepping only"
+CLEANRL = "CleanRL"
+PROGRAMS = {"cartpole": "ppo.py", "lunarlander": "ppo.py", "halfcheetah": "ppo_continuous_action.py"}
+"""Those of CleanRL, run from its checkout."""
 LIBRARIES = {SB3: "stable_baselines3", SBX: "sbx"}
 """The latter is the former's algorithms in JAX, with the same interface."""
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
+T = TypeVar("T")
 Meter = Callable[[], tuple[float, float]]
 
 
@@ -160,6 +168,29 @@ def run_single(env: str, n_envs: int, settings: dict[str, Any], watch: Watch) ->
     )  # fmt: skip
 
 
+class EnoughError(Exception):
+    """Seen enough of a program that has no other end."""
+
+
+def run_cleanrl(program: Path, env: str, n_envs: int, settings: dict[str, Any], watch: Watch) -> None:
+    steps = 0
+
+    def seen(count: int, _: list[float]) -> None:
+        nonlocal steps
+        steps += count
+        if steps % (128 * n_envs) == 0 and watch.stop(steps):
+            raise EnoughError
+
+    arguments = {
+        "env-id": env, "num-envs": n_envs, "num-steps": settings["n_steps"], "num-minibatches": 4,
+        "update-epochs": settings["n_epochs"], "learning-rate": settings["learning_rate"], "gamma": settings["gamma"],
+        "gae-lambda": settings["gae_lambda"], "clip-coef": settings["clip_range"], "ent-coef": settings["ent_coef"],
+        "seed": 0, "total-timesteps": 10**9,
+    }  # fmt: skip
+    with contextlib.redirect_stdout(None), contextlib.suppress(EnoughError):
+        ppo_cleanrl.run(program, arguments, seen)
+
+
 def run_limit(env: str, n_envs: int, watch: Watch) -> None:
     """Random actions in a plain loop, one core: nothing that steps these environments can be faster on it."""
     if is_game(env):
@@ -181,7 +212,9 @@ def run_limit(env: str, n_envs: int, watch: Watch) -> None:
                     one.reset()
 
 
-def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -> list[dict[str, Any]]:
+def throughput(
+    env: str, counts: tuple[int, ...], seconds: float, rounds: int, cleanrl: Path | None
+) -> list[dict[str, Any]]:
     rows = []
     if is_game(env):
         gym.register_envs(importlib.import_module("ale_py"))
@@ -190,23 +223,16 @@ def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -
     for n_envs in counts:
         peers = (SB3, SBX, SINGLE) if single else (SB3,) if is_game(env) else (SB3, SBX)
         own = IMAGES if is_game(env) else SHOAL
+        if cleanrl is not None:
+            peers = (*peers, CLEANRL)
         subjects = [*(s for s in own if n_envs > 1 or "workers" not in s), *peers, LIMIT]
+        quiet = Quiet(f"{env}, {n_envs} envs")
         rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
         for _ in range(rounds):
             for subject in subjects:
-                # The first update of sbx compiles it.
-                watch = Watch(128 * n_envs * {LIMIT: 8, SBX: 2}.get(subject, 1), seconds)
-                if subject.startswith("shoal"):
-                    run_shoal(subject, env, n_envs, THROUGHPUT, watch)
-                elif subject == LIMIT:
-                    run_limit(env, n_envs, watch)
-                elif subject == SINGLE:
-                    run_single(env, n_envs, THROUGHPUT, watch)
-                elif importlib.util.find_spec(LIBRARIES[subject]):
-                    run_peer(LIBRARIES[subject], env, n_envs, THROUGHPUT, watch)
-                else:
-                    continue
-                rates[subject].append(watch.rates)
+                if subject not in LIBRARIES or importlib.util.find_spec(LIBRARIES[subject]):
+                    turn = functools.partial(rates_of, subject, env, n_envs, seconds, cleanrl)
+                    rates[subject].append(quiet.turn(turn))
         for subject, found in rates.items():
             for place, unit in ((0, "steps/s"), (1, "steps/CPU-s")):
                 value = statistics.median(rate[place] for rate in found) if found else None
@@ -216,7 +242,61 @@ def throughput(env: str, counts: tuple[int, ...], seconds: float, rounds: int) -
                 wall, cpu = (statistics.median(rate[place] for rate in found) for place in (0, 1))
                 numbers = f"{wall:>10,.0f} steps/s {cpu:>10,.0f} steps/CPU-s"
                 print(f"{env:16} n={n_envs:<3} {subject:20} {numbers}", flush=True)
+        rows.append(quiet.row())
     return rows
+
+
+def rates_of(
+    subject: str, env: str, n_envs: int, seconds: float, cleanrl: Path | None
+) -> tuple[float, float, float]:
+    """(steps per wall second, steps per CPU second, CPU seconds) of a subject's turn."""
+    # The first update of sbx compiles it.
+    watch = Watch(128 * n_envs * {LIMIT: 8, SBX: 2}.get(subject, 1), seconds)
+    if subject.startswith("shoal"):
+        run_shoal(subject, env, n_envs, THROUGHPUT, watch)
+    elif subject == LIMIT:
+        run_limit(env, n_envs, watch)
+    elif subject == SINGLE:
+        run_single(env, n_envs, THROUGHPUT, watch)
+    elif subject == CLEANRL:
+        assert cleanrl is not None
+        run_cleanrl(cleanrl, env, n_envs, THROUGHPUT, watch)
+    else:
+        run_peer(LIBRARIES[subject], env, n_envs, THROUGHPUT, watch)
+    return watch.rates
+
+
+def calibrate() -> float:
+    """Seconds of fixed work in Python, best of three."""
+    return min(vector_envs._time(lambda: vector_envs.burn(1_000_000)) for _ in range(3))
+
+
+class Quiet:
+    """Turns that are kept when the same work took no longer before and after them than at the best time."""
+
+    best = math.inf
+    tries = 3
+
+    def __init__(self, case: str) -> None:
+        self.case, self.kept = case, list[float]()
+
+    def turn(self, play: Callable[[], T]) -> T:
+        """What `play` gives in a quiet turn, or in the quietest of `tries`."""
+        found = []
+        for _ in range(self.tries):
+            before, value, after = calibrate(), play(), calibrate()
+            Quiet.best = min(Quiet.best, before, after)
+            found.append((100 * (max(before, after) / Quiet.best - 1), value))
+            if found[-1][0] < 5:
+                break
+        spread, value = min(found, key=lambda one: one[0])
+        self.kept.append(spread)
+        return value
+
+    def row(self) -> dict[str, Any]:
+        """How much longer the work took beside the noisiest turn that was kept."""
+        print(f"{self.case}: the same work took up to {max(self.kept):.1f} % longer than at best", flush=True)
+        return row(self.case, "calibration", max(self.kept), "%", 0.0, len(self.kept))
 
 
 def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
@@ -278,16 +358,13 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
         "shoal": shoal, "shoal, 2 workers": shoal, "shoal, torch path": shoal, SINGLE: single
     }  # fmt: skip
     runs |= {name: peer for name, library in LIBRARIES.items() if importlib.util.find_spec(library)}
-    rows = []
+    rows, quiet = [], Quiet("CartPole-v1 to 475")
     for subject, play in runs.items():
         found = []
         for seed in seeds:
-            wall, cpu = meter()
-            steps = play(subject, seed)
-            after = meter()
-            found.append((steps, after[0] - wall, after[1] - cpu))
+            found.append(quiet.turn(functools.partial(timed, play, subject, seed)))
             print(
-                f"solve CartPole  {subject:20} seed {seed}: {steps:>7} steps, {found[-1][1]:.2f} s",
+                f"solve CartPole  {subject:20} seed {seed}: {found[-1][0]:>7} steps, {found[-1][1]:.2f} s",
                 flush=True,
             )
         solved = all(steps > 0 for steps, _, _ in found)
@@ -295,7 +372,15 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
         for place, unit in ((1, "s"), (0, "env steps")):
             value = statistics.median(f[place] for f in found) if solved else None
             rows.append(row("CartPole-v1 to 475", subject, value, unit, cpu_seconds, len(found)))
-    return rows
+    return [*rows, quiet.row()]
+
+
+def timed(play: Callable[[str, int], int], subject: str, seed: int) -> tuple[int, float, float]:
+    """(env steps, wall seconds, CPU seconds) of a run."""
+    wall, cpu = meter()
+    steps = play(subject, seed)
+    after = meter()
+    return steps, after[0] - wall, after[1] - cpu
 
 
 def scores(runs: list[Path]) -> list[dict[str, Any]]:
@@ -376,9 +461,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=[*ENVS, "solve"], default=[*ENVS, "solve"])
-    parser.add_argument("--counts", nargs="+", type=int, default=list(COUNTS))
+    parser.add_argument("--counts", nargs="+", type=int, help="environments, in place of each part's own")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, whose programs are measured too")
     parser.add_argument("--scores", nargs="+", type=Path, default=[])
     options = parser.parse_args()
     if options.scores:
@@ -392,7 +478,11 @@ def main() -> None:
         elif part == "solve":
             save(solve())
         else:
-            save(throughput(ENVS[part], tuple(options.counts), options.seconds, options.rounds))
+            cleanrl = (
+                options.cleanrl / "cleanrl" / PROGRAMS[part] if options.cleanrl and part in PROGRAMS else None
+            )
+            counts = tuple(options.counts or COUNTS[part])
+            save(throughput(ENVS[part], counts, options.seconds, options.rounds, cleanrl))
 
 
 if __name__ == "__main__":

@@ -32,26 +32,41 @@ from shoal.core.files import write_json  # noqa: E402
 
 TransformObservation = gym.wrappers.TransformObservation
 SyncVectorEnv = gym.vector.SyncVectorEnv
-steps, returns = 0, deque[float](maxlen=100)
 
 
 def transform(env: gym.Env, function: Callable[[Any], Any]) -> gym.Env:
     return TransformObservation(env, function, env.observation_space)
 
 
-class SameStep(SyncVectorEnv):
-    """An episode's end and the first observation of the next come in one step, as CleanRL reads them."""
+def run(program: Path, settings: dict[str, Any], seen: Callable[[int, list[float]], None]) -> None:
+    """Run a program of CleanRL's; `seen` is given each vector step's env steps and the returns of episodes it ended."""
 
-    def __init__(self, env_fns: Sequence[Callable[[], gym.Env]]) -> None:
-        super().__init__(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    class SameStep(SyncVectorEnv):
+        """An episode's end and the first observation of the next come in one step, as CleanRL reads them."""
 
-    def step(self, actions: Any) -> tuple[Any, ...]:
-        global steps
-        *seen, infos = super().step(actions)
-        steps += self.num_envs
-        if "final_info" in infos:
-            returns.extend(infos["final_info"]["episode"]["r"][infos["_final_info"]].tolist())
-        return *seen, {}
+        def __init__(self, env_fns: Sequence[Callable[[], gym.Env]]) -> None:
+            super().__init__(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+
+        def step(self, actions: Any) -> tuple[Any, ...]:
+            *found, infos = super().step(actions)
+            ended = "final_info" in infos
+            seen(
+                self.num_envs,
+                infos["final_info"]["episode"]["r"][infos["_final_info"]].tolist() if ended else [],
+            )
+            return *found, {}
+
+    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    was = gym.wrappers.TransformObservation, gym.vector.SyncVectorEnv, sys.argv, os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # it writes its event files into ./runs
+        gym.wrappers.TransformObservation, gym.vector.SyncVectorEnv = transform, SameStep
+        sys.argv = [str(program), "--no-cuda", *options]
+        try:
+            runpy.run_path(str(program.resolve()), run_name="__main__")
+        finally:
+            gym.wrappers.TransformObservation, gym.vector.SyncVectorEnv, sys.argv = was[:3]
+            os.chdir(was[3])
 
 
 def main() -> None:
@@ -65,24 +80,24 @@ def main() -> None:
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    program = (options.checkout / "cleanrl" / "ppo_continuous_action.py").resolve()
     options.out.mkdir(parents=True)
-    out = options.out.resolve()
     torch.set_num_threads(1)
-    gym.wrappers.TransformObservation, gym.vector.SyncVectorEnv = transform, SameStep
-    sys.argv = [
-        str(program), "--env-id", options.env, "--seed", str(options.seed), "--no-cuda",
-        "--num-envs", str(options.num_envs), "--num-steps", str(2048 // options.num_envs),
-        "--total-timesteps", str(options.total_timesteps),
-    ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # it writes its event files into ./runs
-        runpy.run_path(str(program), run_name="__main__")
-        os.chdir(out)
+    steps, returns = 0, deque[float](maxlen=100)
+
+    def seen(count: int, ended: list[float]) -> None:
+        nonlocal steps
+        steps += count
+        returns.extend(ended)
+
+    arguments = {
+        "env-id": options.env, "seed": options.seed, "num-envs": options.num_envs,
+        "num-steps": 2048 // options.num_envs, "total-timesteps": options.total_timesteps,
+    }  # fmt: skip
+    run(options.checkout / "cleanrl" / "ppo_continuous_action.py", arguments, seen)
     settings = {"program": "CleanRL", "env": options.env, "seed": options.seed, "n_envs": options.num_envs}
-    (out / "config.yaml").write_text(yaml.safe_dump(settings))
+    (options.out / "config.yaml").write_text(yaml.safe_dump(settings))
     found = {"steps": steps, "reward_mean": sum(returns) / len(returns)}
-    write_json(out / "summary.json", {"metrics": found, "cpu_seconds": time.process_time()})
+    write_json(options.out / "summary.json", {"metrics": found, "cpu_seconds": time.process_time()})
 
 
 if __name__ == "__main__":

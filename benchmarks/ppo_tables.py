@@ -15,7 +15,7 @@ from shoal.train.ppo.presets import PRESETS  # noqa: E402
 
 SUBJECTS = (
     "shoal", "shoal, 2 workers", "shoal, torch path", "shoal, bfloat16", "shoal, bfloat16, 2 workers",
-    "Stable-Baselines3", "sbx", "single-file PPO", "limit: stepping only",
+    "Stable-Baselines3", "sbx", "single-file PPO", "CleanRL", "limit: stepping only",
 )  # fmt: skip
 COUNTS = (1, 4, 8, 16)
 PUBLISHED = {
@@ -64,7 +64,9 @@ def throughput(values: dict[Any, Any], env: str) -> None:
             cells.append(f"{cpu / 1000:.{digits}f} ({wall / 1000:.{digits}f}){ratio}")
         if any(cells):
             print(f"| {subject} | " + " | ".join(cells) + " |")
-    print()
+    spread = [values.get((f"{env}, {n} envs", "calibration", "%")) for n in counts]
+    told = " | ".join("not measured" if one is None else f"+{one:.0f} % at most" for one in spread)
+    print(f"| the same work beside these turns | {told} |\n")
 
 
 def solve(values: dict[Any, Any]) -> None:
@@ -78,7 +80,7 @@ def solve(values: dict[Any, Any]) -> None:
         print("not measured\n")
         return
     for subject in SUBJECTS:
-        if "bfloat16" in subject or subject.startswith("limit"):
+        if (case, subject, "s") not in values:
             continue
         seconds, steps = (values.get((case, subject, unit)) for unit in ("s", "env steps"))
         if seconds is None:
