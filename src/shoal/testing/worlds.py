@@ -31,6 +31,11 @@ def check_world(make: Callable[[int], Any], *, lanes: int = 4, steps: int = 20, 
     expect(0 <= world.wait < world.n_actions, "`wait` must be an action")
     expect(set(world.moves) <= set(range(world.n_actions)) and world.moves, "`moves` must be actions")
     expect(set(world.feature_columns) <= set(features.names), "`feature_columns` must speak of features")
+    for columns, acts in getattr(world, "mirrors", ()):
+        expect(
+            sorted(columns) == list(range(world.obs_size)) and sorted(acts) == list(range(world.n_actions)),
+            "`mirrors` must be pairs of which column of an observation, and which action, stands for each",
+        )
 
     def rng(*more: int) -> np.random.Generator:
         return np.random.default_rng([seed, *more])

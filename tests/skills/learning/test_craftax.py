@@ -14,7 +14,7 @@ import pytest
 
 from shoal.core.errors import MissingExtraError
 from shoal.skills.jobs.launchers import job_environment
-from shoal.skills.learning.craftax import CraftaxWorld, features_of
+from shoal.skills.learning.craftax import CraftaxWorld, _compass, features_of
 
 try:
     import craftax  # noqa: F401
@@ -34,7 +34,7 @@ def test_without_the_extra_the_error_names_it() -> None:
 def test_features_are_known_without_craftax() -> None:
     features = features_of("craftax-classic")
     assert (
-        len(features.names) == len(set(features.names)) == 12 + 22 + 2 + 3 + 9
+        len(features.names) == len(set(features.names)) == 12 + 22 + 3 + 3 + 11
     )  # held, achievements, places, needs, senses
     assert features.holds("wood") == 9
     assert features.holds("place_table") == 1
@@ -117,12 +117,119 @@ def test_the_senses_of_craftax_classic_are_what_a_plain_count_gives() -> None:
                 ]  # fmt: skip
                 near[f"toward_{name}"] = max((9 - steps + most - health for steps, health in away), default=0)
                 if name == "zombie":
-                    near["calm"] = min((steps for steps, _ in away), default=9)
+                    near["calm"] = min(2 * min((steps for steps, _ in away), default=9), 9)
             near["health"] = int(state.player_health)
+            cells = reachable(np.asarray(state.map), np.asarray(state.player_position), BlockType)
+            near["shut"] = 9 - min(cells[2] - 1, 9)
+            near["sheltered"] = int(cells[3] == cells[4])
             found = {name: values[lane, world.features.index(name)] for name in near}
             assert found == near
+            light = 9 * min(float(state.light_level) / 0.75, 1)
+            assert values[lane, world.features.index("light")] == pytest.approx(light, abs=1e-5)
             met |= {name for name, value in near.items() if value not in (0, 9)}
     assert {"toward_tree", "toward_water", "toward_cow", "toward_zombie", "calm", "health"} <= met
+
+
+@needs_craftax
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_ways_behind_an_observation_are_what_a_plain_look_at_its_cells_gives() -> None:
+    world = CraftaxWorld("craftax-classic", 8)
+    (seen,) = world.former_sizes
+    rng = np.random.default_rng(3)
+    world.load(world.fresh(8, rng), np.arange(8), np.ones(8, bool))
+    met, looks = set(), set()
+    for _ in range(150):
+        world.step(rng.integers(1, 6, 8), rng)
+        for observation in world.observe()[::3]:
+            cells = observation[: 7 * 9 * 21].reshape(7, 9, 21)
+            looking = int(np.flatnonzero(observation[seen - 6 : seen - 2])[0])
+            y, x = ((0, -1), (0, 1), (-1, 0), (1, 0))[looking]
+            ahead, ways = observation[seen : seen + 21], observation[seen + 21 :].reshape(19, 5)
+            assert (ahead == cells[3 + y, 4 + x]).all()
+            for kind in range(2, 21):
+                places = [(abs(y - 3) + abs(x - 4), y - 3, x - 4) for y, x in np.argwhere(cells[:, :, kind])]
+                away = [place for place in places if place[0]] or places
+                left, right, up, down, near = ways[kind - 2]
+                if not away:
+                    assert not ways[kind - 2].any()
+                    continue
+                steps = min(away)[0]
+                assert near == pytest.approx(1 - steps / 9)
+                closest = [(y, x) for distance, y, x in away if distance == steps]
+                assert [left, right] == [any(x < 0 for _, x in closest), any(x > 0 for _, x in closest)]
+                assert [up, down] == [any(y < 0 for y, _ in closest), any(y > 0 for y, _ in closest)]
+                met.add(kind)
+            looks.add(looking)
+    assert looks == {0, 1, 2, 3}
+    assert {2, 3, 4, 5, 13, 17, 18} <= met  # grass, water, stone, trees, sand, zombies, cows
+
+
+def reachable(ground: np.ndarray, place: np.ndarray, blocks: Any) -> list[int]:
+    """How many cells one could be at after 0, 1, … 4 steps."""
+    solid = "water stone tree coal iron diamond crafting_table furnace plant ripe_plant out_of_bounds".upper()
+    walls = {blocks[name].value for name in solid.split()}
+    seen, border, counts = {tuple(map(int, place))}, {tuple(map(int, place))}, [1]
+    for _ in range(4):
+        border = {
+            (y + a, x + b)
+            for y, x in border
+            for a, b in ((0, 1), (0, -1), (1, 0), (-1, 0))
+            if 0 <= y + a < ground.shape[0] and 0 <= x + b < ground.shape[1]
+        } - seen
+        border = {(y, x) for y, x in border if int(ground[y, x]) not in walls}
+        seen |= border
+        counts.append(len(seen))
+    return counts
+
+
+@needs_craftax
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_who_is_walled_in_is_sheltered() -> None:
+    from craftax.craftax_classic.constants import BlockType
+
+    world = CraftaxWorld("craftax-classic", 4)
+    world.load(world.fresh(4, np.random.default_rng(0)), np.arange(4), np.ones(4, bool))
+    bank = world.save()
+    ground = bank.arrays["000"]
+    y, x = 32, 32  # the middle, where all begin
+    ground[:, y - 4 : y + 5, x - 4 : x + 5] = BlockType.GRASS.value
+    ground[1:, y - 2 : y + 3, x - 2 : x + 4] = BlockType.STONE.value
+    ground[1:, y, x : x + 2] = BlockType.PATH.value  # a cave of two cells
+    ground[2, y, x + 2] = BlockType.PATH.value  # of three
+    ground[3, y, x + 2 : x + 5] = BlockType.PATH.value  # and one that is open
+    assert tuple(np.asarray(world.state_of(bank).player_position)) == (y, x)
+    world.load(bank, np.arange(4), np.ones(4, bool))
+    shown = {name: world.values()[:, world.features.index(name)].tolist() for name in ("sheltered", "shut")}
+    assert shown == {"sheltered": [0, 1, 1, 0], "shut": [0, 8, 7, 7]}
+
+
+@needs_craftax
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mirrored_observation_is_one_that_the_mirrored_world_would_show() -> None:
+    world = CraftaxWorld("craftax-classic", 8)
+    (seen,) = world.former_sizes
+    rng = np.random.default_rng(4)
+    world.load(world.fresh(8, rng), np.arange(8), np.ones(8, bool))
+    for _ in range(40):
+        world.step(rng.integers(1, 6, 8), rng)
+    observations = world.observe()
+    cells = observations[:, : 7 * 9 * 21].reshape(8, 7, 9, 21)
+    behind = _compass()
+    for (columns, actions), axes, words in zip(
+        world.mirrors, ((2,), (1,), (1, 2)), ("left right", "up down", "left right up down"), strict=True
+    ):
+        mirrored = observations[:, columns]
+        assert (mirrored[:, : 7 * 9 * 21].reshape(cells.shape) == np.flip(cells, axes)).all()
+        for one in mirrored:  # what stands behind is what is read from the mirrored cells
+            assert (np.asarray(behind(one[:seen])) == one).all()
+        assert (actions[actions] == np.arange(len(actions))).all()
+        moved = [world.action_names[action] for action in np.flatnonzero(actions != np.arange(len(actions)))]
+        assert moved == words.split()
+        held = list(world.feature_columns.values())
+        assert (mirrored[:, held] == observations[:, held]).all()
 
 
 def sight(ground: np.ndarray, place: np.ndarray, blocks: Any) -> dict[str, int]:

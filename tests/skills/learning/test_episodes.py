@@ -190,13 +190,64 @@ def test_what_ran_out_of_time_comes_after_what_did_not() -> None:
     assert chooser.choose(values(full=9), memory) == first
 
 
-def test_the_most_wanting_upkeep_comes_first() -> None:
+def test_of_several_upkeeps_the_one_named_last_comes_first() -> None:
     both = [*SKILLS[:4], parse_skill({**SKILLS[4].as_dict(), "upkeep": {"ore": 2}})]
     chooser = Chooser(both, FEATURES)
     lanes = np.stack(
         [values(full=9, ore=3), values(full=3, ore=3), values(full=3, ore=1), values(full=0, ore=1)]
     )
-    assert chooser.pressing(lanes).tolist() == [-1, 3, 4, 3]
+    chosen, short = chooser.pressing(lanes)
+    assert chosen.tolist() == [-1, 3, 4, 4]
+    assert [FEATURES.names[column] for column in short[1:]] == ["full", "ore", "ore"]
+    assert short[0] == -1
+
+
+def test_goals_are_ranked_by_what_they_took_where_that_is_known() -> None:
+    memory = fresh_memory()
+    memory.applied[:] = [True, True, True, False, False]  # to eat and to wish, each its horizon of 5 away
+    eat, wish = 3, 4
+    assert Chooser(SKILLS, FEATURES).choose(values(), memory) == eat
+    for took, first in (({"Wish": 4.0}, wish), ({"Wish": 4.0, "Eat": 3.5}, eat), ({"Eat": 5.5}, wish)):
+        memory.plan.clear()
+        assert Chooser(SKILLS, FEATURES, took).choose(values(), memory) == first
+
+
+def test_upkeep_that_needs_something_fetches_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cook = parse_skill({**SKILLS[3].as_dict(), "requirements": {"anvil": 1}, "upkeep": {"full": 8}})
+    wish = parse_skill({**SKILLS[4].as_dict(), "horizon": 1})  # the nearest goal, so that it is tried first
+    monkeypatch.setitem(globals(), "SKILLS", check_skills([*SKILLS[:3], cook, wish], FEATURES))
+    Smithy.acts.clear()
+    play_episodes(trained(tmp_path, "Dig", "Build", "Eat", "Wish"), episodes=1, most_steps=6)
+    assert Smithy.acts[:4] == [WAIT, DIG, BUILD, EAT]
+
+
+def test_an_upkeep_that_is_named_later_interrupts_one_that_is_being_seen_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Digging keeps the hands full of ore, and takes a while; hunger that comes meanwhile is seen to at once.
+    dig = parse_skill({**SKILLS[0].as_dict(), "upkeep": {"ore": 1}, "horizon": 20})
+    monkeypatch.setitem(globals(), "SKILLS", check_skills([dig, *SKILLS[1:]], FEATURES))
+    store = trained(tmp_path, "Dig", "Eat", "Wish")
+    monkeypatch.setattr(Smithy, "step", slow_digging(Smithy.step))
+    Smithy.acts.clear()
+    play_episodes(store, episodes=1, most_steps=20)
+    hungry = Smithy.acts.index(EAT)
+    assert Smithy.acts[:hungry] == [DIG] * 6  # 9, 8, … 3 is left
+    assert DIG in Smithy.acts[hungry:]  # and then it goes on
+
+
+def slow_digging(step: Any) -> Any:
+    """Ore comes with the twelfth blow alone."""
+
+    def slow(self: Smithy, action: int) -> Any:
+        ore = self.has["ore"]
+        found = step(self, action)
+        self.has["ore"] = ore + (self.acts.count(DIG) % 12 == 0) if action == DIG else self.has["ore"]
+        return (self.look(), *found[1:])
+
+    return slow
 
 
 def test_the_score_is_the_geometric_mean_of_crafter() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.skills.learning.crafting import ACTIONS, FEATURES, HANDS, CraftingWorld
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.plan import Course, Step, walk
@@ -58,6 +58,83 @@ def test_a_training_resumed_anywhere_ends_with_the_same_bytes(quick: TrainingCon
     second.restore(arrays, plain)
     assert finish(second) == expected
     assert second.walked == whole.walked > 0  # every env step is counted once
+
+
+class Mirrored(CraftingWorld):
+    """A world that says that it looks the same with its last two numbers and two of its actions exchanged."""
+
+    columns, acts = np.arange(CraftingWorld.obs_size), np.arange(CraftingWorld.n_actions)
+    columns[-2:] = columns[-2:][::-1]
+    acts[:2] = acts[:2][::-1]
+    mirrors = ((columns, acts),)
+
+
+def test_where_a_world_has_mirrors_each_step_is_learned_from_once_a_pass_as_it_was_or_mirrored(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.skills.learning.crafting.CraftingWorld", Mirrored)
+    config = replace(quick, update_epochs=3)
+    trainer = Trainer(task(config))
+    trainer.prepare()
+    learned, collected = [], []
+    gradient, collect = Network.gradient, Trainer._collect
+
+    def seen(net: Network, *arguments, **options):
+        learned.append((net.flat.copy(), *arguments))
+        return gradient(net, *arguments, **options)
+
+    def kept(self: Trainer, *arguments):
+        collected.append((self.nets[0].copy(), collect(self, *arguments)))
+        return collected[-1][1]
+
+    monkeypatch.setattr(Network, "gradient", seen)
+    monkeypatch.setattr(Trainer, "_collect", kept)
+    trainer.step()
+    (before, rollout), size = collected[0], config.num_envs * config.num_steps
+    observations, actions = (
+        array.reshape(size, *array.shape[2:]) for array in (rollout.observations, rollout.actions)
+    )
+    plain = {(seen.tobytes(), int(act)) for seen, act in zip(observations, actions, strict=True)}
+    turned = {
+        (np.ascontiguousarray(seen[Mirrored.columns]).tobytes(), int(Mirrored.acts[act]))
+        for seen, act in zip(observations, actions, strict=True)
+    }
+    found = [
+        (seen.tobytes(), int(act), logprob, np.float32(value))
+        for _, many, acts, old, _, values in learned
+        for seen, act, logprob, value in zip(many, acts, old, values, strict=True)
+    ]
+    assert len(found) == 3 * size
+    shares = [sum(row[:2] in group for row in found) / len(found) for group in (plain, turned)]
+    assert min(shares) > 0.4
+    assert all(row[:2] in plain | turned for row in found)
+    # The probability of a mirrored action is what the policy that collected would have given it there.
+    for seen_bytes, act, logprob, _ in found[:: size // 50]:
+        there = np.frombuffer(seen_bytes, np.float32)[None]
+        assert before.forward(there)[0][0, act] == pytest.approx(logprob, abs=1e-5)
+
+
+def test_an_expert_for_other_observations_is_refused_by_its_skill(quick: TrainingConfig) -> None:
+    size = CraftingWorld.obs_size
+    small = Network(Shape(size - 1, quick.layer_size, CraftingWorld.n_actions))
+    plan = (Step("Collect Wood", 1), Step("Place Table", 1))
+    given = Task("crafting", "Place Table", SKILLS, plan, (small, None), (0, 1), 0, quick)
+    with pytest.raises(DataError, match=rf"'Collect Wood' was made for {size - 1} numbers .* shows {size}\."):
+        Trainer(given)
+
+
+def test_an_expert_for_what_a_world_once_showed_still_acts(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = CraftingWorld.obs_size
+    monkeypatch.setattr(CraftingWorld, "former_sizes", (size - 1,), raising=False)
+    small = Network(Shape(size - 1, quick.layer_size, CraftingWorld.n_actions))
+    trainer = Trainer(replace(task(quick), experts=(small,)))
+    trainer.prepare()
+    assert trainer.step()["episodes"] >= 0
+    assert (
+        trainer.nets[0].shape.inputs == size - 1
+    )  # it stays what it is, so that it can be merged with its like
 
 
 def test_the_identity_of_an_easy_skill_is_learned_in_seconds() -> None:

@@ -95,6 +95,11 @@ def _lucky(self, actions, rng):
             {"load": lambda self, bank, rows, mask: CraftingWorld.load(self, bank, rows, mask | True)},
             "outside its mask",
         ),
+        (
+            {"mirrors": ((range(CraftingWorld.obs_size), [0] * CraftingWorld.n_actions),)},
+            "`mirrors` must be pairs",
+        ),
+        ({"mirrors": ((range(3), range(CraftingWorld.n_actions)),)}, "`mirrors` must be pairs"),
         ({"load": _forgetful}, "must look the same in another world"),
         ({"step": _lucky}, "must be a function of state, action and random numbers"),
         ({"fresh": lambda self, n, rng: CraftingWorld.fresh(self, n + 1, rng)}, "must give n states"),

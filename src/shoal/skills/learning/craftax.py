@@ -42,12 +42,17 @@ _FULL = (
     "wood", "stone", "coal", "iron", "diamond", "sapphire", "ruby", "sapling", "torches", "arrows", "books",
 )  # fmt: skip
 _LEVELS = ("pickaxe", "sword")  # in Craftax, how good the tool is: 0 to 4
-_PLACES = ("near_table", "near_furnace")
+_PLACES = ("near_table", "near_furnace", "sheltered")
 _NEEDS = ("food", "drink", "energy")
 _BLOCKS = ("tree", "stone", "coal", "iron", "water")  # of Classic: what `toward_tree` and its like are about
 _MOBS = {"cow": 3, "zombie": 5}  # of Classic, and their health
 _FARTHEST = 9
-_SENSES = ("health", "calm", *(f"toward_{name}" for name in (*_BLOCKS, *_MOBS)))
+CHANNELS, _FIRST_KIND = (
+    21,
+    2,
+)  # of a cell in sight in Classic: 17 kinds of blocks, the first two unknown, and 4 of mobs
+COMPASS = CHANNELS + 5 * (CHANNELS - _FIRST_KIND)
+_SENSES = ("health", "calm", "light", "shut", *(f"toward_{name}" for name in (*_BLOCKS, *_MOBS)))
 CLASSIC_ACTIONS = (
     "noop", "left", "right", "up", "down", "do", "sleep", "place_stone", "place_table", "place_furnace", "place_plant",
     "make_wood_pickaxe", "make_stone_pickaxe", "make_iron_pickaxe", "make_wood_sword", "make_stone_sword",
@@ -68,9 +73,11 @@ _MORE_ACHIEVEMENTS = (
 def features_of(name: str) -> Features:
     """The features of "craftax-classic" or "craftax": what is held, achievements of the overworld, where one stands.
 
-    Classic has needs and senses too: `calm` is the distance of the nearest zombie in sight, at most 9. `toward_tree`
-    is 8 beside a tree, one less a step away, 0 where none is in sight; towards a cow or a zombie it also grows with
-    each blow. They are for rewards and upkeep: an expert sees the observation alone.
+    `sheltered` is who no zombie can come to. Classic has needs and senses too: `calm` is twice the distance of the
+    nearest zombie in sight, at most 9, and 9 in a shelter; `light` is 9 by day and 0 in the depth of the night; `shut`
+    is 9 less the cells that one could be at after two steps. `toward_tree` is 8 beside a tree, one less a step away, 0
+    where none is in sight; towards a cow or a zombie it also grows with each blow. They are for rewards and upkeep: an
+    expert sees the observation alone, and what `_compass` reads from it.
     """
     if name == "craftax-classic":
         return Features(
@@ -110,17 +117,18 @@ def _programs(name: str) -> _Programs:
     env = make_craftax_env_from_name(ENV_NAMES[name], auto_reset=False)
     params = env.default_params
     read = _reader(features_of(name), name)
+    see = _compass() if name == "craftax-classic" else lambda observation: observation
 
     def step(key: Any, state: Any, action: Any) -> Any:
         observation, state, _, done, _ = env.step(key, state, action, params)
-        return observation, state, done, read(state)
+        return see(observation), state, done, read(state)
 
     return _Programs(
         jax,
         env,
         read,
         jax.jit(jax.vmap(lambda key: env.reset(key, params)[1])),
-        jax.jit(jax.vmap(lambda state: (env.get_obs(state), read(state)))),
+        jax.jit(jax.vmap(lambda state: (see(env.get_obs(state)), read(state)))),
         jax.jit(jax.vmap(step)),
     )
 
@@ -141,13 +149,16 @@ class CraftaxWorld:
         self.name, self.lanes = name, lanes
         self.features = features_of(name)
         self.n_actions = int(env.action_space(params).n)
-        self.obs_size = int(env.observation_space(params).shape[0])
+        seen = int(env.observation_space(params).shape[0])
+        self.obs_size = seen + (COMPASS if name == "craftax-classic" else 0)
+        self.former_sizes = (seen,) if name == "craftax-classic" else ()
         held = [*_CLASSIC, *_TOOLS] if name == "craftax-classic" else [*_FULL, *_LEVELS]
         # The inventory stands in front of what ends an observation: 10 numbers in Classic, 38 in Craftax
         # (of whose 16 numbers of inventory the first 13 are features).
-        first = self.obs_size - (22 if name == "craftax-classic" else 51)
+        first = seen - (22 if name == "craftax-classic" else 51)
         self.feature_columns = {feature: first + number for number, feature in enumerate(held)}
         self.action_names = _action_names(name)
+        self.mirrors = _mirrors(self.action_names, seen) if name == "craftax-classic" else ()
         self._leaves: list[NDArray] = []
         self._observations: Floats = np.zeros((lanes, self.obs_size), np.float32)
         self._values: Floats = np.zeros((lanes, len(self.features.names)), np.float32)
@@ -257,6 +268,8 @@ def _reader(features: Features, name: str) -> Any:
     blocks = {"near_table": BlockType.CRAFTING_TABLE.value, "near_furnace": BlockType.FURNACE.value}
     numbers = {achievement.name.lower(): achievement.value for achievement in Achievement}
 
+    senses = _senses() if name == "craftax-classic" else lambda state: {}
+
     def value(state: Any, feature: str) -> Any:
         if feature in blocks:
             return is_near_block(state, blocks[feature])
@@ -265,8 +278,6 @@ def _reader(features: Features, name: str) -> Any:
         return (
             state.achievements[numbers[feature]] if feature in numbers else getattr(state.inventory, feature)
         )
-
-    senses = _senses() if name == "craftax-classic" else lambda state: {}
 
     def read(state: Any) -> Any:
         sensed = senses(state)
@@ -278,11 +289,76 @@ def _reader(features: Features, name: str) -> Any:
     return read
 
 
+def _compass() -> Any:
+    """A function from an observation of Craftax-Classic to the same with `COMPASS` numbers behind it.
+
+    They say no more than the 7 x 9 cells in front do: what the next cell in the direction that one looks in holds, and
+    of each kind of block and mob the way to the nearest: left, right, up, down (0 or 1), and how near it is (1: here).
+    """
+    import jax.numpy as jnp
+    from craftax.craftax_classic.constants import OBS_DIM
+
+    half = np.array(OBS_DIM) // 2
+    down, right = (np.indices(OBS_DIM) - half[:, None, None]).reshape(2, -1)
+    away = np.abs(down) + np.abs(right)
+    middle = int(np.flatnonzero(away == 0)[0])
+    far = np.where(away > 0, away, _FARTHEST)[:, None]  # what one stands on is not what one goes to
+    ways = np.stack([right < 0, right > 0, down < 0, down > 0, 1 - away / _FARTHEST], 1).astype(np.float32)
+    ahead = middle + np.array([-1, 1, -OBS_DIM[1], OBS_DIM[1]])
+
+    def see(observation: Any) -> Any:
+        cells = observation[: len(away) * CHANNELS].reshape(len(away), CHANNELS)
+        looks = observation[-6:-2]
+        shown = cells[:, _FIRST_KIND:]
+        away_from = jnp.where(shown > 0, far, 2 * _FARTHEST)
+        nearest = shown * (away_from == away_from.min(0))
+        found = (nearest[:, :, None] * jnp.asarray(ways)[:, None, :]).max(0)
+        return jnp.concatenate([observation, looks @ cells[ahead], found.reshape(-1)])
+
+    return see
+
+
+def _mirrors(action_names: tuple[str, ...], seen: int) -> tuple[tuple[Ints, Ints], ...]:
+    """Of Classic left for right, up for down, and both: what observation column and what action stands for each."""
+    from craftax.craftax_classic.constants import OBS_DIM
+
+    cells = np.arange(seen - 22).reshape(*OBS_DIM, CHANNELS)
+    found = []
+    for flipped in ((1,), (0,), (0, 1)):
+        swap = np.arange(4)  # left, right, up, down
+        for axis in flipped:
+            swap[[2 - 2 * axis, 3 - 2 * axis]] = swap[[3 - 2 * axis, 2 - 2 * axis]]
+        ways = seen + CHANNELS + np.arange(COMPASS - CHANNELS).reshape(-1, 5)
+        columns = [
+            np.flip(cells, flipped).ravel(), np.arange(seen - 22, seen - 6), seen - 6 + swap,
+            np.arange(seen - 2, seen + CHANNELS), ways[:, [*swap, 4]].ravel(),
+        ]  # fmt: skip
+        actions = np.arange(len(action_names))
+        actions[1:5] = actions[1 + swap]
+        found.append((np.concatenate(columns), actions))
+    return tuple(found)
+
+
 def _senses() -> Any:
     """A function from a state of Craftax-Classic to how near things in sight are."""
     import jax
     import jax.numpy as jnp
-    from craftax.craftax_classic.constants import OBS_DIM, BlockType
+    from craftax.craftax_classic.constants import OBS_DIM, SOLID_BLOCKS, BlockType
+
+    walls = np.isin(np.arange(len(BlockType)), [*np.asarray(SOLID_BLOCKS), BlockType.OUT_OF_BOUNDS.value])
+
+    def within(state: Any) -> list[Any]:
+        """How many cells one could be at after no to four steps."""
+        ground = jnp.pad(state.map, 4, constant_values=BlockType.OUT_OF_BOUNDS.value)
+        around = jax.lax.dynamic_slice(ground, state.player_position, (9, 9))
+        open_cells = ~jnp.asarray(walls)[around]
+        reached = jnp.zeros((9, 9), bool).at[4, 4].set(True)
+        counts = []
+        for _ in range(5):
+            counts.append(reached.sum())
+            wider = jnp.pad(reached, 1)
+            reached |= open_cells & (wider[2:, 1:-1] | wider[:-2, 1:-1] | wider[1:-1, 2:] | wider[1:-1, :-2])
+        return counts
 
     half = np.array(OBS_DIM) // 2
     steps = np.abs(np.indices(OBS_DIM) - half[:, None, None]).sum(0)  # [7, 9] from where one stands
@@ -291,7 +367,14 @@ def _senses() -> Any:
     def senses(state: Any) -> dict[str, Any]:
         ground = jnp.pad(state.map, edge, constant_values=BlockType.OUT_OF_BOUNDS.value)
         view = jax.lax.dynamic_slice(ground, state.player_position + edge - half, OBS_DIM)
-        found: dict[str, Any] = {"health": state.player_health}
+        cells = within(state)
+        shut_in = cells[4] == cells[3]
+        found: dict[str, Any] = {
+            "health": state.player_health,
+            "light": _FARTHEST * jnp.minimum(state.light_level / 0.75, 1),
+            "sheltered": shut_in,
+            "shut": _FARTHEST - jnp.minimum(cells[2] - 1, _FARTHEST),
+        }
         for name in _BLOCKS:
             found[f"toward_{name}"] = jnp.max((view == BlockType[name.upper()].value) * (_FARTHEST - steps))
         for name, health in _MOBS.items():
@@ -301,7 +384,7 @@ def _senses() -> Any:
             near = _FARTHEST - away.sum(-1)
             found[f"toward_{name}"] = jnp.max(seen * (near + health - mobs.health))
             if name == "zombie":
-                found["calm"] = _FARTHEST - jnp.max(seen * near)
+                found["calm"] = jnp.minimum(2 * (_FARTHEST - jnp.max(seen * near) * ~shut_in), _FARTHEST)
         return found
 
     return senses

@@ -1,13 +1,12 @@
 """Play what was learned in worlds that nothing has seen: a plan with all skills, its film, and whole episodes.
 
-A plan made beforehand ends where one of its skills fails. In a whole episode a lane plans again after each skill from
-what it has, tries something else first where a skill ran out of time, and sees to its `upkeep`, until the agent dies or
-all is done.
+A plan made beforehand ends where one of its skills fails. In a whole episode a lane plans again from what it has,
+tries something else first where a skill ran out of time, and sees to its `upkeep`, until the agent dies or all is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +33,7 @@ from shoal.skills.learning.worlds import (
     Ints,
     World,
     batch_lanes,
+    check_inputs,
     fresh_worlds,
     make_world,
     world_features,
@@ -78,9 +78,9 @@ def evaluate_chain(
     world_name, plan = plan_of(store, target, only)
     features = world_features(world_name)
     names = list(dict.fromkeys(step.skill for step in plan))
-    experts = load_experts(store, names)
     skills = {row.name: row.spec for row in store.skills()}
     world = make_world(world_name, batch_lanes(world_name, episodes))
+    experts = load_experts(store, names, world)
     starts = fresh_worlds(world, episodes, seed, "unseen")
     course = Course(plan, skills, features, [names.index(step.skill) for step in plan])
     fixed = None if world.fresh_is_cheap else world
@@ -125,12 +125,12 @@ def record_chain(
     world_name, plan = plan_of(store)
     features = world_features(world_name)
     names = list(dict.fromkeys(step.skill for step in plan))
-    experts = load_experts(store, names)
     course = Course(
         plan, {row.name: row.spec for row in store.skills()}, features, [names.index(s.skill) for s in plan]
     )
     lanes = world_kind(world_name).most_lanes or lanes
     world: World = make_world(world_name, lanes)
+    experts = load_experts(store, names, world)
     frames: list[Bank] = []
     at_frames: list[Any] = []
     recorder = _Recorder(world, frames)
@@ -182,8 +182,8 @@ class _Recorder:
         return died
 
 
-def load_experts(store: Store, names: Sequence[str]) -> list[Network]:
-    """The heads of the experts of some skills."""
+def load_experts(store: Store, names: Sequence[str], world: World) -> list[Network]:
+    """The heads of the experts of some skills, which can act in a world."""
     nets = []
     for name in names:
         row = store.skill(name)
@@ -191,6 +191,7 @@ def load_experts(store: Store, names: Sequence[str]) -> list[Network]:
         if head is None:
             raise DataError(f"skill {name!r} has no expert yet: it is {row.status}")
         nets.append(Network.from_params(decode(store.get_blob(head.sha256), name)[0]))
+        check_inputs(world, nets[-1].shape.inputs, name)
     return nets
 
 
@@ -219,11 +220,14 @@ def play_episodes(
     world_name, _ = plan_of(store)
     rows = [row for row in store.skills() if row.expert is not None and store.head(row.expert) is not None]
     skills = [row.spec for row in rows]
-    experts = load_experts(store, [row.name for row in rows])
     world = make_world(world_name, batch_lanes(world_name, episodes))
+    experts = load_experts(store, [row.name for row in rows], world)
     starts = fresh_worlds(world, episodes, seed, "unseen")
     rng = stream(seed, "unseen episodes")
-    chooser = Chooser(skills, world_features(world_name))
+    took = {
+        row.name: row.result["steps_a_success"] for row in rows if "steps_a_success" in (row.result or {})
+    }
+    chooser = Chooser(skills, world_features(world_name), took)
     parts = []
     for first in range(0, episodes, world.lanes):
         rows_of = np.minimum(np.arange(first, first + world.lanes), episodes - 1)
@@ -250,10 +254,13 @@ class Memory:
 
 @dataclass
 class Chooser:
-    """Chooses the next skill of a lane: what its upkeep asks for, else the first step of the way to the next goals."""
+    """Chooses the next skill of a lane: the way to what its upkeep asks for, else that to the next goals."""
 
     skills: Sequence[Skill]
     features: Features
+    took: Mapping[str, float] = field(
+        default_factory=dict
+    )  # env steps of an application, by default its horizon
     _ways: dict[tuple[Any, ...], list[Step] | None] = field(default_factory=dict)
     _plans: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
@@ -278,14 +285,21 @@ class Chooser:
             for skill, lasts in zip(self.skills, lasting, strict=True)
         ]
 
-    def pressing(self, values: Floats) -> Ints:
-        """`[lanes]` the skill whose upkeep is most wanting, -1 where none is."""
-        chosen = np.full(len(values), -1)
-        least = np.full(len(values), np.inf)
+    def pressing(self, values: Floats) -> tuple[Ints, Ints]:
+        """`[lanes]` the skill whose upkeep is wanting, of several the one that was named last, and what it is short of.
+
+        Both are -1 where nothing is.
+        """
+        chosen, short = np.full(len(values), -1), np.full(len(values), -1)
         for index, column, amount in self.upkeep:
-            worse = (values[:, column] <= amount) & (values[:, column] < least)
-            chosen[worse], least[worse] = index, values[worse, column]
-        return chosen
+            wanting = values[:, column] <= amount
+            chosen[wanting], short[wanting] = index, column
+        return chosen, short
+
+    def toward(self, goal: int, values: Floats) -> int | None:
+        """The first skill on the way to a goal; None if there is no way. `values` are those of one lane."""
+        way = self._way(goal, self._hands(values))
+        return self.names.index(way[0].skill) if way else None
 
     def choose(self, values: Floats, memory: Memory) -> int | None:
         """The skill to apply now; None if all were done. `values` are those of one lane, `[features]`.
@@ -293,7 +307,7 @@ class Chooser:
         A lane follows a plan to its next goals, and makes another when it has ended, failed, or was left for upkeep.
         """
         if not memory.plan:
-            hands = tuple(int(values[column]) for column in self.asked)
+            hands = self._hands(values)
             goals = tuple(
                 goal
                 for goal, (column, skill) in enumerate(zip(self.columns, self.skills, strict=True))
@@ -338,8 +352,11 @@ class Chooser:
             )
         return self._plans[key]
 
-    def _length(self, steps: Sequence[Step]) -> int:
-        return sum(self.by_name[step.skill].horizon * step.count for step in steps)
+    def _length(self, steps: Sequence[Step]) -> float:
+        return sum(self.took.get(step.skill, self.by_name[step.skill].horizon) * step.count for step in steps)
+
+    def _hands(self, values: Floats) -> tuple[int, ...]:
+        return tuple(int(values[column]) for column in self.asked)
 
     def _held(self, hands: tuple[int, ...]) -> dict[str, int]:
         return {item: amount for item, amount in zip(self.items, hands, strict=True) if amount > 0}
@@ -365,7 +382,6 @@ def _play(
     steps = [Step(name, 1) for name in chooser.names]
     course = Course(steps, chooser.by_name, chooser.features, range(len(skills)))
     full = np.array([chooser.features.holds(name) - 1 for name in chooser.features.names])
-    keeps = {index: column for index, column, _ in chooser.upkeep}
     memories = [
         Memory(np.zeros(len(skills), np.bool_), np.zeros(len(skills), np.int64)) for _ in range(lanes)
     ]
@@ -373,26 +389,26 @@ def _play(
     had = values > 0
     live, died = np.ones(lanes, np.bool_), np.zeros(lanes, np.bool_)
     at, elapsed, length = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
-    keeping = np.full(lanes, -1)  # the feature that upkeep waits for
+    serving = np.full(lanes, -1)  # the skill whose upkeep it sees to, or is on its way to
+    keeping = np.full(lanes, -1)  # the feature that this skill is applied for until it is full
     start = values.copy()
     free = live.copy()  # lanes that choose now
     for _ in range(most_steps):
-        pressing = chooser.pressing(values)
-        for lane in np.flatnonzero(live & (free | ((pressing >= 0) & (keeping < 0)))):
-            wants = int(pressing[lane])
-            rested = wants >= 0 and memories[lane].late[wants] == 0
-            chosen: int | None = int(at[lane])
-            if rested:
-                chosen = wants
-            elif free[lane]:
-                chosen = chooser.choose(values[lane], memories[lane])
-            if chosen is None:
+        pressing, short = chooser.pressing(values)
+        for lane in np.flatnonzero(live & (free | (pressing > serving))):
+            memory, wants = memories[lane], int(pressing[lane])
+            chosen = chooser.toward(wants, values[lane]) if wants >= 0 else None
+            if chosen is not None and not memory.late[[wants, chosen]].any():
+                serving[lane], keeping[lane] = wants, short[lane] if chosen == wants else -1
+                memory.plan.clear()  # it walks off
+            elif not free[lane]:
+                continue
+            elif (chosen := chooser.choose(values[lane], memory)) is not None:
+                serving[lane] = keeping[lane] = -1
+            else:
                 live[lane] = False
-            elif free[lane] or chosen != at[lane]:
-                if rested:
-                    memories[lane].plan.clear()  # it walks off
-                at[lane], elapsed[lane], start[lane] = chosen, 0, values[lane]
-                keeping[lane] = keeps[wants] if rested else -1
+                continue
+            at[lane], elapsed[lane], start[lane] = chosen, 0, values[lane]
         if not live.any():
             break
         actions = act(world.observe(), at, experts, rng.random(lanes, np.float32), live)
@@ -414,7 +430,7 @@ def _play(
             memories[lane].late[at[lane]] += 1
             memories[lane].plan.clear()
         free = done | late
-        keeping[free] = -1
+        serving[free] = keeping[free] = -1
         died |= dead
         live &= ~dead
     applied = np.stack([memory.applied for memory in memories])

@@ -124,7 +124,8 @@ class Network:
         return Network(self.shape, self.flat.copy())
 
     def forward(self, observations: Floats) -> tuple[Floats, Floats]:
-        """`[B, actions]` log-probabilities and `[B]` values."""
+        """`[B, actions]` log-probabilities and `[B]` values; what a world shows behind the inputs is not seen."""
+        observations = observations[:, : self.shape.inputs]
         hidden = np.maximum(observations @ self.w0 + self.b0, 0)
         hidden = np.maximum(hidden @ self.w1 + self.b1, 0)
         heads = hidden @ self.wh + self.bh
@@ -149,6 +150,7 @@ class Network:
         """Gradient of the clipped PPO loss (arXiv:1707.06347, eq. 7 and 9) with respect to `flat`."""
         count = len(actions)
         every = np.arange(count)
+        observations = observations[:, : self.shape.inputs]
         before0 = observations @ self.w0 + self.b0
         hidden0 = np.maximum(before0, 0)
         before1 = hidden0 @ self.w1 + self.b1

@@ -21,7 +21,7 @@ from shoal.maths.gae import gae
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.spec import MAX_HORIZON, Skill
-from shoal.skills.learning.worlds import Bank, Floats, Ints, World, fresh_worlds, make_world
+from shoal.skills.learning.worlds import Bank, Floats, Ints, World, check_inputs, fresh_worlds, make_world
 
 STROLLERS, TURN = 0.75, 0.1
 """Share of start states from which one strolls, and the chance a step that a stroll takes another direction."""
@@ -110,7 +110,9 @@ class Result:
     frames: int
     walked: int  # env steps beside those: ways to start states, and evaluations
     stopped: str  # "learned" | "plateau" | "budget"
-    episodes: dict[str, Floats]  # "start", "before" (the last action), "end" [E, features], "success" [E]
+    episodes: dict[
+        str, Floats
+    ]  # "start", "before" (the last action), "end" [E, features], "success", "steps" [E]
     bank_size: int = 0
 
 
@@ -150,6 +152,9 @@ class Trainer:
         self.task, config = task, task.config
         self.world = make_world(task.world, config.num_envs)
         shape = Shape(self.world.obs_size, config.layer_size, self.world.n_actions)
+        for index, net in enumerate(task.experts):
+            if net is not None:
+                check_inputs(self.world, net.shape.inputs, self._skill_of(index))
         self.nets = [
             net.copy() if net is not None else self._beginner(shape, index)
             for index, net in enumerate(task.experts)
@@ -428,11 +433,15 @@ class Trainer:
             if not len(mine) or (index != self.own and not self.deps_learn):
                 continue
             self.acted[index] += len(mine)
+            data = self._mirrored(self.nets[index], [array[mine] for array in flat])
             for _ in range(config.update_epochs):
-                for chunk in np.array_split(rng.permutation(mine), config.num_minibatches):
+                order = rng.permutation(len(mine))
+                if len(data[0]) > len(mine):  # each step once in each pass, as it was or mirrored
+                    order += len(mine) * rng.integers(0, len(data[0]) // len(mine), len(mine))
+                for chunk in np.array_split(order, config.num_minibatches):
                     if len(chunk) < 2:
                         continue
-                    seen, acts, old, gain, returns = (array[chunk] for array in flat)
+                    seen, acts, old, gain, returns = (array[chunk] for array in data)
                     gain = (gain - gain.mean()) / (gain.std() + np.float32(1e-8))
                     gradient, losses = self.nets[index].gradient(
                         seen, acts, old, gain, returns,
@@ -442,6 +451,18 @@ class Trainer:
                     self.adams[index].step(self.nets[index].flat, gradient, lr, config.max_grad_norm)
                     if index == self.own:
                         self.losses = losses
+
+    def _mirrored(self, net: Network, steps: list[Any]) -> list[Any]:
+        """Observations, actions, log-probabilities, advantages and returns; then those of each mirrored world."""
+        seen, acts, old, *rest = steps
+        parts = [(seen, acts, old)]
+        for columns, actions in getattr(self.world, "mirrors", ()):
+            there, then = seen[:, columns], actions[acts]
+            parts.append((there, then, net.forward(there)[0][np.arange(len(then)), then]))
+        return [
+            *(np.concatenate(column) for column in zip(*parts, strict=True)),
+            *(np.tile(array, len(parts)) for array in rest),
+        ]
 
     def evaluate(self) -> float:
         """Success of the skill from states that practice never sees; the best experts so far are kept."""
@@ -461,6 +482,7 @@ class Trainer:
                 "before": outcome.last_before,
                 "end": outcome.last_values,
                 "success": outcome.finished.astype(np.float32),
+                "steps": outcome.length.astype(np.float32),
             }
         return outcome.success
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.registry import Registry
 from shoal.core.seeding import stream
 from shoal.skills.learning.spec import Features
@@ -100,6 +100,20 @@ class World(Protocol):
 
     def step(self, actions: Ints, rng: np.random.Generator) -> Bools:
         """Act in every lane; True where the agent died."""
+
+
+def check_inputs(world: World, inputs: int, skill: str) -> None:
+    """Raise a `DataError` for an expert that was made for other observations than a world's, or than it once had.
+
+    A world may put numbers behind its observations and tell in `former_sizes` how many there were: an expert made for
+    so many does not see what came later.
+    """
+    sizes = (world.obs_size, *getattr(world, "former_sizes", ()))
+    if inputs not in sizes:
+        raise DataError(
+            f"the expert of {skill!r} was made for {inputs} numbers in an observation; this world shows "
+            f"{' or '.join(map(str, sizes))}. Train the skill again, or use the world that it was trained in."
+        )
 
 
 @dataclass(frozen=True)
