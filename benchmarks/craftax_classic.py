@@ -43,7 +43,7 @@ CASE = "Craftax-Classic, 1 M steps"
 # Env steps of practice; what can be done where one stands takes few. The ways and evaluations come to 150,000 more.
 BUDGETS = {
     "Collect Wood": 60e3, "Collect Stone": 90e3, "Collect Coal": 60e3, "Collect Iron": 60e3, "Collect Sapling": 30e3,
-    "Drink Water": 50e3, "Eat Cow": 110e3, "Defeat Zombie": 120e3, "Sleep": 16e3, "Build Shelter": 120e3,
+    "Drink Water": 50e3, "Eat Cow": 110e3, "Defeat Zombie": 120e3, "Sleep": 20e3,
     "Make Wood Pickaxe": 30e3, "Make Wood Sword": 30e3, "Make Stone Pickaxe": 24e3, "Make Stone Sword": 24e3,
 }  # fmt: skip
 OTHERS = 14e3

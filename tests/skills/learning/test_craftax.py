@@ -34,7 +34,7 @@ def test_without_the_extra_the_error_names_it() -> None:
 def test_features_are_known_without_craftax() -> None:
     features = features_of("craftax-classic")
     assert (
-        len(features.names) == len(set(features.names)) == 12 + 22 + 3 + 3 + 11
+        len(features.names) == len(set(features.names)) == 12 + 22 + 2 + 3 + 9
     )  # held, achievements, places, needs, senses
     assert features.holds("wood") == 9
     assert features.holds("place_table") == 1
@@ -119,13 +119,8 @@ def test_the_senses_of_craftax_classic_are_what_a_plain_count_gives() -> None:
                 if name == "zombie":
                     near["calm"] = min(2 * min((steps for steps, _ in away), default=9), 9)
             near["health"] = int(state.player_health)
-            cells = reachable(np.asarray(state.map), np.asarray(state.player_position), BlockType)
-            near["shut"] = 9 - min(cells[2] - 1, 9)
-            near["sheltered"] = int(cells[3] == cells[4])
             found = {name: values[lane, world.features.index(name)] for name in near}
             assert found == near
-            light = 9 * min(float(state.light_level) / 0.75, 1)
-            assert values[lane, world.features.index("light")] == pytest.approx(light, abs=1e-5)
             met |= {name for name, value in near.items() if value not in (0, 9)}
     assert {"toward_tree", "toward_water", "toward_cow", "toward_zombie", "calm", "health"} <= met
 
@@ -163,46 +158,6 @@ def test_the_ways_behind_an_observation_are_what_a_plain_look_at_its_cells_gives
             looks.add(looking)
     assert looks == {0, 1, 2, 3}
     assert {2, 3, 4, 5, 13, 17, 18} <= met  # grass, water, stone, trees, sand, zombies, cows
-
-
-def reachable(ground: np.ndarray, place: np.ndarray, blocks: Any) -> list[int]:
-    """How many cells one could be at after 0, 1, … 4 steps."""
-    solid = "water stone tree coal iron diamond crafting_table furnace plant ripe_plant out_of_bounds".upper()
-    walls = {blocks[name].value for name in solid.split()}
-    seen, border, counts = {tuple(map(int, place))}, {tuple(map(int, place))}, [1]
-    for _ in range(4):
-        border = {
-            (y + a, x + b)
-            for y, x in border
-            for a, b in ((0, 1), (0, -1), (1, 0), (-1, 0))
-            if 0 <= y + a < ground.shape[0] and 0 <= x + b < ground.shape[1]
-        } - seen
-        border = {(y, x) for y, x in border if int(ground[y, x]) not in walls}
-        seen |= border
-        counts.append(len(seen))
-    return counts
-
-
-@needs_craftax
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_who_is_walled_in_is_sheltered() -> None:
-    from craftax.craftax_classic.constants import BlockType
-
-    world = CraftaxWorld("craftax-classic", 4)
-    world.load(world.fresh(4, np.random.default_rng(0)), np.arange(4), np.ones(4, bool))
-    bank = world.save()
-    ground = bank.arrays["000"]
-    y, x = 32, 32  # the middle, where all begin
-    ground[:, y - 4 : y + 5, x - 4 : x + 5] = BlockType.GRASS.value
-    ground[1:, y - 2 : y + 3, x - 2 : x + 4] = BlockType.STONE.value
-    ground[1:, y, x : x + 2] = BlockType.PATH.value  # a cave of two cells
-    ground[2, y, x + 2] = BlockType.PATH.value  # of three
-    ground[3, y, x + 2 : x + 5] = BlockType.PATH.value  # and one that is open
-    assert tuple(np.asarray(world.state_of(bank).player_position)) == (y, x)
-    world.load(bank, np.arange(4), np.ones(4, bool))
-    shown = {name: world.values()[:, world.features.index(name)].tolist() for name in ("sheltered", "shut")}
-    assert shown == {"sheltered": [0, 1, 1, 0], "shut": [0, 8, 7, 7]}
 
 
 @needs_craftax

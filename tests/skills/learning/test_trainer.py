@@ -60,6 +60,26 @@ def test_a_training_resumed_anywhere_ends_with_the_same_bytes(quick: TrainingCon
     assert second.walked == whole.walked > 0  # every env step is counted once
 
 
+def test_the_pace_of_a_skill_is_what_an_application_took_in_its_best_evaluation(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = []
+
+    def measured(*arguments, **options):
+        ways.append(walk(*arguments, **options))
+        return ways[-1]
+
+    monkeypatch.setattr("shoal.skills.learning.trainer.walk", measured)
+    trainer = Trainer(replace(task(quick, count=2), experts=(wood_expert(),)))
+    trainer.prepare()
+    result = trainer.train(lambda row: None, lambda t: None)
+    best = max(ways, key=lambda way: way.success)
+    assert best.success > 0
+    assert result.pace(2) == pytest.approx(best.length.sum() / best.finished.sum() / 2, abs=0.06)
+    assert replace(result, episodes={**result.episodes, "success": np.zeros(4)}).pace(2) is None
+    assert replace(result, episodes={"success": result.episodes["success"]}).pace(2) is None
+
+
 class Mirrored(CraftingWorld):
     """A world that says that it looks the same with its last two numbers and two of its actions exchanged."""
 
@@ -135,6 +155,40 @@ def test_an_expert_for_what_a_world_once_showed_still_acts(
     assert (
         trainer.nets[0].shape.inputs == size - 1
     )  # it stays what it is, so that it can be merged with its like
+
+
+class Wider(CraftingWorld):
+    """A later edition of the world, which shows a number more."""
+
+    obs_size = CraftingWorld.obs_size + 1
+    former_sizes = (CraftingWorld.obs_size,)
+
+    def observe(self) -> np.ndarray:
+        seen = super().observe()
+        return np.concatenate([seen, np.ones((len(seen), 1), np.float32)], 1)
+
+
+def test_a_training_begun_before_a_world_showed_more_ends_as_it_would_have(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(quick, success_state_rate=2.0, patience_frames=1e9)
+    saved = []
+
+    def keep(trainer: Trainer) -> None:
+        arrays, plain = trainer.state()
+        saved.append(({key: array.copy() for key, array in arrays.items()}, plain))
+
+    whole = Trainer(task(config, count=1))
+    whole.prepare()
+    whole.train(lambda row: None, keep)
+    monkeypatch.setattr("shoal.skills.learning.crafting.CraftingWorld", Wider)
+    later = Trainer(task(config, count=1))
+    assert later.nets[0].shape.inputs == Wider.obs_size
+    later.prepare()
+    later.restore(*saved[0])
+    result = later.train(lambda row: None, lambda t: None)
+    assert result.experts[0].shape.inputs == CraftingWorld.obs_size
+    np.testing.assert_allclose(later.nets[0].flat, whole.nets[0].flat, rtol=1e-3, atol=1e-4)
 
 
 def test_the_identity_of_an_easy_skill_is_learned_in_seconds() -> None:

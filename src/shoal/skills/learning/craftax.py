@@ -42,7 +42,7 @@ _FULL = (
     "wood", "stone", "coal", "iron", "diamond", "sapphire", "ruby", "sapling", "torches", "arrows", "books",
 )  # fmt: skip
 _LEVELS = ("pickaxe", "sword")  # in Craftax, how good the tool is: 0 to 4
-_PLACES = ("near_table", "near_furnace", "sheltered")
+_PLACES = ("near_table", "near_furnace")
 _NEEDS = ("food", "drink", "energy")
 _BLOCKS = ("tree", "stone", "coal", "iron", "water")  # of Classic: what `toward_tree` and its like are about
 _MOBS = {"cow": 3, "zombie": 5}  # of Classic, and their health
@@ -52,7 +52,7 @@ CHANNELS, _FIRST_KIND = (
     2,
 )  # of a cell in sight in Classic: 17 kinds of blocks, the first two unknown, and 4 of mobs
 COMPASS = CHANNELS + 5 * (CHANNELS - _FIRST_KIND)
-_SENSES = ("health", "calm", "light", "shut", *(f"toward_{name}" for name in (*_BLOCKS, *_MOBS)))
+_SENSES = ("health", "calm", *(f"toward_{name}" for name in (*_BLOCKS, *_MOBS)))
 CLASSIC_ACTIONS = (
     "noop", "left", "right", "up", "down", "do", "sleep", "place_stone", "place_table", "place_furnace", "place_plant",
     "make_wood_pickaxe", "make_stone_pickaxe", "make_iron_pickaxe", "make_wood_sword", "make_stone_sword",
@@ -73,11 +73,10 @@ _MORE_ACHIEVEMENTS = (
 def features_of(name: str) -> Features:
     """The features of "craftax-classic" or "craftax": what is held, achievements of the overworld, where one stands.
 
-    `sheltered` is who no zombie can come to. Classic has needs and senses too: `calm` is twice the distance of the
-    nearest zombie in sight, at most 9, and 9 in a shelter; `light` is 9 by day and 0 in the depth of the night; `shut`
-    is 9 less the cells that one could be at after two steps. `toward_tree` is 8 beside a tree, one less a step away, 0
-    where none is in sight; towards a cow or a zombie it also grows with each blow. They are for rewards and upkeep: an
-    expert sees the observation alone, and what `_compass` reads from it.
+    Classic has needs and senses too: `calm` is twice the distance of the nearest zombie in sight, at most 9.
+    `toward_tree` is 8 beside a tree, one less a step away, 0 where none is in sight; towards a cow or a zombie it also
+    grows with each blow. They are for rewards and upkeep: an expert sees the observation alone, and what `_compass`
+    reads from it.
     """
     if name == "craftax-classic":
         return Features(
@@ -343,22 +342,7 @@ def _senses() -> Any:
     """A function from a state of Craftax-Classic to how near things in sight are."""
     import jax
     import jax.numpy as jnp
-    from craftax.craftax_classic.constants import OBS_DIM, SOLID_BLOCKS, BlockType
-
-    walls = np.isin(np.arange(len(BlockType)), [*np.asarray(SOLID_BLOCKS), BlockType.OUT_OF_BOUNDS.value])
-
-    def within(state: Any) -> list[Any]:
-        """How many cells one could be at after no to four steps."""
-        ground = jnp.pad(state.map, 4, constant_values=BlockType.OUT_OF_BOUNDS.value)
-        around = jax.lax.dynamic_slice(ground, state.player_position, (9, 9))
-        open_cells = ~jnp.asarray(walls)[around]
-        reached = jnp.zeros((9, 9), bool).at[4, 4].set(True)
-        counts = []
-        for _ in range(5):
-            counts.append(reached.sum())
-            wider = jnp.pad(reached, 1)
-            reached |= open_cells & (wider[2:, 1:-1] | wider[:-2, 1:-1] | wider[1:-1, 2:] | wider[1:-1, :-2])
-        return counts
+    from craftax.craftax_classic.constants import OBS_DIM, BlockType
 
     half = np.array(OBS_DIM) // 2
     steps = np.abs(np.indices(OBS_DIM) - half[:, None, None]).sum(0)  # [7, 9] from where one stands
@@ -367,14 +351,7 @@ def _senses() -> Any:
     def senses(state: Any) -> dict[str, Any]:
         ground = jnp.pad(state.map, edge, constant_values=BlockType.OUT_OF_BOUNDS.value)
         view = jax.lax.dynamic_slice(ground, state.player_position + edge - half, OBS_DIM)
-        cells = within(state)
-        shut_in = cells[4] == cells[3]
-        found: dict[str, Any] = {
-            "health": state.player_health,
-            "light": _FARTHEST * jnp.minimum(state.light_level / 0.75, 1),
-            "sheltered": shut_in,
-            "shut": _FARTHEST - jnp.minimum(cells[2] - 1, _FARTHEST),
-        }
+        found: dict[str, Any] = {"health": state.player_health}
         for name in _BLOCKS:
             found[f"toward_{name}"] = jnp.max((view == BlockType[name.upper()].value) * (_FARTHEST - steps))
         for name, health in _MOBS.items():
@@ -384,7 +361,7 @@ def _senses() -> Any:
             near = _FARTHEST - away.sum(-1)
             found[f"toward_{name}"] = jnp.max(seen * (near + health - mobs.health))
             if name == "zombie":
-                found["calm"] = jnp.minimum(2 * (_FARTHEST - jnp.max(seen * near) * ~shut_in), _FARTHEST)
+                found["calm"] = jnp.minimum(2 * (_FARTHEST - jnp.max(seen * near)), _FARTHEST)
         return found
 
     return senses

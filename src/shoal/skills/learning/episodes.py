@@ -224,9 +224,8 @@ def play_episodes(
     experts = load_experts(store, [row.name for row in rows], world)
     starts = fresh_worlds(world, episodes, seed, "unseen")
     rng = stream(seed, "unseen episodes")
-    took = {
-        row.name: row.result["steps_a_success"] for row in rows if "steps_a_success" in (row.result or {})
-    }
+    measured = "steps_an_application"
+    took = {row.name: row.result[measured] for row in rows if measured in (row.result or {})}
     chooser = Chooser(skills, world_features(world_name), took)
     parts = []
     for first in range(0, episodes, world.lanes):

@@ -424,8 +424,8 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
         "steps_in_all": result.frames + result.walked,
         "finished_at": time.time(),
     }
-    if "steps" in result.episodes and (done := float(result.episodes["success"].sum())):
-        numbers["steps_a_success"] = round(float(result.episodes["steps"].sum()) / done, 1)
+    if (pace := result.pace(trainer.task.plan[-1].count)) is not None:
+        numbers["steps_an_application"] = pace
     finish_training(
         run.folder,
         {local: net.params() for local, net in enumerate(result.experts)},

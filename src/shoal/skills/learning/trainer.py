@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -114,6 +114,12 @@ class Result:
         str, Floats
     ]  # "start", "before" (the last action), "end" [E, features], "success", "steps" [E]
     bank_size: int = 0
+
+    def pace(self, count: int) -> float | None:
+        """Env steps that each of `count` applications in a row took, those that failed included; None if all did."""
+        done = count * float(self.episodes.get("success", np.zeros(1)).sum())
+        steps = self.episodes.get("steps")  # absent in a training that was begun by an older edition
+        return None if steps is None or not done else round(float(steps.sum()) / done, 1)
 
 
 @dataclass
@@ -519,6 +525,14 @@ class Trainer:
         )
         lanes = self.task.config.num_envs
         self.world.load(bank, np.arange(lanes), np.ones(lanes, np.bool_))
+        for index, net in enumerate(self.nets):
+            if (missing := net.flat.size - arrays[f"net/{index}"].size) != 0:
+                # Begun where the world showed less: the expert goes on seeing that much.
+                shape = replace(net.shape, inputs=net.shape.inputs - missing // net.shape.hidden)
+                check_inputs(self.world, shape.inputs, self._skill_of(index))
+                self.nets[index], self.best[index] = Network(shape), Network(shape)
+                self.adams[index] = Adam(self.nets[index].flat.size)
+        self.masks = self._masks()
         for index in range(len(self.nets)):
             self.nets[index].flat[:] = arrays[f"net/{index}"]
             self.best[index].flat[:] = arrays[f"best/{index}"]
