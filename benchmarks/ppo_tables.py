@@ -156,6 +156,7 @@ def presets() -> None:
             "wrapper": " ".join(preset.wrappers),
         }
         shown = {**preset.settings, **{key: value for key, value in around.items() if value}}
+        shown |= {} if preset.eval_deterministic else {"eval_deterministic": False}
         settings = ", ".join(f"{key} {value}" for key, value in shown.items())
         print(f"| {name} | {preset.n_envs} | {preset.total_timesteps:,} | {preset.source} | {settings} |")
 

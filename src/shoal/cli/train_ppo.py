@@ -111,7 +111,7 @@ def _defaults(argv: list[str]) -> Call:
     else:
         options = RunOptions(
             n_envs=preset.n_envs, total_timesteps=preset.total_timesteps, atari=preset.atari,
-            frame_stack=preset.frame_stack, wrapper=preset.wrappers,
+            frame_stack=preset.frame_stack, wrapper=preset.wrappers, eval_deterministic=preset.eval_deterministic,
             env_kwargs=tuple(f"{key}={json.dumps(value)}" for key, value in preset.env_kwargs.items()),
         )  # fmt: skip
         settings = PPOConfig(**preset.settings)

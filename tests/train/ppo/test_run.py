@@ -17,6 +17,7 @@ from shoal.cli.main import main
 from shoal.core.files import read_json, verify_folder
 from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
 from shoal.train.ppo.policy import load_policy
+from shoal.train.ppo.ppo import PPO
 from shoal.train.ppo.presets import PRESETS
 
 REPO = Path(__file__).resolve().parents[3]
@@ -203,6 +204,35 @@ def test_the_command_that_a_run_prints_at_its_end_goes_on_with_it(tmp_path, caps
     more = read_json(tmp_path / "run" / "summary.json")["metrics"]
     what = "steps" if limit == "total_timesteps" else "episodes"
     assert more[what] >= 2 * first[what]
+
+
+@pytest.mark.parametrize("likeliest", [True, False])
+def test_an_evaluation_takes_the_likeliest_actions_or_draws_them_and_a_resumed_run_does_too(
+    tmp_path, likeliest
+):
+    options = ("--total-timesteps", "640", "--eval-deterministic", str(likeliest), "--eval-episodes", "20")
+    assert train(tmp_path / "run", *options) == 0
+
+    def found(of_run: bool) -> list[float]:
+        with PPO.load(tmp_path / "run") as ppo:
+            return [ppo.evaluate(20, deterministic=way).mean for way in (of_run, not of_run)]
+
+    said = read_json(tmp_path / "run" / "summary.json")["metrics"]["eval_return_mean"]
+    own, other = found(likeliest)
+    assert said == own != other
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "1280"]) == 0
+    said = read_json(tmp_path / "run" / "summary.json")["metrics"]["eval_return_mean"]
+    own, other = found(likeliest)
+    assert said == own != other
+
+
+def test_presets_of_minigrid_and_atari_are_evaluated_with_drawn_actions_as_published(capsys):
+    for env, likeliest in (("minigrid:MiniGrid-DoorKey-5x5-v0", False), ("CartPole-v1", True)):
+        assert main(["train-ppo", "--env", env, "--help-all"]) == 0
+        said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        about = said.partition("--eval-deterministic {True,False}")[2].partition("--record-video")[0]
+        assert "takes the likeliest actions" in about
+        assert ("(default: True)" in about) == likeliest  # False is said of no option
 
 
 def test_help_shows_the_presets_values_as_defaults(capsys):

@@ -26,6 +26,9 @@ class Preset:
     frame_stack: int = 0
     wrappers: tuple[str, ...] = ()
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    eval_deterministic: bool = True
+    """Whether its published score is that of the likeliest actions; where a policy that never errs can walk in circles
+    for ever, as in MiniGrid, and in Atari, the field draws them."""
     name: str | None = None
     """Under which it was found."""
 
@@ -43,13 +46,13 @@ ATARI = Preset(
     8, 10_000_000, "zoo",
     {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4, "lr_schedule": "linear",
      "clip_range": 0.1, "clip_schedule": "linear", "ent_coef": 0.01},
-    atari=True, frame_stack=4,
+    atari=True, frame_stack=4, eval_deterministic=False,
 )  # fmt: skip
 MINIGRID = Preset(
     8, 100_000, "zoo",
     {"n_steps": 128, "batch_size": 64, "n_epochs": 10, "learning_rate": 2.5e-4, "normalize_obs": True,
      "normalize_reward": True},
-    wrappers=("minigrid.wrappers:FlatObsWrapper",),
+    wrappers=("minigrid.wrappers:FlatObsWrapper",), eval_deterministic=False,
 )  # fmt: skip
 
 PRESETS: dict[str, Preset] = {

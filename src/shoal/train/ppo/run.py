@@ -85,6 +85,8 @@ class RunOptions:
     """Env steps between evaluations; None for a tenth of the run, 0 for only one at the end."""
     eval_episodes: int = 10
     """Episodes of an evaluation, on a single environment of its own."""
+    eval_deterministic: bool = True
+    """An evaluation takes the likeliest actions; False draws them, as presets of Atari and MiniGrid do."""
     record_video: bool = False
     """Record one episode of the trained policy as video.gif (the environment must render)."""
     tensorboard: bool = True
@@ -267,7 +269,8 @@ class PPORun:
         if self._progress() < 1.0 or self.options.resume_from is None:
             return False
         before = load_checkpoint(self.options.resume_from).training.get("options", {})
-        if before.get("eval_episodes") != self.options.eval_episodes:
+        now = self.options.eval_episodes, self.options.eval_deterministic
+        if (before.get("eval_episodes"), before.get("eval_deterministic", True)) != now:
             return False
         if self.options.record_video and not (self.path / "video.gif").exists():
             return False
@@ -342,7 +345,7 @@ class PPORun:
         return -math.inf if best is None else float(best)
 
     def _evaluate(self) -> Metrics:
-        result = self.ppo.evaluate(self.options.eval_episodes)
+        result = self.ppo.evaluate(self.options.eval_episodes, deterministic=self.options.eval_deterministic)
         self._last_eval = {"eval_return_mean": result.mean, "eval_return_std": result.std}
         if result.mean > self._best:
             self._best = result.mean
@@ -379,7 +382,7 @@ class PPORun:
 
     def _record(self) -> None:
         frames: list[Any] = []
-        self.ppo.evaluate(1, frames=frames)
+        self.ppo.evaluate(1, deterministic=self.options.eval_deterministic, frames=frames)
         write_video(self.path / "video.gif", frames)
 
     def _finish(self, row: Metrics, status: str) -> None:
@@ -419,7 +422,7 @@ def _finite(value: float) -> float | None:
 
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("reward per episode", (("reward", "finished in the rollout"), ("reward_mean", "mean of the last 100"),
-                            ("eval_return_mean", "evaluation, greedy"))),
+                            ("eval_return_mean", "evaluation"))),
     ("episode length", (("length_mean", "mean of the last 100"),)),
     ("entropy, explained variance",
      (("entropy", "entropy (nats)"), ("explained_variance", "explained variance"))),
