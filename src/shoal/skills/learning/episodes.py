@@ -259,7 +259,7 @@ class Chooser:
     features: Features
     took: Mapping[str, float] = field(
         default_factory=dict
-    )  # env steps of an application, by default its horizon
+    )  # env steps an application; by default the horizon
     _ways: dict[tuple[Any, ...], list[Step] | None] = field(default_factory=dict)
     _plans: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 

@@ -110,9 +110,8 @@ class Result:
     frames: int
     walked: int  # env steps beside those: ways to start states, and evaluations
     stopped: str  # "learned" | "plateau" | "budget"
-    episodes: dict[
-        str, Floats
-    ]  # "start", "before" (the last action), "end" [E, features], "success", "steps" [E]
+    episodes: dict[str, Floats]
+    """"start", "before" (the last action), "end" `[E, features]`, "success", "steps" `[E]`"""
     bank_size: int = 0
 
     def pace(self, count: int) -> float | None:
@@ -439,11 +438,14 @@ class Trainer:
             if not len(mine) or (index != self.own and not self.deps_learn):
                 continue
             self.acted[index] += len(mine)
-            data = self._mirrored(self.nets[index], [array[mine] for array in flat])
+            data, mirrors = flat, getattr(self.world, "mirrors", ())
+            if mirrors:
+                data = _mirrored(self.nets[index], mirrors, [array[mine] for array in flat])
+                mine = np.arange(len(mine))
             for _ in range(config.update_epochs):
-                order = rng.permutation(len(mine))
-                if len(data[0]) > len(mine):  # each step once in each pass, as it was or mirrored
-                    order += len(mine) * rng.integers(0, len(data[0]) // len(mine), len(mine))
+                order = rng.permutation(mine)
+                if mirrors:  # each step once in each pass, as it was or mirrored
+                    order += len(mine) * rng.integers(0, 1 + len(mirrors), len(mine))
                 for chunk in np.array_split(order, config.num_minibatches):
                     if len(chunk) < 2:
                         continue
@@ -457,18 +459,6 @@ class Trainer:
                     self.adams[index].step(self.nets[index].flat, gradient, lr, config.max_grad_norm)
                     if index == self.own:
                         self.losses = losses
-
-    def _mirrored(self, net: Network, steps: list[Any]) -> list[Any]:
-        """Observations, actions, log-probabilities, advantages and returns; then those of each mirrored world."""
-        seen, acts, old, *rest = steps
-        parts = [(seen, acts, old)]
-        for columns, actions in getattr(self.world, "mirrors", ()):
-            there, then = seen[:, columns], actions[acts]
-            parts.append((there, then, net.forward(there)[0][np.arange(len(then)), then]))
-        return [
-            *(np.concatenate(column) for column in zip(*parts, strict=True)),
-            *(np.tile(array, len(parts)) for array in rest),
-        ]
 
     def evaluate(self) -> float:
         """Success of the skill from states that practice never sees; the best experts so far are kept."""
@@ -550,3 +540,16 @@ class Trainer:
         self.best_at, self.best_success = int(plain["best_at"]), float(plain["best_success"])
         self.recent.extend((int(ended), int(won)) for ended, won in plain["recent"])
         self.begun = True
+
+
+def _mirrored(net: Network, mirrors: Sequence[tuple[Ints, Ints]], steps: Sequence[Any]) -> list[Any]:
+    """Observations, actions, log-probabilities, advantages and returns; then those of each mirrored world."""
+    seen, acts, old, *rest = steps
+    parts = [(seen, acts, old)]
+    for columns, actions in mirrors:
+        there, then = seen[:, columns], actions[acts]
+        parts.append((there, then, net.forward(there)[0][np.arange(len(then)), then]))
+    return [
+        *(np.concatenate(column) for column in zip(*parts, strict=True)),
+        *(np.tile(array, len(parts)) for array in rest),
+    ]
