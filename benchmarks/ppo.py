@@ -427,7 +427,10 @@ def check_paths() -> None:
 
 def row(case: str, subject: str, value: float | None, unit: str, cpu: float, runs: int) -> dict[str, Any]:
     value = None if value is None or not math.isfinite(value) else value
-    return {"case": case, "subject": subject, "value": value, "unit": unit, "cpu_seconds": cpu, "runs": runs}
+    today = datetime.date.today().isoformat()
+    return {
+        "case": case, "subject": subject, "value": value, "unit": unit, "cpu_seconds": cpu, "runs": runs, "date": today,
+    }  # fmt: skip
 
 
 def save(rows: list[dict[str, Any]], *, timed: bool = True) -> None:

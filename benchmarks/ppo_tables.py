@@ -32,7 +32,11 @@ def main() -> None:
     found = read_json(REPO / "benchmarks" / "results" / "ppo.json")
     values = {(row["case"], row["subject"], row["unit"]): row["value"] for row in found["rows"]}
     machine = found["machine"]
-    print(f"Measured on {machine['cpu']}, {machine['cores']} cores, {found['date']}.\n")
+    days = {row["case"]: row["date"] for row in found["rows"]}
+    newest = max(days.values())
+    late = sorted(case for case, day in days.items() if day == newest)
+    print(f"Measured on {machine['cpu']}, {machine['cores']} cores, on {' and '.join(sorted(set(days.values())))}; "
+          f"on the last of these days {', '.join(late)}.\n")  # fmt: skip
     for env in ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5", "ALE/Pong-v5"):
         throughput(values, env)
     solve(values)
