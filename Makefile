@@ -81,7 +81,7 @@ rivals: setup     # another environment: what shoal stands on, and the packages 
 		$$($(RIVALS)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	$(RIVALS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-vector.txt
 
-bench-ppo: rivals  ## PPO beside Stable-Baselines3, sbx and a single-file PPO (CLEANRL=checkout adds it), about fifteen minutes
+bench-ppo: rivals  ## PPO beside Stable-Baselines3, sbx and a single-file PPO, fifteen minutes to an hour; CLEANRL=checkout adds its programs
 	$(RIVALS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-ppo.txt
 	$(RIVALS)/bin/python benchmarks/ppo.py $(if $(CLEANRL),--cleanrl $(CLEANRL))
 

@@ -373,11 +373,6 @@ def machine_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def calibrate() -> float:
-    """Seconds of fixed work in Python, best of three."""
-    return min(vector_envs._time(lambda: vector_envs.burn(100_000)) for _ in range(3))
-
-
 def measure(name: str, n: int, options: dict[str, Any], say: Callable[..., None]) -> None:
     """Make, check and time the subjects of a case; `say` tells a watching process how far this is."""
     say(doing=WHOLE)
@@ -404,7 +399,7 @@ def measure(name: str, n: int, options: dict[str, Any], say: Callable[..., None]
             say(failed=subject, error=f"{type(error).__name__}: {error!s:.300}")
         else:
             pause(made[subject], workers[subject], signal.SIGSTOP)
-    work = [calibrate()]
+    work = [vector_envs.calibrate()]
     others = machine_seconds() - cpu_seconds(descendants())
     began = time.perf_counter()
     for number in range(options["rounds"]):
@@ -422,7 +417,7 @@ def measure(name: str, n: int, options: dict[str, Any], say: Callable[..., None]
             else:
                 say(subject=subject, steps=steps, seconds=seconds, cpu=cpu)
             pause(item, workers[subject], signal.SIGSTOP)
-        work.append(calibrate())
+        work.append(vector_envs.calibrate())
     took = time.perf_counter() - began
     others = (machine_seconds() - cpu_seconds(descendants()) - others) / took
     say(work=work, others=others)

@@ -47,10 +47,8 @@ _NEEDS = ("food", "drink", "energy")
 _BLOCKS = ("tree", "stone", "coal", "iron", "water")  # of Classic: what `toward_tree` and its like are about
 _MOBS = {"cow": 3, "zombie": 5}  # of Classic, and their health
 _FARTHEST = 9
-CHANNELS = (
-    21  # of a cell in sight in Classic: 17 kinds of blocks, of which the first two are none, and 4 of mobs
-)
-_FIRST_KIND = 2
+CHANNELS, _FIRST_KIND = 21, 2
+"""Of a cell in sight in Classic: 17 kinds of blocks, of which the first two are none, and 4 of mobs."""
 COMPASS = CHANNELS + 5 * (CHANNELS - _FIRST_KIND)
 """Numbers that stand behind an observation of Classic, see `_compass`."""
 _SENSES = ("health", "calm", *(f"toward_{name}" for name in (*_BLOCKS, *_MOBS)))
