@@ -5,9 +5,10 @@
                                                                  and those of benchmarks/ppo_cleanrl.py
 
 Same hyperparameters and threads (one) for all. Steps are counted after a first warm update; subjects
-take turns, a row is the median of its rounds. CPU seconds include worker processes. A turn beside which
-the same work took 5 % longer than at best is taken again, twice at most. The compiled path is
-checked against torch autograd before any time is taken.
+take turns, a row is the median of its rounds. CPU seconds include worker processes. A turn without
+workers has the core to itself that was the quickest just before. One beside which the same work took 5 %
+longer than at the case's best, on a core it may use, is taken again, four times at most. The compiled path
+is checked against torch autograd before any time is taken.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ def throughput(
             for subject in subjects:
                 if subject not in LIBRARIES or importlib.util.find_spec(LIBRARIES[subject]):
                     turn = functools.partial(rates_of, subject, env, n_envs, seconds, cleanrl)
-                    rates[subject].append(quiet.turn(turn))
+                    rates[subject].append(quiet.turn(turn, "workers" in subject))
         for subject, found in rates.items():
             for place, unit in ((0, "steps/s"), (1, "steps/CPU-s")):
                 value = statistics.median(rate[place] for rate in found) if found else None
@@ -266,30 +267,51 @@ def rates_of(
     return watch.rates
 
 
-calibrate = functools.partial(vector_envs.calibrate, 1_000_000)
+CORES = sorted(psutil.Process().cpu_affinity())
+
+
+def calibrate() -> dict[int, float]:
+    """Seconds of the same work on each core, best of three."""
+    found = {}
+    for core in CORES:
+        psutil.Process().cpu_affinity([core])
+        found[core] = vector_envs.calibrate(1_000_000)
+    return found
 
 
 class Quiet:
-    """Turns that are kept when the same work took no longer before and after them than at the best time."""
+    """A case's turns, kept when the same work took no longer before and after them than at the case's best time."""
 
-    best = math.inf
-    tries = 3
+    tries = 5
+    patience = 20.0
+    """Seconds that a turn waits for a calm moment."""
 
     def __init__(self, case: str) -> None:
-        self.case, self.kept = case, list[float]()
+        self.case, self.kept, self.best = case, list[float](), math.inf
 
-    def turn(self, play: Callable[[], T]) -> T:
-        """What `play` gives in a quiet turn, or in the quietest of `tries`."""
+    def turn(self, play: Callable[[], T], workers: bool) -> T:
+        """What `play` gives in a quiet turn, or in the quietest of `tries`; on one core unless it has `workers`."""
         found = []
         for _ in range(self.tries):
-            before, value, after = calibrate(), play(), calibrate()
-            Quiet.best = min(Quiet.best, before, after)
-            found.append((100 * (max(before, after) / Quiet.best - 1), value))
+            deadline = time.perf_counter() + self.patience
+            while True:
+                before = calibrate()
+                cores = CORES if workers else [min(before, key=lambda core: before[core])]
+                if self.spread(before, cores) < 5 or time.perf_counter() > deadline:
+                    break
+            psutil.Process().cpu_affinity(cores)
+            value = play()
+            found.append((max(self.spread(work, cores) for work in (calibrate(), before)), value))
             if found[-1][0] < 5:
                 break
         spread, value = min(found, key=lambda one: one[0])
         self.kept.append(spread)
         return value
+
+    def spread(self, work: dict[int, float], cores: list[int]) -> float:
+        """How much longer, in percent, the work took on the slowest of `cores` than at best on any."""
+        self.best = min(self.best, *work.values())
+        return 100 * (max(work[core] for core in cores) / self.best - 1)
 
     def row(self) -> dict[str, Any]:
         """How much longer the work took beside the noisiest turn that was kept."""
@@ -360,7 +382,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
     for subject, play in runs.items():
         found = []
         for seed in seeds:
-            found.append(quiet.turn(functools.partial(timed, play, subject, seed)))
+            found.append(quiet.turn(functools.partial(timed, play, subject, seed), "workers" in subject))
             print(
                 f"solve CartPole  {subject:20} seed {seed}: {found[-1][0]:>7} steps, {found[-1][1]:.2f} s",
                 flush=True,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
+from shoal.core.errors import DataError
 from shoal.skills.learning.episodes import Chooser, EpisodesReport, Memory, play_episodes
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.network import Network, Shape, encode
@@ -236,6 +237,45 @@ def test_an_upkeep_that_is_named_later_interrupts_one_that_is_being_seen_to(
     hungry = Smithy.acts.index(EAT)
     assert Smithy.acts[:hungry] == [DIG] * 6  # 9, 8, … 3 is left
     assert DIG in Smithy.acts[hungry:]  # and then it goes on
+
+
+def test_a_plan_that_upkeep_interrupts_is_made_again_from_what_is_held_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eat = parse_skill({**SKILLS[3].as_dict(), "upkeep": {"full": 8}})  # after every other step
+    monkeypatch.setitem(globals(), "SKILLS", check_skills([*SKILLS[:3], eat], FEATURES))
+    Smithy.acts.clear()
+    play_episodes(trained(tmp_path, "Dig", "Build", "Forge", "Eat"), episodes=1, most_steps=7)
+    assert Smithy.acts == [DIG, EAT, DIG, EAT, BUILD, EAT, FORGE]
+
+
+def test_upkeep_that_ran_out_of_time_lets_other_things_be_done_before_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = parse_skill({**SKILLS[4].as_dict(), "upkeep": {"gem": 0}})  # it always wants what cannot be had
+    monkeypatch.setitem(globals(), "SKILLS", check_skills([SKILLS[0], SKILLS[3], wish], FEATURES))
+    Smithy.acts.clear()
+    report = play_episodes(trained(tmp_path, "Dig", "Eat", "Wish"), episodes=1, most_steps=20)
+    assert Smithy.acts[:7] == [WAIT, WAIT, WAIT, WAIT, WAIT, DIG, WAIT]  # five are its horizon
+    assert report.applied["Wish"] == 0.0
+    assert report.applied["Dig"] == 1.0
+
+
+def test_goals_are_ranked_by_what_an_evaluation_measured(tmp_path: Path) -> None:
+    store = trained(tmp_path, "Dig", "Wish")
+    for steps, first in ((4.0, WAIT), (6.0, DIG)):  # digging takes its horizon, 5
+        store.update_skill("Wish", result={"steps_an_application": steps})
+        Smithy.acts.clear()
+        play_episodes(store, episodes=1, most_steps=1)
+        assert Smithy.acts == [first]
+
+
+def test_an_expert_that_was_made_for_another_world_is_refused(tmp_path: Path) -> None:
+    store = trained(tmp_path, "Dig")
+    sha = store.put_blob(encode(Network(Shape(7, 2, 5)).params()))
+    store.add_version(new_version(store.assign_expert("Dig"), sha, None, 1, 2, "run", True))
+    with pytest.raises(DataError, match="expert of 'Dig' was made for 7 numbers .* this world shows 5"):
+        play_episodes(store, episodes=1)
 
 
 def slow_digging(step: Any) -> Any:

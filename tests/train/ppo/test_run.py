@@ -15,6 +15,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.core.files import read_json, verify_folder
+from shoal.train.ppo import run
 from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
 from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
@@ -224,6 +225,25 @@ def test_an_evaluation_takes_the_likeliest_actions_or_draws_them_and_a_resumed_r
     said = read_json(tmp_path / "run" / "summary.json")["metrics"]["eval_return_mean"]
     own, other = found(likeliest)
     assert said == own != other
+    again = ("--resume-from", str(tmp_path / "run"), "--eval-deterministic", str(not likeliest))
+    assert main(["train-ppo", *again]) == 0  # nothing is left to train, and yet it is asked for something new
+    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["eval_return_mean"] == other
+
+
+@pytest.mark.parametrize("likeliest", [True, False])
+def test_a_video_shows_an_episode_of_the_actions_that_evaluations_take(tmp_path, monkeypatch, likeliest):
+    pytest.importorskip("pygame")
+    shown = []
+    monkeypatch.setattr(run, "write_video", lambda path, frames: shown.append(len(frames)))
+    options = ("--total-timesteps", "640", "--eval-deterministic", str(likeliest), "--record-video", "True")
+    assert train(tmp_path / "run", *options) == 0
+    with PPO.load(tmp_path / "run") as ppo:
+        lengths = []
+        for way in (likeliest, not likeliest):
+            ppo.evaluate(1, deterministic=way, frames=(frames := []))
+            lengths.append(len(frames))
+    own, other = lengths
+    assert shown == [own] != [other]
 
 
 def test_presets_of_minigrid_and_atari_are_evaluated_with_drawn_actions_as_published(capsys):

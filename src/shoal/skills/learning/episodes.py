@@ -271,6 +271,10 @@ class Chooser:
             for index, skill in enumerate(self.skills)
             for item, amount in skill.upkeep.items()
         ]
+        # Upkeep of a feature is seen to when all but one are there that can be, and more than it was asked for at.
+        self.full = np.array([self.features.holds(name) - 1 for name in self.features.names])
+        for _, column, amount in self.upkeep:
+            self.full[column] = max(self.full[column], amount + 1)
         self.asked = sorted(
             {self.features.index(item) for skill in self.skills for item in skill.requirements}
         )
@@ -380,7 +384,7 @@ def _play(
     lanes, skills = world.lanes, chooser.skills
     steps = [Step(name, 1) for name in chooser.names]
     course = Course(steps, chooser.by_name, chooser.features, range(len(skills)))
-    full = np.array([chooser.features.holds(name) - 1 for name in chooser.features.names])
+    full = chooser.full
     memories = [
         Memory(np.zeros(len(skills), np.bool_), np.zeros(len(skills), np.int64)) for _ in range(lanes)
     ]
