@@ -7,10 +7,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.skills.learning import proposers
 from shoal.skills.learning.crafting import FEATURES
+from shoal.skills.learning.plan import dependencies
 from shoal.skills.learning.proposers import (
     KnowledgeBase,
     LanguageModel,
@@ -137,6 +139,16 @@ def test_the_knowledge_base_gives_first_what_can_be_trained_now() -> None:
     done = base.next_skill([s for s in SKILLS if s.name in names[:3]], ["Collect Sapling"], {})
     assert done is not None
     assert done.name == "Plant Sapling"  # its need is met, while the table's is not
+
+
+def test_a_file_may_name_its_skills_in_any_order(tmp_path: Path, scripted) -> None:
+    path = tmp_path / "skills.yaml"
+    path.write_text(yaml.safe_dump({"skills": [skill.as_dict() for skill in reversed(SKILLS)]}))
+    s = SkillScheduler(tmp_path / "run", 2, 0.2, launcher=scripted(), analyse=False)
+    assert Frontier(s, KnowledgeBase(path, FEATURES), max_nodes=len(SKILLS)).run()
+    assert s.get_completed_skills().keys() == {skill.name for skill in SKILLS}
+    for row in s.store.skills():
+        assert list(row.dependencies) == dependencies(row.spec, SKILLS[::-1])
 
 
 def test_a_target_brings_only_what_it_needs() -> None:

@@ -49,7 +49,7 @@ def knowledge_base(world: str) -> Path:
 
 
 class KnowledgeBase:
-    """Skills from a file, in its order; of those wanted, one that can be trained now goes first.
+    """Skills from a file, in its order, each after those it needs; one that can be trained now goes first.
 
     All of them are known beforehand, so the graph is whole from the start and the longest way in it goes first.
 
@@ -80,9 +80,10 @@ class KnowledgeBase:
         """The next skill of the file."""
         names = {skill.name for skill in known}
         left = [skill for skill in self.skills if skill.name not in names]
-        for skill in left:
-            if set(dependencies(skill, self.skills)) <= set(completed):
-                return skill
+        for there in (set(completed), names):  # else one that can be planned with what is known
+            for skill in left:
+                if set(dependencies(skill, self.skills)) <= there:
+                    return skill
         return left[0] if left else None
 
 
