@@ -62,6 +62,18 @@ def test_dependencies_follow_from_requirements_when_they_are_not_given(tmp_path:
     assert s.store.skill("Make Wood Pickaxe").dependencies == ("Collect Wood", "Place Table")
 
 
+def test_a_cheaper_way_that_is_added_later_and_not_trained_yet_is_not_waited_for(
+    tmp_path: Path, scripted
+) -> None:
+    launcher = scripted()
+    s = scheduler(tmp_path, launcher, max_parallel=1)
+    for one in (WATER, skill("Trade Water", "wood", {"drink": 1}), TABLE, WOOD):
+        s.add_skill(one.name, one)
+    assert s.run(), s.get_failed_skills()
+    names = [name for name, _ in launcher.launched]
+    assert names == ["Drink Water", "Trade Water", "Place Table", "Collect Wood"]
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_as_many_trainings_run_at_once_as_there_are_slots(tmp_path: Path, scripted, slots: int) -> None:
     launcher = scripted()

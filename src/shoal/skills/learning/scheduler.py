@@ -25,7 +25,14 @@ from shoal.skills.jobs.store import AttemptRow, JobRow
 from shoal.skills.learning.merge import RULES, process_completed_training
 from shoal.skills.learning.plan import dependencies as plan_dependencies
 from shoal.skills.learning.proposers import Proposer
-from shoal.skills.learning.run import Run, prepare_training_run, read_outcome, run_folder_of, skill_from_data
+from shoal.skills.learning.run import (
+    Run,
+    prepare_training_run,
+    read_outcome,
+    run_folder_of,
+    skill_from_data,
+    training_plan,
+)
 from shoal.skills.learning.spec import Skill
 from shoal.skills.learning.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
@@ -225,9 +232,13 @@ class SkillScheduler:
         if resume and self._can_resume(folder, row):
             Run.open(folder).allow(row.left)
             return folder
+        experts, skills = self._with_experts(), [other.spec for other in self.store.skills()]
+        if {step.skill for step in training_plan(row.name, skills, self.features)} - {row.name, *experts}:
+            # A cheaper way was added since, and is not trained yet: go the way that is.
+            skills = [skill for skill in skills if skill.name == row.name or skill.name in experts]
         prepare_training_run(
-            row.name, row.spec.as_dict(), expert, row.dependencies, self._with_experts(), self.base_dir,
-            env_name=self.world, skills=[other.spec for other in self.store.skills()], seed=self._seed(row),
+            row.name, row.spec.as_dict(), expert, row.dependencies, experts, self.base_dir,
+            env_name=self.world, skills=skills, seed=self._seed(row),
             store=self.store, config=replace(self.config, total_timesteps=float(max(row.left, 1))),
         )  # fmt: skip
         Run.open(folder).clear_checkpoints()
