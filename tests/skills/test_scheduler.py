@@ -349,3 +349,19 @@ def test_a_folder_belongs_to_one_world(tmp_path: Path, scripted) -> None:
     scheduler(tmp_path, scripted()).run()
     with pytest.raises(ConfigError, match="holds skills of 'crafting', not of 'craftax'"):
         scheduler(tmp_path, scripted(), world="craftax").run()
+
+
+def test_a_trainer_that_counts_no_steps_of_its_expert_can_train_it_further(
+    tmp_path: Path, scripted, net
+) -> None:
+    def finish(folder: Path, attempt: int) -> None:
+        finish_training(folder, {0: net(attempt).params()}, {}, attempt=attempt, success=0.9, frames=10)
+
+    launcher = scripted(finish)
+    s = scheduler(tmp_path, launcher, merge="average")
+    s.add_skill(WOOD.name, WOOD)
+    assert s.run()
+    s.enqueue_continuation(WOOD.name, 100)
+    assert s.run(), s.get_failed_skills()
+    assert [attempt.outcome for attempt in s.store.attempts()] == ["merged", "merged"]
+    assert [version.kind for version in s.store.versions()] == ["run", "run", "average"]

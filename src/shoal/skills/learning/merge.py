@@ -151,7 +151,7 @@ def _merge_and_commit(
         for index, params in outcome.experts.items():
             acted = outcome.acted_frames.get(index, 0)
             base = run.spec["loaded"].get(str(index))
-            if not acted and base is not None:
+            if not acted and base is not None and index != run.expert:
                 continue  # it was only used, so there is nothing new to keep
             head = store.head(index)
             expected[index] = head.id if head else None
