@@ -6,12 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.skills.jobs.launchers import job_environment
 from shoal.skills.learning.crafting import CraftingWorld
+from shoal.skills.learning.gymnasium_world import GymnasiumWorld
+from shoal.skills.learning.spec import Features
 from shoal.skills.learning.worlds import Bank, default_config, make_world, world_features, world_of
 from shoal.testing import check_world
 
@@ -112,3 +116,82 @@ def _lucky(self, actions, rng):
 def test_a_broken_promise_is_named(change: dict, promise: str) -> None:
     with pytest.raises(AssertionError, match=promise):
         check_world(broken(**change), steps=60)
+
+
+class Steps(gymnasium.Env):
+    """Counts its steps from a number that its seed gives."""
+
+    observation_space, action_space = Box(0, 1e6, (1,), np.float32), Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = int(self.np_random.integers(1000))
+        return self.look(), {}
+
+    def look(self):
+        return np.array([self.number], np.float32)
+
+    def step(self, action):
+        self.number += int(action)
+        return self.look(), 0.0, False, False, {}
+
+
+class FiveSteps(GymnasiumWorld):
+    """Its envs are over after five steps."""
+
+    features = Features("steps", ("far",), {}, frozenset())
+
+    def make(self):
+        return gymnasium.wrappers.TimeLimit(Steps(), 5)
+
+    def read(self, env):
+        return [env.unwrapped.number >= 1000]
+
+
+class Copied(FiveSteps):
+    """As the page says: an env that can copy its state overrides `freeze` and `thaw`."""
+
+    def make(self):
+        return Steps()
+
+    def freeze(self, lane):
+        return {"number": np.int64(self._envs[lane].number)}
+
+    def thaw(self, lane, state):
+        self._envs[lane].number = int(state["number"])
+        return self._envs[lane].look()
+
+
+def lanes_of(world, bank: Bank) -> np.ndarray:
+    world.load(bank, np.arange(world.lanes), np.ones(world.lanes, np.bool_))
+    return world.observe()[:, 0]
+
+
+def test_an_env_that_is_over_stays_so_when_its_state_is_put_back(rng) -> None:
+    world, other = FiveSteps(2), FiveSteps(2)
+    starts = world.fresh(2, rng)
+    begin = lanes_of(world, starts)
+    for _ in range(6):
+        world.step(np.ones(2, np.int64), rng)
+    end = world.save()
+    for one in (world, other):
+        assert lanes_of(one, end).tolist() == (begin + 5).tolist()
+        one.step(np.ones(2, np.int64), rng)
+        assert one.observe()[:, 0].tolist() == (begin + 5).tolist()
+        assert lanes_of(one, starts).tolist() == begin.tolist()
+        one.step(np.ones(2, np.int64), rng)
+        assert one.observe()[:, 0].tolist() == (begin + 1).tolist()
+
+
+def test_a_world_that_copies_its_states_has_new_worlds_and_never_stands_still(rng) -> None:
+    check_world(Copied)
+    world = Copied(2)
+    starts = world.fresh(2, rng)
+    begin = lanes_of(world, starts)
+    assert begin[0] != begin[1]
+    for _ in range(2500):  # more than a state may be away that is put back by playing again
+        world.step(np.ones(2, np.int64), rng)
+    assert world.observe()[:, 0].tolist() == (begin + 2500).tolist()
+    world.fresh(2, rng)  # leaves the lanes as they are
+    world.step(np.ones(2, np.int64), rng)
+    assert world.observe()[:, 0].tolist() == (begin + 2501).tolist()

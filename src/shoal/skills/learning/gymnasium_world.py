@@ -85,6 +85,7 @@ class GymnasiumWorld:
         self._seeds = np.zeros(lanes, np.int64)
         self._played: list[list[int]] = [[] for _ in range(lanes)]
         self._over = np.zeros(lanes, np.bool_)
+        self._replayed = np.zeros(lanes, np.bool_)  # put back by playing again, which has to stay short
 
     def freeze(self, lane: int) -> dict[str, Any]:
         """A lane's state as arrays whose shapes are the same for every state."""
@@ -105,27 +106,40 @@ class GymnasiumWorld:
         else:
             ahead, observation = played, env.reset(seed=seed)[0]
         for action in ahead:
-            observation = env.step(self._first + action)[0]
+            observation, _, terminated, truncated, _ = env.step(self._first + action)
+            self._over[lane] = terminated or truncated
         self._seeds[lane], self._played[lane] = seed, played
         return observation
 
     def fresh(self, count: int, rng: np.random.Generator) -> Bank:
         """New worlds: seeds, with nothing played yet."""
         seeds = rng.integers(1, 2**31 - 1, count)
-        saved = self._seeds[0], self._played[0]
+        saved = self._seeds[0], self._played[0], self._envs[0]
+        copied = (
+            type(self).freeze is not GymnasiumWorld.freeze
+        )  # from the env, which must be at its reset then
+        if copied:
+            self._envs[0] = self.make()
         states = []
         for seed in seeds:
             self._seeds[0], self._played[0] = int(seed), []
+            if copied:
+                self._envs[0].reset(seed=int(seed))
             states.append(self.freeze(0))
-        self._seeds[0], self._played[0] = saved
+        if copied:
+            self._envs[0].close()
+        self._seeds[0], self._played[0], self._envs[0] = saved
         return _bank(states)
 
     def load(self, bank: Bank, rows: Ints, mask: Bools) -> None:
         """Put state `rows[i]` of `bank` into lane `i` where `mask[i]`."""
         for lane in np.flatnonzero(mask):
             state = {key: array[rows[lane]] for key, array in bank.arrays.items()}
+            if self._over[lane]:  # nothing is played on from an end
+                self._over[lane], self._played[lane] = False, []
+            before = self._played[lane]
             self._see(int(lane), self.thaw(int(lane), state))
-            self._over[lane] = False
+            self._replayed[lane] = self._played[lane] is not before
 
     def save(self) -> Bank:
         """The states of all lanes."""
@@ -143,10 +157,11 @@ class GymnasiumWorld:
         """Act in every lane; one whose env is over, or too far from its reset, stays where it is."""
         died = np.zeros(self.lanes, np.bool_)
         for lane, action in enumerate(actions):
-            if self._over[lane] or len(self._played[lane]) >= MOST_STEPS:
+            if self._over[lane] or (self._replayed[lane] and len(self._played[lane]) >= MOST_STEPS):
                 continue
             observation, reward, terminated, truncated, _ = self._envs[lane].step(self._first + int(action))
-            self._played[lane] = [*self._played[lane], int(action)]
+            if self._replayed[lane]:
+                self._played[lane] = [*self._played[lane], int(action)]
             self._see(lane, observation)
             died[lane] = self.death(self._envs[lane], float(reward), bool(terminated))
             self._over[lane] = terminated or truncated
