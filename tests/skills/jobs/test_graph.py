@@ -65,7 +65,15 @@ def test_what_jobs_make_reaches_those_that_need_them(tmp_path: Path, jobs: str) 
     assert graph.run()
     assert graph.result("both") == b"onetwo"
     assert graph.numbers("both") == {"total": 6}
-    assert (graph.unpack("one", tmp_path / "out") / "deep" / "file").read_text() == "one"
+    for _ in range(2):  # a script may be run again
+        assert (graph.unpack("one", tmp_path / "out") / "deep" / "file").read_text() == "one"
+    with pytest.raises(ConfigError, match="out cannot be unpacked to"):  # it would stay what it was
+        graph.unpack("two", tmp_path / "out")
+    with pytest.raises(ConfigError, match="'both' made no folder but 6 bytes"):
+        graph.unpack("both", tmp_path / "bytes")
+    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name or "bytes" in path.name) == [
+        "out"
+    ]
     assert graph.store.job("one").budget_used == 3
     assert not (tmp_path / "graph" / "jobs" / "both").exists()
     again = Graph(tmp_path / "graph")

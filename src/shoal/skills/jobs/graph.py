@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_json
 from shoal.skills.jobs.launchers import Launcher, job_environment, make_launcher
 from shoal.skills.jobs.run import Run, mark_of, name_of, read_done, unpack
@@ -112,8 +112,17 @@ class Graph:
         return self.store.get_blob(head.sha256)
 
     def unpack(self, name: str, target: Path | str) -> Path:
-        """The folder that a job made, at `target`."""
-        unpack(self.result(name), Path(target))
+        """The folder that a job made, at `target`, which must not hold anything else.
+
+        Raises:
+            ConfigError: it does, or the job made no folder.
+        """
+        data = self.result(name)
+        if not self.store.job(name).result.get("packed"):
+            raise ConfigError(
+                f"{name!r} made no folder but {len(data):,} bytes: take them from result({name!r})"
+            )
+        unpack(data, Path(target))
         return Path(target)
 
     def close(self) -> None:

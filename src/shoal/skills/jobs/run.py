@@ -17,6 +17,7 @@ import json
 import os
 import resource
 import secrets
+import shutil
 import signal
 import sys
 import tarfile
@@ -164,13 +165,24 @@ def pack(folder: Path) -> bytes:
 
 
 def unpack(data: bytes, target: Path) -> None:
-    """The files of a tar below `target`, which appears whole or not at all; nothing leaves it."""
+    """The files of a tar below `target`, which appears whole or not at all; nothing leaves it.
+
+    Raises:
+        ConfigError: `target` is there already, and holds something else.
+    """
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-        tar.extractall(temporary, filter="data")
-    with contextlib.suppress(OSError):  # another launch was faster
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+            tar.extractall(temporary, filter="data")
         os.replace(temporary, target)
+    except OSError as error:
+        if not target.is_dir() or pack(target) != data:  # else another launch was faster
+            raise ConfigError(
+                f"{target} cannot be unpacked to: {error.strerror}; name a new folder"
+            ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def name_of(function: Callable[[Run], Any]) -> str:
