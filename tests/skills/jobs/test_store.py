@@ -168,3 +168,13 @@ def test_an_unknown_skill_error_is_not_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Known: \\(none\\)") as caught:
         Store(tmp_path).skill("x")
     assert not isinstance(caught.value, ConfigError)
+
+
+def test_a_file_that_was_damaged_is_whole_again_when_the_same_is_stored_again(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    name = store.put_blob(b"weights")
+    store.blob_path(name).write_bytes(b"weight")
+    with pytest.raises(DataError, match="altered or truncated"):
+        store.get_blob(name)
+    assert store.put_blob(b"weights") == name  # the same training, made again
+    assert store.get_blob(name) == b"weights"

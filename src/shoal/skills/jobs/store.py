@@ -259,10 +259,10 @@ class Store:
     # Files
 
     def put_blob(self, data: bytes) -> str:
-        """Store bytes under their sha256, durably; the same bytes are stored once."""
+        """Store bytes under their sha256, durably; the same bytes are stored once, and again if they were damaged."""
         name = hashlib.sha256(data).hexdigest()
         path = self.blob_path(name)
-        if not path.exists():
+        if not path.exists() or path.read_bytes() != data:
             write_bytes(path, data)
         return name
 
