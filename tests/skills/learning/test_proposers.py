@@ -307,3 +307,15 @@ def test_a_server_that_is_busy_is_asked_again(server: Server, monkeypatch: pytes
     monkeypatch.setattr(proposers._opener, "open", sometimes)
     assert model.next_skill([], [], {}) is not None
     assert failures == []
+
+
+def test_what_was_proposed_again_after_a_kill_is_replayed_once(tmp_path: Path) -> None:
+    record = tmp_path / "proposals.jsonl"
+    water = {"name": "Drink Water", "gain": {"drink": 1}, "done": {"feature": "drink"}}
+    rows = [{**WOOD, "horizon": 50}, water, WOOD]  # the first was never used: its run was ended before
+    record.write_text("".join(json.dumps({"skill": row}) + "\n" for row in rows))
+    replay = Replay(record, FEATURES)
+    assert [(skill.name, skill.horizon) for skill in replay.skills] == [
+        ("Drink Water", 100),
+        ("Collect Wood", 100),
+    ]

@@ -266,8 +266,15 @@ class Replay:
     foresees = True
 
     def __init__(self, path: Path | str, features: Features) -> None:
-        specs = [row["skill"] for row in read_proposals(path) if row.get("skill")]
-        self.skills = check_skills([parse_skill(spec) for spec in specs], features)
+        skills: dict[str, Skill] = {}
+        for row in read_proposals(path):
+            if row.get("skill"):
+                skill = parse_skill(row["skill"])
+                skills.pop(
+                    skill.name, None
+                )  # its run was ended before it was used, and it was asked for again
+                skills[skill.name] = skill
+        self.skills = check_skills(skills.values(), features)
 
     def next_skill(
         self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]
