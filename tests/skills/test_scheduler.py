@@ -5,9 +5,11 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
+from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.run import Run, finish_training
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import Skill, parse_skill
@@ -365,3 +367,23 @@ def test_a_trainer_that_counts_no_steps_of_its_expert_can_train_it_further(
     assert s.run(), s.get_failed_skills()
     assert [attempt.outcome for attempt in s.store.attempts()] == ["merged", "merged"]
     assert [version.kind for version in s.store.versions()] == ["run", "run", "average"]
+
+
+def test_a_correction_that_no_spec_may_say_is_not_made(tmp_path: Path, scripted, net) -> None:
+    """Each drink gives four, and three in a row are practised: twelve can never be held."""
+    column = FEATURES.index("drink")
+
+    def finish(folder: Path, attempt: int) -> None:
+        values = np.zeros((3, 30, len(FEATURES.names)), np.float32)
+        values[1:, :, column] = [[5], [9]]
+        episodes = dict(zip(("start", "before", "end"), values, strict=True)) | {"success": np.ones(30)}
+        finish_training(
+            folder, {0: net(attempt).params()}, {0: 10}, attempt=attempt, success=0.9, episodes=episodes
+        )
+
+    s = scheduler(tmp_path, scripted(finish), analyse=True)
+    s.add_skill("Drink", parse_skill({**WATER.as_dict(), "name": "Drink", "practice": 3}))
+    assert s.run()
+    assert s.store.skill("Drink").spec.gain == {"drink": 1}
+    s.enqueue_continuation("Drink", 100)
+    assert s.run(), s.get_failed_skills()

@@ -20,7 +20,7 @@ from shoal.skills.jobs.store import AttemptRow, HeadMovedError, NewVersion
 from shoal.skills.learning.network import Network, average, decode, encode
 from shoal.skills.learning.plan import Course, Step, plan_for, walk
 from shoal.skills.learning.run import Outcome, Run, read_outcome, training_plan
-from shoal.skills.learning.spec import Features, Skill, parse_skill
+from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill
 from shoal.skills.learning.store import Store, new_version
 from shoal.skills.learning.views import export_views
 from shoal.skills.learning.worlds import Bools, Floats, batch_lanes, fresh_worlds, make_world, world_features
@@ -282,6 +282,11 @@ def _corrected(store: Store, run: Run, outcome: Outcome) -> Skill | None:
         outcome.episodes["end"], outcome.episodes["success"] > 0, count,
     )  # fmt: skip
     if corrected == skill:
+        return None
+    try:
+        check_skill(corrected, features)
+    except ConfigError as error:
+        logger.warning("the correction of %r is not made: %s (%s)", skill.name, error, findings)
         return None
     others = [row.spec for row in store.skills() if row.name != skill.name]
     if _lost_ways([*others, skill], [*others, corrected], features):
