@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import types
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import DataError
-from shoal.skills.learning.episodes import Chooser, EpisodesReport, Memory, play_episodes
+from shoal.skills.learning import episodes
+from shoal.skills.learning.episodes import Chooser, EpisodesReport, Memory, evaluate_chain, play_episodes
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.network import Network, Shape, encode
+from shoal.skills.learning.plan import Step
 from shoal.skills.learning.spec import Features, Skill, check_skills, parse_skill
 from shoal.skills.learning.store import Store, new_version
 
@@ -296,3 +299,15 @@ def test_the_score_is_the_geometric_mean_of_crafter() -> None:
     assert report.score(["a", "b"]) == pytest.approx(
         (101**0.5 - 1) / 100
     )  # exp((ln 101 + ln 1) / 2) - 1, in percent
+
+
+def test_a_skill_that_no_world_got_to_has_no_success(tmp_path: Path) -> None:
+    """Wishes are never granted, so nothing after them is tried; what was done before is told as it was."""
+    store = trained(tmp_path, "Dig", "Wish", "Eat")
+    plan = [Step("Dig", 1), Step("Wish", 1), Step("Dig", 2), Step("Eat", 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(episodes, "plan_of", lambda *_: (store.setting("world"), plan))
+        report = evaluate_chain(store, 4)
+    assert report.reached == [1.0, 0.0, 0.0, 0.0]
+    assert (report.skills["Dig"], report.skills["Wish"]) == (1.0, 0.0)
+    assert math.isnan(report.skills["Eat"])

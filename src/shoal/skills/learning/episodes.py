@@ -6,6 +6,7 @@ tries something else first where a skill ran out of time, and sees to its `upkee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,7 @@ class ChainReport:
 
     plan: list[Step]
     reached: list[float]  # share of worlds in which each step was finished
-    skills: dict[str, float]  # success of each skill where its step was entered
+    skills: dict[str, float]  # success of each skill where its step was entered; NaN if it never was
     success: float  # of the whole plan
     mean_steps: float  # env steps of the successful ones
     episodes: int
@@ -89,11 +90,11 @@ def evaluate_chain(
     entered = [1.0, *reached[:-1]]
     passed: dict[str, list[float]] = {}
     for step, before, after in zip(plan, entered, reached, strict=True):
-        passed.setdefault(step.skill, []).append(after / before if before else 0.0)
+        passed.setdefault(step.skill, []).extend([after / before] if before else [])
     lengths = result.length[result.finished]
     return ChainReport(
-        plan, reached, {name: sum(rates) / len(rates) for name, rates in passed.items()}, result.success,
-        float(lengths.mean()) if len(lengths) else 0.0, episodes,
+        plan, reached, {name: sum(rates) / len(rates) if rates else math.nan for name, rates in passed.items()},
+        result.success, float(lengths.mean()) if len(lengths) else 0.0, episodes,
     )  # fmt: skip
 
 
