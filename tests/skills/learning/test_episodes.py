@@ -301,6 +301,12 @@ def test_the_score_is_the_geometric_mean_of_crafter() -> None:
     )  # exp((ln 101 + ln 1) / 2) - 1, in percent
 
 
+def test_a_goal_is_not_given_up_because_the_hands_are_full_of_what_it_gains() -> None:
+    skills = check_skills([SKILLS[0], skill("Show", "sword", requirements={"ore": 1})], FEATURES)
+    full = np.array([3, 1, 0, 0, 0], np.float32)  # as much ore as can be held, before any was dug
+    assert Chooser(skills, FEATURES).choose(full, Memory(np.array([False, True]), np.zeros(2, int))) == 0
+
+
 def test_a_skill_that_no_world_got_to_has_no_success(tmp_path: Path) -> None:
     """Wishes are never granted, so nothing after them is tried; what was done before is told as it was."""
     store = trained(tmp_path, "Dig", "Wish", "Eat")

@@ -351,6 +351,9 @@ class Chooser:
                 steps, at = longer[min(rank, key=rank.__getitem__)]
                 done = {step.skill for step in steps}
                 left = [goal for goal in left if self.names[goal] not in done]
+            if not steps:  # hands that are full of what a goal gains: to apply it is to have done it
+                ways = [way for goal in goals if (way := self._way(goal, hands))]
+                steps = min(ways, key=self._length, default=[])
             self._plans[key] = tuple(
                 self.names.index(step.skill) for step in steps for _ in range(step.count)
             )
