@@ -162,3 +162,29 @@ def test_a_dry_run_prints_the_graph_and_touches_nothing(
         "Place Table: needs Collect Wood; plan Collect Wood x2 -> Place Table x1" in capsys.readouterr().out
     )
     assert not (tmp_path / "x").exists()
+
+
+def test_numbers_that_cannot_be_are_refused_before_anything_is_trained_or_changed(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    for words, message in (
+        (
+            ("train", "--graph-path", str(new), "--evaluation-worlds", "-1"),
+            "--evaluation-worlds must be at least 0",
+        ),
+        (
+            ("train", "--graph-path", str(new), "--evaluate-every", "0"),
+            "evaluate_every must be at least 1, got 0",
+        ),
+        (("eval", "--graph-path", str(trained), "--episodes", "0"), "episodes must be at least 1, got 0"),
+        (
+            ("retry", "Collect Wood", "--graph-path", str(trained), "--budget", "inf"),
+            "must be a number of env steps",
+        ),
+    ):
+        with contextlib.suppress(SystemExit):
+            assert skills(*words) == 2
+        told = capsys.readouterr()
+        assert message in told.out + told.err
+    assert not new.exists()

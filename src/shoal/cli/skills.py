@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -213,6 +214,8 @@ def resume_command(folder: Path) -> str:
 def retry(options: RetryOptions) -> int:
     """Open a failed skill again, and what was blocked by it."""
     store = Store(options.graph_path, create=False)
+    if options.budget is not None and not math.isfinite(options.budget):
+        raise ConfigError(f"--budget must be a number of env steps, got {options.budget}")
     budget = None if options.budget is None else int(options.budget)
     opened = reopen(store, options.name, budget=budget, fresh=options.fresh)
     if opened:

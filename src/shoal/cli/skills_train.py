@@ -162,6 +162,8 @@ def train(options: TrainOptions) -> int:
     path = options.skills or knowledge_base(world)
     if options.conda_env:
         print("shoal: --conda_env is ignored: trainings run in this Python", file=sys.stderr)
+    if options.evaluation_worlds < 0:
+        raise ConfigError(f"--evaluation-worlds must be at least 0, got {options.evaluation_worlds}")
     proposer: Proposer
     if options.replay:
         proposer = Replay(options.replay, features)

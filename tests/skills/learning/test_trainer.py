@@ -382,3 +382,30 @@ def test_an_action_that_the_world_lacks_is_named(quick: TrainingConfig) -> None:
         ConfigError, match=r"'Collect Wood': crafting has no actions \['fly'\], only \['left'"
     ):
         Trainer(replace(task(quick), skills=skills))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_envs": 0}, "num_envs must be at least 1, got 0"),
+        ({"evaluation_episodes": 0}, "evaluation_episodes must be at least 1, got 0"),
+        ({"total_timesteps": float("nan")}, "total_timesteps must be at least 1, got nan"),
+        ({"total_timesteps": float("inf")}, "total_timesteps must be finite, got inf"),
+        ({"stroll": -1}, "stroll must be at least 0, got -1"),
+        ({"num_envs": 1, "num_steps": 7}, "parts of fewer than 2 steps: 1 num_envs x 7 num_steps are in 4"),
+    ],
+)
+def test_settings_that_no_training_can_be_made_with_are_refused(
+    quick: TrainingConfig, wrong, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(quick, **wrong)
+
+
+def test_an_expert_that_does_not_act_in_the_first_update_is_trained_later(quick: TrainingConfig) -> None:
+    """One world, which starts from nothing so that the expert before learns too."""
+    config = replace(quick, train_deps="on", num_envs=1, num_steps=8, total_timesteps=16)
+    plan = (Step("Collect Wood", 4), Step("Place Table", 1))
+    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (None, None), (0, 1), 0, config))
+    trainer.bank = trainer.test_bank = fresh_worlds(trainer.world, 4, 0, "test")
+    assert trainer.step()["entropy"] == 0

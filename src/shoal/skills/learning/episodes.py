@@ -76,6 +76,7 @@ def evaluate_chain(
     only: Sequence[str] | None = None,
 ) -> ChainReport:
     """Play the plan that applies every completed skill (or `only` some, or up to `target`) in new worlds."""
+    _check_episodes(episodes)
     world_name, plan = plan_of(store, target, only)
     features = world_features(world_name)
     names = list(dict.fromkeys(step.skill for step in plan))
@@ -96,6 +97,11 @@ def evaluate_chain(
         plan, reached, {name: sum(rates) / len(rates) if rates else math.nan for name, rates in passed.items()},
         result.success, float(lengths.mean()) if len(lengths) else 0.0, episodes,
     )  # fmt: skip
+
+
+def _check_episodes(episodes: int) -> None:
+    if episodes < 1:
+        raise ConfigError(f"episodes must be at least 1, got {episodes}")
 
 
 def plan_of(
@@ -218,6 +224,7 @@ def play_episodes(
     store: Store, episodes: int = 256, seed: int = 0, *, most_steps: int = MOST_STEPS
 ) -> EpisodesReport:
     """Play `episodes` new worlds from their start, each until death, `most_steps`, or until every skill was done."""
+    _check_episodes(episodes)
     world_name, _ = plan_of(store)
     rows = [row for row in store.skills() if row.expert is not None and store.head(row.expert) is not None]
     skills = [row.spec for row in rows]

@@ -6,6 +6,7 @@ same bytes, because every update draws from a stream named by its number.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,10 @@ from shoal.skills.learning.worlds import Bank, Floats, Ints, World, check_inputs
 STROLLERS, TURN = 0.75, 0.1
 """Share of start states from which one strolls, and the chance a step that a stroll takes another direction."""
 Report = Callable[[dict[str, Any]], None]
+_COUNTS = (
+    "total_timesteps", "num_envs", "num_steps", "update_epochs", "num_minibatches", "anneal_frames", "layer_size",
+    "evaluation_episodes", "bank_worlds", "evaluate_every", "checkpoint_every", "practice_horizon",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,21 @@ class TrainingConfig:
     """most random steps between the end of a prefix, or a new world, and the start of practice"""
     practice_horizon: int = MAX_HORIZON
     """most env steps that one application may take while its expert learns; later it has all that its horizon says"""
+
+    def __post_init__(self) -> None:
+        """Refuse what no training can be made with."""
+        for name in _COUNTS:
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not math.isfinite(self.total_timesteps):
+            raise ConfigError(f"total_timesteps must be finite, got {self.total_timesteps}")
+        if self.stroll < 0:
+            raise ConfigError(f"stroll must be at least 0, got {self.stroll}")
+        if self.num_envs * self.num_steps < 2 * self.num_minibatches:
+            raise ConfigError(
+                f"nothing can be learned from parts of fewer than 2 steps: {self.num_envs} num_envs x {self.num_steps} "
+                f"num_steps are in {self.num_minibatches} num_minibatches"
+            )
 
 
 @dataclass(frozen=True)
@@ -179,6 +199,7 @@ class Trainer:
         self.elapsed = np.zeros(config.num_envs, np.int64)
         self.begun = False
         self.episodes: dict[str, Floats] = {}
+        self.losses = (0.0, 0.0, 0.0)  # until the expert has acted
 
     def _beginner(self, shape: Shape, index: int) -> Network:
         """A new expert, which takes none but the actions of its skill."""
