@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -313,3 +314,28 @@ def test_the_plan_moves_work_only_where_that_pays() -> None:
     assert light.caller_share == 16  # dealing the work out costs the caller less than one step
     waiting = choose(StepCost(5e-3, 1e-4), 32, cpus=2)
     assert (waiting.workers, waiting.caller_share, waiting.threads) == (2, 0, True)
+
+
+class OneSpaceEnv(gymnasium.Env[Any, Any]):
+    """Its class has one space, for what is seen and for what is done."""
+
+    observation_space = action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return 1, {}
+
+    def step(self, action: Any) -> Any:
+        return int(action), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_a_space_that_was_in_a_vector_env_before_is_batched_as_at_first(backend: Any) -> None:
+    make_vec(OneSpaceEnv, 1, backend="serial").close()
+    envs = make_vec(OneSpaceEnv, 2, backend=backend)
+    try:
+        seen, acted = envs.reset(seed=0)[0], envs.step(np.array([0, 2]))[0]
+        assert [type(seen), seen.tolist()] == [np.ndarray, [1, 1]]
+        assert [type(acted), acted.tolist()] == [np.ndarray, [0, 2]]
+        assert envs.buffers.actions.fixed == [0]
+    finally:
+        envs.close()
