@@ -163,6 +163,67 @@ def test_what_is_still_told_of_an_agent_that_ended_is_not_told_again() -> None:
     assert seen[1][0][0].tolist() == [0.0, 0.0]
 
 
+class Shift(Race):
+    """Bob joins in step 2; ann ends in step 3 and, with the fault "lingers", stays among the agents."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.agents = ["ann"]
+        return {"ann": np.array([7.0, 0.0])}, {"ann": {}}
+
+    def step(self, actions: Any) -> Any:
+        self.t += 1
+        if self.t == 2:
+            self.agents = ["ann", "bob"]
+        told = list(self.agents)
+        obs = {agent: np.array([7.0 if agent == "ann" else 8.0, self.t]) for agent in told}
+        ends = {agent: self.t >= (3 if agent == "ann" else 5) for agent in told}
+        if self.t == 3 and self.fault != "lingers":
+            self.agents = ["bob"]
+        if self.t == 5:
+            self.agents = []
+        return obs, dict.fromkeys(told, 1.0), ends, dict.fromkeys(told, False), {agent: {} for agent in told}
+
+
+@pytest.mark.parametrize("fault", [None, "lingers"])
+def test_who_joins_is_seen_at_once_and_who_ended_does_not_come_back(fault: str | None) -> None:
+    envs = PettingZooVectorEnv(functools.partial(Shift, fault=fault), backend="serial")
+    seen, infos = envs.reset(seed=0)
+    assert [seen[:2, 0].tolist(), infos["active"].tolist()] == [[7.0, 0.0], [True, False, False]]
+    played = []
+    for _ in range(5):
+        seen, rewards, terminated, _, infos = envs.step(np.zeros(3, int))
+        played.append(
+            (
+                seen[:2, 0].tolist(),
+                rewards[:2].tolist(),
+                terminated[:2].tolist(),
+                infos["active"][:2].tolist(),
+            )
+        )
+    envs.close()
+    assert played == [
+        ([7.0, 0.0], [1.0, 0.0], [False, False], [True, False]),
+        ([7.0, 8.0], [1.0, 0.0], [False, False], [True, True]),
+        ([7.0, 8.0], [1.0, 1.0], [True, False], [False, True]),
+        ([0.0, 8.0], [0.0, 1.0], [False, False], [False, True]),
+        ([7.0, 0.0], [0.0, 1.0], [False, True], [True, False]),
+    ]
+
+
+def test_what_a_wrapper_of_each_copy_tells_in_nested_infos_has_a_row_for_each_slot() -> None:
+    envs = PettingZooVectorEnv(
+        Race, 2, backend="serial", wrappers=["gymnasium.wrappers:RecordEpisodeStatistics"]
+    )
+    envs.reset(seed=0)
+    for _ in range(5):
+        _, _, _, truncated, infos = envs.step(np.zeros(6, int))
+    envs.close()
+    assert truncated.all()
+    assert infos["episode"]["l"].tolist() == [5] * 6
+    assert infos["_episode"].tolist() == infos["episode"]["_l"].tolist() == [True] * 6
+
+
 def test_the_same_seeds_give_the_same_play_and_a_list_seeds_each_copy() -> None:
     envs = PettingZooVectorEnv(Race, 2, backend="serial")
     first, _ = envs.reset(seed=7)

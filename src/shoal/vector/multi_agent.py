@@ -31,7 +31,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
     A copy begins its next episode in the step in which its last agent ends. Until then agents that ended are
     out: their end is told once, then they have reward 0, their actions are ignored and their observations are
-    zeros. `active`, and `infos["active"]` beside each observation, say which slots are in play, so a step is
+    zeros. So are those who have not joined yet. `active`, and `infos["active"]` beside each observation, say which slots are in play, so a step is
     experience of a slot where it was active before the step.
 
     Args:
@@ -140,7 +140,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
                 self._add_info(infos, {"final_info": info} if final else info, slot)
         for key, value in told.items():
             if key.removeprefix("_") not in ("agent_infos", "final_obs", "final_info"):
-                infos[key] = np.repeat(value, self.n_agents, axis=0)
+                infos[key] = tree(lambda leaf: np.repeat(leaf, self.n_agents, axis=0), value)
 
 
 class TeamEnv(gymnasium.Env[Any, Any]):
@@ -171,26 +171,32 @@ class TeamEnv(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode of all agents."""
         obs, infos = self.env.reset(seed=seed, options=options)
-        self.active = np.array([agent in self.env.agents for agent in self.agents])
+        self.active = self._left()
+        self.over = np.zeros_like(self.active)  # who ended in this episode: nobody comes back in it
         return self._answer(obs, {}, {}, {}), self._told(infos)
 
     def step(self, actions: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the agents in play; over when none is left."""
         each = zip(self.agents, iterate(self.action_space, actions), self.active, strict=True)
         obs, paid, ends, cuts, infos = self.env.step({agent: action for agent, action, here in each if here})
-        answer = self._answer(obs, paid, ends, cuts)
-        left = np.array([agent in self.env.agents for agent in self.agents])
+        answer, left = self._answer(obs, paid, ends, cuts), self._left()
         ended = (answer["end"] | answer["cut"]).astype(np.bool_)
         gone = [agent for agent, lost in zip(self.agents, self.active & ~left & ~ended, strict=True) if lost]
         if gone:
             raise EnvError(f"expected agents that leave to be terminated or truncated, {gone} left without")
-        self.active = answer["active"] = left & ~ended
+        self.over |= ended
+        self.active = answer["active"] = left & ~self.over
         return answer, sum(answer["reward"]), not self.active.any(), False, self._told(infos)
+
+    def _left(self) -> Any:
+        """Which agents the environment has in play, as it says itself."""
+        return np.array([agent in self.env.agents for agent in self.agents])
 
     def _answer(self, obs: Any, paid: Any, ends: Any, cuts: Any) -> dict[str, Any]:
         none = tree(lambda leaf: leaf[0], create_empty_array(self.single))
         here = [a for a, active in zip(self.agents, self.active, strict=True) if active]
-        rows = [obs[a] if a in here and a in obs else none for a in self.agents]
+        seeing = self.active | self._left() & ~self.over  # those who join are first seen now
+        rows = [obs[a] if sees and a in obs else none for a, sees in zip(self.agents, seeing, strict=True)]
         room: Any = create_empty_array(self.single, len(rows))
         seen = concatenate(self.single, rows, room)
         given = [[from_.get(a, 0) if a in here else 0 for a in self.agents] for from_ in (paid, ends, cuts)]
