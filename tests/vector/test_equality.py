@@ -339,3 +339,23 @@ def test_a_space_that_was_in_a_vector_env_before_is_batched_as_at_first(backend:
         assert envs.buffers.actions.fixed == [0]
     finally:
         envs.close()
+
+
+class TakingEnv(CountEnv):
+    """Takes its options out of what it is given, as wrappers do."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed=seed)[0], {"level": (options or {}).pop("level", 0)}
+
+
+@pytest.mark.parametrize("layout", [("serial", None, False), ("process", 1, False), ("process", 1, True)])
+def test_options_that_an_env_takes_out_are_there_for_the_others_and_for_the_caller(layout: Any) -> None:
+    backend, workers, threads = layout
+    given = {"level": 3}
+    envs = make_vec(TakingEnv, 3, backend=backend, num_workers=workers, threads=threads)
+    try:
+        for _ in range(2):
+            assert envs.reset(seed=0, options=given)[1]["level"].tolist() == [3, 3, 3]
+    finally:
+        envs.close()
+    assert given == {"level": 3}

@@ -275,7 +275,8 @@ class EnvGroup:
             self.progress[0] = j
             self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
             try:
-                obs, info = self.envs[j].reset(seed=seed, options=command.options)
+                options = copy.copy(command.options)  # what one env takes out of it is there for the next
+                obs, info = self.envs[j].reset(seed=seed, options=options)
                 self._put(j, obs, command.place, columns)
                 info = _checked(info)
             except BaseException as error:
