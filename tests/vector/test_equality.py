@@ -359,3 +359,37 @@ def test_options_that_an_env_takes_out_are_there_for_the_others_and_for_the_call
     finally:
         envs.close()
     assert given == {"level": 3}
+
+
+class TellingEnv(CountEnv):
+    """Tells what it was made to tell."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__()
+        self.told = told
+
+    def step(self, action: Any) -> Any:
+        return (*super().step(action)[:4], {"a": self.told})
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        (None, {"b": 1}),
+        ({"b": 1}, None),
+        ({"b": 1}, 5, {"c": {"d": 2}}),
+        (np.zeros(2), {"b": 1}),
+        (2**70, 1),
+        (1, 2**70),
+        (np.int8(1), 300),
+    ],
+)
+def test_infos_of_kinds_that_do_not_go_together_are_told_as_they_are(told: Any) -> None:
+    envs = make_vec([functools.partial(TellingEnv, one) for one in told], backend="serial")
+    try:
+        envs.reset(seed=0)
+        infos = envs.step(np.ones(len(told), int))[4]
+    finally:
+        envs.close()
+    assert infos["_a"].all()
+    assert all(np.array_equal(one, given) for one, given in zip(infos["a"], told, strict=True))

@@ -31,8 +31,8 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
     A copy begins its next episode in the step in which its last agent ends. Until then agents that ended are
     out: their end is told once, then they have reward 0, their actions are ignored and their observations are
-    zeros. So are those who have not joined yet. `active`, and `infos["active"]` beside each observation, say which slots are in play, so a step is
-    experience of a slot where it was active before the step.
+    zeros. So are those who have not joined yet. `active`, and `infos["active"]` beside each observation, say which
+    slots are in play, so a step is experience of a slot where it was active before the step.
 
     Args:
         make: makes one environment of PettingZoo's parallel interface (`mpe2.simple_spread_v3.parallel_env`).

@@ -208,7 +208,8 @@ def by_env(told: Iterable[Told]) -> dict[int, dict[str, Any]]:
 def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
     """Each key of any env's info becomes an array over envs, with a mask `_key` of who had it.
 
-    Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included.
+    Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included. Where that fails, because some tell
+    a dict and others none, or a number that does not fit, the array holds what each told as it is.
     """
     ordered = sorted(told, key=lambda item: item.env)
     out = _of_ends(n_envs, ordered)
@@ -266,14 +267,23 @@ def _add(out: dict[str, Any], info: dict[str, Any], env: int, n_envs: int) -> No
         if key == "final_obs":
             array = out[key] if key in out else np.full(n_envs, None, dtype=object)
             array[env] = value
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and isinstance(out.get(key, {}), dict):
             array = out.get(key, {})
             _add(array, value, env, n_envs)
         else:
             array = out[key] if key in out else _empty_like(value, n_envs)
+            if isinstance(array, dict):  # of what others told in it
+                array = [_told_by(i, array) if out[mask_key][i] else None for i in range(n_envs)]
+                array = _as_objects(array)
+            elif isinstance(value, dict) and (array.dtype != object or array.ndim > 1):
+                array = _as_objects(array)
             try:
                 array[env] = value
-            except (TypeError, ValueError):  # not of the kind that another env told: any object fits then
+            except (
+                TypeError,
+                ValueError,
+                OverflowError,
+            ):  # not of the kind that another told: any object fits
                 array = _as_objects(array)
                 array[env] = value
         mask = out.get(mask_key)
@@ -281,6 +291,14 @@ def _add(out: dict[str, Any], info: dict[str, Any], env: int, n_envs: int) -> No
             mask = np.zeros(n_envs, dtype=np.bool_)
         mask[env] = True
         out[key], out[mask_key] = array, mask
+
+
+def _told_by(env: int, infos: dict[str, Any]) -> dict[str, Any]:
+    """The part of one env in batched infos."""
+    own = {key: value for key, value in infos.items() if f"_{key}" in infos and infos[f"_{key}"][env]}
+    return {
+        key: _told_by(env, value) if isinstance(value, dict) else value[env] for key, value in own.items()
+    }
 
 
 def _empty_like(value: Any, n_envs: int) -> Any:
