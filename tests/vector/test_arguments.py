@@ -166,3 +166,20 @@ def test_gymnasiums_modes_are_known_by_their_names_too() -> None:
     envs.close()
     with pytest.raises(ValueError, match="'never' is not a valid AutoresetMode"):
         AsyncVectorEnv([CountEnv], autoreset_mode="never")
+
+
+def test_seeds_are_whole_numbers_of_any_kind_and_nothing_else() -> None:
+    envs = make_vec(CountEnv, 2, backend="serial")
+    drawn = np.array([4, 5])
+    assert [seen[0] for seen, _ in envs.reset_some([1, 0], drawn)] == [4, 5]
+    envs.send_reset([0, 1], drawn)
+    assert envs.recv(2).observations[:, 0].tolist() == [4, 5]
+    for seeds in (0.5, [0.5, 1.7], "12", ["1", "2"]):
+        with pytest.raises(TypeError, match="a seed must be a whole number or None, got"):
+            envs.reset(seed=seeds)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a seed must be a whole number or None, got 0\.5"):
+        envs.reset_some([0], [0.5])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"a seed must be a whole number or None, got 0\.5"):
+        envs.send_reset([0], [0.5])  # type: ignore[list-item]
+    assert envs.reset(seed=np.int64(7))[0][:, 0].tolist() == [7, 8]
+    envs.close()

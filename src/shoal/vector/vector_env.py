@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import operator
 import os
 import threading
 import time
@@ -261,7 +262,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         chosen = self._indices(indices, seeds, "seeds")
         everyone: list[int | None] = [None] * self.num_envs
         for i, seed in zip(chosen, seeds, strict=True):
-            everyone[i] = seed
+            everyone[i] = plain_seed(seed)
         self._begun(
             "reset_some", "reset", chosen, lambda: self._begin_reset(sorted(chosen), everyone, options)
         )
@@ -887,7 +888,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int | None] | None = None) -> None:
         """Begin to reset these environments; `recv` returns their first observations."""
-        given = [None] * len(env_ids) if seeds is None else list(seeds)
+        given = [None] * len(env_ids) if seeds is None else [plain_seed(seed) for seed in seeds]
         self._dispatch("send_reset", env_ids, given, "seeds", "reset")
 
     def _dispatch(
@@ -1201,13 +1202,20 @@ def groups(seed: int, n_groups: int, group_size: int, *, iteration: int = 0) -> 
     return [derive_seed(seed, "env", iteration, g) for g in range(n_groups) for _ in range(group_size)]
 
 
+def plain_seed(seed: Any) -> int | None:
+    """A seed as environments take it, whatever kind of whole number it is."""
+    try:
+        return None if seed is None else operator.index(seed)
+    except TypeError:
+        raise TypeError(f"a seed must be a whole number or None, got {seed!r:.80}") from None
+
+
 def spread(seed: Seeds, n_envs: int) -> list[int | None]:
     """One seed per environment: of an int `seed + i`, of a sequence its own."""
-    if seed is None:
-        return [None] * n_envs
-    if isinstance(seed, int | np.integer):
-        return [int(seed) + i for i in range(n_envs)]
-    seeds = [None if item is None else int(item) for item in seed]
+    if not isinstance(seed, Iterable):
+        first = plain_seed(seed)
+        return [None if first is None else first + i for i in range(n_envs)]
+    seeds = [plain_seed(item) for item in seed]
     if len(seeds) != n_envs:
         raise ValueError(
             f"If seeds are passed as a list the length must match num_envs={n_envs} but got "
