@@ -596,3 +596,25 @@ def test_an_end_whose_reward_is_refused_is_no_end(backend: Any) -> None:
     assert terminated.tolist() == [False, True]
     assert truncated.tolist() == [True, False]
     envs.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("policy", ["raise", "restart", "mask"])
+def test_a_step_after_the_end_raises_under_every_policy_and_costs_no_env(policy: Any, backend: Any) -> None:
+    fns = [functools.partial(CountEnv, 1), CountEnv]
+    envs = make_vec(fns, backend=backend, autoreset="disabled", on_failure=policy)
+    envs.reset(seed=0)
+    assert envs.step([1, 1])[2].tolist() == [True, False]
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="env 0 .*the episode is over; reset it before the next step"):
+            envs.step([1, 1])
+    envs.send([0], [1])
+    with pytest.raises(WorkerError, match="env 0 .*the episode is over; reset it before the next step"):
+        envs.recv()
+    ((seen, _),) = envs.reset_some([0], [7])
+    assert seen.tolist() == [7, 1, 0, 0]
+    assert envs.step([2, 2])[1].tolist() == [21.0, 24.0]
+    stats = envs.stats()
+    envs.close()
+    assert (stats["active"], stats["restarts"]) == (2, [0, 0])
+    assert stats["failures"] == [0, 0]

@@ -305,6 +305,8 @@ class EnvGroup:
                 j = self.progress[0]
                 done = chosen.index(j) + 1
                 self._note(failures, j, "step", error, actions[done - 1])
+                if self._ended[j] and self.autoreset is AutoresetMode.DISABLED:
+                    failures[-1].kind = "over"
                 self._ended[j] = True
                 over = self.terminated[j] or self.truncated[j]
                 if over and self.autoreset is AutoresetMode.SAME_STEP:  # its successor could not begin

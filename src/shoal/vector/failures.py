@@ -34,7 +34,7 @@ class Failure:
     action: str | None = None
     pid: int | None = None
     exception: BaseException | None = None
-    kind: str = "exception"  # or "died", "timeout"
+    kind: str = "exception"  # or "died", "timeout", "over" (the caller forgot a reset: the env is whole)
     ending: tuple[Any, dict[str, Any]] | None = None
     """Last observation and info of an episode that had ended, reward and flags in the buffers, before the failure."""
 

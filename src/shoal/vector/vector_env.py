@@ -611,7 +611,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             beside: envs that were stepped for the caller without any command.
 
         Raises:
-            WorkerError: with the policy "raise", or when an env failed too often.
+            WorkerError: with the policy "raise", when an env failed too often, or when one was stepped after its end.
         """
         failures = distinct(failures)
         self._report(failures)
@@ -624,8 +624,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         before: dict[int, _Before] = {}
         while failures:
             for failure in failures:
-                self._failed[failure.env] += 1
-            if self.on_failure == "raise":
+                self._failed[failure.env] += failure.kind != "over"
+            if self.on_failure == "raise" or any(failure.kind == "over" for failure in failures):
                 raise_first(failures)
             counts = dict(enumerate(self._failed))
             decision = decide(failures, self.on_failure, counts, self.max_restarts, self._lost_with)
