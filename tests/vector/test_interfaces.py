@@ -67,6 +67,19 @@ def test_a_container_replaces_a_failed_env_and_reports_it_done() -> None:
         assert "SIGKILL" in infos[0]["worker_error"]
 
 
+def test_a_container_goes_on_without_the_envs_that_were_masked_out() -> None:
+    fns = functools.partial(Faulty, "raise")
+    with MultiProcessEnvironmentContainer(fns, 2, backend="serial", on_failure="mask") as container:
+        container.reset()
+        _, rewards, dones, infos = container.step([9, 1])
+        assert (rewards, dones, infos[0]["worker_masked"]) == ([0.0, 11.0], [True, False], True)
+        for _ in range(2):
+            container.reset()
+            assert container.step([None, 1])[1:3] == ([0.0, 11.0], [True, False])
+        with pytest.raises(EnvError, match=r"episodes of environments \[0\] are over"):
+            container.step([1, 1])
+
+
 def test_groups_are_the_seeds_of_the_container() -> None:
     assert groups(42, 2, 2) == [derive_seed(42, "env", 0, g) for g in (0, 0, 1, 1)]
 

@@ -90,8 +90,10 @@ class MultiProcessEnvironmentContainer:
         """New episodes everywhere: one observation and one info per environment."""
         self.iteration += 1
         seeds = groups(self.seed, self.env_num, self.group_n, iteration=self.iteration)
-        for i, (obs, info) in enumerate(self.envs.reset_some(range(len(self)), seeds)):
-            self._obs[i], self._infos[i], self._done[i] = obs, info, False
+        chosen = np.flatnonzero(self.envs.active).tolist()  # without those that were masked out
+        results = self.envs.reset_some(chosen, [seeds[i] for i in chosen])
+        for i, (obs, info) in zip(chosen, results, strict=True):
+            self._obs[i], self._infos[i], self._done[i] = obs, info, not self.envs.active[i]
         return list(self._obs), list(self._infos)
 
     def step(self, actions: Sequence[Any]) -> tuple[list[Any], list[float], list[bool], list[dict[str, Any]]]:
