@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from shoal.core.errors import ConfigError
@@ -182,4 +183,37 @@ def test_seeds_are_whole_numbers_of_any_kind_and_nothing_else() -> None:
     with pytest.raises(TypeError, match=r"a seed must be a whole number or None, got 0\.5"):
         envs.send_reset([0], [0.5])  # type: ignore[list-item]
     assert envs.reset(seed=np.int64(7))[0][:, 0].tolist() == [7, 8]
+    envs.close()
+
+
+class HeedingEnv(CountEnv):
+    """Does as it is told in words."""
+
+    action_space: Any = spaces.Text(10)
+
+    def step(self, action: str) -> Any:
+        return (*super().step(1)[:4], {"heard": action})
+
+    def greet(self, name: str) -> str:
+        return f"hello {name}"
+
+
+def test_a_text_is_one_action_and_not_one_for_each_env_that_it_has_letters_for() -> None:
+    envs = make_vec(HeedingEnv, 2, backend="serial")
+    envs.reset(seed=0)
+    with pytest.raises(
+        TypeError, match="expected one action for each of 2 environments, got the single 'up'"
+    ):
+        envs.step("up")
+    with pytest.raises(
+        TypeError, match="expected one action for each of 2 environments, got the single 'up'"
+    ):
+        envs.step_async_each("up")
+    for step in (envs.step_some, envs.send):
+        with pytest.raises(
+            TypeError, match="expected one action for each of 2 environments, got the single 'up'"
+        ):
+            step([0, 1], "up")
+    assert envs.step(["up", "down"])[4]["heard"].tolist() == ["up", "down"]
+    assert envs.call("greet", name="bob") == ("hello bob",) * 2
     envs.close()

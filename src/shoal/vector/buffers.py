@@ -360,8 +360,15 @@ def split(layout: Layout, batch: Any, n: int) -> list[Any]:
     return [_column(leaf, part, n) for leaf, part in zip(layout.leaves, layout.flatten(batch), strict=True)]
 
 
+def refuse_single(actions: Any, n: int) -> None:
+    """Raise a TypeError for a text or dict: as many letters, or keys, as environments are no batch."""
+    if isinstance(actions, str | bytes | dict):
+        raise TypeError(f"expected one action for each of {n} environments, got the single {actions!r:.80}")
+
+
 def _column(leaf: Leaf, part: Any, n: int) -> Any:
     if leaf.kind != "fixed":
+        refuse_single(part, n)
         values = list(part)
         if len(values) != n:
             raise ValueError(f"expected one action for each of {n} environments, got {len(values)}")

@@ -34,6 +34,7 @@ from shoal.vector.buffers import (
     Observations,
     of_group,
     plain_target,
+    refuse_single,
     split,
     write_batch,
     write_some,
@@ -324,6 +325,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_async_each(self, actions: Sequence[Any]) -> None:
         """`step_async` with one action per environment, not batched."""
+        refuse_single(actions, self.num_envs)
         if len(actions) != self.num_envs:
             raise ValueError(f"expected {self.num_envs} actions, got {len(actions)}")
         everyone, given = range(self.num_envs), list(actions)
@@ -792,7 +794,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Called with the failures of an operation before they are dealt with; for subclasses."""
 
     # --- methods and attributes of the environments
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every environment, or read an attribute; one result per environment."""
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
@@ -1074,6 +1076,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _indices(self, indices: Sequence[int], partners: Sequence[Any], word: str) -> list[int]:
         """Different environments that take part, one for each of `partners` (the `word` that goes with them)."""
         chosen = [int(i) for i in indices]
+        refuse_single(partners, len(chosen))
         if len(chosen) != len(partners):
             raise ValueError(f"expected as many {word} as indices, got {len(partners)} and {len(chosen)}")
         if len(set(chosen)) != len(chosen) or any(not 0 <= i < self.num_envs for i in chosen):
