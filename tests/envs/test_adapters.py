@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import shoal.envs
 from shoal.core.errors import ConfigError, EnvError, UnknownNameError
-from shoal.envs.adapters.gymnasium import plain_drawing, read_numbers, write_value
+from shoal.envs.adapters.gymnasium import describe_space, plain_drawing, read_numbers, write_value
 from shoal.testing import check_text_env
 
 GYMNASIUM = ["CartPole-v1", "MountainCar-v0", "FrozenLake-v1", "Blackjack-v1", "Pendulum-v1", "Taxi-v4"]
@@ -31,6 +31,27 @@ GYMNASIUM = ["CartPole-v1", "MountainCar-v0", "FrozenLake-v1", "Blackjack-v1", "
 @pytest.mark.filterwarnings("ignore")
 def test_gymnasium_envs_keep_the_promises_of_text_envs(env_id):
     check_text_env(lambda: shoal.envs.make("gymnasium", id=env_id, max_steps=25), seeds=range(2))
+
+
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [
+        (spaces.MultiBinary(2), "256 1"),
+        (spaces.MultiBinary(2), "-255 1"),
+        (spaces.Box(0, 255, (1,), np.uint8), "-1"),
+        (spaces.Box(-np.inf, np.inf, (1,), np.float32), "1e39"),
+    ],
+    ids=str,
+)
+def test_numbers_that_an_action_has_no_room_for_are_no_action(space, text):
+    assert read_numbers(space, text) is None
+
+
+def test_the_choices_of_an_action_that_do_not_begin_at_zero_are_told_as_they_are():
+    space = spaces.MultiDiscrete([2, 3], start=[5, 6])
+    assert describe_space(space) == "2 numbers, each from [5, 6] up to [6, 8]"
+    assert read_numbers(space, "6 8").tolist() == [6, 8]
+    assert describe_space(spaces.MultiDiscrete([2, 3])) == "2 numbers, each from 0 up to [1, 2]"
 
 
 def test_a_gymnasium_env_is_stepped_exactly_as_without_the_adapter():

@@ -216,7 +216,8 @@ def describe_space(space: Space[Any]) -> str:
         limits = f" from {low[0]:g} to {high[0]:g}" if len(low) == len(high) == 1 else ""
         return f"{_count(space.shape)}{limits}"
     if isinstance(space, spaces.MultiDiscrete):
-        return f"{_count(space.shape)}, each from 0 up to {(space.nvec - 1).tolist()}"
+        first = space.start.tolist() if space.start.any() else 0
+        return f"{_count(space.shape)}, each from {first} up to {(space.start + space.nvec - 1).tolist()}"
     if isinstance(space, spaces.MultiBinary):
         return f"{_count(space.shape)}, each 0 or 1"
     if isinstance(space, spaces.Tuple):
@@ -263,7 +264,11 @@ def read_numbers(space: Space[Any], text: str) -> Any:
         return None
     with np.errstate(over="ignore", invalid="ignore"):
         value = np.array(numbers).reshape(space.shape or ()).astype(dtype)
-    return value if space.contains(value) else None
+    if (
+        dtype.kind in "iu" and value.ravel().tolist() != numbers
+    ):  # it has no room for them: 256 would become 0
+        return None
+    return value if np.isfinite(value).all() and space.contains(value) else None
 
 
 def plain_drawing(text: str) -> str:
