@@ -82,6 +82,8 @@ def test_masks_that_name_no_env_are_refused_in_gymnasiums_words(
         ({"text_bytes": -1}, ValueError, "text_bytes must be at least 0, got -1"),
         ({"step_timeout": 0}, ValueError, "step_timeout must be positive, got 0"),
         ({"make_timeout": -0.5}, ValueError, "make_timeout must be positive, got -0.5"),
+        ({"step_timeout": float("nan")}, ValueError, "step_timeout must be positive, got nan"),
+        ({"max_restarts": -1}, ValueError, "max_restarts must be at least 0, got -1"),
         ({"autoreset": "same"}, ValueError, "no autoreset mode 'same'"),
         ({"backend": "serial", "step_timeout": 1.0}, ConfigError, "the caller cannot interrupt itself"),
         ({"backend": "serial", "num_workers": 2}, ConfigError, "only to process and thread and ray"),

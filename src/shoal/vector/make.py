@@ -166,13 +166,13 @@ class Options:
         if self.start_method not in (None, *START_METHODS):
             method = self.start_method
             raise ValueError(f"no start method named {method!r}.{did_you_mean(str(method), START_METHODS)}")
-        for name, least in (("num_workers", 1), ("text_bytes", 0), ("ring", 2)):
+        for name, least in (("num_workers", 1), ("text_bytes", 0), ("ring", 2), ("max_restarts", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         for name in ("step_timeout", "make_timeout"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # NaN would never be over
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.backend == "serial" and self.step_timeout is not None:
             raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
