@@ -24,6 +24,15 @@ def test_a_window_shows_the_last_turns_and_no_others():
     assert text == "3:did 2=1\n4:did 3=1.5|now|4/9|Up, Down"
 
 
+@pytest.mark.parametrize("history", range(7))
+def test_a_window_longer_than_the_past_shows_all_of_it(history):
+    config = PromptConfig(history=history, later="{history}", turn="{step}")
+    for n_past in range(1, 7):
+        numbers = [str(step) for step in range(1, n_past + 1)]
+        told = Prompter(config, TOKENIZER).message(scene(n_past)).split()
+        assert told == (numbers if history > n_past else [n for n in numbers if int(n) > n_past - history])
+
+
 def test_the_first_turn_has_a_template_of_its_own():
     prompter = Prompter(PromptConfig(first="{instructions} {observation}", later="x"), TOKENIZER)
     assert prompter.message(scene(0)) == "rules now"

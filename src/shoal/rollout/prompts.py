@@ -178,7 +178,7 @@ class Prompter:
 def compose(config: PromptConfig, scene: Scene) -> str:
     """The user message of a turn, from the templates."""
     template = config.later if scene.past else config.first
-    shown = scene.past[len(scene.past) - config.history :] if config.history else ()
+    shown = scene.past[max(0, len(scene.past) - config.history) :]
     first = len(scene.past) - len(shown)
     history = "\n".join(
         fill(
