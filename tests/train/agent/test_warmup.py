@@ -10,10 +10,10 @@ from shoal.envs import make
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.config import compose_config
+from shoal.train.agent.config import Warmup, compose_config
 from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer
-from shoal.train.agent.warmup import _play
+from shoal.train.agent.warmup import _play, warm_up
 
 SOLVED_ENVS = [
     ("sokoban", {"max_pushes": 3}),
@@ -118,6 +118,48 @@ def test_play_that_fills_the_context_is_cut_before_the_turn_that_does_not_fit():
         assert cut.ids == whole.ids[: len(cut.ids)]
         ends = [p + 1 for p, q in zip(whole.places, [*whole.places[1:], -1], strict=True) if q != p + 1]
         assert len(cut.ids) == max(end for end in ends if end <= limit)
+
+
+def test_an_answer_is_what_the_prompt_of_its_kind_of_env_leaves_to_write():
+    env = make("frozen_lake")
+    own = {"first": "go", "later": "go", "prefill": "<action>", "closing": "</action>"}
+    role = Role("Lake", "", env.projection, 9, own)
+    policy = policy_of(TinyEngine(env.projection.words()))
+    samples = _play(policy, env, role, Prompter(PromptConfig(), policy.tokenizer), 0.0, seed=0)
+    for _ in range(5):
+        sample = next(samples)
+        before, word = sample.ids[: sample.places[0]], sample.ids[sample.places[0] :]
+        assert policy.tokenizer.decode(before) == "go<action>"
+        assert policy.tokenizer.decode(word) in env.projection.words()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_envs_are_closed_when_the_warm_up_ends_or_is_left_or_cannot_begin(steps):
+    class Counted(Endless):
+        def close(self):
+            closed.append(self)
+
+    def missing():
+        raise ConfigError("no second env")
+
+    closed = []
+    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
+    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
+    roles = {tag: Role(tag, "", make("frozen_lake").projection, 9) for tag in "ab"}
+
+    def losses(second):
+        makers = {"a": Counted, "b": second}
+        return warm_up(policy, makers, roles, prompter, Warmup(steps=steps, batch_size=2), 4096, 0)
+
+    assert len(list(losses(Counted))) == steps
+    assert len(closed) == 2
+    left = losses(Counted)
+    next(left)
+    left.close()
+    assert len(closed) == 4
+    with pytest.raises(ConfigError, match="no second env"):
+        next(losses(missing))
+    assert len(closed) == 5
 
 
 def test_a_context_without_room_for_one_turn_is_an_error_that_says_so(tmp_path):

@@ -13,6 +13,8 @@ from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
+from shoal.rollout.factory import CLOSE_SECONDS
+from shoal.rollout.parallel.worker import close_all
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Sampling
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
@@ -37,35 +39,40 @@ def warm_up(
 
     `share` is this process's part of a gradient that several compute alike and sum.
     """
-    plays = [
-        _play(policy, maker(), roles[tag], prompter, config.expert, seed)
-        for tag, maker in sorted(makers.items())
-    ]
-    parameters = trained_parameters(policy.module)
-    optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
-    device = str(parameters[0].device)
-    for step in range(config.steps):
-        samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
-        n_tokens = sum(len(sample.places) for sample in samples)
-        optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        how: Batching = "auto" if policy.merges_equals else "bucketed"
-        for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device, how, True, True):
-            loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
-            (share * loss).backward()  # type: ignore[no-untyped-call]
-            optimizer.take_gradients()
-            total += float(loss.detach())
-        if not math.isfinite(total):
-            raise DivergedError(f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate")
-        optimizer.step()
-        yield total
+    made: dict[str, TextEnv[Any]] = {}
+    try:
+        for tag, maker in sorted(makers.items()):
+            made[tag] = maker()
+        plays = [_play(policy, env, roles[tag], prompter, config.expert, seed) for tag, env in made.items()]
+        parameters = trained_parameters(policy.module)
+        optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
+        device = str(parameters[0].device)
+        for step in range(config.steps):
+            samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
+            n_tokens = sum(len(sample.places) for sample in samples)
+            optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            how: Batching = "auto" if policy.merges_equals else "bucketed"
+            for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device, how, True, True):
+                loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
+                (share * loss).backward()  # type: ignore[no-untyped-call]
+                optimizer.take_gradients()
+                total += float(loss.detach())
+            if not math.isfinite(total):
+                raise DivergedError(
+                    f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate"
+                )
+            optimizer.step()
+            yield total
+    finally:
+        close_all(list(made.values()), CLOSE_SECONDS)
 
 
 def _play(
     policy: Policy, env: TextEnv[Any], role: Role, prompter: Prompter, expert: float, seed: int
 ) -> Iterator[Sample]:
     """Endless samples from episodes of an agent that asks the expert in a share of the turns."""
-    context = policy.context
+    context, written = policy.context, prompter.variant(role.prompt).config.written
     for number in range(2**63):
         rng = stream(seed, "warmup", role.tag, number)
         place = EpisodeId(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
@@ -82,7 +89,7 @@ def _play(
                     f"warm-up on random play needs an env that draws actions by lot, and {role.tag!r} takes free text: "
                     f"set warmup.steps=0, or warmup.expert=1 where the env has an expert"
                 )
-            answer = policy.tokenizer.encode(prompter.config.written(f"<action>{word}</action>"))
+            answer = policy.tokenizer.encode(written(f"<action>{word}</action>"))
             if context is not None and len(prompt) + len(answer) > context:
                 break  # later turns do not fit either
             for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
