@@ -1,10 +1,14 @@
+from dataclasses import asdict, replace
+
 import pytest
 
 from shoal import envs
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
+from shoal.envs.actions import Projected, Projection
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import EnvGroups, make_environments, make_set, validate_environment_config
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
@@ -94,6 +98,49 @@ def test_the_known_way_over_the_known_lake_succeeds():
     engine = ScriptedEngine(lambda prompt, key: f"<action>{way[key.turn % 6]}</action>", WORDS)
     fixed = [t for t in collector(engine).collect(0, SAMPLING) if t.env == "Fixed"]
     assert all(t.success and t.reward == 1.0 and len(t.turns) == 6 and t.terminated for t in fixed)
+
+
+class Picky(RandomEngine):
+    """An engine whose tokenizer refuses some observations."""
+
+    def __init__(self):
+        super().__init__(WORDS)
+        start = self.tokenizer.start
+        self.tokenizer.start = lambda messages: start(messages) if self.takes(messages) else 1 / 0
+
+    def takes(self, messages):
+        return "P" not in messages[0]["content"].splitlines()[1]
+
+
+class OnlyValid(Projection):
+    """No action where there is none to be read: the env is left alone."""
+
+    def __call__(self, text):
+        found = super().__call__(text)
+        return found if found.valid else Projected((), False)
+
+
+@pytest.mark.parametrize("change", ["prompt", "projection"])
+def test_what_cannot_be_asked_or_read_costs_its_own_episode_in_lockstep_as_on_workers(change):
+    def of(roles):
+        if change == "prompt":
+            return roles
+        return {t: replace(r, projection=OnlyValid(lookup=r.projection.lookup)) for t, r in roles.items()}
+
+    engine = Picky() if change == "prompt" else ScriptedEngine(lambda p, k: "Up" * (k.turn % 2), WORDS)
+    settings = {"max_tokens": 8, "prompt": asdict(PROMPT)}
+    playing = collector(engine)
+    playing.roles = of(playing.roles)
+    played = playing.collect(0, SAMPLING)
+    with ParallelRolloutManager(
+        config() | {"agent_proxy": settings}, engine, seed=5, backend="serial"
+    ) as manager:
+        manager.roles = of(manager.roles)
+        assert manager.collect(0, SAMPLING) == played
+    statuses = [trajectory.status for trajectory in played]
+    assert "ok" in statuses
+    assert set(statuses) == ({"ok", "engine_error"} if change == "prompt" else {"ok"})
+    assert all("division by zero" in t.error for t in played if t.error)
 
 
 def test_in_append_mode_each_prompt_extends_the_tokens_before_it():

@@ -1,4 +1,6 @@
 import logging
+import re
+from dataclasses import asdict
 
 import pytest
 
@@ -9,6 +11,7 @@ from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.drift import find_drift
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_environments
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import Completion, Request, Sampling
 from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
@@ -106,8 +109,9 @@ def test_pictures_are_carried_in_the_trajectory_and_to_engines_that_take_them():
 
 
 def test_an_engine_that_takes_no_pictures_is_not_shown_an_empty_prompt():
-    with pytest.raises(EngineError, match="Lake shows pictures only, and this engine takes none"):
-        collect(RandomEngine(WORDS), env_config={**LAKE, "observation": "rgb"})
+    for trajectory in collect(RandomEngine(WORDS), env_config={**LAKE, "observation": "rgb"}):
+        assert (trajectory.status, trajectory.turns) == ("engine_error", ())
+        assert trajectory.error.startswith("Lake shows pictures only, and this engine takes none")
 
 
 # --- token exactness
@@ -175,16 +179,17 @@ def append(**settings):
 @pytest.mark.parametrize(("template", "text"), [(CHATML, THINKING), (STRIPS, "<action>Down</action>")])
 def test_a_template_that_only_appends_does_not_drift(template, text, caplog):
     with caplog.at_level(logging.WARNING):
-        collect(Templated(template, lambda prompt, key: text), append(on_drift="raise"))
+        played = collect(Templated(template, lambda prompt, key: text), append(on_drift="raise"))
+    assert {trajectory.status for trajectory in played} == {"ok"}
     assert not caplog.records
 
 
 def test_a_template_that_cuts_thoughts_is_named_with_the_message_and_its_text(caplog):
     engine = Templated(STRIPS, lambda prompt, key: THINKING)
-    with pytest.raises(
-        EngineError, match=r"in message 1 \(assistant\) the model saw '.*<think>hm.*writes '.*<action>"
-    ):
-        collect(engine, append(on_drift="raise"))
+    named = r"in message 1 \(assistant\) the model saw '.*<think>hm.*writes '.*<action>"
+    for trajectory in collect(engine, append(on_drift="raise")):
+        assert trajectory.status == "engine_error"
+        assert re.search(named, trajectory.error)
     with caplog.at_level(logging.WARNING):
         trajectories = collect(engine, append())
     assert len(caplog.records) == 1
@@ -195,6 +200,21 @@ def test_a_template_that_cuts_thoughts_is_named_with_the_message_and_its_text(ca
     caplog.clear()
     collect(engine, append(on_drift="ignore"))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("serial", 1), ("threads", 1), ("threads", 3)])
+def test_drift_that_is_to_be_raised_ends_each_episode_whoever_plays_it(backend, workers):
+    """It ended the first one that a worker came to, and the others went on."""
+    side = {"env_groups": 3, "group_size": 4, "env_configs": {"tags": ["Lake"]}}
+    config = {
+        "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_config": LAKE}},
+        "es_manager": {"train": side, "val": side},
+        "agent_proxy": {"max_tokens": 60, "prompt": asdict(append(on_drift="raise"))},
+    }
+    engine = Templated(STRIPS, lambda prompt, key: THINKING)
+    with ParallelRolloutManager(config, engine, workers, backend=backend) as manager:
+        played = manager.collect()
+    assert [(t.status, len(t.turns)) for t in played] == [("engine_error", 1)] * 12
 
 
 def test_what_stands_between_messages_is_named_too():

@@ -18,7 +18,7 @@ from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import Completion, Engine, Sampling, generate_each
+from shoal.rollout.samplers.sampler import Engine, Request, Sampling, generate_each
 
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
@@ -109,17 +109,19 @@ class TrajectoryCollector:
         self._begin(episodes, failed)
         live = [i for i in where if i not in failed]
         while live:
-            answers = generate_each(self.engine, [episodes[i].request() for i in live])
-            actions = {}
-            for i, answer in zip(live, answers, strict=True):
-                try:
-                    todo = episodes[i].respond(answer) if isinstance(answer, Completion) else []
-                except EngineError as error:
-                    answer = error
-                if isinstance(answer, Exception):
-                    failed[i] = ("engine_error", str(answer))
-                elif not episodes[i].over:
-                    actions[i] = todo
+            asked: dict[int, Request] = {}
+            for i in live:
+                with _told(i, failed, "engine_error"):
+                    asked[i] = episodes[i].request()
+            answers = generate_each(self.engine, list(asked.values())) if asked else []
+            actions: dict[int, list[int | str]] = {}
+            for i, answer in zip(asked, answers, strict=True):
+                with _told(i, failed, "engine_error"):
+                    if isinstance(answer, Exception):
+                        raise answer
+                    todo = episodes[i].respond(answer)
+                    if not episodes[i].over:
+                        actions[i] = todo
             self._act(actions, episodes, failed)
             live = [i for i in live if i not in failed and not episodes[i].over]
         return [episodes[i].trajectory(*failed.get(i, ("ok", None))) for i in where]
@@ -150,7 +152,7 @@ class TrajectoryCollector:
         failed: dict[int, tuple[Status, str]],
     ) -> None:
         """Step each env through the actions of its turn, all envs abreast."""
-        pending = {i: list(todo) for i, todo in actions.items()}
+        pending = {i: list(todo) for i, todo in actions.items() if todo}
         while pending:
             indices = list(pending)
             results = self.envs.step_some(indices, [pending[i].pop(0) for i in indices])
@@ -172,12 +174,13 @@ class TrajectoryCollector:
 
 
 @contextlib.contextmanager
-def _told(i: int, failed: dict[int, tuple[Status, str]]) -> Iterator[None]:
-    """An env that answers what it must not ends its own episode."""
+def _told(i: int, failed: dict[int, tuple[Status, str]], status: Status = "env_error") -> Iterator[None]:
+    """An env that answers what it must not, or a prompt that cannot be made, ends its own episode."""
     try:
         yield
     except Exception as error:
-        failed[i] = ("env_error", f"{type(error).__name__}: {error}")
+        plain = status == "engine_error" and isinstance(error, EngineError | TimeoutError)
+        failed[i] = (status, str(error) if plain else f"{type(error).__name__}: {error}")
 
 
 class Collector(Protocol):

@@ -142,23 +142,24 @@ class Prompter:
         return prompt + response + self.tokenizer.extend(response, message)
 
     def check_drift(self, chat: Sequence[Message], prompt_ids: Sequence[int]) -> None:
-        """Compare an append prompt with what the chat template makes of the same chat, the first few times.
+        """Compare an append prompt with what the chat template makes of the same chat; to warn, the first few times.
 
         Raises:
             EngineError: they differ and `on_drift` is "raise"; the message names the piece of the template.
         """
         if self._drift_checks <= 0:
             return
-        self._drift_checks -= 1
+        if self.config.on_drift == "warn":  # which episodes are ended must not depend on which came first
+            self._drift_checks -= 1
         if self.config.system:
             chat = [{"role": "system", "content": self.config.system}, *chat]
         drift = find_drift(self.tokenizer, chat, prompt_ids)
         if drift is None:
             return
-        self._drift_checks = 0
         message = f"the chat template does not write this chat as the model saw it: {drift}"
         if self.config.on_drift == "raise":
             raise EngineError(f"{message}; use prompt.mode=window, or prompt.on_drift=warn to go on")
+        self._drift_checks = 0
         logger.warning("%s; the tokens of the episode stay exactly as sampled", message)
 
     def message(self, scene: Scene) -> str:
