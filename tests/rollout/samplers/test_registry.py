@@ -78,8 +78,9 @@ def test_what_a_config_of_an_engine_lacks_is_said(server, monkeypatch):
 def test_an_unknown_engine_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match="no engine named 'hugingface'. Did you mean 'huggingface'"):
         EngineConfig(name="hugingface")
-    with pytest.raises(ConfigError, match="max_batch must be at least 1, got 0"):
-        EngineConfig(max_batch=0)
+    for name in ("width", "layers", "heads", "context", "threads", "max_batch"):
+        with pytest.raises(ConfigError, match=f"engine.{name} must be at least 1, got 0"):
+            EngineConfig(**{name: 0})
     with pytest.raises(ConfigError, match="context must be at least 1 or null, got 0"):
         ServerConfig(context=0)
 

@@ -81,6 +81,12 @@ def test_tokens_as_likely_as_the_last_one_stay_together():
     assert one.tolist() == [0.0, -math.inf, -math.inf, -math.inf]
 
 
+@pytest.mark.parametrize("stop", [("",), ("</action>", ""), "</action>"])
+def test_stop_texts_that_are_empty_or_would_be_read_letter_by_letter_are_refused(stop):
+    with pytest.raises(ValueError, match=r"stop must be a tuple of texts, none of them empty, got"):
+        Sampling(stop=stop)
+
+
 def test_limits_that_are_none_are_refused():
     for wrong in (
         {"top_p": 0},

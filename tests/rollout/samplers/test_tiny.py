@@ -157,3 +157,9 @@ def test_nothing_is_computed_once_all_responses_have_ended(engine, monkeypatch):
     passes.clear()
     stopped = Request(one.prompt_ids, one.key, Sampling(max_tokens=20, temperature=0.0, stop=(first,)))
     assert len(engine.generate([stopped])[0].token_ids) == len(passes) == 1
+
+
+@pytest.mark.parametrize("name", ["width", "layers", "heads", "context"])
+def test_a_network_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match="width, layers, heads and context must be at least 1, got"):
+        TinyShape(**{name: 0})

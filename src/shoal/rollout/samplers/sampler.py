@@ -66,6 +66,8 @@ class Sampling:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop must be a tuple of texts, none of them empty, got {self.stop!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < -1:

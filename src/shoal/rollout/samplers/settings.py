@@ -104,5 +104,6 @@ class EngineConfig:
             raise ConfigError(
                 f"engine.name: no engine named {self.name!r}.{did_you_mean(self.name, SAMPLERS)}"
             )
-        if self.max_batch < 1:
-            raise ConfigError(f"engine.max_batch must be at least 1, got {self.max_batch}")
+        for name in ("width", "layers", "heads", "context", "threads", "max_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.{name} must be at least 1, got {getattr(self, name)}")

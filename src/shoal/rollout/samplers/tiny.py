@@ -44,6 +44,8 @@ class TinyShape:
     context: int = 256  # longest prompt plus response, in tokens
 
     def __post_init__(self) -> None:
+        if min(self.width, self.layers, self.heads, self.context) < 1:
+            raise ValueError(f"width, layers, heads and context must be at least 1, got {self}")
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads={self.heads}, got {self.width}")
 
