@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
 from torch import nn
@@ -647,6 +648,33 @@ def test_a_loaded_policy_respects_masks_and_draws(tmp_path):
     assert drawn == {0, 1, 2}
     with pytest.raises(ValueError, match="allows no action"):
         policy(0, mask=[0, 0, 0])
+
+
+class PairsEnv(TargetEnv):
+    """Shows a dict whose parts do not stand in the order of the alphabet."""
+
+    observation_space = spaces.Dict(
+        [(key, spaces.Box(-1.0, 1.0, (n,), np.float32)) for key, n in (("b", 2), ("a", 1))]
+    )
+
+    def reset(self, **more):
+        point, info = super().reset(**more)
+        return {"a": point, "b": np.array([1.0, -1.0], np.float32)}, info
+
+    def step(self, action):
+        point, *rest = super().step(action)
+        return {"a": point, "b": np.array([1.0, -1.0], np.float32)}, *rest
+
+
+def test_a_loaded_policy_reads_the_parts_of_an_observation_in_the_order_of_the_env(tmp_path):
+    with PPO(PairsEnv, n_envs=2, backend="serial", **FAST) as ppo:
+        ppo.learn(256)
+        ppo.save(tmp_path)
+    policy, observation = load_policy(tmp_path), PairsEnv().reset(seed=0)[0]
+    row = np.concatenate([observation["b"], observation["a"]])
+    with torch.no_grad():
+        mean = ppo.network.policy(torch.from_numpy(row[None]))[0].numpy()
+    np.testing.assert_allclose(policy(observation), np.clip(mean, -2.0, 2.0), atol=1e-5)
 
 
 def test_an_image_policy_loads_through_torch(tmp_path):

@@ -224,7 +224,8 @@ def read_space(value: dict[str, Any]) -> spaces.Space:
     """What `describe_space` described."""
     kind = value["kind"]
     if kind == "Dict":
-        return spaces.Dict({key: read_space(part) for key, part in value["spaces"].items()})
+        parts = value["spaces"].items()
+        return spaces.Dict([(key, read_space(part)) for key, part in parts])  # a plain dict would be sorted
     if kind == "Box":
         dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
         low, high = (_unbound(value[key], shape).astype(dtype) for key in ("low", "high"))
