@@ -607,6 +607,34 @@ def test_trainer_state_is_saved_and_loaded(tmp_path):
     )
 
 
+def test_a_trainer_that_loads_has_the_settings_of_the_checkpoint(tmp_path):
+    settings = {"activation": "relu", "hidden": (16,), "normalize_obs": True, "normalize_reward": True}
+    trainer = PPOTrainer(seed=4, **{**FAST, **settings})
+    for _ in range(3):
+        last = trainer.train_episode(TargetEnv())
+    trainer.save(tmp_path)
+    observation = np.array([0.3], np.float32)
+    for other in (PPOTrainer(), PPOTrainer(normalize_obs=True), PPOTrainer(seed=4, **FAST)):
+        other.load(tmp_path)
+        assert other.select_action(observation) == trainer.select_action(observation)
+        for one, two in zip(trainer.agent.state(), other.agent.state(), strict=True):
+            assert_equal(one, two)
+        assert other.log.mean_reward == last["reward_mean"]  # of all three episodes
+    plain = PPOTrainer(**FAST)
+    plain.train_episode(TargetEnv())
+    plain.save(tmp_path / "plain")
+    other.load(tmp_path / "plain")  # back again
+    assert other.select_action(observation) == plain.select_action(observation)
+
+
+def test_a_trainer_does_not_load_a_policy_whose_actions_are_squashed(tmp_path):
+    with PPO(TargetEnv, n_envs=2, backend="serial", squash=True, **FAST) as ppo:
+        ppo.learn(64)
+        ppo.save(tmp_path)
+    with pytest.raises(ConfigError, match="squash=True wraps environments"):
+        PPOTrainer().load(tmp_path)
+
+
 def test_trainer_without_spaces_and_with_other_spaces_says_so():
     trainer = PPOTrainer()
     with pytest.raises(ConfigError, match="knows no spaces yet"):

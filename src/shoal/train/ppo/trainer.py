@@ -72,11 +72,7 @@ class PPOTrainer:
             settings["learning_rate"] = learning_rate
         base = config or PPOConfig()
         self.config = read_config({**dataclasses.asdict(base), **settings})
-        if self.config.squash:
-            raise ConfigError(
-                "squash=True wraps environments, and PPOTrainer steps the caller's: wrap them in "
-                "shoal.train.ppo.envs.SquashedActions instead"
-            )
+        _refuse_squashing(self.config)
         self.device, self.seed, self.path, self.total_episodes = (
             choose_device(device),
             seed,
@@ -228,30 +224,33 @@ class PPOTrainer:
         return save_checkpoint(checkpoint_folder(root, self.log.n_steps), checkpoint)
 
     def load(self, path: Path | str) -> None:
-        """Take over weights, optimizer, statistics and counters from a checkpoint."""
+        """Take over settings, weights, optimizer, statistics and counters from a checkpoint."""
         from shoal.train.ppo.checkpoint import read_space
 
         saved = load_checkpoint(path)
         obs, act = (read_space(saved.policy[key]) for key in ("observation_space", "action_space"))
-        if self._agent is None:
-            self._meet(obs, act, int(saved.training["n_envs"]))
-        elif self._spaces != (obs, act):
+        if self._spaces not in (None, (obs, act)):
             raise ConfigError(
                 f"the checkpoint is for spaces {obs} and {act}, this trainer has {self._spaces}"
             )
-        mine = self.agent.state()[0]
+        training, config = saved.training, read_config(saved.training["config"])
+        _refuse_squashing(config)
+        agent = make_agent(
+            obs, act, config, n_envs=int(training["n_envs"]), seed=int(training["seed"]),
+            network=self._own_network, path=self.path, device=self.device,
+        )  # fmt: skip
+        mine = agent.state()[0]
         shapes = {name: value.shape for name, value in saved.weights.items()}
         if shapes != {name: value.shape for name, value in mine.items()}:
             raise ConfigError(
                 f"the checkpoint belongs to another network: it has weights {shapes}, this one "
                 f"{ {name: value.shape for name, value in mine.items()} }"
             )
-        self.config = self.agent.config = read_config(saved.training["config"])
-        self.agent.set_envs(int(saved.training["n_envs"]))
-        self.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
-        self.seed = self.agent.seed = int(saved.training["seed"])
-        self.total_episodes = saved.training.get("num_episodes")
-        self.log.n_episodes, self.log.n_steps = saved.training["n_episodes"], saved.training["n_steps"]
+        agent.load_state(saved.weights, saved.optimizer, saved.statistics)
+        self._agent, self._spaces = agent, (obs, act)
+        self.config, self.seed = config, agent.seed
+        self.total_episodes = training.get("num_episodes")
+        self.log.load_state(training, self.log.state()[1])
         self._collectors.clear()
         self._logs.clear()
         self._memories.clear()
@@ -287,3 +286,11 @@ class PPOTrainer:
             "steps": self.log.n_steps,
             **metrics,
         }
+
+
+def _refuse_squashing(config: PPOConfig) -> None:
+    if config.squash:
+        raise ConfigError(
+            "squash=True wraps environments, and PPOTrainer steps the caller's: wrap them in "
+            "shoal.train.ppo.envs.SquashedActions instead"
+        )
