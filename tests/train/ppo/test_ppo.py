@@ -734,6 +734,35 @@ def test_the_default_config_is_valid_and_frozen():
         PPOConfig().gamma = 0.5  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr_schedule": "liner"}, "lr_schedule must be one of constant, linear, cosine, got 'liner'"),
+        ({"ent_schedule": "Linear"}, "ent_schedule must be one of constant"),
+        ({"activation": "gelu"}, "activation must be one of tanh, relu, got 'gelu'"),
+        ({"recurrent": "LSTM"}, "recurrent must be one of none, lstm, gru, got 'LSTM'"),
+        ({"precision": "bf16"}, "precision must be one of float32, bfloat16, got 'bf16'"),
+        ({"cnn": "Nature"}, "cnn must be one of auto, nature, impala, small, got 'Nature'"),
+        ({"max_grad_norm": float("inf")}, "max_grad_norm must be finite, got inf; 0 is off"),
+        ({"log_std_init": float("nan")}, "log_std_init must be finite, got nan"),
+        ({"adam_eps": -1e-5}, "adam_eps must be positive, got -1e-05"),
+    ],
+)
+def test_a_setting_that_would_be_taken_for_another_or_could_not_be_saved_is_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig(**setting)
+
+
+def test_numbers_of_numpy_are_saved_as_others_are(tmp_path):
+    settings = {**FAST, "learning_rate": np.float32(0.25), "n_steps": np.int64(8), "normalize_obs": np.True_}
+    with PPO(IdentityEnv, n_envs=np.int64(2), seed=np.int64(3), backend="serial", **settings) as ppo:
+        ppo.learn(16)
+        ppo.save(tmp_path)
+    with PPO.load(tmp_path, IdentityEnv) as again:
+        assert again.config == ppo.config
+        assert (again.seed, again.n_envs, again.config.learning_rate) == (3, 2, 0.25)
+
+
 # --- slow: the real thing
 
 

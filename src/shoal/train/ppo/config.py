@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import multiprocessing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from shoal.core.errors import ConfigError, did_you_mean
@@ -17,6 +19,16 @@ Activation = Literal["tanh", "relu"]
 Recurrence = Literal["none", "lstm", "gru"]
 Precision = Literal["float32", "bfloat16"]
 Convolutions = Literal["auto", "nature", "impala", "small"]
+
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lr_schedule", "clip_schedule", "ent_schedule"), get_args(Decay)),
+    "activation": get_args(Activation),
+    "recurrent": get_args(Recurrence),
+    "precision": get_args(Precision),
+    "cnn": get_args(Convolutions),
+}
+"""The settings that are words; any other word would be taken for the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +95,25 @@ class PPOConfig:
     """Steps between its draws; 0 for one draw a rollout."""
 
     def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if (given := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {given!r}")
+        for field in dataclasses.fields(self):
+            if isinstance(given := getattr(self, field.name), np.generic):  # a checkpoint has no word for it
+                given = given.item()
+                object.__setattr__(self, field.name, given)
+            if isinstance(given, float) and not math.isfinite(given):
+                off = "; 0 is off" if field.name in ("clip_range_vf", "max_grad_norm", "target_kl") else ""
+                raise ConfigError(f"{field.name} must be finite, got {given}{off}")
         for name in ("n_steps", "batch_size", "n_epochs", "memory_units"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate must be positive, got {self.learning_rate}")
-        if not self.clip_range > 0:
-            raise ConfigError(f"clip_range must be positive, got {self.clip_range}")
+        for name in ("learning_rate", "clip_range", "adam_eps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("clip_range_vf", "ent_coef", "vf_coef", "max_grad_norm", "target_kl", "sde_every"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")

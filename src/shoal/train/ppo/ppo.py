@@ -86,7 +86,7 @@ class PPO:
             logger.info(
                 "%s with the settings of its preset (%s); preset='none' takes none", env, tuned.source
             )
-        self.n_envs, self.seed = n_envs, seed
+        self.n_envs, self.seed = n_envs, seed = int(n_envs), int(seed)  # NumPy's do not go into a checkpoint
         self.factory = EnvFactory(
             env, seed, {**tuned.env_kwargs, **(env_kwargs or {})},
             wrappers=tuple(wrappers) or tuned.wrappers,
