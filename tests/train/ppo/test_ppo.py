@@ -753,6 +753,46 @@ def test_a_setting_that_would_be_taken_for_another_or_could_not_be_saved_is_refu
         PPOConfig(**setting)
 
 
+class MaskedLate(IdentityEnv):
+    """Gives the masks of `at`, by step of the episode; None gives none."""
+
+    at = {}
+
+    def _info(self):
+        mask = self.at.get(self.t, np.ones(3, bool))
+        return {} if mask is None else {"action_mask": np.asarray(mask)}
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([0, 0, 0], "evaluation episode 0, step 2: the action mask allows no action"),
+        ([1, 0], "must have 3 entries, one per action, got 2"),
+        (None, "but not this time; give it at every step"),
+    ],
+)
+def test_an_evaluation_examines_masks_as_a_rollout_does(monkeypatch, path, mask, message):
+    with PPO(MaskedLate, n_envs=2, backend="serial", path=path, **FAST) as ppo:
+        assert ppo.evaluate(1).lengths == [16]
+        monkeypatch.setattr(MaskedLate, "at", {2: mask})
+        with pytest.raises(EnvError, match=message):
+            ppo.evaluate(1)
+
+
+def test_masks_that_begin_after_the_reset_are_refused(monkeypatch):
+    monkeypatch.setattr(MaskedLate, "at", {0: None})
+    with pytest.raises(ConfigError, match="at a step, but not at the reset before"):
+        PPO(MaskedLate, n_envs=2, backend="serial", **FAST)
+
+
+def test_a_mask_of_another_length_is_refused_by_the_trainer():
+    trainer = PPOTrainer(observation_space=spaces.Discrete(3), action_space=spaces.Discrete(3))
+    for mask in ([], [1, 0], [1, 0, 0, 1]):
+        with pytest.raises(ValueError, match=f"mask must have 3 entries, one per action, got {len(mask)}"):
+            trainer.select_action(0, mask=mask)
+
+
 def test_numbers_of_numpy_are_saved_as_others_are(tmp_path):
     settings = {**FAST, "learning_rate": np.float32(0.25), "n_steps": np.int64(8), "normalize_obs": np.True_}
     with PPO(IdentityEnv, n_envs=np.int64(2), seed=np.int64(3), backend="serial", **settings) as ppo:

@@ -250,12 +250,17 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
             action = env.action_space.sample()
             started = time.perf_counter()
             try:
-                _, _, terminated, truncated, _ = env.step(action)
+                _, _, terminated, truncated, info = env.step(action)
             except Exception as error:
                 raise EnvError(
                     f"{factory.name} failed when it was tried with action {action!r}: {error!r}"
                 ) from error
             times.append(time.perf_counter() - started)
+            if "action_mask" in info and actions.is_discrete:
+                raise ConfigError(
+                    f"{factory.name} gives info['action_mask'] at a step, but not at the reset before; give it at every "
+                    "reset and step"
+                )
             if terminated or truncated:
                 env.reset()
         limit = env.spec.max_episode_steps if env.spec is not None else None

@@ -11,7 +11,7 @@ from shoal.core.errors import EnvError, missing_extra
 from shoal.core.seeding import stream
 from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.rollout.arrays.steps import StepPolicy
+from shoal.rollout.arrays.steps import StepPolicy, mask_of
 
 Array = np.ndarray
 
@@ -74,17 +74,18 @@ def evaluate(
         observation, info = env.reset()
         player.forget(0)
         chance = stream(env.seed, env.stream, "actions", episode)
-        total, length = 0.0, 0
+        total, length, masks = 0.0, 0, np.zeros((1, 0), np.uint8)
+        masked = actions.is_discrete and "action_mask" in info
         while True:
             if frames is not None:
                 frames.append(env.render())
             rows.encode_one(observation, obs[0])
-            mask = np.asarray(info["action_mask"]).reshape(1, -1) if "action_mask" in info else None
-            masks = (
-                mask.astype(np.uint8)
-                if mask is not None and actions.is_discrete
-                else np.zeros((1, 0), np.uint8)
-            )
+            if masked:
+                masks = mask_of(info, actions.n_parameters, 0).reshape(1, -1).astype(np.uint8)
+                if any(actions.forbidden(masks)):
+                    raise EnvError(
+                        f"evaluation episode {episode}, step {length}: the action mask allows no action"
+                    )
             if actions.is_discrete:
                 noise = chance.random((1, player.noise_size), dtype=np.float32)
             else:

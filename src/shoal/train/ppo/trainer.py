@@ -199,6 +199,10 @@ class PPOTrainer:
         else:
             noise = chance.standard_normal((1, agent.noise_size), dtype=np.float32)
         masks = np.zeros((1, 0), np.uint8) if mask is None else np.asarray(mask, np.uint8).reshape(1, -1)
+        if mask is not None and masks.size != agent.action_rows.n_parameters:
+            raise ValueError(
+                f"mask must have {agent.action_rows.n_parameters} entries, one per action, got {masks.size}"
+            )
         if masks.size and any(agent.action_rows.forbidden(masks)):
             raise ValueError("the action mask allows no action")
         value = agent.value_of(row)
