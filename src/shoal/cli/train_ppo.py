@@ -238,6 +238,11 @@ def _at_its_end(run: PPORun, metrics: dict[str, Any]) -> list[str]:
         return []
     pairs = (("steps", run.options.total_timesteps), ("episodes", run.options.num_episodes))
     done = [
-        f"{metrics[what]} {what} are done already, {asked} were asked for" for what, asked in pairs if asked
+        f"{metrics[what]} {what} are done already, {asked} were asked for"
+        for what, asked in pairs
+        if asked and metrics[what] >= asked
     ]
+    goal = run.options.stop_at_reward
+    if goal is not None and metrics["episodes"] >= 100 and metrics["reward_mean"] >= goal:
+        done.append(f"the mean reward is {metrics['reward_mean']:.2f}, --stop-at-reward is {goal:g}")
     return [f"nothing to train: {'; '.join(done)}"]

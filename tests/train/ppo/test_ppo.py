@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -756,7 +757,7 @@ def test_a_setting_that_would_be_taken_for_another_or_could_not_be_saved_is_refu
 class MaskedLate(IdentityEnv):
     """Gives the masks of `at`, by step of the episode; None gives none."""
 
-    at = {}
+    at: ClassVar[dict] = {}
 
     def _info(self):
         mask = self.at.get(self.t, np.ones(3, bool))

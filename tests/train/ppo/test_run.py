@@ -70,6 +70,55 @@ def test_a_run_leaves_a_summary_a_curve_checkpoints_and_metrics(tmp_path, capsys
     assert "n_completed_episodes:" in out
 
 
+IDENTITY = ("--env", "tests.train.ppo.ppo_envs:IdentityEnv")
+
+
+def test_resuming_a_run_that_reached_its_reward_changes_nothing_and_says_so(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(run, *IDENTITY, "--total-timesteps", "20000", "--stop-at-reward", "0") == 0
+    before = last_weights(run), (run / "metrics.jsonl").read_bytes(), list_checkpoints(run / "checkpoints")
+    capsys.readouterr()
+    assert main(["train-ppo", "--resume-from", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "nothing to train: the mean reward is " in said
+    assert ", --stop-at-reward is 0\n" in said
+    assert "were asked for" not in said
+    assert before == (
+        last_weights(run), (run / "metrics.jsonl").read_bytes(), list_checkpoints(run / "checkpoints")
+    )  # fmt: skip
+    (run / "summary.json").unlink()  # killed before its summary
+    assert main(["train-ppo", "--resume-from", str(run)]) == 0
+    assert before[0] == last_weights(run)
+    more = ("--stop-at-reward", "1000", "--total-timesteps", "2560")
+    assert main(["train-ppo", "--resume-from", str(run), *more]) == 0
+    assert read_json(run / "summary.json")["metrics"]["steps"] == 2560
+
+
+def test_a_run_of_episodes_is_saved_and_evaluated_after_each_tenth_too(tmp_path):
+    run = tmp_path / "run"
+    assert train(run, *IDENTITY, "--num-episodes", "40", "--keep-checkpoints", "50") == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["episodes"] for row in rows if "eval_return_mean" in row] == list(range(4, 44, 4))
+    assert len(list_checkpoints(run / "checkpoints")) == 10
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--total-timesteps", "0", "total_timesteps must be at least 1, got 0"),
+        ("--num-episodes", "-3", "num_episodes must be at least 1, got -3"),
+        ("--eval-every", "-1", "eval_every must not be negative, got -1"),
+        ("--checkpoint-every", "-1", "checkpoint_every must not be negative, got -1"),
+        ("--stop-at-reward", "nan", "stop_at_reward must be finite, got nan"),
+        ("--record-video", "True", "takes no argument 'render_mode'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_there_is_a_folder(tmp_path, capsys, flag, value, message):
+    assert train(tmp_path / "run", *IDENTITY, "--total-timesteps", "64", flag, value) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_num_episodes_ends_the_run_as_the_reference_has_it(tmp_path, capsys):
     assert train(tmp_path / "run", "--num-episodes", "7", "--checkpoint-dir", str(tmp_path / "saved")) == 0
     assert read_json(tmp_path / "run" / "summary.json")["metrics"]["episodes"] >= 7

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 
 from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError
@@ -139,9 +140,14 @@ class PPORun:
         options = self.options
         if options.total_timesteps is None and options.num_episodes is None:
             raise ConfigError("say how long to train: --total-timesteps or --num-episodes")
-        for name, least in (("log_every", 1), ("eval_episodes", 1), ("keep_checkpoints", 1)):
-            if getattr(options, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(options, name)}")
+        for name in ("total_timesteps", "num_episodes", "log_every", "eval_episodes", "keep_checkpoints"):
+            if (given := getattr(options, name)) is not None and given < 1:
+                raise ConfigError(f"{name} must be at least 1, got {given}")
+        for name in ("checkpoint_every", "eval_every"):
+            if (given := getattr(options, name)) is not None and given < 0:
+                raise ConfigError(f"{name} must not be negative, got {given}")
+        if options.stop_at_reward is not None and not math.isfinite(options.stop_at_reward):
+            raise ConfigError(f"stop_at_reward must be finite, got {options.stop_at_reward}")
         self.path = Path(options.run_dir or f"runs/ppo-{safe_name(options.env)}")
         self.checkpoints = Path(options.checkpoint_dir or self.path / "checkpoints")
         self._open_things = contextlib.ExitStack()
@@ -159,6 +165,8 @@ class PPORun:
         self._check_room()
         self.ppo = self._make()
         self._open_things.callback(self.ppo.close)
+        if self.options.record_video:
+            self._check_rendering()
         if not made:
             self._hold()
         options = self.options
@@ -225,21 +233,18 @@ class PPORun:
         self._write_settings()
         steps = ppo.log.n_steps
         self.folder.keep_metrics(lambda row: row["steps"] <= steps)
-        share = (options.total_timesteps or 0) // 10
-        every_eval = share if options.eval_every is None else options.eval_every
-        every_save = share if options.checkpoint_every is None else options.checkpoint_every
-        status = "completed"
+        episodes, status = ppo.log.n_episodes, "completed"
         row: Metrics = {}
         try:
-            for row in ppo.updates(options.total_timesteps, num_episodes=options.num_episodes):
-                now = int(row["steps"])
+            updates = ppo.updates(options.total_timesteps, num_episodes=options.num_episodes)
+            for row in () if self._ended else updates:
                 self.trained = True
-                last = self._reached(row) or self._progress() >= 1.0
-                if last or _passed(every_eval, steps, now):
+                last = self._ended
+                if last or self._is_due(options.eval_every, steps, episodes):
                     row |= self._evaluate()
-                if _passed(every_save, steps, now):
+                if self._is_due(options.checkpoint_every, steps, episodes):
                     self._save()
-                steps = now
+                steps, episodes = ppo.log.n_steps, ppo.log.n_episodes
                 self._report(row)
                 yield row
                 if last:
@@ -266,7 +271,7 @@ class PPORun:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train or to write: the run was resumed at its end."""
-        if self._progress() < 1.0 or self.options.resume_from is None:
+        if not self._ended or self.options.resume_from is None:
             return False
         before = load_checkpoint(self.options.resume_from).training.get("options", {})
         now = self.options.eval_episodes, self.options.eval_deterministic
@@ -284,8 +289,21 @@ class PPORun:
         self.summary = summary
         return True
 
-    def _progress(self) -> float:
-        return self.ppo.progress(self.options.total_timesteps, self.options.num_episodes)
+    @property
+    def _ended(self) -> bool:
+        """Whether the run has all it was to have: steps or episodes, or the reward."""
+        goal, log = self.options.stop_at_reward, self.ppo.log
+        reached = goal is not None and len(log.recent) == 100 and log.mean_reward >= goal
+        return reached or self.ppo.progress(self.options.total_timesteps, self.options.num_episodes) >= 1.0
+
+    def _is_due(self, every: int | None, steps: int, episodes: int) -> bool:
+        """Whether a multiple of `every` steps, or of a tenth of the run, was passed since `steps` and `episodes`."""
+        options, log = self.options, self.ppo.log
+        if every is not None:
+            return _passed(every, steps, log.n_steps)
+        return _passed((options.total_timesteps or 0) // 10, steps, log.n_steps) or _passed(
+            (options.num_episodes or 0) // 10, episodes, log.n_episodes
+        )
 
     def _standing(self) -> Metrics:
         """What is known of a run whose updates were made before it was resumed."""
@@ -376,9 +394,19 @@ class PPORun:
             for board in self._boards:
                 board.add(numbers, int(row["steps"]))
 
-    def _reached(self, row: Metrics) -> bool:
-        goal = self.options.stop_at_reward
-        return goal is not None and len(self.ppo.log.recent) == 100 and row["reward_mean"] >= goal
+    def _check_rendering(self) -> None:
+        """Refuse to begin a run whose video could not be made at its end."""
+        env = dataclasses.replace(self.ppo.factory, stream="eval")(0, render_mode="rgb_array")
+        try:
+            env.reset()
+            frame: Any = env.render()
+        finally:
+            env.close()
+        if np.ndim(frame) != 3:
+            raise ConfigError(
+                f"a video needs pictures [height, width, 3] from render(), and {self.options.env} gave "
+                f"{type(frame).__name__}; leave --record-video out"
+            )
 
     def _record(self) -> None:
         frames: list[Any] = []
@@ -412,7 +440,7 @@ class PPORun:
 
 
 def _passed(every: int, before: int, now: int) -> bool:
-    """Whether a multiple of `every` lies in (before, now]; it depends on steps only."""
+    """Whether a multiple of `every` lies in (before, now]; it depends on steps, or episodes, only."""
     return every > 0 and now // every > before // every
 
 
