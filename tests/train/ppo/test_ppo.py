@@ -730,6 +730,46 @@ def test_onnx_gives_the_policys_parameters(tmp_path, env):
     np.testing.assert_allclose(got, policy.parameters(rows), atol=1e-5)
 
 
+@pytest.mark.parametrize("normalize_obs", [False, True])
+def test_onnx_reads_numbers_beside_pictures(tmp_path, normalize_obs):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    settings = {"n_steps": 8, "batch_size": 16, "n_epochs": 1, "normalize_obs": normalize_obs}
+    with PPO(DictEnv, n_envs=2, backend="serial", **settings) as ppo:
+        ppo.learn(32)
+        ppo.save(tmp_path)
+    policy, observation = load_policy(tmp_path), DictEnv().reset(seed=0)[0]
+    row = np.zeros((1, policy.rows.size), np.uint8)
+    policy.rows.encode_one(observation, row[0])
+    session = runtime.InferenceSession(
+        str(policy.export_onnx(tmp_path / "policy.onnx")), providers=["CPUExecutionProvider"]
+    )
+    told = np.concatenate([policy.rows.numbers(row)[0], observation["camera"].reshape(-1)]).astype(np.float32)
+    (got,) = session.run(None, {"observation": told[None]})
+    np.testing.assert_allclose(got, policy.parameters(row), atol=1e-5)
+
+
+class SizedEnv(IdentityEnv):
+    """Takes arguments of any kind, and keeps them."""
+
+    def __init__(self, size=(1, 2), pays=float):
+        super().__init__()
+        self.given = (tuple(size), pays)
+
+
+def test_arguments_of_an_env_come_back_as_they_were_or_are_asked_for(tmp_path):
+    for name, kwargs in (("plain", {"size": (5, 5)}), ("more", {"size": (5, 5), "pays": int})):
+        with PPO(SizedEnv, n_envs=2, backend="serial", env_kwargs=kwargs, **FAST) as ppo:
+            ppo.learn(64)
+            ppo.save(tmp_path / name)
+    with PPO.load(tmp_path / "plain", SizedEnv) as again:
+        assert again.factory(0).unwrapped.given == ((5, 5), float)
+    with pytest.raises(ConfigError, match="this run's pays had others; give them again: env_kwargs"):
+        PPO.load(tmp_path / "more", SizedEnv)
+    with PPO.load(tmp_path / "more", SizedEnv, env_kwargs=kwargs) as again:
+        assert again.factory(0).unwrapped.given == ((5, 5), int)
+
+
 def test_the_default_config_is_valid_and_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PPOConfig().gamma = 0.5  # type: ignore[misc]

@@ -258,8 +258,8 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
             times.append(time.perf_counter() - started)
             if "action_mask" in info and actions.is_discrete:
                 raise ConfigError(
-                    f"{factory.name} gives info['action_mask'] at a step, but not at the reset before; give it at every "
-                    "reset and step"
+                    f"{factory.name} gives info['action_mask'] at a step, but not at the reset before; give it at "
+                    "every reset and step"
                 )
             if terminated or truncated:
                 env.reset()

@@ -480,7 +480,9 @@ class ExportedPolicy(nn.Module):
     def forward(self, observation: Tensor) -> Tensor:
         """Action parameters `[batch, n]`."""
         if self.normalizes:
-            observation = ((observation - self.mean) * self.scale).clamp(-10.0, 10.0)
+            n = len(self.mean)  # pictures stand behind the numbers, and stay as they are
+            numbers = ((observation[:, :n] - self.mean) * self.scale).clamp(-10.0, 10.0)
+            observation = torch.cat([numbers, observation[:, n:]], dim=1)
         return self.network.policy(observation)[:, : self.n_parameters]  # type: ignore[no-any-return]
 
 

@@ -136,8 +136,9 @@ class Policy:
         """Write the actor as ONNX: input `observation [batch, D]` raw rows, output `action_parameters`.
 
         Normalisation is part of the graph. Rows are what `ObservationRows` makes: for a flat Box, the
-        observation itself. For choices take the largest parameter of each group; for points they are the
-        action. All of it is float32, also of a policy trained with `precision="bfloat16"`.
+        observation itself; with images, the numbers and then the pixels, all as floats. For choices take
+        the largest parameter of each group; for points they are the action. All of it is float32, also of a
+        policy trained with `precision="bfloat16"`.
         """
         try:
             import onnx  # noqa: F401
@@ -156,7 +157,8 @@ class Policy:
         for part in module.modules():
             if isinstance(part, Encoder):
                 part.halved = False
-        return write_onnx(ExportedPolicy(module, mean, scale), self.rows.size, Path(path))
+        pixels = sum(leaf.stop - leaf.start for leaf in self.rows.leaves if leaf.is_image)
+        return write_onnx(ExportedPolicy(module, mean, scale), self.rows.n_numbers + pixels, Path(path))
 
 
 def load_policy(path: Path | str, network: Any = None) -> Policy:

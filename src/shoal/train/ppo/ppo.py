@@ -238,6 +238,8 @@ class PPO:
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,
             "begun": self._experience.collector is not None or self._experience.goes_on, **values, **extra,
         }  # fmt: skip
+        if told := [key for key, value in self.factory.kwargs.items() if not _is_json(value)]:
+            training["env_kwargs_told"] = told  # as text, which no environment is made with
         return Checkpoint(policy, training, weights, optimizer, statistics, episodes)
 
     @classmethod
@@ -258,7 +260,7 @@ class PPO:
             start_method: likewise.
             device: likewise.
             path: "compiled", "torch" or "auto"; only the same one continues bit for bit.
-            env_kwargs: for an `env` given as a function.
+            env_kwargs: those of the run if not given; needed when they are not numbers, text, lists or dicts.
             wrappers: those of the run if not given; needed when they are not of an importable module.
 
         Raises:
@@ -267,6 +269,11 @@ class PPO:
         """
         saved = load_checkpoint(checkpoint)
         training, policy = saved.training, saved.policy
+        if env_kwargs is None and (told := training.get("env_kwargs_told")):
+            raise ConfigError(
+                f"a checkpoint holds only numbers, text, lists and dicts of an environment's arguments, and this run's "
+                f"{', '.join(told)} had others; give them again: env_kwargs=..."
+            )
         ppo = cls(
             env if env is not None else policy["env"], n_envs=training["n_envs"], seed=training["seed"],
             config=read_config(training["config"]), network=network, backend=backend,
@@ -317,6 +324,6 @@ def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _is_json(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return all(map(_is_json, value))
     return isinstance(value, str | int | float | bool | type(None))
