@@ -1,5 +1,6 @@
 import base64
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,6 +179,22 @@ def test_own_trajectories_train_on_the_very_tokens_that_were_sampled(processor, 
         1,
         1,
     ]
+
+
+def test_no_episode_of_a_run_is_lost_to_another_of_its_number(processor, tmp_path):
+    folder = tmp_path / "trajectories"
+    for name in ("heldout-000000", "heldout-000004", "train-000005"):  # each holds iteration 4, group 2
+        write_trajectories(folder / f"{name}.jsonl", [trajectory(processor)])
+    reader = ShoalReader(tmp_path)
+    assert reader.ids() == ["heldout-000000-grid_x-4-2-0", "heldout-000004-grid_x-4-2-0", "grid_x-4-2-0"]
+    uids = [reader.read(name).uid for name in reader.ids()]
+    assert uids == ["heldout-grid/x-4-2", "heldout-grid/x-4-2", "grid/x-4-2"]  # they begin in other states
+    assert [Path(reader.read(name).source.split(",")[0]).stem for name in reader.ids()] == [
+        "heldout-000000", "heldout-000004", "train-000005"
+    ]  # fmt: skip
+    write_trajectories(folder / "other.jsonl", [trajectory(processor)])
+    with pytest.raises(DataError, match=r"train-000005.jsonl: id 'grid_x-4-2-0' is taken by .*other.jsonl"):
+        ShoalReader(tmp_path).ids()
 
 
 def test_own_trajectories_may_show_images(processor, recorded, tmp_path):

@@ -36,7 +36,7 @@ class ShoalReader:
         self._places: dict[str, tuple[Path, int]] | None = None
 
     def ids(self) -> list[str]:
-        """`<env>-<iteration>-<group>-<member>` of each finished trajectory."""
+        """`<env>-<iteration>-<group>-<member>` of each finished trajectory; of held-out ones the file stands first."""
         return list(self._index())
 
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
@@ -66,7 +66,7 @@ class ShoalReader:
         )
         return Recording(
             dataset_id=dataset_id,
-            uid=f"{trajectory.env}-{trajectory.iteration}-{trajectory.group}",
+            uid=f"{'heldout-' if _held_out(file) else ''}{trajectory.env}-{trajectory.iteration}-{trajectory.group}",
             messages=tuple(messages),
             source=source,
             reward=finite_reward(trajectory.reward, source),
@@ -81,8 +81,14 @@ class ShoalReader:
                 for offset, trajectory in _trajectories(file):
                     if trajectory.status == "ok" and trajectory.turns:
                         tag = re.sub(r"[^A-Za-z0-9._()-]", "_", trajectory.env)[:40]
-                        name = f"{tag}-{trajectory.iteration}-{trajectory.group}-{trajectory.member}"
-                        self._places[safe_id(name)] = (file, offset)
+                        name = safe_id(f"{tag}-{trajectory.iteration}-{trajectory.group}-{trajectory.member}")
+                        name = short_id(f"{file.stem}-{name}") if _held_out(file) else name
+                        if name in self._places:
+                            raise DataError(
+                                f"{file}: id {name!r} is taken by {self._places[name][0]}; give one file at a time, or "
+                                "each env a tag of its own"
+                            )
+                        self._places[name] = (file, offset)
         return self._places
 
     def _files(self) -> list[Path]:
@@ -91,6 +97,11 @@ class ShoalReader:
         if not files:
             raise DataError(f"{self.path} holds no trajectories/*.jsonl; give a run folder or a .jsonl file")
         return files
+
+
+def _held_out(file: Path) -> bool:
+    """Whether a file holds an evaluation: every one counts its groups from 0, as training does, in other states."""
+    return file.name.startswith("heldout-")
 
 
 def _trajectories(file: Path) -> Iterator[tuple[int, Trajectory]]:
