@@ -267,6 +267,17 @@ def test_litesample_may_be_lines_of_json_with_paths(processor, tmp_path):
         LiteSampleReader(tmp_path).read("agentnet_ubuntu_0211fa90")
 
 
+def test_litesample_may_number_its_tasks_from_0_and_leave_columns_empty(tmp_path):
+    messages, metadata = litesample()
+    for n in range(2):
+        (tmp_path / f"{n}.png").write_bytes(png(n))
+    others = {"id": 0, "task_id": 0, "source_id": "s", "episode_return": None, "task_completed": True}
+    row = {"images": ["0.png", "1.png"], "messages": messages, "metadata": metadata | {"others": others}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    recording = LiteSampleReader(tmp_path).read("0")
+    assert (recording.uid, recording.reward) == ("0", 1.0)
+
+
 # --- OpenAI
 def test_tool_calls_of_openai_are_what_the_models_template_would_write(processor, tmp_path):
     calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1,  "b": "ü"}'}}]

@@ -80,6 +80,17 @@ def test_chats_bring_their_rewards_and_unnamed_ones_get_a_number(processor, tmp_
     assert splitter.split(reader.ids(), [1, 1, 1])["reward_tensor"].sum(1).tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("none", [None, ""])
+def test_chats_whose_task_is_left_empty_are_tasks_of_their_own(tmp_path, none):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows = [{"id": name, "task_id": none, "messages": turns} for name in "ab"]
+    (tmp_path / "log.jsonl").write_text(
+        "\n".join(map(json.dumps, [*rows, {**rows[0], "id": "c", "task_id": 0}]))
+    )
+    reader = ChatReader(tmp_path / "log.jsonl")
+    assert [reader.read(name).uid for name in "abc"] == ["a", "b", "0"]
+
+
 def test_chat_files_that_are_broken_say_where(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"messages": []}\n{"messages":\n')
     with pytest.raises(DataError, match="line 2 is not valid JSON"):

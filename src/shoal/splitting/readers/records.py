@@ -202,7 +202,7 @@ class ChatReader(RecordReader):
             messages = _with_listed_images(messages, references, record.source)
         return record.recording(
             parse_messages(messages, record.source, record.locate),
-            uid=str(fields.get("task_id", fields.get("uid", record.id))),
+            uid=first_known(fields.get("task_id"), fields.get("uid"), record.id),
             reward=fields.get("reward"),
         )
 
@@ -210,6 +210,11 @@ class ChatReader(RecordReader):
         """A chat's own id must be safe in a path as it is."""
         as_it_is = isinstance(own, str | int) and file.suffix.lower() != ".tar"
         return safe_id(str(own)) if as_it_is else super().named(own, file, number)
+
+
+def first_known(*names: Any) -> str:
+    """The first name that is there: JSON and columns of a table spell one that is not as null, or leave it empty."""
+    return next(str(name) for name in names if name is not None and name != "")
 
 
 def short_id(name: str) -> str:

@@ -23,7 +23,7 @@ from shoal.splitting.readers.recordings import (
     read_text,
     safe_id,
 )
-from shoal.splitting.readers.records import Record, RecordReader, from_json, row_images
+from shoal.splitting.readers.records import Record, RecordReader, first_known, from_json, row_images
 
 
 class OSWorldReader:
@@ -188,7 +188,7 @@ class AgentNetReader(RecordReader):
         done = task.get("task_completed")
         return record.recording(
             messages,
-            uid=str(task.get("task_id", record.id)),
+            uid=first_known(task.get("task_id"), record.id),
             reward=float(done) if isinstance(done, bool) else None,
         )
 
@@ -224,7 +224,8 @@ class LiteSampleReader(RecordReader):
             _metadata(value.get("metadata"), "metadata").get("others") if isinstance(value, dict) else None
         )
         others = others if isinstance(others, dict) else {}
-        return others.get("id") or others.get("task_id") or super().name_of(value)
+        names = (others.get("id"), others.get("task_id"), super().name_of(value))
+        return next((name for name in names if name is not None and name != ""), None)
 
     def recording(self, record: Record) -> Recording:
         """The chat of a row."""
@@ -239,10 +240,11 @@ class LiteSampleReader(RecordReader):
         messages = [
             self._message(item, images, f"{record.source}, message {n}") for n, item in enumerate(raw)
         ]
-        reward = others.get("episode_return", others.get("task_completed"))
+        returned, done = others.get("episode_return"), others.get("task_completed")
+        reward = done if returned is None else returned
         return record.recording(
             parse_messages(messages, record.source, record.locate),
-            uid=str(others.get("task_id") or others.get("source_id") or record.id),
+            uid=first_known(others.get("task_id"), others.get("source_id"), record.id),
             reward=None if reward is None else float(reward) if isinstance(reward, bool) else reward,
         )
 
