@@ -90,6 +90,24 @@ def test_images_keep_their_places_under_a_forgetful_template(forgetful, make_roo
         assert len(sample.image_spans) == len(grids)
 
 
+@pytest.mark.parametrize("looks_back", [False, True])
+def test_a_window_ends_with_its_last_trained_answer_and_shows_no_image_behind_it(
+    processor, forgetful, make_root, looks_back
+):
+    root, ids = make_root(1, steps=3, size=(90, 60))
+    path = root / ids[0] / "final_messages.json"
+    messages = json.loads(path.read_text())
+    answers = [message for message in messages if message["role"] == "assistant"]
+    answers[-1]["trained"] = False
+    path.write_text(json.dumps(messages))
+    splitter = TrajectorySplitter(forgetful if looks_back else processor, root, 3, 3, padding="longest")
+    (sample,) = splitter.split(ids).samples()
+    assert len(sample.images) == len(sample.image_spans) == len(sample.inputs["image_grid_thw"]) == 2
+    assert sample.response_mask[-1]
+    assert sample.messages[-1]["role"] == "assistant"
+    assert text_of(processor, sample.response_ids).endswith("<|im_end|>")
+
+
 def test_the_original_cannot_do_templates_that_look_back(forgetful, thoughts):
     with pytest.raises(DataError, match="compat='fixed'"):
         StepwiseTrajectorySplitter(forgetful, ".", reader=thoughts, compat="seed").split(thoughts.ids())

@@ -105,10 +105,10 @@ CUTS: dict[str, Callable[[Recording, Limits], list[Cut]]] = {
 def _window(
     messages: Sequence[Message], answers: Sequence[int], first: int, limits: Limits
 ) -> tuple[list[Piece], int]:
-    """Pieces of the window that starts at turn `first`, and how many of them are the prompt."""
-    last = min(first + limits.window, len(answers))
-    turns = range(first, last)
+    """Pieces of the window that starts at turn `first` and ends with its last trained one; how many are the prompt."""
+    turns = range(first, min(first + limits.window, len(answers)))
     turn_of = {answers[turn]: turn for turn in turns if messages[answers[turn]].trained}
+    last = max(turn_of.values()) + 1
     begin = answers[first - 1] + 1 if first else 0
     body = [Piece(index, None, turn_of.get(index)) for index in range(begin, answers[last - 1] + 1)]
     older = [Piece(at) for at in answers[max(0, last - limits.messages - 1) : first]]
