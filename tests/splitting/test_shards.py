@@ -117,6 +117,30 @@ def test_lots_hold_what_one_split_holds_and_reasons_where_all_was_skipped(proces
         list(split_shards(splitter, ids, None, tmp_path / "lots", size=2))
 
 
+def test_a_lot_in_which_nothing_is_trained_does_not_end_the_run(processor, make_root, tmp_path):
+    root, ids = make_root(3, steps=1, size=(60, 60))
+    path = root / ids[1] / "final_messages.json"
+    messages = json.loads(path.read_text())
+    for message in messages:
+        message["trained"] = False
+    path.write_text(json.dumps(messages))
+    splitter = StepwiseTrajectorySplitter(processor, root, padding="longest")
+    made = list(split_shards(splitter, ids, None, tmp_path / "lots", size=1))
+    assert [counts["samples"] for _, counts in made] == [1, 0, 1]
+    assert [name for name, *_ in rows(tmp_path / "lots")] == [ids[0], ids[2]]
+    with pytest.raises(DataError, match="nothing in these trajectories is to be trained"):
+        splitter.split(ids[1:2])
+
+
+def test_lots_do_not_each_filter_by_their_own_average(processor, make_root, tmp_path):
+    root, ids = make_root(3, steps=2, size=(60, 60))
+    splitter = StepwiseTrajectorySplitter(processor, root, padding="longest", traj_filter=True)
+    with pytest.raises(ConfigError, match=r"one lot of all \(3 recordings\), got lots of 2"):
+        list(split_shards(splitter, ids, [1.0, 0.0, 0.0], tmp_path / "lots", size=2))
+    ((_, counts),) = split_shards(splitter, ids, [1.0, 0.0, 0.0], tmp_path / "lots", size=3)
+    assert counts["samples"] == len(splitter.split(ids, [1.0, 0.0, 0.0])["uid"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_ten_thousand_recordings_are_split_once_though_the_run_is_killed(processor_folder, tmp_path):

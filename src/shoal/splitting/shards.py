@@ -31,7 +31,8 @@ def split_shards(
     """Split `size` recordings at a time, each lot into `folder/<number>` as `Batch.save` writes it.
 
     A lot that is there already is passed over, so the same call goes on where another was killed; only the lot that
-    was under way is begun anew. Where every recording of a lot was skipped, its folder holds just their reasons.
+    was under way is begun anew. Where no recording of a lot has a sample, its folder holds just
+    the reasons of those that were skipped.
 
     Args:
         splitter: how.
@@ -48,6 +49,11 @@ def split_shards(
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
+    if splitter.traj_filter and size < len(dataset_ids):
+        raise ConfigError(
+            "traj_filter drops as many turns as the successful ones of all recordings have on average, and a lot knows "
+            f"only its own: leave it out, or make one lot of all ({len(dataset_ids)} recordings), got lots of {size}"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)

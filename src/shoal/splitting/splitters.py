@@ -312,7 +312,7 @@ class TrajectorySplitter:
     def collected(
         self, results: Iterable[SplitTrajectory | Skipped]
     ) -> tuple[Batch | None, tuple[Skipped, ...]]:
-        """One batch of results, or None where all were skipped; and what was."""
+        """One batch of results, or None where none of them has a sample; and what was skipped."""
         samples: list[Sample] = []
         pixels: dict[int, Pixels] = {}
         skipped: list[Skipped] = []
@@ -322,12 +322,14 @@ class TrajectorySplitter:
             elif result.samples:
                 samples += result.samples
                 pixels[result.index] = result.pixels
-        if not samples and skipped:
+        if not samples:
             return None, tuple(skipped)
         return self._batch(samples, pixels, skipped), tuple(skipped)
 
     def _collected(self, results: Iterable[SplitTrajectory | Skipped]) -> Batch:
         batch, skipped = self.collected(results)
+        if batch is None and not skipped:
+            raise DataError("no samples: nothing in these trajectories is to be trained")
         if batch is None:
             raise DataError(
                 f"all {len(skipped)} trajectories were skipped; the first because {skipped[0].reason}"
