@@ -265,6 +265,13 @@ def test_a_template_without_a_system_role_splits_chats_without_one(processor, tm
         TrajectorySplitter(tokenizer, tmp_path).split(["refused"], [1.0])
 
 
+def test_an_image_of_16_bits_is_refused_and_not_made_white(tmp_path):
+    grey = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
+    Image.fromarray(grey).save(tmp_path / "deep.png")
+    with pytest.raises(DataError, match="deep.png is broken .*more than 8 bits, mode I;16; convert it"):
+        decode_rgb(str(tmp_path / "deep.png"))
+
+
 def test_a_data_url_is_held_to_the_same(tmp_path):
     for kind in ("EPS", "ICO", "IPTC"):
         url = "data:image/png;base64," + base64.b64encode(HARM[kind]).decode()

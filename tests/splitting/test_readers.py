@@ -146,6 +146,14 @@ def test_osworld_results_become_chats(processor, osworld):
     assert len(batch["multi_modal_inputs"][2]["image_grid_thw"]) == 3
 
 
+def test_the_note_of_a_failed_task_is_no_answer(osworld):
+    (file,) = osworld.rglob("traj.jsonl")
+    reader = OSWorldReader(osworld)
+    before = reader.read(reader.ids()[0]).messages
+    file.write_text(file.read_text().rstrip("\n") + '\n{"Error": "Time limit exceeded in os/1"}')
+    assert reader.read(reader.ids()[0]).messages == before
+
+
 def test_osworld_results_without_an_instruction_say_what_to_write(osworld):
     next(osworld.rglob("instruction.txt")).unlink()
     reader = OSWorldReader(osworld)

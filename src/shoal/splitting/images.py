@@ -118,6 +118,8 @@ def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
     try:
         with image:
             image.load()
+            if image.mode[0] in "IF":  # Pillow, and so any processor, makes all above 255 white
+                raise ValueError(f"its pixels have more than 8 bits, mode {image.mode}; convert it")
             rgb = image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
         raise DataError(

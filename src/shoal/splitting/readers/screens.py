@@ -113,6 +113,8 @@ def _osworld_steps(source: Path) -> list[dict[str, Any]]:
     for line, value in json_lines(source):
         if not isinstance(value, dict):
             raise DataError(f"{source}, line {line}: expected an object")
+        if "Error" in value and "action" not in value:
+            continue  # what OSWorld's runner adds when a task fails: nobody said anything
         action = value.get("action", "")
         action = action if isinstance(action, str) else json.dumps(action, ensure_ascii=False)
         step = steps.setdefault(value.get("step_num", line), {"response": None, "actions": []})
