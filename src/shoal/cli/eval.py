@@ -100,6 +100,12 @@ def evaluate(options: EvalOptions) -> int:
     """Evaluate and print."""
     if options.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be at least 1, got {options.max_tokens}")
+    if options.env_config and options.env is None and options.panel is None:
+        raise ConfigError(
+            "--env-config sets the env that --env names, and a run's own envs are played: add --env NAME"
+        )
     if options.device is not None and not options.model.startswith(SERVER):
         refuse_device(options.device)
     if options.panel is not None:

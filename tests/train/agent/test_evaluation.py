@@ -100,3 +100,15 @@ def test_an_episode_is_shown_turn_by_turn(run, capsys):
     assert "turn 1" in shown
     assert "heldout_success" in shown
     assert "more turn" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--env-config", "size", "5"], "add --env NAME"),
+        (["--env", "frozen_lake", "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
+    ],
+)
+def test_eval_passes_over_nothing_that_was_asked_for(words, said, capsys):
+    assert main(["eval", "runs/demo", *words]) == 2
+    assert said in capsys.readouterr().err
