@@ -64,6 +64,35 @@ def test_a_bad_trajectory_stops_the_command_or_is_named(folders, tmp_path, capsy
     assert "skipped trajectory 'bad'" in capsys.readouterr().out
 
 
+def test_a_page_of_lots_that_hold_no_sample_says_so(folders, tmp_path, capsys):
+    base, _ = folders
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"id": "bad", "messages": [{"role": "user", "content": "a"}]})
+    )
+    chatty = ["split", str(tmp_path / "chats.jsonl"), "--processor", str(base / "processor"), "--out"]
+    assert main([*chatty, str(tmp_path / "run"), "--shard-size", "1", "--on-error", "skip", "--html"]) == 2
+    assert "holds no sample that --html could show" in capsys.readouterr().err
+
+
+def test_rewards_of_a_spreadsheet_begin_with_its_mark_and_are_one_each(folders, tmp_path, capsys):
+    base, ids = folders
+    rewards = tmp_path / "rewards.csv"
+    rewards.write_text("".join(f"{name},{n}\n" for n, name in enumerate(ids)), encoding="utf-8-sig")
+    assert main(command(base, tmp_path / "run", "--rewards", str(rewards), "--splitter", "last-n")) == 0
+    assert Batch.load(tmp_path / "run" / "batch")["reward_tensor"].sum(1).tolist() == [0.0, 1.0, 2.0]
+    rewards.write_text(rewards.read_text() + f"{ids[1]},5\n")
+    assert main(command(base, tmp_path / "other", "--rewards", str(rewards))) == 2
+    assert f"{ids[1]!r} more than once" in capsys.readouterr().err
+
+
+def test_a_stride_that_would_skip_turns_is_refused_and_the_default_fits_any_window(folders, tmp_path, capsys):
+    base, _ = folders
+    windows = ("--splitter", "window", "--window-size", "2")
+    assert main(command(base, tmp_path / "run", *windows, "--stride-size", "3")) == 2
+    assert "stride_size must be in [1, window_size=2]" in capsys.readouterr().err
+    assert main(command(base, tmp_path / "run", *windows)) == 0
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

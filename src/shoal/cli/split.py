@@ -173,7 +173,10 @@ def _split_in_shards(options: SplitOptions, folder: RunFolder) -> dict[str, Any]
             for name in _COUNTS:
                 counts[name] += of_lot.get(name, 0)
     if options.html:
-        _write_page(options, next(read_shards(options.out / "shards")), splitter)
+        first = next(read_shards(options.out / "shards"), None)
+        if first is None:
+            raise DataError(f"{options.out / 'shards'} holds no sample that --html could show")
+        _write_page(options, first, splitter)
     return counts
 
 
@@ -218,7 +221,10 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
     if options.splitter == "stepwise":
         settings["use_vllm_logp"] = options.use_vllm_logp
     else:
-        settings["stride_size"] = min(options.stride_size, options.window_size)
+        wide = options.stride_size == SplitOptions.stride_size  # as it is where nothing was said
+        settings["stride_size"] = min(
+            options.stride_size, options.window_size if wide else options.stride_size
+        )
     processor = processor_in(options.processor)
     splitter = SPLITTERS[options.splitter](processor, options.root, reader=reader, **settings)
     return splitter, ids, _rewards(options.rewards, ids)
@@ -256,13 +262,18 @@ def _rewards(file: Path | None, ids: list[str]) -> list[float] | None:
     if file is None:
         return None
     if file.suffix == ".csv":
-        with file.open(newline="", encoding="utf-8") as handle:
+        with file.open(
+            newline="", encoding="utf-8-sig"
+        ) as handle:  # spreadsheets put a mark before the first id
             rows = [row for row in csv.reader(handle) if row]
         if rows and len(rows[0]) > 1 and not _is_number(rows[0][1]):
             rows = rows[1:]  # a line of titles
         if any(len(row) < 2 or not _is_number(row[1]) for row in rows):
             raise DataError(f"{file} must have lines of id,reward")
         value: Any = {row[0]: float(row[1]) for row in rows}
+        if len(value) < len(rows):
+            twice = next(name for name in value if sum(row[0] == name for row in rows) > 1)
+            raise DataError(f"{file} has {twice!r} more than once; leave one reward of it")
     else:
         value = read_json(file)
     if isinstance(value, list):
