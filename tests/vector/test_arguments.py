@@ -196,9 +196,6 @@ class HeedingEnv(CountEnv):
     def step(self, action: str) -> Any:
         return (*super().step(1)[:4], {"heard": action})
 
-    def greet(self, name: str) -> str:
-        return f"hello {name}"
-
 
 def test_a_text_is_one_action_and_not_one_for_each_env_that_it_has_letters_for() -> None:
     envs = make_vec(HeedingEnv, 2, backend="serial")
@@ -217,5 +214,4 @@ def test_a_text_is_one_action_and_not_one_for_each_env_that_it_has_letters_for()
         ):
             step([0, 1], "up")
     assert envs.step(["up", "down"])[4]["heard"].tolist() == ["up", "down"]
-    assert envs.call("greet", name="bob") == ("hello bob",) * 2
     envs.close()

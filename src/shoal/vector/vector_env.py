@@ -794,7 +794,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Called with the failures of an operation before they are dealt with; for subclasses."""
 
     # --- methods and attributes of the environments
-    def call(self, name: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every environment, or read an attribute; one result per environment."""
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
