@@ -14,7 +14,7 @@ REQUESTS = st.builds(
         Sampling,
         st.integers(1, 99),
         st.floats(0, 3),
-        st.lists(st.text(max_size=4), max_size=2).map(tuple),
+        st.lists(st.text(min_size=1, max_size=4), max_size=2).map(tuple),
         st.floats(0.1, 1),
         st.integers(0, 50),
         st.floats(0, 1),
