@@ -93,6 +93,7 @@ class Several:
     parts: tuple[Answer, ...]
     brackets: str
     ordered: bool
+    names: tuple[str, ...] = ()  # of each part what is before its "=", "" for none
 
 
 Answer = Number | Several | str
@@ -117,9 +118,11 @@ def _equal(left: Answer, right: Answer) -> bool:
         if left.ordered:
             pairs = zip(left.parts, right.parts, strict=True)
             return left.brackets == right.brackets and all(_equal(a, b) for a, b in pairs)
-        rest = list(right.parts)
-        for part in left.parts:
-            match = next((i for i, other in enumerate(rest) if _equal(part, other)), None)
+        named = sorted(left.names) == sorted(right.names)  # else one side left names out, or chose its own
+        rest = list(zip(right.names, right.parts, strict=True))
+        for name, part in zip(left.names, left.parts, strict=True):
+            alike = (_equal(part, other) and (name == its or not named) for its, other in rest)
+            match = next((i for i, fits in enumerate(alike) if fits), None)
             if match is None:
                 return False
             del rest[match]
@@ -163,10 +166,7 @@ def read_answer(text: str) -> Answer:
 
 
 def _read(text: str, depth: int) -> Answer:
-    text = text.strip().strip(";").strip()
-    name = _NAME.match(text)
-    if name and "=" not in text[name.end() :]:
-        text = text[name.end() :].strip()
+    text = _named(text)[1]
     number = read_number(text)
     if number is not None:
         return number
@@ -175,12 +175,22 @@ def _read(text: str, depth: int) -> Answer:
     parts = _split(text[1:-1] if enclosed else text)
     if depth < 4 and 1 < len(parts) <= MAX_PARTS and all(parts):
         ordered = enclosed and brackets != "{}"
-        return Several(tuple(_read(part, depth + 1) for part in parts), brackets if ordered else "", ordered)
+        meant, names = (_read(part, depth + 1) for part in parts), (_named(part)[0] for part in parts)
+        return Several(tuple(meant), brackets if ordered else "", ordered, tuple(names))
     if enclosed and len(parts) == 1 and depth < 4 and brackets in ("()", "{}"):
         inner = read_number(parts[0])
         if inner is not None:
             return inner
     return re.sub(r"\s+", "", text).casefold().rstrip(".")
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The name in "x = 5", "" for none, and the rest."""
+    text = text.strip().strip(";").strip()
+    name = _NAME.match(text)
+    if name is None or "=" in text[name.end() :]:
+        return "", text
+    return re.sub(r"[\s={}]", "", name[0]), text[name.end() :].strip()
 
 
 def _split(text: str) -> list[str]:
