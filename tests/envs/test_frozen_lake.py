@@ -170,6 +170,8 @@ def test_array_observations_agree_with_the_text():
         {"start": (0, 0), "goal": (0, 0)},
         {"start": (9, 9)},
         {"desc": "4x4", "goal": (4, 0)},
+        {"desc": "4x4", "goal": (0, 0)},
+        {"desc": "4x4", "start": (3, 3)},
         {"observation": "smell"},
     ],
 )

@@ -280,6 +280,8 @@ def _fixed_lake(config: FrozenLakeConfig) -> tuple[str, ...]:
         raise ConfigError(f"start must be inside the lake, got {ends[0]}")
     if not (0 <= ends[1][0] < len(rows) and 0 <= ends[1][1] < len(rows[0])):
         raise ConfigError(f"goal must be inside the lake, got {ends[1]}")
+    if ends[0] == ends[1]:
+        raise ConfigError(f"start and goal must differ, got {ends[0]} for both: give the other one too")
     return _with_ends(ice, ends[0], ends[1])
 
 
