@@ -122,6 +122,26 @@ def test_puffer_style_sends_to_the_batch_it_received() -> None:
     envs.close()
 
 
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_envpool_and_puffer_style_begin_again_while_some_are_on_their_way(backend: Any) -> None:
+    workers = {} if backend == "serial" else {"num_workers": 4}
+    envs = PufferStyle(make_vec(CountEnv, 4, backend=backend, **workers), batch_size=2)
+    for seed in (3, 30):
+        envs.reset(seed)
+        envs.step(np.array([1, 1]))
+    envs.async_reset(7)
+    ids: list[int] = []
+    for _ in range(2):
+        obs, _, _, _, _, got, _ = envs.recv()
+        assert obs[:, 0].tolist() == [7 + i for i in got]
+        assert not obs[:, 2].any()  # each is at its beginning
+        ids += got.tolist()
+    assert sorted(ids) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="no environment is in flight: send some actions first"):
+        envs.recv()
+    envs.close()
+
+
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
 def test_our_backends_pass_the_check_for_vector_envs(backend: Any, mode: str) -> None:

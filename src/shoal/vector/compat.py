@@ -375,8 +375,13 @@ class EnvPoolStyle:
         self._spare: list[tuple[Any, ...]] = []
 
     def async_reset(self, seed: int | None = None) -> None:
-        """Begin an episode everywhere; the first observations come by `recv`."""
+        """Begin an episode everywhere; the first observations come by `recv`.
+
+        Steps that are under way run to their end, and nobody receives them.
+        """
         seeds: Sequence[int | None] = [None if seed is None else seed + i for i in range(self.num_envs)]
+        while self.pool.in_flight:
+            self.pool.recv(self.num_envs)
         self._spare = []
         self.pool.send_reset(range(self.num_envs), seeds)
 
@@ -385,7 +390,7 @@ class EnvPoolStyle:
 
         `infos["env_id"]` says which they are, `infos["infos"]` has what each of them told.
         """
-        wanted = min(self.batch_size, len(self._spare) + len(self.pool.in_flight))
+        wanted = max(1, min(self.batch_size, len(self._spare) + len(self.pool.in_flight)))
         if len(self._spare) < wanted:
             ready = self.pool.recv(wanted - len(self._spare))
             columns = self.pool.buffers.observations.flatten(ready.observations)
