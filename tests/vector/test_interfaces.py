@@ -80,6 +80,15 @@ def test_a_container_goes_on_without_the_envs_that_were_masked_out() -> None:
             container.step([1, 1])
 
 
+@pytest.mark.parametrize("actions", ["12", {0: "1 + 2", 1: "2 + 1"}])
+def test_a_container_does_not_share_a_text_out_by_letters(actions: Any) -> None:
+    with MultiProcessEnvironmentContainer("countdown", 1, 2, backend="serial") as container:
+        container.reset()
+        with pytest.raises(TypeError, match="expected one action for each of 2 environments, got the single"):
+            container.step(actions)
+        assert container.step(["1", None])[2] == [True, False]  # nothing was stepped
+
+
 def test_groups_are_the_seeds_of_the_container() -> None:
     assert groups(42, 2, 2) == [derive_seed(42, "env", 0, g) for g in (0, 0, 1, 1)]
 
@@ -251,6 +260,10 @@ def test_sb3_sees_what_its_own_vec_env_shows(monkeypatch: Any) -> None:
     ours.set_attr("length", 5, [1])
     assert ours.get_attr("length") == [1000, 5]
     assert ours.env_method("observe", 3, indices=[0])[0]["t"] == 1
+    for envs in (ours, theirs):
+        for wrong in (2, [0, 7], -3):
+            with pytest.raises(IndexError):
+                envs.get_attr("length", wrong)
     assert ours.get_images() == [None, None]
     ours.close()
     ours.close()

@@ -21,6 +21,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from shoal.core.errors import EnvError
 from shoal.core.executors import available_cpus
 from shoal.core.processes import START_METHODS, StartMethod
+from shoal.vector.buffers import refuse_single
 from shoal.vector.failures import Failure, OnFailure
 from shoal.vector.make import (
     TEXT_BYTES,
@@ -102,6 +103,7 @@ class MultiProcessEnvironmentContainer:
         Raises:
             EnvError: for an action to an environment whose episode is over.
         """
+        refuse_single(actions, len(self))
         if len(actions) != len(self):
             raise ValueError(f"expected {len(self)} actions (None leaves an env alone), got {len(actions)}")
         chosen = [i for i, action in enumerate(actions) if action is not None]

@@ -161,7 +161,10 @@ class SB3VecEnv(_VecEnv):
         return self.pool.apply(is_wrapped, wrapper_class, indices=self._chosen(indices))
 
     def _chosen(self, indices: Any) -> list[int]:
-        return [i % self.num_envs for i in self._get_indices(indices)]
+        n, given = self.num_envs, list(self._get_indices(indices))
+        if any(not -n <= i < n for i in given):
+            raise IndexError(f"indices must be in [{-n}, {n}), got {given}")
+        return [i % n for i in given]
 
     def _stack(self, batch: Any) -> Any:
         # values of custom spaces come as a tuple of n; Stable-Baselines3 wants one array
