@@ -85,7 +85,10 @@ def make_vec(
         threads: in worker processes, one thread per env: for environments that wait (HTTP, browsers).
         ring: keep the last so many observations in place: `observation_ring()` shows them as one array
             `[ring, num_envs, ...]`, and what `step` returns is a view of it, valid for `ring - 1` more steps.
-        copy_observations: return copies (default, without a ring) or views that the next step overwrites.
+        copy_observations: return copies (default, without a ring) or views that the next step overwrites. By default
+            the serial backend hands large observations over where they were written: no step overwrites them, but
+            what the caller writes into the latest is seen in `observations()`, and by a masked reset of others; True
+            always copies.
         text_bytes: of worker processes: room per env for text observations ; longer text goes by
             message.
         ray_options: of the actors, such as `{"num_cpus": 1, "resources": {...}}`.
@@ -295,7 +298,7 @@ def open_workers(
         observations = Layout.shared(description.observation_spaces)
         large = observations.is_leaf and observations.leaves[0].nbytes * len(env_fns) >= RECYCLE_FROM
         handouts = backend is None and bool(observations.fixed) and large
-        handouts = handouts and options.copies and options.places == 1
+        handouts = handouts and options.copy_observations is None and options.places == 1
         handouts = handouts and options.autoreset is not AutoresetMode.DISABLED
         attach = Attach(
             len(env_fns),
