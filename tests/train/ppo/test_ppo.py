@@ -869,3 +869,15 @@ def test_no_warning_is_needed_for_a_plain_run():
         warnings.simplefilter("error")
         with PPO("CartPole-v1", n_envs=2, backend="serial", **FAST) as ppo:
             ppo.learn(64)
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_a_minibatch_larger_than_the_rollout_is_the_whole_rollout(path):
+    learned = [
+        PPO(IdentityEnv, preset="none", n_envs=2, n_steps=8, batch_size=size, backend="serial", path=path)
+        .learn(32)
+        .agent.state()[0]
+        for size in (16, 10**9, 10**30)
+    ]
+    for other in learned[1:]:
+        assert all(np.array_equal(learned[0][name], other[name]) for name in other)

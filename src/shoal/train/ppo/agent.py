@@ -184,7 +184,7 @@ class PPOAgent:
         )
         returns = advantages + values
         batch = self._batch(rollout, obs[:-1], advantages, returns, values)
-        rates = self._rates(progress)
+        rates = self._rates(progress, len(batch.logprobs))
         stats = learner.update(batch, rates)
         if not all(map(math.isfinite, stats)):
             bad = [name for name, value in stats._asdict().items() if not math.isfinite(value)]
@@ -251,7 +251,7 @@ class PPOAgent:
             orders=orders, **more,
         )  # fmt: skip
 
-    def _rates(self, progress: float) -> UpdateRates:
+    def _rates(self, progress: float, n_samples: int) -> UpdateRates:
         config = self.config
         return UpdateRates(
             learning_rate=decayed(config.learning_rate, config.lr_schedule, progress),
@@ -263,7 +263,7 @@ class PPOAgent:
             target_kl=config.target_kl,
             normalize_advantage=config.normalize_advantage,
             adam_eps=config.adam_eps,
-            batch_size=config.batch_size,
+            batch_size=min(config.batch_size, n_samples),  # room is made for a minibatch, however large
         )
 
     def state(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
