@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -881,3 +882,44 @@ def test_a_minibatch_larger_than_the_rollout_is_the_whole_rollout(path):
     ]
     for other in learned[1:]:
         assert all(np.array_equal(learned[0][name], other[name]) for name in other)
+
+
+class FailsOnce(CountingEnv):
+    """Fails, or pays NaN, in its third step in all; an episode is five steps."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.steps = what, 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3 and self.what == "error":
+            raise OSError("the simulator is busy")
+        observation, reward, *ends = super().step(action)
+        return observation, float("nan") if self.steps == 3 and self.what == "nan" else reward, *ends
+
+
+@pytest.mark.parametrize("what", ["error", "nan"])
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_after_a_failure_a_trainer_counts_whole_episodes_from_their_first_observation(vectorized, what):
+    trainer = PPOTrainer(n_steps=2)
+    if vectorized:
+        env = SyncVectorEnv([lambda: FailsOnce(what)], autoreset_mode=AutoresetMode.SAME_STEP)
+        learn = partial(trainer.train_episode_vectorized, env)
+    else:
+        learn = partial(trainer.train_episode, FailsOnce(what))
+    failures, ended, collected = 0, [], []
+    update = trainer.update
+    trainer.update = lambda rollout: collected.append(rollout) or update(rollout)
+    for _ in range(8):
+        try:
+            metrics = learn()
+        except (EnvError, OSError):
+            failures += 1
+            collected.clear()
+        else:
+            ended += [metrics["reward"], metrics["length"]] if metrics["n_completed_episodes"] else []
+    assert failures == 1
+    assert collected[0].obs[0, 0, 0] == 0  # the first observation of an episode
+    assert collected[0].obs[1, 0, 0] == 1
+    assert set(ended) == {5.0}

@@ -5,7 +5,9 @@ For whole runs with workers, evaluation and exact resume there is `PPO`; the mat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -49,6 +51,8 @@ class HasVectorEnv(Protocol):
 
 class PPOTrainer:
     """Learns a policy from environments that the caller owns.
+
+    A call that fails or is interrupted changes nothing; environments that it was at begin new episodes in the next.
 
     Args:
         network: an `nn.Module` (see `OwnNetwork`), or None for one that fits the spaces.
@@ -110,6 +114,10 @@ class PPOTrainer:
 
         An episode longer than 10,000 steps (or the env's time limit) is learned from in parts.
         """
+        with self._whole(id(env)):
+            return self._train_episode(env)
+
+    def _train_episode(self, env: gym.Env) -> dict[str, float]:
         known = self._collectors.get(id(env))
         if not isinstance(known, EnvSlice):
             self._meet(env.observation_space, env.action_space, 1)
@@ -137,6 +145,10 @@ class PPOTrainer:
         """
         if not isinstance(vec_env, VectorEnv):  # a ParallelEnv is a vector env with another face
             vec_env = vec_env.envs
+        with self._whole(id(vec_env)):
+            return self._train_vectorized(vec_env)
+
+    def _train_vectorized(self, vec_env: VectorEnv) -> dict[str, float]:
         known = self._collectors.get(id(vec_env))
         if not isinstance(known, VectorSteps):
             self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
@@ -155,6 +167,16 @@ class PPOTrainer:
         rollout = known.collect(self.agent, self.agent.noise(self.config.n_steps))
         rollout.memory = remembered
         return self._learn(id(vec_env), rollout)
+
+    @contextlib.contextmanager
+    def _whole(self, key: int) -> Iterator[None]:
+        """What fails in between, Ctrl-C too, leaves these envs within episodes we did not see: they begin new ones."""
+        try:
+            yield
+        except BaseException:
+            for known in (self._collectors, self._logs, self._memories):
+                known.pop(key, None)  # type: ignore[attr-defined]
+            raise
 
     def _recall(self, key: int) -> None:
         """Go on from what was remembered of these envs, or from nothing."""
