@@ -26,6 +26,7 @@ from shoal.train.ppo.collect import workers_pay
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
+from shoal.train.ppo.run import PPORun, RunOptions
 from shoal.train.ppo.trainer import PPOTrainer
 
 FAST = {"n_steps": 32, "batch_size": 64, "n_epochs": 4, "learning_rate": 3e-3, "gamma": 0.5}
@@ -923,3 +924,54 @@ def test_after_a_failure_a_trainer_counts_whole_episodes_from_their_first_observ
     assert collected[0].obs[0, 0, 0] == 0  # the first observation of an episode
     assert collected[0].obs[1, 0, 0] == 1
     assert set(ended) == {5.0}
+
+
+class Seedless(CountingEnv):
+    def reset(self):
+        return super().reset()
+
+
+class OldStyle(CountingEnv):
+    def reset(self, seed=None, options=None):
+        return super().reset(seed=seed)[0]
+
+
+class OutOfLevels(CountingEnv):
+    levels: ClassVar[int] = 100
+
+    def reset(self, **given):
+        if self.episode == self.levels - 1:
+            raise KeyError("level 3 is missing")
+        return super().reset(**given)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            Seedless,
+            r"env 0 \(Seedless\) failed at the start of episode 0, in reset\(seed=\d+, options=None\).*'seed'",
+        ),
+        (OldStyle, r"env 0 \(OldStyle\): reset must return \(observation, info\).*got ndarray"),
+    ],
+)
+def test_an_env_that_resets_in_another_way_is_told_what_is_expected(env, message):
+    with pytest.raises(EnvError, match=message):
+        PPO(env, preset="none", n_envs=1, backend="serial")
+    with pytest.raises(EnvError, match=message):
+        PPOTrainer().train_episode(env())
+
+
+def test_an_env_that_cannot_begin_an_episode_is_named_and_the_last_good_weights_are_kept(
+    tmp_path, monkeypatch
+):
+    options = RunOptions(
+        env=f"{__name__}:OutOfLevels", n_envs=2, total_timesteps=64, run_dir=str(tmp_path / "run"),
+        tensorboard=False, backend="serial", eval_episodes=4, eval_every=16,
+    )  # fmt: skip
+    run = PPORun(options, PPOConfig(n_steps=4, batch_size=8))
+    monkeypatch.setattr(OutOfLevels, "levels", 3)
+    with pytest.raises(EnvError, match=r"env 0 .* episode 3, in reset.*level 3 is missing"):
+        list(run.rows())
+    run.close()
+    assert len(list_checkpoints(tmp_path / "run" / "emergency")) == 1

@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from shoal.core.errors import EnvError, ShoalError
 from shoal.core.seeding import derive_seed
 
 MASK_METHODS = ("action_masks", "action_mask")
@@ -50,8 +51,26 @@ class SeededEpisodes(gym.Wrapper):
         """Start the next episode; a `seed` given by the caller is used instead of the derived one."""
         chosen = derive_seed(self.seed, self.stream, self.index, self.episode) if seed is None else seed
         self.episode += 1
-        observation, info = self.env.reset(seed=chosen & 0x7FFFFFFF, options=options)
-        return observation, self._with_mask(info)
+        seed = chosen & 0x7FFFFFFF
+        try:
+            answer: Any = self.env.reset(seed=seed, options=options)
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise EnvError(
+                f"{self._name} failed at the start of episode {self.episode - 1}, in reset(seed={seed}, "
+                f"options={options}): {error!r}"
+            ) from error
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
+            raise EnvError(
+                f"{self._name}: reset must return (observation, info) with a dict of infos, as Gymnasium has it; got "
+                f"{type(answer).__name__} {answer!r:.100}"
+            )
+        return answer[0], self._with_mask(answer[1])
+
+    @property
+    def _name(self) -> str:
+        return f"env {self.index} ({type(self.unwrapped).__name__})"
 
     def step(self, action: Any) -> Any:
         """One step, with the action mask in `info`."""
