@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import warnings
 from functools import partial
@@ -975,3 +976,53 @@ def test_an_env_that_cannot_begin_an_episode_is_named_and_the_last_good_weights_
         list(run.rows())
     run.close()
     assert len(list_checkpoints(tmp_path / "run" / "emergency")) == 1
+
+
+class Mistold(CountingEnv):
+    """Of `space`, and shows `shown` at its third step."""
+
+    t = 0
+
+    def __init__(self, space, shown) -> None:
+        super().__init__()
+        self.observation_space, self.shown = space, shown
+
+    def seen(self):
+        space = self.observation_space
+        return np.zeros(space.shape, space.dtype) if self.t < 3 else self.shown
+
+    def reset(self, **given):
+        _, info = super().reset(**given)
+        return self.seen(), info
+
+    def step(self, action):
+        told = super().step(action)
+        return self.seen(), *told[1:]
+
+
+@pytest.mark.parametrize(
+    ("space", "shown"),
+    [
+        (spaces.Box(-1, 1, (4,)), np.ones(1, np.float32)),
+        (spaces.Box(-1, 1, (4,)), 1.0),
+        (spaces.Box(-1, 1, (2, 2)), np.ones((1, 1))),
+        (spaces.MultiBinary(3), [1]),
+        (spaces.Discrete(3), -1),
+        (spaces.Discrete(3), 3),
+        (spaces.MultiDiscrete([3, 3]), [4, 0]),
+        (spaces.MultiDiscrete([3, 3]), [0, -1]),
+        (spaces.MultiDiscrete([3, 3]), [0]),
+    ],
+)
+def test_an_observation_that_is_not_of_the_space_is_refused(space, shown):
+    expected = "an observation must be of " + re.escape(str(space))
+    with pytest.raises(EnvError, match=expected):
+        PPO(partial(Mistold, space, shown), preset="none", n_envs=1, n_steps=16, backend="serial").learn(16)
+    with pytest.raises(EnvError, match=expected):
+        PPOTrainer().train_episode(Mistold(space, shown))
+
+
+@pytest.mark.parametrize("shown", [1.0, [1.0], np.ones(1), np.ones((1, 1))])
+def test_the_one_number_of_an_observation_may_come_in_any_shape(shown):
+    env = partial(Mistold, spaces.Box(-1, 1, (1,)), shown)
+    assert PPO(env, preset="none", n_envs=1, n_steps=16, backend="serial").learn(16).log.n_episodes == 3

@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EnvError
 
 Array = np.ndarray
 
@@ -113,6 +113,8 @@ class ObservationRows:
     def encode_one(self, observation: Any, row: Array) -> None:
         """Write one observation into `row[D]`."""
         if self.is_plain:
+            if np.size(observation) != self.size:  # one number would fill the row
+                raise _stranger(self.space, observation)
             row[:] = observation
             return
         self.encode(_alone(observation), row[None])
@@ -185,17 +187,28 @@ def _leaves(space: gym.Space, path: tuple[str, ...]) -> list[Leaf]:
 
 
 def _encode_leaf(space: gym.Space, values: Array, rows: Array) -> None:
+    n = len(rows)
     if isinstance(space, spaces.Box | spaces.MultiBinary):
-        rows[:] = values.reshape(len(rows), -1)
+        if values.size != rows.size:
+            raise _stranger(space, values)
+        rows[:] = values.reshape(n, -1)
         return
     rows[:] = 0
     if isinstance(space, spaces.Discrete):
-        rows[np.arange(len(rows)), values.reshape(-1).astype(np.int64) - int(space.start)] = 1
+        chosen = values.reshape(-1).astype(np.int64) - int(space.start)
+        if len(chosen) != n or (chosen < 0).any() or (chosen >= space.n).any():
+            raise _stranger(space, values)
+        rows[np.arange(n), chosen] = 1
     elif isinstance(space, spaces.MultiDiscrete):
-        nvec = space.nvec.reshape(-1)
-        offsets = np.concatenate([[0], np.cumsum(nvec)[:-1]]) - space.start.reshape(-1)
-        columns = values.reshape(len(rows), -1).astype(np.int64) + offsets
-        np.put_along_axis(rows, columns, 1, axis=1)
+        sizes = space.nvec.reshape(-1)
+        parts = values.reshape(n, -1).astype(np.int64) - space.start.reshape(-1)
+        if values.size != n * len(sizes) or ((parts < 0) | (parts >= sizes)).any():  # another part's column
+            raise _stranger(space, values)
+        np.put_along_axis(rows, parts + np.cumsum(sizes) - sizes, 1, axis=1)
+
+
+def _stranger(space: gym.Space, values: Any) -> EnvError:
+    return EnvError(f"an observation must be of {space}, got {np.asarray(values).tolist()!r:.200}")
 
 
 class ActionRows:

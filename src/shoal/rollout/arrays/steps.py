@@ -131,7 +131,7 @@ class EnvSlice:
         obs, actions, logprobs, masks = rollout.obs, rollout.actions, rollout.logprobs, rollout.masks
         steps = [env.step for env in self.envs]
         to_env, plain, masked = self.action_rows.to_env, self.obs_rows.is_plain, self.masked
-        encode_one = self.obs_rows.encode_one
+        encode_one, width = self.obs_rows.encode_one, self.obs_rows.size
         forget = getattr(policy, "forget", _nothing)
         rewards: list[Any] = []
         finals: list[Array] = []
@@ -160,7 +160,7 @@ class EnvSlice:
                         forget(i)
                         row[i] = self.now[i]
                         continue
-                    if plain:
+                    if plain and getattr(observation, "size", 0) == width:
                         row[i] = observation
                     else:
                         encode_one(observation, row[i])
