@@ -21,6 +21,7 @@ from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEn
 from torch import nn
 
 from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, UnknownNameError
+from shoal.core.seeding import derive_seed
 from shoal.train.ppo import ppo as ppo_module
 from shoal.train.ppo.checkpoint import list_checkpoints
 from shoal.train.ppo.collect import workers_pay
@@ -232,7 +233,8 @@ def test_weights_do_not_depend_on_backend_or_workers(path):
             "Pendulum-v1", n_envs=5, seed=3, path=path, backend=backend, num_workers=workers, **settings
         ) as ppo:
             ppo.learn(5 * 16 * 15)
-            assert ppo.workers == (workers or 0)
+            share = -(-5 // workers) if path == "compiled" and workers else 1  # of equal shares
+            assert ppo.workers == min(workers or 0, -(-5 // share))
             return {**weights(ppo), "returns": np.array([e.reward for e in ppo.log.recent])}
 
     serial = run("serial", None)
@@ -432,6 +434,7 @@ def test_an_unknown_env_gets_a_suggestion():
         ({"device": "tpu"}, "device must be cpu, cuda, mps or auto, got 'tpu'"),
         ({"path": "magic"}, "path must be 'auto', 'compiled' or 'torch', got 'magic'"),
         ({"backend": "process", "num_workers": 0}, "needs at least one worker"),
+        ({"backend": "serial", "num_workers": 2}, "'serial' has no workers, got num_workers=2"),
         ({"num_workers": -1}, "num_workers must not be negative, got -1"),
         ({"hidden": ()}, "hidden must name at least one layer"),
     ],
@@ -1026,3 +1029,30 @@ def test_an_observation_that_is_not_of_the_space_is_refused(space, shown):
 def test_the_one_number_of_an_observation_may_come_in_any_shape(shown):
     env = partial(Mistold, spaces.Box(-1, 1, (1,)), shown)
     assert PPO(env, preset="none", n_envs=1, n_steps=16, backend="serial").learn(16).log.n_episodes == 3
+
+
+class OfFour(CountingEnv):
+    """Of a run of three environments, for which there is no fourth: it cannot be stepped."""
+
+    def reset(self, *, seed=None, options=None):
+        self.fails = seed in FOURTH
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        if self.fails:
+            raise RuntimeError("there is no fourth")
+        return super().step(action)
+
+
+FOURTH = {derive_seed(0, "env", 3, episode) & 0x7FFFFFFF for episode in range(20)}
+
+
+def test_workers_play_the_environments_of_the_run_and_no_others_and_are_counted():
+    settings = {"preset": "none", "n_envs": 3, "n_steps": 16, "backend": "process", "hidden": (8,)}
+    with PPO(OfFour, num_workers=2, path="compiled", **settings) as two:
+        assert two.learn(96).workers == 2
+    with PPO(OfFour, num_workers=1, path="compiled", **settings) as one:
+        assert_equal(weights(one.learn(96)), weights(two))
+    with PPO(CountingEnv, num_workers=3, path="compiled", **{**settings, "n_envs": 4}) as told:
+        told.learn(64)
+        assert told.workers == len({*told._experience.collector.envs.call("process_id")}) == 2

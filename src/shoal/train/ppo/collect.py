@@ -214,6 +214,8 @@ class Experience:
         if isinstance(learner, CompiledLearner):  # the cores of the workers are free while it learns
             learner.compiled.assisted = min(self.workers, available_cpus()) > 1
         collector = self._make_collector()
+        if isinstance(collector, WorkerSteps):
+            self.workers = collector.envs.num_envs  # fewer where smaller shares would end no sooner
         try:
             self._begin(collector)
         except BaseException:

@@ -169,6 +169,11 @@ def check_call(
         raise ConfigError(f"num_workers must not be negative, got {num_workers}")
     if backend == "process" and num_workers == 0:
         raise ConfigError("backend='process' needs at least one worker, got num_workers=0")
+    if backend == "serial" and num_workers:
+        raise ConfigError(
+            f"backend='serial' has no workers, got num_workers={num_workers}; say "
+            "backend='process' or num_workers=0"
+        )
     have = multiprocessing.get_all_start_methods()
     if start_method is not None and start_method not in have:
         raise ConfigError(

@@ -49,20 +49,22 @@ class ShareEnv(gym.Env):
         factory: makes the environments.
         first: global index of the first one.
         n_envs: how many.
+        room: for how many there is room in what it is told and tells, at least `n_envs`.
         n_steps: length of a rollout.
         shape: of the network.
         masked: whether the environments give action masks.
     """
 
     def __init__(
-        self, factory: EnvFactory, first: int, n_envs: int, n_steps: int, shape: NetworkShape, masked: bool
-    ) -> None:
+        self, factory: EnvFactory, first: int, n_envs: int, room: int, n_steps: int, shape: NetworkShape,
+        masked: bool,
+    ) -> None:  # fmt: skip
         self.slice = EnvSlice([factory(first + i) for i in range(n_envs)], first_index=first, masked=masked)
         self.policy = SharePolicy(shape)
         self.n_steps = n_steps
         obs, acts = self.slice.obs_rows, self.slice.action_rows
-        self.observation_space = experience_space(n_steps, n_envs, obs, acts, masked)
-        self.action_space = order_space(n_steps, n_envs, acts, self.policy.network.weights.size, obs.size)
+        self.observation_space = experience_space(n_steps, room, obs, acts, masked)
+        self.action_space = order_space(n_steps, room, acts, self.policy.network.weights.size, obs.size)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -78,11 +80,12 @@ class ShareEnv(gym.Env):
         policy.normalizes = bool(action["normalize"][0])
         policy.norm.moments.count = 1.0 if policy.normalizes else 0.0
         policy.norm.mean, policy.norm.scale = action["mean"], action["scale"]
-        rollout = self.slice.collect(policy, np.ascontiguousarray(action["noise"]))
+        n_envs = len(self.slice.envs)
+        rollout = self.slice.collect(policy, np.ascontiguousarray(action["noise"][:, :n_envs]))
         experience = self._nothing()
         for name in ("obs", "actions", "logprobs", "rewards", "terminated", "truncated", "masks"):
             if name in experience:
-                experience[name] = getattr(rollout, name)
+                experience[name][:, :n_envs] = getattr(rollout, name)
         experience["final_obs"][: len(rollout.final_obs)] = rollout.final_obs
         return experience, 0.0, False, False, {}
 
@@ -184,9 +187,10 @@ class WorkerSteps:
         self.action_rows = ActionRows(facts.action_space)
         self.share = -(-n_envs // num_workers)
         n_shares = -(-n_envs // self.share)
-        # Every share has the same size; what the last one has too many of is played and ignored.
-        makers = [ShareMaker(factory, k * self.share, self.share, n_steps, network.shape, facts.masked)
-                  for k in range(n_shares)]  # fmt: skip
+        # Every share has the same room, as a vector env needs; the last one may have fewer envs.
+        makers = [ShareMaker(factory, first, min(self.share, n_envs - first), self.share, n_steps,
+                             network.shape, facts.masked)
+                  for first in range(0, n_envs, self.share)]  # fmt: skip
         self.envs = make_vec(
             makers,
             n_shares,
@@ -203,8 +207,7 @@ class WorkerSteps:
 
     def resume(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> Array:
         """Play the episodes again that were under way."""
-        more = len(self.envs.call("current_rows")) * self.share - self.n_envs
-        self.envs.call("resume_share", [*episodes, *[1] * more], [*actions, *[()] * more])
+        self.envs.call("resume_share", list(episodes), list(actions))
         return self._now()
 
     def restart(self, indices: Sequence[int]) -> None:
@@ -237,7 +240,7 @@ class WorkerSteps:
         self.envs.close()
 
     def _now(self) -> Array:
-        return np.concatenate(list(self.envs.call("current_rows")))[: self.n_envs]
+        return np.concatenate(list(self.envs.call("current_rows")))
 
     def _merge(self, experience: dict[str, Array]) -> StepRollout:
         rollout = StepRollout.empty(self.n_steps, self.n_envs, self.obs_rows, self.action_rows, self.masked)
@@ -255,9 +258,8 @@ class WorkerSteps:
         rows, places = [], []
         for k, truncated in enumerate(experience["truncated"]):
             for row, (t, i) in enumerate(np.argwhere(truncated)):
-                if k * self.share + i < self.n_envs:
-                    places.append((t, k * self.share + i))
-                    rows.append(experience["final_obs"][k][row])
+                places.append((t, k * self.share + i))
+                rows.append(experience["final_obs"][k][row])
         order = sorted(range(len(rows)), key=places.__getitem__)
         return (
             np.stack([rows[j] for j in order])
