@@ -436,6 +436,9 @@ def test_an_unknown_env_gets_a_suggestion():
         ({"backend": "process", "num_workers": 0}, "needs at least one worker"),
         ({"backend": "serial", "num_workers": 2}, "'serial' has no workers, got num_workers=2"),
         ({"num_workers": -1}, "num_workers must not be negative, got -1"),
+        ({"n_steps": 16.0}, "n_steps must be of whole numbers, got 16.0"),
+        ({"hidden": (8.0,)}, "hidden must be of whole numbers, got 8.0"),
+        ({"hidden": 8}, "hidden must be a tuple of units, one for each layer, got 8"),
         ({"hidden": ()}, "hidden must name at least one layer"),
     ],
 )
@@ -1056,3 +1059,13 @@ def test_workers_play_the_environments_of_the_run_and_no_others_and_are_counted(
     with PPO(CountingEnv, num_workers=3, path="compiled", **{**settings, "n_envs": 4}) as told:
         told.learn(64)
         assert told.workers == len({*told._experience.collector.envs.call("process_id")}) == 2
+
+
+def test_units_of_numpy_are_saved_as_others_are(tmp_path):
+    ppo = PPO(CountingEnv, preset="none", hidden=np.array([8, 4]), backend="serial")
+    assert PPO.load(ppo.save(tmp_path), CountingEnv).config == PPOConfig(hidden=(8, 4))
+
+
+def test_an_evaluation_of_no_episodes_is_refused():
+    with pytest.raises(ConfigError, match="episodes must be at least 1, got 0"):
+        PPO(CountingEnv, preset="none", backend="serial").evaluate(0)

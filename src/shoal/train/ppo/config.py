@@ -105,9 +105,17 @@ class PPOConfig:
             if isinstance(given, float) and not math.isfinite(given):
                 off = "; 0 is off" if field.name in ("clip_range_vf", "max_grad_norm", "target_kl") else ""
                 raise ConfigError(f"{field.name} must be finite, got {given}{off}")
-        for name in ("n_steps", "batch_size", "n_epochs", "memory_units"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if isinstance(self.hidden, int | float | str):
+            raise ConfigError(f"hidden must be a tuple of units, one for each layer, got {self.hidden!r}")
+        units = (u.item() if isinstance(u, np.generic) else u for u in self.hidden)
+        object.__setattr__(self, "hidden", tuple(units))
+        whole = {name: getattr(self, name) for name in ("n_steps", "batch_size", "n_epochs", "memory_units")}
+        for name, given in [*whole.items(), *(("hidden", u) for u in self.hidden)]:
+            if not isinstance(given, int):
+                raise ConfigError(f"{name} must be of whole numbers, got {given!r}")
+        for name, given in whole.items():
+            if given < 1:
+                raise ConfigError(f"{name} must be at least 1, got {given}")
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shoal.core.errors import EnvError, missing_extra
+from shoal.core.errors import ConfigError, EnvError, missing_extra
 from shoal.core.seeding import stream
 from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
@@ -64,6 +64,8 @@ def evaluate(
         max_steps: of one episode; an error beyond, since an environment without end would never return.
         frames: filled with what `env.render()` shows, for a video.
     """
+    if episodes < 1:
+        raise ConfigError(f"episodes must be at least 1, got {episodes}")
     rows, actions = ObservationRows(env.observation_space), ActionRows(env.action_space)
     obs = np.zeros((1, rows.size), rows.dtype)
     shape = (1, actions.size)
