@@ -26,6 +26,13 @@ CONFLICTS = {
     "grouping=batch has no effect with adv_estimator=gae": [
         "agent_proxy.reward_normalization.grouping=batch", "algorithm.adv_estimator=gae",
     ],
+    "grouping=inductive has no effect with agent_proxy.reward_normalization.method=identity": [
+        "agent_proxy.reward_normalization.grouping=inductive", "agent_proxy.reward_normalization.method=identity",
+    ],
+    "statistics=steps has no effect with agent_proxy.reward_normalization.method=identity": [
+        "algorithm.gigpo.statistics=steps", "agent_proxy.reward_normalization.method=identity",
+        "algorithm.adv_estimator=gigpo",
+    ],
 }  # fmt: skip
 
 
@@ -43,6 +50,9 @@ def test_each_of_two_such_settings_is_fine_with_the_other_left_out(message):
             compose_config("demo", [*HUGGING, kept])
     elif "token_lambda" in message:
         compose_config("demo", [overrides[0], "algorithm.adv_estimator=bi_level_gae"])
+    elif "statistics" in message:
+        for kept in overrides[:2]:
+            compose_config("demo", [kept, overrides[2]])
     else:
         for kept in overrides:
             compose_config("demo", [kept])
@@ -95,7 +105,8 @@ def test_a_run_whose_groups_can_never_differ_is_refused_before_it_starts(tmp_pat
 @pytest.mark.parametrize(
     "settings",
     [["algorithm.adv_estimator=gae"], ["agent_proxy.reward_normalization.grouping=batch"],
-     ["algorithm.adv_estimator=reinforce"], ["algorithm.adv_estimator=gigpo"]],
+     ["algorithm.adv_estimator=reinforce"], ["algorithm.adv_estimator=gigpo"],
+     ["agent_proxy.reward_normalization.method=identity"]],
 )  # fmt: skip
 def test_groups_of_one_are_fine_where_nothing_is_compared_within_them(settings):
     refuse_without_signal(

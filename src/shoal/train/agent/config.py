@@ -515,14 +515,11 @@ def refuse_without_signal(config: AgentConfig) -> None:
     """
     _refuse_other_distribution(config)
     groups, algorithm = config.es_manager.train, config.algorithm
-    compared = config.agent_proxy.reward_normalization.grouping == "state"
+    rewards, estimator = config.agent_proxy.reward_normalization, ESTIMATORS[algorithm.adv_estimator]
+    compared = rewards.grouping == "state" and not (estimator.normalized and rewards.method == "identity")
     if algorithm.filter_groups.enable:
         needs = "algorithm.filter_groups.enable=true leaves such groups out"
-    elif (
-        ESTIMATORS[algorithm.adv_estimator].grouped
-        and algorithm.adv_estimator not in ("gigpo", "graphgpo")
-        and compared
-    ):
+    elif estimator.grouped and algorithm.adv_estimator not in ("gigpo", "graphgpo") and compared:
         needs = f"algorithm.adv_estimator={algorithm.adv_estimator} learns from what differs within groups"
     else:
         return
@@ -625,6 +622,18 @@ def _of_rewards(config: AgentConfig) -> Iterator[str]:
             f"agent_proxy.reward_normalization.grouping={settings.grouping} has no effect with adv_estimator="
             f"{estimator}, which compares no groups: leave it out, or use one of {', '.join(readers)}"
         )
+    if settings.method != "identity" or not ESTIMATORS[estimator].normalized:
+        return
+    void = {
+        "agent_proxy.reward_normalization.grouping": (settings.grouping, RewardNormalization().grouping),
+        "algorithm.gigpo.statistics": (config.algorithm.gigpo.statistics, GiGPO().statistics),
+    }
+    for name, (value, plain) in void.items():
+        if value != plain:
+            yield (
+                f"{name}={value} has no effect with agent_proxy.reward_normalization.method=identity, which leaves "
+                f"rewards as they are: leave one of the two out"
+            )
 
 
 def config_names() -> list[str]:
