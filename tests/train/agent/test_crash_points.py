@@ -127,6 +127,18 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path, scor
     assert state_of(tmp_path / "run") == state_of(tmp_path / "calm")
 
 
+def test_the_config_of_a_run_is_there_as_a_whole_or_not_at_all(tmp_path):
+    """Half of one, as a full disk or a kill left it, could not be resumed: `KeyError: 'algorithm'`."""
+    told, kept = tmp_path / "config.yaml", tmp_path / "as-it-was"
+    told.write_text("seed: 1")
+    os.link(told, kept)
+    records = Records(compose_config("demo", [*SMALL, f"run_dir={tmp_path}", "resume=true"]), None)
+    records.begin()
+    records.close()
+    assert kept.read_text() == "seed: 1", "it was written in place"
+    assert "algorithm:" in told.read_text()
+
+
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path, scored):
     folder = tmp_path / "run"
     train(folder)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from shoal.core.configuration import to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError
-from shoal.core.files import remove_leftovers
+from shoal.core.files import remove_leftovers, write_text
 from shoal.core.run_folder import Event, RunFolder
 from shoal.train.agent.checkpoint import Progress, Snapshot, list_checkpoints, save_checkpoint
 from shoal.train.agent.config import AgentConfig
@@ -62,7 +62,8 @@ class Records:
             raise ConfigError(
                 f"{self.folder.path} holds a run already: pass resume=true to go on with it, or another run_dir"
             )
-        OmegaConf.save(OmegaConf.create(to_mapping(self._config)), self.folder.path / "config.yaml")
+        told = OmegaConf.to_yaml(OmegaConf.create(to_mapping(self._config)))
+        write_text(self.folder.path / "config.yaml", told)
 
     def go_on(self, iteration: int) -> list[dict[str, Any]]:
         """Drop what was reported after `iteration` and what was half written, and give the rows before."""
