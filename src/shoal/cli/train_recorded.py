@@ -12,6 +12,7 @@ from typing import Any, Literal
 from shoal.cli.grammar import print_json
 from shoal.core.configuration import from_mapping, to_mapping
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import remove_leftovers
 from shoal.core.run_folder import RunFolder
 from shoal.core.seeding import stream
 from shoal.train.agent.recorded import RecordedTraining
@@ -66,6 +67,10 @@ class RecordedConfig:
             raise ConfigError("recordings= must name the folder or file to train on")
         if not 0 <= self.heldout < 1:
             raise ConfigError(f"heldout must be in [0, 1), got {self.heldout}")
+        if self.heldout_samples < 1:
+            raise ConfigError(
+                f"heldout_samples must be at least 1 (heldout=0 holds none out), got {self.heldout_samples}"
+            )
         if self.use_recorded_tokens and self.split.splitter != "stepwise":
             raise ConfigError("use_recorded_tokens needs split.splitter=stepwise")
 
@@ -113,6 +118,10 @@ def train_recorded(options: Any) -> int:
     events = print_json if options.json_events else None
     out = sys.stderr if options.json_events or options.json else sys.stdout
     with RunFolder(place, "train", config.seed, events) as folder:
+        if folder.metrics_path.exists() and not config.resume:
+            raise ConfigError(
+                f"{place} holds a run already: pass resume=true to go on with it, or another run_dir"
+            )
         try:
             metrics = _train(config, folder, out)
         except BaseException as error:
@@ -142,8 +151,10 @@ def _train(config: RecordedConfig, folder: RunFolder, out: Any) -> dict[str, Any
         config.seed,
     )
     last = folder.path / "checkpoints" / "last"
-    if config.resume and last.is_dir():
-        trainer.load(last)
+    if config.resume:
+        remove_leftovers(last.parent)
+        if last.is_dir():
+            trainer.load(last)
         folder.keep_metrics(lambda row: row.get("iteration", 0) <= trainer.step)
     last.parent.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(last.parent / "processor")

@@ -205,7 +205,41 @@ def test_the_command_trains_evaluates_and_resumes(tmp_path, capsys):
     assert "6/6" not in capsys.readouterr().out.split("held-out")[-1]
 
 
+def test_a_run_is_neither_written_over_nor_told_twice(tmp_path, capsys, monkeypatch):
+    write_button_recordings(tmp_path / "screens", 20, seed=3)
+    folder, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "last"
+    same = (f"recordings={tmp_path / 'screens'}", f"run_dir={folder}", "heldout=0")
+
+    def told():
+        return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    def killed(self, folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordedTrainer, "save", killed)
+        run_cli("recorded", *same)
+    assert told() == [1, 2, 3]
+    assert run_cli("recorded", *same, "resume=true") == 0
+    assert told() == [1, 2, 3]
+    before = read_json(folder / "summary.json")
+    assert run_cli("recorded", *same) != 0
+    assert "holds a run already" in capsys.readouterr().err
+    assert told() == [1, 2, 3]
+    assert read_json(folder / "summary.json") == before
+    aside = (
+        last.parent / ".last.abcdefgh.old"
+    )  # as of a writer that was killed where names cannot be exchanged
+    aside.mkdir()
+    last.rename(aside / "was")
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordedTrainer, "gradient_step", killed)
+        assert run_cli("recorded", *same, "resume=true") == 0, "it was done, and began anew"
+
+
 def test_settings_that_are_wrong_are_named(tmp_path, capsys):
+    assert run_cli("recorded", "recordings=x", "heldout_samples=0") != 0
+    assert "heldout_samples must be at least 1" in capsys.readouterr().err
     assert run_cli("recorded", "recordings=x", "train.epoch=2") != 0
     assert "epochs" in capsys.readouterr().err
     assert run_cli("recorded") != 0
