@@ -134,6 +134,21 @@ def test_a_step_is_the_same_however_the_minibatch_is_cut(processor, batch, objec
     assert weights[0] == pytest.approx(weights[2], rel=1e-4)
 
 
+def test_gradients_of_bfloat16_weights_are_summed_in_float32(processor, tmp_path):
+    """Equal samples, each a pass of its own: their gradients add up to that of one."""
+    sample = recorded_samples(text_batch(processor.tokenizer, tmp_path).samples()[:1], "supervised")
+    norms = []
+    for count in (1, 128):
+        model = tiny_model(
+            len(processor.tokenizer), processor.image_token_id, 0, width=32, layers=1
+        ).bfloat16()
+        config = RecordedTraining(minibatch_size=count, batching="padded", micro_batch_tokens=1)
+        norms.append(
+            RecordedTrainer(model, sample * count, config, 0).gradient_step(sample * count)["grad_norm"]
+        )
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
 def test_advantages_compare_recordings_of_one_task_each_once(batch):
     found = batch.samples()
     for sample in found:

@@ -260,11 +260,14 @@ class RecordedTrainer:
                 losses, clipped = LOSSES[config.policy_loss].compute(tokens, self._algorithm)
             loss = (losses * weight).sum()
             loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.take_gradients()
             totals["loss"] += float(loss.detach())
             totals["logprob"] += float(logprobs.detach().sum())
             totals["clip_fraction"] += float(clipped.sum())
         count = sum(len(s.places) for s in minibatch)
-        norm = refuse_diverged(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm), "policy")
+        norm = refuse_diverged(
+            nn.utils.clip_grad_norm_(self.optimizer.stepped[0], config.max_grad_norm), "policy"
+        )
         self.optimizer.step()
         means = {name: totals[name] / count for name in ("logprob", "clip_fraction")}
         return {"loss": totals["loss"], **means, "grad_norm": norm, "trained_tokens": count}
