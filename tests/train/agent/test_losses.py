@@ -65,6 +65,12 @@ def test_importance_weights_by_hand(method, expected):
     torch.testing.assert_close(rollout_correction(old, ZERO(3), 2.0, method), torch.tensor(expected))
 
 
+def test_a_token_that_the_sampler_held_all_but_impossible_is_masked():
+    """Its weight is beyond float32, and infinity times 0 is no number."""
+    found = rollout_correction(torch.tensor([0.0, 0.0]), torch.tensor([-100.0, 0.0]), 2.0, "mask")
+    assert found.tolist() == [0.0, 1.0]
+
+
 def test_kl_estimators_by_hand():
     gap = torch.tensor([0.5, -0.5])
     torch.testing.assert_close(kl_penalty(gap, ZERO(2), "k1"), gap)

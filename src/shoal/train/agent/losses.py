@@ -197,7 +197,7 @@ def rollout_correction(
     weight = (old_logprobs - rollout_logprobs).exp()
     if method == "truncate":
         return weight.clamp(max=cap)
-    return weight * ((weight <= cap) & (weight >= 1 / cap))
+    return weight.where((weight <= cap) & (weight >= 1 / cap), 0.0)  # infinity times 0 is none
 
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
