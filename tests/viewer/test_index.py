@@ -184,3 +184,30 @@ def test_a_file_changed_since_is_told(run, index):
     write_trajectories(run / "trajectories" / "train-000001.jsonl", [episode((9.0, 9.0, 9.0, 9.0, 9.0))])
     with pytest.raises(DataError, match="changed while it was read"):
         index.read(known)
+
+
+def test_a_damaged_index_is_made_again_whoever_meets_it(run, tmp_path):
+    folder = run / "trajectories"
+    write_trajectories(folder / "train-000002.jsonl", [episode(group=k, env="E" * 400) for k in range(500)])
+    with contextlib.closing(EpisodeIndex(run, tmp_path / "cache").refresh()) as index:
+        for look in (
+            lambda: index.count(),
+            lambda: index.episodes(limit=1000),
+            lambda: index.refresh().count(),
+        ):
+            before = index.episodes(limit=1000)
+            data = bytearray(index.path.read_bytes())
+            for page in range(4096, len(data), 4096):  # all but the head, which says that it is an index
+                data[page : page + 300] = b"\xee" * 300
+            index.path.write_bytes(data)
+            look()
+            assert index.episodes(limit=1000) == before
+
+
+def test_numbers_that_no_index_holds_are_a_broken_line_and_no_end_of_the_reading(run, tmp_path):
+    with (run / "trajectories" / "train-000001.jsonl").open("ab") as file:
+        file.write(encode_trajectory(episode(group=7)).replace(b'"group":7', b'"group":%d' % 2**63))
+        file.write(encode_trajectory(episode(group=8)))
+    with contextlib.closing(EpisodeIndex(run, tmp_path / "cache").refresh()) as index:
+        assert index.count(Filter(group=8)) == 1
+        assert [file["broken"] for file in index.summary()] == [0, 1]

@@ -1,5 +1,7 @@
 import contextlib
 import json
+import sqlite3
+import time
 
 import pytest
 from starlette.testclient import TestClient
@@ -198,6 +200,36 @@ def test_an_unchanged_page_is_not_sent_again_and_a_changed_one_is(client, runs):
     assert "at 7" not in again.text
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "1e308", "-1e308"])
+def test_a_number_that_cannot_be_drawn_hides_no_page(client, runs, number):
+    with (runs[0].path / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"iteration": 6, "success": {number}, "entropy": {number}, "reward": 0.5}}\n')
+        file.write(f'{{"iteration": {number}, "success": 0.1}}\n{{"iteration": 7, "success": -1.2e308}}\n')
+    for path in ("", "run/0", "compare?runs=0,1"):
+        page = get(client, path)
+        assert page.status_code == 200
+        assert "nan" not in page.text
+
+
+def test_the_background_goes_on_when_an_index_cannot_be_written_now(runs, monkeypatch):
+    calls = []
+
+    def full(*_):
+        calls.append(1)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(runs[0].index, "refresh", full)
+    end = index_in_background(runs, every=0.01)
+    try:
+        for _ in range(1000):
+            if len(calls) > 2:
+                break
+            time.sleep(0.01)
+        assert len(calls) > 2
+    finally:
+        end()
+
+
 def test_the_background_finds_new_episodes(runs):
     end = index_in_background(runs, every=0.01)
     try:
@@ -206,8 +238,6 @@ def test_the_background_finds_new_episodes(runs):
         for _ in range(1000):
             if runs[0].index.count() == 4:
                 break
-            import time
-
             time.sleep(0.01)
         assert runs[0].index.count() == 4
     finally:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from shoal.viewer.runs import is_number
 
 RECENT = 5
 """Rows at the end that a judgement looks at."""
@@ -38,9 +39,7 @@ Rule = Callable[[Rows, Mapping[str, Any]], Iterator[Advice]]
 
 def _values(rows: Rows, name: str) -> list[float]:
     found = [row.get(name) for row in rows]
-    return [
-        float(v) for v in found if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
-    ]
+    return [float(v) for v in found if is_number(v)]  # type: ignore[arg-type]
 
 
 def _recent(rows: Rows, name: str, at_least: int = 2) -> float | None:

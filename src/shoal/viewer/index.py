@@ -166,6 +166,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
+class _DamagedError(DataError):
+    """The index is no database any more, and is removed."""
+
+
 class EpisodeIndex:
     """The episodes of a run folder. Safe to use from several threads and processes.
 
@@ -203,6 +207,11 @@ class EpisodeIndex:
         db = self._connect()
         try:
             yield db
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # a lock, a full disk: the index itself is well
+                raise
+            self.path.unlink(missing_ok=True)
+            raise _DamagedError(f"the index {self.path} was damaged; try again") from error
         finally:
             db.close()
 
@@ -251,6 +260,12 @@ class EpisodeIndex:
             only: the name of a file.
             progress: told the bytes read so far and in all.
         """
+        try:
+            return self._refresh(only, progress)
+        except _DamagedError:
+            return self._refresh(only, progress)
+
+    def _refresh(self, only: str | None, progress: Callable[[int, int], None] | None) -> EpisodeIndex:
         with self._refreshing, self._open() as db:
             known = {row[1]: row for row in db.execute("select * from file")}
             names = [name for name in self.files() if only in (None, name)]
@@ -273,7 +288,8 @@ class EpisodeIndex:
                         db.execute("begin immediate")
                         safe = done
             except BaseException:
-                db.execute("rollback")
+                with contextlib.suppress(sqlite3.Error):  # a damaged one has none to give up
+                    db.execute("rollback")
                 raise
             db.execute("commit")
             self.progress = (0, 0)
@@ -426,8 +442,15 @@ class EpisodeIndex:
         return [str(row[0]) for row in self._ask("select distinct env from episode order by 1", ())]
 
     def _ask(self, sql: str, values: Sequence[Any]) -> list[Any]:
-        with self._open() as db:
-            return db.execute(sql, values).fetchall()
+        for _ in range(2):
+            try:
+                with self._open() as db:
+                    return db.execute(sql, values).fetchall()
+            except _DamagedError:
+                self.refresh()
+        raise DataError(
+            f"the index {self.path} is damaged time and again; set XDG_CACHE_HOME to another disk"
+        )
 
     def read(self, episode: Episode) -> Trajectory:
         """The whole trajectory, from the file itself.
@@ -472,6 +495,8 @@ def _values(line: bytes) -> tuple[Any, ...] | None:
     try:
         e = _DECODER.decode(line)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    if any(abs(number) >> 63 for number in (e.iteration, e.group, e.member)):  # SQLite holds no more
         return None
     tokens = sum(ids.count(b",") + 1 for turn in e.turns if (ids := bytes(turn.response_ids)) != b"[]")
     invalid = sum(not turn.action_is_valid for turn in e.turns)

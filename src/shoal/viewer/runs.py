@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import sqlite3
 import threading
@@ -33,6 +32,8 @@ PICTURES = {
 FILMS = {".mp4": "video/mp4", ".webm": "video/webm"}
 _LARGEST = 64 * 2**20
 """Bytes of a file of settings, and of a picture that is shown."""
+_MOST = 1e300
+"""Larger numbers are no points of a curve."""
 
 
 class Run:
@@ -244,19 +245,20 @@ def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[f
     xs, ys = [], []
     for row in rows:
         a, b = row.get(x), row.get(name)
-        if _is_number(a) and _is_number(b):
+        if is_number(a) and is_number(b):
             xs.append(float(a))  # type: ignore[arg-type]
             ys.append(float(b))  # type: ignore[arg-type]
     return xs, ys
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """A number that can be drawn: the distance between two of them is finite too. False for NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 def metric_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Every metric that is a number in some row, in the order of their first appearance."""
-    return list(dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value)))
+    return list(dict.fromkeys(key for row in rows for key, value in row.items() if is_number(value)))
 
 
 def _settings(data: bytes) -> dict[str, Any]:

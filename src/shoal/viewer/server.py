@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
+import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
@@ -173,7 +174,7 @@ def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
             return await run_in_threadpool(make)
         except MissingExtraError as error:
             return _told(str(error), 501)
-        except (ShoalError, OSError) as error:
+        except (ShoalError, OSError, sqlite3.Error) as error:
             return _told(str(error), 404)
 
     def _told(text: str, status: int) -> Response:
@@ -239,7 +240,7 @@ def index_in_background(runs: Sequence[Run], every: float = 2.0) -> Callable[[],
             for run in runs:
                 try:
                     run.index.refresh()
-                except (ShoalError, OSError) as error:
+                except (ShoalError, OSError, sqlite3.Error) as error:
                     logger.warning("the episodes of %s cannot be indexed now: %s", run.path, error)
             ended.wait(every)
 
