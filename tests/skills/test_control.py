@@ -224,6 +224,56 @@ def test_a_training_over_its_time_is_ended_and_failed_with_that_reason(tmp_path:
     }
 
 
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_clock_that_is_set_ends_no_training(tmp_path: Path, scripted, monkeypatch, jump: float) -> None:
+    launcher, real = scripted(), time.time
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, "Collect Wood", time_limit=600.0, max_retries=0)
+    thread = in_thread(s.run)
+    while not launcher.running:
+        time.sleep(0.01)
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    s.add_skill("Drink Water", SKILLS["Drink Water"])  # begun when the clock is set, and set back then
+    while len(launcher.launched) < 2 and not launcher.killed:
+        time.sleep(0.01)
+    monkeypatch.setattr(time, "time", real)
+    time.sleep(1.0)
+    launcher.gate.set()
+    thread.join(20)
+    assert launcher.killed == []
+    assert set(s.get_completed_skills()) == {"Collect Wood", "Drink Water"}
+
+
+def test_a_folder_that_cannot_be_written_is_the_skills_failure_not_the_runs_end(
+    tmp_path: Path, scripted
+) -> None:
+    s = scheduler(tmp_path, scripted(), "Collect Wood", "Drink Water", max_parallel=1)
+    (tmp_path / "training_runs").mkdir()
+    (tmp_path / "training_runs" / "skill_0_Collect_Wood").write_text("a file where the folder goes")
+    (tmp_path / "training_runs" / "skill_1_Collect_Wood").write_text("a file where the folder goes")
+    assert not s.run()
+    assert "cannot be set up: NotADirectoryError" in s.get_failed_skills()["Collect Wood"]
+    assert s.get_status("Drink Water") == "completed"
+
+
+@pytest.mark.parametrize(
+    "done", ["[]", "null", '{"attempt": %d, "id": "x", "sha256": 3, "acted_frames": null}']
+)
+def test_an_odd_mark_is_the_trainings_failure_not_the_runs_end(tmp_path: Path, scripted, done: str) -> None:
+    launcher = scripted()
+
+    def odd(folder: Path, attempt: int) -> None:
+        launcher.finish(folder, attempt)
+        if Run.open(folder).spec["skill"] == "Collect Wood":
+            (folder / "DONE.json").write_text(done)
+
+    launcher.script = odd
+    s = scheduler(tmp_path, launcher, "Collect Wood", "Drink Water", max_retries=1)
+    assert not s.run()
+    assert set(s.get_failed_skills()) == {"Collect Wood"}
+    assert s.get_status("Drink Water") == "completed"
+
+
 def test_a_launch_that_cannot_be_made_is_the_skills_failure_not_the_runs_end(
     tmp_path: Path, scripted
 ) -> None:

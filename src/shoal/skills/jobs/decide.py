@@ -11,7 +11,7 @@ that a kill in between leaves rows from which the next decision follows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ class Rows:
     now: float = 0.0
     merging: frozenset[int] = frozenset()  # attempts being committed
     killed: frozenset[int] = frozenset()  # attempts that were told to end
+    ages: Mapping[int, float] = field(default_factory=dict)  # seconds of the launches that are watched
 
     def job(self, name: str) -> JobRow:
         """A job by its name."""
@@ -262,7 +263,8 @@ def _end(rows: Rows, job: str, why: str) -> list[Action]:
 def _overdue(rows: Rows) -> list[Action]:
     actions: list[Action] = []
     for attempt in rows.running:
-        if rows.time_limit is not None and rows.now - attempt.started > rows.time_limit:
+        age = rows.ages.get(attempt.id, rows.now - attempt.started)
+        if rows.time_limit is not None and age > rows.time_limit:
             actions += _end(rows, attempt.job, "limit")
     return actions
 

@@ -115,7 +115,8 @@ class Runner:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         free_memory: Callable[[], int | None] = available_memory,
     ) -> None:
-        if slots < 1 or max_retries < 0 or poll_interval <= 0 or (time_limit is not None and time_limit <= 0):
+        late = time_limit is not None and not time_limit > 0  # NaN never comes
+        if slots < 1 or max_retries < 0 or not poll_interval > 0 or late:
             raise ConfigError(
                 "max_parallel must be at least 1, max_retries at least 0, poll_interval and time_limit positive"
             )
@@ -133,6 +134,7 @@ class Runner:
         self._shown: Future[None] | None = None
         self._to_tidy: list[AttemptRow] = []
         self._watched: dict[int, tuple[Handle, Launcher]] = {}
+        self._began: dict[int, float] = {}  # on the monotonic clock, of the launches that are watched
         self._merging: set[int] = set()  # attempts whose merge has not been handled here yet
         self._killed: set[int] = set()
         self._phase: Phase = "run"
@@ -257,13 +259,19 @@ class Runner:
             now=time.time(),
             merging=frozenset(self._merging),
             killed=frozenset(self._killed),
+            ages=self._ages(),
         )
 
     def _overdue(self) -> bool:
-        return self.time_limit is not None and any(
-            number not in self._killed and time.time() - self.store.attempt(number).started > self.time_limit
-            for number in self._watched
+        limit = self.time_limit
+        return limit is not None and any(
+            age > limit for number, age in self._ages().items() if number not in self._killed
         )
+
+    def _ages(self) -> dict[int, float]:
+        """Seconds that launches have taken, whatever is done to the clock of this machine meanwhile."""
+        now = time.monotonic()
+        return {number: now - self._began[number] for number in self._watched}
 
     def _room(self, running: int) -> int | None:
         """Launches for which there are resources: as the launcher sees them, else the memory of this machine."""
@@ -314,13 +322,14 @@ class Runner:
             self._flush()  # the folder of the round before must be gone
         try:
             folder = self.work.prepare(job, resume=not job.fresh)
-        except (ShoalError, ValueError) as error:
-            reason = f"cannot be set up: {error}"
+            clear_marks(folder)
+        except Exception as error:  # of its files too: this job's failure, not the graph's end
+            known = isinstance(error, ShoalError | ValueError)
+            reason = f"cannot be set up: {error if known else f'{type(error).__name__}: {error}'}"
             self._perform(
                 [Update(name, {"status": "failed", "reason": reason, "ended": time.time()}), Tell(name)]
             )
             return
-        clear_marks(folder)
         number = self.store.begin_attempt(name, folder, job.left if job.budget_total else None)
         log = (folder / f"training-{number}.log").resolve()
         try:
@@ -341,6 +350,8 @@ class Runner:
         logger.info("running %r, launch %d%s", name, number, "" if job.fresh else " (resumed)")
 
     def _watch(self, number: int, handle: Handle, launcher: Launcher) -> None:
+        ago = max(0.0, time.time() - self.store.attempt(number).started)  # by an earlier runner, maybe
+        self._began[number] = time.monotonic() - ago
         self._watched[number] = (handle, launcher)
         if not launcher.watch(dict(handle), lambda how: self._events.put(("ended", number, how))):
             self._events.put(("ended", number, "gone"))
@@ -357,12 +368,13 @@ class Runner:
     def _ended(self, number: int, how: str) -> None:
         """A launch is over: what it left says how."""
         self._watched.pop(number, None)
+        self._began.pop(number, None)
         attempt = self.store.attempt(number)
         if attempt.state != "running" or number in self._merging:
             return
         try:
             self.work.examine(attempt)
-        except (ShoalError, OSError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever a job may leave behind: it is no result
             told, final = read_failure(self.store.root / attempt.run_folder, number)
             self._decided(Ended(attempt, reason=told or f"{how}; {error}", final=final))
             return

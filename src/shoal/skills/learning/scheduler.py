@@ -83,7 +83,7 @@ class SkillScheduler:
         time_limit: float | None = None,
         gpu_ids: str | None = None,
     ) -> None:
-        if max_parallel < 1 or max_retries < 0 or poll_interval <= 0:
+        if max_parallel < 1 or max_retries < 0 or not poll_interval > 0:
             raise ConfigError(
                 "max_parallel must be at least 1, max_retries at least 0, poll_interval positive"
             )
