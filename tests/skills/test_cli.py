@@ -188,3 +188,32 @@ def test_numbers_that_cannot_be_are_refused_before_anything_is_trained_or_change
         told = capsys.readouterr()
         assert message in told.out + told.err
     assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus-per-skill", "0.5"], "--gpus-per-skill is for --launcher ray and does nothing with local"),
+        (["--gpus_per_skill=0.5", "--launcher", "tmux"], "does nothing with tmux"),
+        (["--sbatch=--partition=gpu"], "--sbatch is for --launcher slurm and does nothing with local"),
+        (["--target-skill", "Collect Wood", "--llm-name", "m"], "--llm-name has skills proposed"),
+        (["--target-skill", "Collect Wood", "--replay", "proposals.jsonl"], "--replay has skills proposed"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "proposals.jsonl").write_text("")
+    words = [str(tmp_path / word) if word.endswith(".jsonl") else word for word in words]
+    quick = [*QUICK, "--max-nodes", "1", "--llm-url", "http://127.0.0.1:9/v1"]
+    assert skills("train", "--graph-path", str(tmp_path / "run"), *quick, *words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_target_that_max_nodes_would_leave_out_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    target = ["train", "--dry-run", "--target-skill", "Place Table", "--max-nodes"]
+    assert skills(*target, "1") == 2
+    assert "raise max_nodes to 2" in capsys.readouterr().err
+    assert skills(*target, "2") == 0
+    assert "Place Table: needs" in capsys.readouterr().out

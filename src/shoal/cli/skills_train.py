@@ -164,12 +164,12 @@ def train(options: TrainOptions) -> int:
         print("shoal: --conda_env is ignored: trainings run in this Python", file=sys.stderr)
     if options.evaluation_worlds < 0:
         raise ConfigError(f"--evaluation-worlds must be at least 0, got {options.evaluation_worlds}")
+    _refuse_what_is_ignored(options)
     proposer: Proposer
     if options.replay:
         proposer = Replay(options.replay, features)
     elif options.llm_name:
-        named = any(word.replace("_", "-").split("=")[0] == "--llm-url" for word in options.said)
-        key = os.environ.get("OPENAI_API_KEY", "none") if named else "none"
+        key = os.environ.get("OPENAI_API_KEY", "none") if _is_said(options, "--llm-url") else "none"
         proposer = LanguageModel(
             options.llm_name, options.llm_url, features, api_key=key, examples=load_skills(path, features)[:1],
             record=options.graph_path / "proposals.jsonl",
@@ -182,8 +182,6 @@ def train(options: TrainOptions) -> int:
         raise ConfigError(
             f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
         )
-    if options.gpu_ids and options.gpus_per_skill:
-        raise ConfigError("--gpu-ids names GPUs, --gpus-per-skill lets Ray choose them; give one of the two")
     run = RunFolder(options.graph_path, "skills train", options.seed, _printer(options.json_events))
     launcher = make_launcher(
         options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
@@ -226,6 +224,31 @@ def train(options: TrainOptions) -> int:
 
 
 COMMAND = Command(TrainOptions, train, MORE, WANTED, _defaults)
+
+
+def _is_said(options: TrainOptions, flag: str) -> bool:
+    """Whether the call itself names an option; one that a resumed folder was trained with is kept silently."""
+    return any(word.replace("_", "-").split("=")[0] == flag for word in options.said)
+
+
+def _refuse_what_is_ignored(options: TrainOptions) -> None:
+    """Raise a `ConfigError` that names options of which one would be ignored."""
+    if options.gpu_ids and options.gpus_per_skill:
+        raise ConfigError("--gpu-ids names GPUs, --gpus-per-skill lets Ray choose them; give one of the two")
+    for flag, value, launcher in (
+        ("--gpus-per-skill", options.gpus_per_skill, "ray"),
+        ("--sbatch", options.sbatch, "slurm"),
+    ):
+        if value and options.launcher != launcher and _is_said(options, flag):
+            raise ConfigError(
+                f"{flag} is for --launcher {launcher} and does nothing with {options.launcher}: leave it out, or name "
+                "that launcher"
+            )
+    other = "--replay" if options.replay else "--llm-name" if options.llm_name else None
+    if options.target_skill and other:
+        raise ConfigError(
+            f"--target-skill chooses from a file of skills, and {other} has skills proposed: give one of the two"
+        )
 
 
 def _conclude(

@@ -69,6 +69,11 @@ class KnowledgeBase:
         if target is not None:
             needed = {step.skill for step in plan_for(target, skills, features)}
             skills = [skill for skill in skills if skill.name in needed]
+            if max_nodes is not None and len(skills) > max_nodes:
+                raise ConfigError(
+                    f"{target!r} and what it needs are {len(skills)} skills, and max_nodes={max_nodes} would leave it "
+                    f"out: raise max_nodes to {len(skills)}"
+                )
         self.skills = skills[:max_nodes]
         covering_plan(
             self.skills, features
