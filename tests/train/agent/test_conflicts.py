@@ -26,9 +26,6 @@ CONFLICTS = {
     "grouping=batch has no effect with adv_estimator=gae": [
         "agent_proxy.reward_normalization.grouping=batch", "algorithm.adv_estimator=gae",
     ],
-    "grouping=inductive has no effect with agent_proxy.reward_normalization.method=identity": [
-        "agent_proxy.reward_normalization.grouping=inductive", "agent_proxy.reward_normalization.method=identity",
-    ],
     "statistics=steps has no effect with agent_proxy.reward_normalization.method=identity": [
         "algorithm.gigpo.statistics=steps", "agent_proxy.reward_normalization.method=identity",
         "algorithm.adv_estimator=gigpo",

@@ -622,18 +622,12 @@ def _of_rewards(config: AgentConfig) -> Iterator[str]:
             f"agent_proxy.reward_normalization.grouping={settings.grouping} has no effect with adv_estimator="
             f"{estimator}, which compares no groups: leave it out, or use one of {', '.join(readers)}"
         )
-    if settings.method != "identity" or not ESTIMATORS[estimator].normalized:
-        return
-    void = {
-        "agent_proxy.reward_normalization.grouping": (settings.grouping, RewardNormalization().grouping),
-        "algorithm.gigpo.statistics": (config.algorithm.gigpo.statistics, GiGPO().statistics),
-    }
-    for name, (value, plain) in void.items():
-        if value != plain:
-            yield (
-                f"{name}={value} has no effect with agent_proxy.reward_normalization.method=identity, which leaves "
-                f"rewards as they are: leave one of the two out"
-            )
+    statistics = config.algorithm.gigpo.statistics
+    if settings.method == "identity" and ESTIMATORS[estimator].normalized and statistics != GiGPO().statistics:
+        yield (
+            f"algorithm.gigpo.statistics={statistics} has no effect with agent_proxy.reward_normalization.method="
+            f"identity, which leaves rewards as they are: leave one of the two out"
+        )
 
 
 def config_names() -> list[str]:
