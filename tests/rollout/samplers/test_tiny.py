@@ -113,6 +113,22 @@ def test_a_response_ends_with_its_stop_text(engine):
         assert close not in completion.token_ids[:-1]
 
 
+@pytest.mark.parametrize("stop", ["p", "pU", "UpL", "tU", "oUp", "e</action>", "é\n", "r>", "</"])
+def test_a_response_ends_where_its_stop_text_is_whole_however_it_falls_on_tokens(engine, stop):
+    prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
+    ended = 0
+    for i in range(60):
+        key = Key(1, 0, i, 0, 0)
+        (free,) = engine.generate([Request(prompt, key, Sampling(24, 3.0))])
+        (found,) = engine.generate([Request(prompt, key, Sampling(24, 3.0, (stop,)))])
+        said = [engine.tokenizer.decode(free.token_ids[: n + 1]) for n in range(len(free.token_ids))]
+        n = next((n + 1 for n, text in enumerate(said) if stop in text), None)
+        assert found.token_ids == free.token_ids[:n]
+        assert found.finish == (free.finish if n is None else "stop")
+        ended += n is not None
+    assert ended or stop not in ("p", "</")
+
+
 def test_a_prompt_without_tokens_is_an_error(engine):
     with pytest.raises(EngineError, match="at least one token"):
         engine.generate([Request((), Key(0, 0, 0, 0, 0))])

@@ -236,7 +236,7 @@ class TinyEngine:
         for row in np.flatnonzero(temperature).tolist():
             noise[row] = Noise(requests[row].key).rows(room, self.tokenizer.size)
         limited = [row for row, request in enumerate(requests) if request.sampling.restricted]
-        stops = [tuple(map(self.tokenizer.encode, request.sampling.stop)) for request in requests]
+        texts = [""] * n
         written: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         live = dict.fromkeys(range(n))
@@ -251,7 +251,9 @@ class TinyEngine:
                 pick = int(picks[row])
                 written[row].append(pick)
                 logprobs[row].append(float(scores[row, pick]))
-                if pick == END or any(tuple(written[row][-len(stop) :]) == stop for stop in stops[row]):
+                piece, stops = self.tokenizer.decode((pick,)), requests[row].sampling.stop
+                texts[row] += piece
+                if pick == END or any(stop in texts[row][-len(stop + piece) + 1 :] for stop in stops):
                     del live[row]
             if not live or step + 1 == room:
                 break
