@@ -1,3 +1,4 @@
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -6,6 +7,7 @@ from shoal import envs
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
 from shoal.envs.actions import Projected, Projection
+from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import EnvGroups, make_environments, make_set, validate_environment_config
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
@@ -141,6 +143,48 @@ def test_what_cannot_be_asked_or_read_costs_its_own_episode_in_lockstep_as_on_wo
     assert "ok" in statuses
     assert set(statuses) == ({"ok", "engine_error"} if change == "prompt" else {"ok"})
     assert all("division by zero" in t.error for t in played if t.error)
+
+
+class Late(RandomEngine):
+    """A server that does not answer the third turn of group 1 in time."""
+
+    def generate(self, requests):
+        if any(request.key.group == 1 and request.key.turn == 2 for request in requests):
+            raise TimeoutError("no answer within 1 s")
+        return super().generate(requests)
+
+
+def test_an_engine_that_is_late_is_told_as_a_timeout_in_lockstep_as_on_workers():
+    played = collector(Late(WORDS)).collect(0, SAMPLING)
+    settings = {"max_tokens": 8, "prompt": asdict(PROMPT)}
+    with ParallelRolloutManager(
+        config() | {"agent_proxy": settings}, Late(WORDS), seed=5, backend="serial"
+    ) as manager:
+        assert manager.collect(0, SAMPLING) == played
+    told = {(t.group, t.status, t.error) for t in played if t.status != "ok"}
+    assert told == {(1, "timeout", "no answer within 1 s")}
+
+
+class Stuck(FrozenLakeEnv):
+    """One world does not answer."""
+
+    def _advance(self, action):
+        time.sleep(60 * (self._seed == derive_seed(5, "env", 0, 1)))
+        return super()._advance(action)
+
+
+def test_an_env_that_is_late_is_told_as_a_timeout_in_lockstep_as_on_workers():
+    envs.register("test_stuck", Stuck, replace=True)
+    side = {"env_groups": 3, "group_size": 1, "env_configs": {"tags": ["Stuck"]}}
+    kinds = {"custom_envs": {"Stuck": {"env_type": "test_stuck"}}, "es_manager": {"train": side, "val": side}}
+    found = validate_environment_config(kinds | {"vector": {"backend": "process", "step_timeout": 1.0}})
+    made = make_set(found, found.es_manager.train)
+    playing = TrajectoryCollector(made.pool, made.tags, made.roles, 1, RandomEngine(WORDS), PROMPT, 5)
+    try:
+        played = playing.collect(0, SAMPLING)
+    finally:
+        playing.close()
+    assert [trajectory.status for trajectory in played] == ["ok", "timeout", "ok"]
 
 
 def test_in_append_mode_each_prompt_extends_the_tokens_before_it():

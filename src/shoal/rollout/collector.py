@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError, EnvError, WorkerError
+from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
@@ -136,7 +136,8 @@ class TrajectoryCollector:
                 try:
                     resets += self._reset([i], episodes)
                 except (WorkerError, EnvError) as error:
-                    failed[i] = ("env_error", str(error))
+                    late = isinstance(error, WorkerTimeoutError)
+                    failed[i] = ("timeout" if late else "env_error", str(error))
         for i, (observation, info) in resets:
             with _told(i, failed):
                 episodes[i].begin(observation, info)
@@ -159,7 +160,7 @@ class TrajectoryCollector:
             for i, (observation, reward, terminated, truncated, info) in zip(indices, results, strict=True):
                 if info.get("worker_restarted"):
                     failed[i] = (
-                        "env_error",
+                        "timeout" if info.get("worker_timeout") else "env_error",
                         str(info.get("worker_error", "its env failed and was replaced")),
                     )
                     del pending[i]
@@ -179,8 +180,9 @@ def _told(i: int, failed: dict[int, tuple[Status, str]], status: Status = "env_e
     try:
         yield
     except Exception as error:
-        plain = status == "engine_error" and isinstance(error, EngineError | TimeoutError)
-        failed[i] = (status, str(error) if plain else f"{type(error).__name__}: {error}")
+        late = status == "engine_error" and isinstance(error, TimeoutError)
+        plain = late or (status == "engine_error" and isinstance(error, EngineError))
+        failed[i] = ("timeout" if late else status, str(error) if plain else f"{type(error).__name__}: {error}")
 
 
 class Collector(Protocol):

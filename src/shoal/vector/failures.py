@@ -186,7 +186,8 @@ def restart_seed(seed: int | None, replaced: int) -> int | None:
 
 def told_of(failure: Failure) -> dict[str, Any]:
     """What the info of a replaced env says."""
-    return {"worker_restarted": True, "worker_error": str(error_of(failure))}
+    told = {"worker_restarted": True, "worker_error": str(error_of(failure))}
+    return {**told, "worker_timeout": True} if failure.kind == "timeout" else told
 
 
 class MaskedEnv(gymnasium.Env[Any, Any]):
