@@ -213,12 +213,23 @@ def test_in_append_mode_each_prompt_extends_the_tokens_before_it():
             "must sum to env_groups=4 or to a divisor",
         ),
         ({"es_manager": {"train": {"env_configs": {}}}}, "must name at least one of custom_envs"),
+        (
+            {"vector": {"step_timeout": 5}, "use_parallel_envs": False},
+            "vector.step_timeout needs use_parallel_envs=true",
+        ),
         ({"vector": {"make_timeout": -1}}, "vector.make_timeout must be positive seconds or null, got -1"),
     ],
 )
 def test_a_config_that_cannot_run_says_which_key_is_wrong(change, message):
     with pytest.raises(ConfigError, match=message):
         validate_environment_config(config() | change)
+
+
+def test_a_kind_of_env_with_prefill_is_refused_in_append_mode_before_anything_is_played():
+    kinds = {tag: kind | {"prompt": {"prefill": "<action>"}} for tag, kind in config()["custom_envs"].items()}
+    appending = {"custom_envs": kinds, "agent_proxy": {"prompt": {"mode": "append"}}}
+    with pytest.raises(ConfigError, match=r"custom_envs\.Lake\.prompt with agent_proxy\.prompt: prompt\.prefill"):
+        ParallelRolloutManager(config() | appending, RandomEngine(WORDS))
 
 
 def test_groups_are_spread_by_counts_or_proportions():

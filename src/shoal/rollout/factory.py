@@ -216,13 +216,19 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
     Every kind of env that is used is made once, and closed, so that a wrong setting shows now and not in a worker;
     within the time that `config` gives its constructor, if it gives one.
     """
-    parallel = getattr(getattr(config, "agent_proxy", None), "parallel", None)
+    proxy = getattr(config, "agent_proxy", None)
+    parallel, prompt = getattr(proxy, "parallel", None), getattr(proxy, "prompt", PromptConfig())
     if isinstance(config, Mapping):
         known = {"es_manager", "custom_envs", "use_parallel_envs", "vector"}
         config = from_mapping(EnvironmentConfig, {key: config[key] for key in config if key in known})
     checked = EnvironmentConfig(
         config.es_manager, config.custom_envs, config.use_parallel_envs, config.vector
     )
+    if checked.vector.step_timeout is not None and not checked.use_parallel_envs:
+        raise ConfigError(
+            "vector.step_timeout needs use_parallel_envs=true: with false the caller steps the envs, and cannot "
+            "interrupt itself"
+        )
     given = [
         item.make_timeout or item.step_timeout for item in (checked.vector, parallel) if item is not None
     ]
@@ -240,8 +246,17 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
                 )
             if tag not in tried:
                 tried.add(tag)
+                _fits(tag, checked.custom_envs[tag], prompt)
                 _try(tag, checked.custom_envs[tag], seconds)
     return checked
+
+
+def _fits(tag: str, kind: EnvTag, prompt: PromptConfig) -> None:
+    """The prompt settings of a kind go together with those of all."""
+    try:
+        replace(prompt, **kind.prompt)
+    except ConfigError as error:
+        raise ConfigError(f"custom_envs.{tag}.prompt with agent_proxy.prompt: {error}") from error
 
 
 def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:

@@ -52,7 +52,8 @@ def agents(
     training = _Training(config_name, [*overrides, *KEPT], config_dir, quick)
     cases = [
         training.case("one by one", "agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=serial"),
-        training.case("lockstep", "agent_proxy.use_parallel_rollout=false", "use_parallel_envs=false"),
+        training.case("lockstep", "agent_proxy.use_parallel_rollout=false", "use_parallel_envs=false",
+                      "vector.step_timeout=null"),
         training.case("lockstep, envs in 3 workers", "agent_proxy.use_parallel_rollout=false",
                       "use_parallel_envs=true", "vector.backend=process", "vector.num_workers=3"),
     ]  # fmt: skip
