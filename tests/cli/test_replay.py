@@ -65,11 +65,10 @@ def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
     assert played == 2 * 4 + 3 * 2
 
 
-def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(tmp_path, capsys):
+@pytest.mark.parametrize("whose", ["agent_proxy.prompt", "+custom_envs.FrozenLakeEnv.prompt"])
+def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(tmp_path, capsys, whose):
     small = [item for item in SMALL if "own_lake" not in item and "warmup" not in item]
-    asked = [
-        f"agent_proxy.prompt.{item}" for item in ("prefill='<action>'", "closing='</action>'", "history=0")
-    ]
+    asked = [f"{whose}.{item}" for item in ("prefill='<action>'", "closing='</action>'", "history=0")]
     asked += ["agent_proxy.max_tokens=1", "warmup.steps=120", "warmup.learning_rate=0.01"]
     assert main(["train", *small, *asked, f"run_dir={tmp_path / 'run'}"]) == 0
     records = list(read_trajectories(tmp_path / "run" / "trajectories" / "train-000001.jsonl"))
@@ -84,6 +83,10 @@ def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(
         assert main(["replay", str(tmp_path / "run"), "train-000002:0", *said]) == 0
         told = capsys.readouterr().out
         assert "the same" in told or said[-1:] == ["Up"]
+    with Replay(tmp_path / "run") as replay:
+        found = find_episode(tmp_path / "run", "train-000002:0")
+        forked = replay.play(found, fork=(2, "Up")).trajectory
+        assert forked.turns[0] == found.trajectory.turns[0], "what is before the fork is the record"
 
 
 def test_the_command_says_that_it_is_the_same(trained, capsys):

@@ -228,7 +228,9 @@ def test_a_config_that_cannot_run_says_which_key_is_wrong(change, message):
 def test_a_kind_of_env_with_prefill_is_refused_in_append_mode_before_anything_is_played():
     kinds = {tag: kind | {"prompt": {"prefill": "<action>"}} for tag, kind in config()["custom_envs"].items()}
     appending = {"custom_envs": kinds, "agent_proxy": {"prompt": {"mode": "append"}}}
-    with pytest.raises(ConfigError, match=r"custom_envs\.Lake\.prompt with agent_proxy\.prompt: prompt\.prefill"):
+    with pytest.raises(
+        ConfigError, match=r"custom_envs\.Lake\.prompt with agent_proxy\.prompt: prompt\.prefill"
+    ):
         ParallelRolloutManager(config() | appending, RandomEngine(WORDS))
 
 

@@ -182,7 +182,10 @@ def _told(i: int, failed: dict[int, tuple[Status, str]], status: Status = "env_e
     except Exception as error:
         late = status == "engine_error" and isinstance(error, TimeoutError)
         plain = late or (status == "engine_error" and isinstance(error, EngineError))
-        failed[i] = ("timeout" if late else status, str(error) if plain else f"{type(error).__name__}: {error}")
+        failed[i] = (
+            "timeout" if late else status,
+            str(error) if plain else f"{type(error).__name__}: {error}",
+        )
 
 
 class Collector(Protocol):

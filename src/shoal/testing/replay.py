@@ -157,7 +157,8 @@ class Replay:
         exact = fork is None and (sampler is None or self.sampler in ("auto", "checkpoint"))
         episode = Episode(self._place(found), role, Prompter(self.config.agent_proxy.prompt, tokenizer),
                           self._sampling(found))  # fmt: skip
-        writer = _Writer(record, role, tokenizer, sampler, fork, self.config.agent_proxy.prompt)
+        prompt = replace(self.config.agent_proxy.prompt, **role.prompt)
+        writer = _Writer(record, role, tokenizer, sampler, fork, prompt)
         env = resolve_text(*self._kind(record.env))()
         try:
             self._loop(env, episode, writer, step or _plain_step, told, record if exact else None)
