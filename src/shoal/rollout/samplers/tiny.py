@@ -251,9 +251,12 @@ class TinyEngine:
                 pick = int(picks[row])
                 written[row].append(pick)
                 logprobs[row].append(float(scores[row, pick]))
-                piece, stops = self.tokenizer.decode((pick,)), requests[row].sampling.stop
-                texts[row] += piece
-                if pick == END or any(stop in texts[row][-len(stop + piece) + 1 :] for stop in stops):
+                ended = pick == END
+                if stops := requests[row].sampling.stop:
+                    piece = self.tokenizer.decode((pick,))
+                    texts[row] += piece
+                    ended = ended or any(stop in texts[row][-len(stop + piece) + 1 :] for stop in stops)
+                if ended:
                     del live[row]
             if not live or step + 1 == room:
                 break
