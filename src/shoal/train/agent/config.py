@@ -623,7 +623,11 @@ def _of_rewards(config: AgentConfig) -> Iterator[str]:
             f"{estimator}, which compares no groups: leave it out, or use one of {', '.join(readers)}"
         )
     statistics = config.algorithm.gigpo.statistics
-    if settings.method == "identity" and ESTIMATORS[estimator].normalized and statistics != GiGPO().statistics:
+    if (
+        settings.method == "identity"
+        and ESTIMATORS[estimator].normalized
+        and statistics != GiGPO().statistics
+    ):
         yield (
             f"algorithm.gigpo.statistics={statistics} has no effect with agent_proxy.reward_normalization.method="
             f"identity, which leaves rewards as they are: leave one of the two out"
