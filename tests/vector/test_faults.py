@@ -618,3 +618,39 @@ def test_a_step_after_the_end_raises_under_every_policy_and_costs_no_env(policy:
     envs.close()
     assert (stats["active"], stats["restarts"]) == (2, [0, 0])
     assert stats["failures"] == [0, 0]
+
+
+class NeverBegins(CountEnv):
+    """Its episodes with an odd seed do not begin; the others do."""
+
+    def __init__(self, how: str, log: str) -> None:
+        super().__init__()
+        self.how, self.log = how, Path(log)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None and seed % 2:
+            with self.log.open("a") as file:
+                file.write("tried\n")
+            if self.how == "raise":
+                raise ZeroDivisionError("no beginning")
+            time.sleep(60)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize(("how", "backend"), [("raise", "serial"), ("raise", "process"), ("hang", "process")])
+def test_an_env_that_never_begins_is_given_up_in_one_operation_and_may_begin_in_the_next(
+    how: str, backend: Any, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    fns = [CountEnv, functools.partial(NeverBegins, how, str(log))]
+    limits = {"step_timeout": 0.3, "num_workers": 2} if how == "hang" else {}
+    options: Any = {"backend": backend, "on_failure": "restart", "max_restarts": 1000, **limits}
+    with closing(make_vec(fns, **options)) as envs:
+        for tried in (4, 8):  # at first and after three restarts, in each of two operations
+            with pytest.raises(WorkerError, match="env 1") as caught:
+                envs.reset_some([0, 1], [2, 7])
+            assert caught.value.__notes__[-1] == "env 1 was restarted 3 times at once before this"
+            assert log.read_text().count("tried") == tried
+        (_, _), (_, info) = envs.reset_some([0, 1], [2, 4])
+        assert "worker_restarted" not in info
+        assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]

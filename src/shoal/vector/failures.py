@@ -142,12 +142,17 @@ class Decision:
     error: WorkerError | None = None  # or this is raised
 
 
+MOST_AT_ONCE = 3
+"""Restarts of an env in one operation, whatever `max_restarts` says: it may be that it can never begin."""
+
+
 def decide(
     failures: Iterable[Failure],
     policy: OnFailure,
     blamed: Mapping[int, int],
     max_restarts: int,
     lost_with: Callable[[int], Sequence[int]],
+    at_once: Mapping[int, int] | None = None,
 ) -> Decision:
     """What a policy says about these failures.
 
@@ -157,6 +162,7 @@ def decide(
         blamed: how often each env failed, these failures included.
         max_restarts: how often one may.
         lost_with: the envs that are lost with one because its worker is; empty if it is not.
+        at_once: how often each failed in this one operation, which gives up after `MOST_AT_ONCE` restarts.
 
     >>> failures = [Failure(2, "step", "no answer")]
     >>> sorted(decide(failures, "restart", {2: 1}, 3, lambda env: [2, 3]).hurt)
@@ -168,9 +174,11 @@ def decide(
     masked: list[int] = []
     named = {failure.env: failure for failure in failures}
     for env, failure in named.items():
-        if policy == "restart" and blamed[env] > max_restarts:
+        often = blamed[env] > max_restarts
+        if policy == "restart" and (often or (at_once or {}).get(env, 0) > MOST_AT_ONCE):
             error = error_of(failure)
-            error.add_note(f"env {env} was restarted {max_restarts} times (max_restarts) before this")
+            times = f"{max_restarts} times (max_restarts)" if often else f"{MOST_AT_ONCE} times at once"
+            error.add_note(f"env {env} was restarted {times} before this")
             return Decision({}, error=error)
         if policy == "mask":
             masked.append(env)

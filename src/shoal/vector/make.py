@@ -80,7 +80,7 @@ def make_vec(
         step_timeout: seconds that one step, reset or call of one env may take; a worker that takes longer is killed.
         make_timeout: seconds that making one env may take; default: `step_timeout`.
         on_failure: what an env's failure does: "raise" an error, "restart" what failed, or "mask" it out.
-        max_restarts: per env, after which a failure raises.
+        max_restarts: per env, after which a failure raises; as does a fourth failure in one operation.
         check_nan: a reward that is NaN or infinite, or an observation with NaN, is a failure of its env.
         threads: in worker processes, one thread per env: for environments that wait (HTTP, browsers).
         ring: keep the last so many observations in place: `observation_ring()` shows them as one array

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -624,13 +625,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             elif isinstance(command, Reset):
                 given.update(zip(_ids(worker, command), command.seeds, strict=True))
         before: dict[int, _Before] = {}
+        at_once = Counter[int]()
         while failures:
+            at_once.update(failure.env for failure in failures)
             for failure in failures:
                 self._failed[failure.env] += failure.kind != "over"
             if self.on_failure == "raise" or any(failure.kind == "over" for failure in failures):
                 raise_first(failures)
             counts = dict(enumerate(self._failed))
-            decision = decide(failures, self.on_failure, counts, self.max_restarts, self._lost_with)
+            decision = decide(failures, self.on_failure, counts, self.max_restarts, self._lost_with, at_once)
             if decision.error is not None:
                 raise decision.error
             for failure in failures:
