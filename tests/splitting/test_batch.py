@@ -219,3 +219,36 @@ def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
         text = json.dumps(row["messages"])
         assert (text.count("<image>"), text.count('{"type": "image"}')) == ((0, 3) if parts else (3, 0))
         assert len(row["images"]) == 3
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_answers_that_are_context_are_context_in_a_file_of_chats_too(tmp_path, suffix):
+    from shoal.splitting import ChatReader, write_chats
+
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    source = tmp_path / "source.jsonl"
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "trained": False}]
+    said += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    source.write_text(json.dumps({"id": "one", "messages": said}) + "\n")
+    first = ChatReader(source)
+    place = tmp_path / f"chats.{suffix}"
+    write_chats(place, [first.read("one")])
+    messages = ChatReader(place).read("one").messages
+    assert [message.trained for message in messages] == [True, False, True, True]
+    assert messages == first.read("one").messages
+
+
+def test_a_file_of_chats_that_could_not_be_written_leaves_nothing(make_root, tmp_path):
+    pytest.importorskip("pyarrow")
+    from shoal.splitting import FolderReader, write_chats
+
+    root, ids = make_root(2, steps=1, size=(60, 60))
+
+    def recordings():
+        yield FolderReader(root).read(ids[0])
+        raise DataError("the second is broken")
+
+    with pytest.raises(DataError, match="second is broken"):
+        write_chats(tmp_path / "chats.parquet", recordings())
+    assert not list(tmp_path.glob("*chats*")) + list(tmp_path.glob(".*chats*"))

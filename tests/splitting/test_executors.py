@@ -296,6 +296,11 @@ def test_rewards_must_match_and_be_finite(processor, make_root):
     assert "must be finite, got nan" in batch.skipped[0].reason
     assert ids[1] in batch.skipped[0].reason
     assert batch["reward_tensor"].sum(1).tolist() == [1.0, 3.0]
+    batch = splitter.split(
+        ids, [1e39, 10**400, 3.0]
+    )  # float32, as rewards are kept, would make infinity of them
+    assert ["got 1e+39, for which float32 has no room" in s.reason for s in batch.skipped] == [True, False]
+    assert "must be finite, got inf" in batch.skipped[1].reason
     with pytest.raises(DataError, match="process rewards must be in"):
         StepwiseTrajectorySplitter(processor, root).split(ids, process_reward_tensor=[[0.5], [2.0], [0.5]])
     with pytest.raises(DataError, match="all 3 trajectories were skipped"):

@@ -41,7 +41,8 @@ def write_chats(path: Path | str, recordings: Iterable[Recording], *, parts: boo
 
     ms-swift and LLaMA-Factory (its `sharegpt` format with tags `role` and `content`) read text with `<image>` where
     an image stands, as it is written here; TRL takes parts. In `.jsonl` an image is a path or data URL; in `.parquet`
-    it is `{"bytes", "path"}` as Hugging Face datasets keep images. `id`, `task_id` and `reward` go along.
+    it is `{"bytes", "path"}` as Hugging Face datasets keep images. `id`, `task_id` and `reward` go along, and
+    `"trained": false` with answers that are mere context.
 
     Args:
         path: the file; its suffix says which kind.
@@ -61,6 +62,7 @@ def write_chats(path: Path | str, recordings: Iterable[Recording], *, parts: boo
 def _row(recording: Recording, parts: bool) -> dict[str, Any]:
     messages = [
         {"role": message.role, "content": _in_parts(message) if parts else _marked(message)}
+        | ({} if message.trained else {"trained": False})
         for message in recording.messages
     ]
     return {
@@ -95,7 +97,7 @@ def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> 
     image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     part = pyarrow.struct([("type", pyarrow.string()), ("text", pyarrow.string())])
     content = pyarrow.list_(part) if parts else pyarrow.string()
-    message = pyarrow.struct([("role", pyarrow.string()), ("content", content)])
+    message = pyarrow.struct([("role", pyarrow.string()), ("content", content), ("trained", pyarrow.bool_())])
     schema = pyarrow.schema(
         [
             ("id", pyarrow.string()),
@@ -106,11 +108,14 @@ def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> 
         ]
     )
     count, unfinished = 0, path.with_name(f".{path.name}.tmp")
-    with pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
-        for row in _rows_with_bytes(recordings, parts):
-            writer.write_batch(pyarrow.RecordBatch.from_pylist([row], schema=schema))
-            count += 1
-    unfinished.replace(path)
+    try:
+        with pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
+            for row in _rows_with_bytes(recordings, parts):
+                writer.write_batch(pyarrow.RecordBatch.from_pylist([row], schema=schema))
+                count += 1
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return count
 
 

@@ -142,6 +142,17 @@ def test_who_does_not_eat_dies_and_what_was_done_before_counts(tmp_path: Path) -
     assert report.had["anvil"] == 1.0
 
 
+def test_what_is_done_in_the_step_of_its_death_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Smithy.step
+    monkeypatch.setattr(Smithy, "step", lambda self, action: (*step(self, action)[:2], True, False, {}))
+    report = play_episodes(trained(tmp_path, "Dig"), episodes=1)
+    assert report.applied == {"Dig": 0.0}  # as in a plan
+    assert report.had["ore"] == 1.0
+    assert report.died == 1.0
+
+
 def values(**has: int) -> np.ndarray:
     return np.array([has.get(name, 0) for name in FEATURES.names], np.float32)
 

@@ -433,7 +433,7 @@ def _play(
         elapsed += 1
         lane_of = np.arange(lanes)
         filled = values[lane_of, keeping] >= full[keeping]
-        done = live & np.where(keeping >= 0, filled, course.satisfied(at, values, start))
+        done = live & ~dead & np.where(keeping >= 0, filled, course.satisfied(at, values, start))
         late = live & ~done & (elapsed >= course.horizon[at])
         for lane in np.flatnonzero(done):
             memories[lane].applied[at[lane]] = True

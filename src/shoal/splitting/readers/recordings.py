@@ -22,6 +22,7 @@ Part = dict[str, str]
 """`{"type": "text", "text": …}` or `{"type": "image", "image": …}`"""
 
 ROLES = ("system", "user", "assistant", "tool")
+MOST_REWARD = 3.4028235e38  # what float32 has room for
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
@@ -199,14 +200,17 @@ def _turn_problem(roles: Sequence[str]) -> str | None:
 
 
 def finite_reward(value: Any, where: str) -> float:
-    """`value` as a finite float, or a `DataError` that says where it came from."""
+    """`value` as a float that float32 has room for, or a `DataError` that says where it came from."""
     try:
         reward = float(value)
+    except OverflowError:
+        reward = math.inf
     except (TypeError, ValueError):
         raise DataError(f"{where}: reward must be a number, got {value!r}") from None
-    if not math.isfinite(reward):
+    if not abs(reward) <= MOST_REWARD:
+        beyond = ", for which float32 has no room" if math.isfinite(reward) else ""
         raise DataError(
-            f"{where}: reward must be finite, got {reward}; score the trajectory again or remove it"
+            f"{where}: reward must be finite, got {reward}{beyond}; score the trajectory again or remove it"
         )
     return reward
 
