@@ -426,6 +426,8 @@ def test_an_unknown_env_gets_a_suggestion():
     ("arguments", "message"),
     [
         ({"n_envs": 0}, "n_envs must be at least 1, got 0"),
+        ({"n_envs": 2.5}, "n_envs must be a whole number, got 2.5"),
+        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
         ({"backend": "proces"}, "no backend named 'proces'. Did you mean 'process'"),
         ({"start_method": "teleport"}, "no start method 'teleport'"),
         ({"learning_rat": 1}, "no PPO setting named 'learning_rat'. Did you mean 'learning_rate'"),

@@ -169,6 +169,8 @@ def check_call(
 ) -> None:
     """Raise a `ConfigError` for arguments of `PPO` that cannot be."""
     check_settings(settings)
+    if not isinstance(n_envs, int | np.integer):
+        raise ConfigError(f"n_envs must be a whole number, got {n_envs!r}")
     if n_envs < 1:
         raise ConfigError(f"n_envs must be at least 1, got {n_envs}")
     if backend not in BACKENDS:

@@ -79,6 +79,8 @@ class PPO:
         tuned = preset_for(env if isinstance(env, str) else "", preset) or NO_PRESET
         n_envs = tuned.n_envs if n_envs is None else n_envs
         check_call(n_envs, backend, num_workers, start_method, settings)
+        if not isinstance(seed, int | np.integer):
+            raise ConfigError(f"seed must be a whole number, got {seed!r}")
         base = config if config is not None else PPOConfig(**tuned.settings)
         self.config = dataclasses.replace(base, **settings)
         self.preset = tuned.name if config is None else None
