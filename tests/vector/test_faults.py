@@ -620,6 +620,24 @@ def test_a_step_after_the_end_raises_under_every_policy_and_costs_no_env(policy:
     assert stats["failures"] == [0, 0]
 
 
+class EndsBadly(CountEnv):
+    """Its episodes end with an observation that is none."""
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(3, np.float32), *super().step(action)[1:]
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_an_end_whose_observation_is_refused_is_a_failure_and_no_forgotten_reset(backend: Any) -> None:
+    options: Any = {"backend": backend, "autoreset": "disabled", "on_failure": "restart"}
+    with closing(make_vec([functools.partial(EndsBadly, 1), CountEnv], **options)) as envs:
+        envs.reset(seed=0)
+        _, rewards, _, truncated, infos = envs.step([1, 1])
+        assert truncated.tolist() == [True, False]
+        assert rewards.tolist() == [0.0, 11.0]
+        assert "must have shape" in infos["worker_error"][0]
+
+
 class NeverBegins(CountEnv):
     """Its episodes with an odd seed do not begin; the others do."""
 

@@ -305,7 +305,7 @@ class EnvGroup:
                 j = self.progress[0]
                 done = chosen.index(j) + 1
                 self._note(failures, j, "step", error, actions[done - 1])
-                if self._ended[j] and self.autoreset is AutoresetMode.DISABLED:
+                if self.autoreset is AutoresetMode.DISABLED and error.args == (OVER,):
                     failures[-1].kind = "over"
                 self._ended[j] = True
                 over = self.terminated[j] or self.truncated[j]
@@ -365,7 +365,7 @@ class EnvGroup:
     def _restart(self, j: int, told: list[Told]) -> Any:
         """The step after an end, under next-step autoreset: the first observation of a new episode."""
         if self.autoreset is not AutoresetMode.NEXT_STEP:
-            raise EnvError("the episode is over; reset it before the next step")
+            raise EnvError(OVER)
         obs, info = self.envs[j].reset()
         self._ended[j] = False
         if info:
@@ -520,6 +520,7 @@ class EnvGroup:
 
 
 IF_MEANT = " (pass check_nan=False if that is meant)"
+OVER = "the episode is over; reset it before the next step"
 NAN_OBSERVATION = f"observation holds NaN{IF_MEANT}"
 
 
