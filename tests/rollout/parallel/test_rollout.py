@@ -404,3 +404,20 @@ def test_an_episode_that_kills_its_worker_is_given_up_after_as_many_deaths_as_al
     # Both in one worker, then each alone three times.
     assert (report.worker_deaths, report.replayed_episodes) == (7, 8)
     assert report.seconds > 0
+
+
+def test_the_engine_of_a_serial_rollout_is_entered_by_one_thread_at_a_time():
+    """An episode that is given up while the engine answers it is still there when the next one asks."""
+    inside, most, calls = threading.Lock(), [], []
+
+    def before(requests):
+        most.append(inside.acquire(blocking=False))
+        calls.append(requests[0].key)
+        time.sleep(0.8 if len(calls) == 2 else 0)
+        if most[-1]:
+            inside.release()
+
+    played, _ = play("serial", engine=HashEngine(before), groups=2, parallel={"episode_timeout": 0.5})
+    assert played[0].status == "timeout"
+    assert played[-1].status == "ok"
+    assert all(most)

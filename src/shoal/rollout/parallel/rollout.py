@@ -144,6 +144,7 @@ class ParallelRolloutManager:
         self._name = secrets.token_hex(8)  # of this manager among all whose envs a process may keep
         self._number = 0  # of rollouts so far
         self._playing = threading.Lock()
+        self._at_engine = threading.Lock()  # on "serial", also of an episode that an earlier rollout gave up
         self._player: int | None = None  # the thread that plays
         self._closes = 0
 
@@ -274,6 +275,7 @@ class ParallelRolloutManager:
             self.engine,
             lambda _, data: results.update([decode_report(data)[1:]]),
             self.settings.engine_retries,
+            self._at_engine,
         )
         share = self._share(assignments, sampling, threads=1)
         self.report.worker_cpu_seconds = play_share(share, link, self._pool.here).cpu_seconds

@@ -485,11 +485,15 @@ class _Worker:
 
 @dataclass
 class LocalLink:
-    """The link of episodes that are played in the caller, one after another: it calls the engine itself."""
+    """The link of episodes that are played in the caller, one after another: it calls the engine itself.
+
+    An episode that is given up may still be at the engine: `turn` lets the next one wait for it.
+    """
 
     engine: Engine
     on_report: Callable[[Any, bytes], None]
     retries: int = 1
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
     def connect(self, asker: int) -> LocalLink:
         """This object."""
@@ -499,7 +503,8 @@ class LocalLink:
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
         """Ask the engine, again if it fails."""
         del timeout
-        answers = generate_each(self.engine, requests, retries=self.retries)
+        with self.turn:
+            answers = generate_each(self.engine, requests, retries=self.retries)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
