@@ -87,6 +87,14 @@ def test_further_batches_of_an_iteration_are_other_groups():
     assert {t.env_seed for t in one}.isdisjoint(t.env_seed for t in two)
 
 
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_batch_that_begins_among_the_first_groups_plays_each_of_its_groups(first):
+    playing = collector(RandomEngine(WORDS))
+    both = playing.collect(0, SAMPLING) + playing.collect(0, SAMPLING, first_group=4)
+    groups = range(first, first + 4)
+    assert playing.collect(0, SAMPLING, first_group=first) == [t for t in both if t.group in groups]
+
+
 def test_responses_without_an_action_cost_turns_and_are_recorded_as_such():
     trajectories = collector(ScriptedEngine(lambda prompt, key: "I go up")).collect(0, Sampling(20))
     for trajectory in trajectories:

@@ -86,7 +86,10 @@ class TrajectoryCollector:
             first_group: the number of the first group, for further batches of groups in one iteration.
             n_groups: how many groups, at most as many as there are tags; all if not given.
         """
-        groups = group_numbers(first_group, n_groups, len(self.tags))
+        groups, n = group_numbers(first_group, n_groups, len(self.tags)), len(self.tags)
+        if groups.start < n < groups.stop:  # from n on slots are in another order: two groups may want one
+            first = self.collect(iteration, sampling, first_group=groups.start, n_groups=n - groups.start)
+            return first + self.collect(iteration, sampling, first_group=n, n_groups=groups.stop - n)
         slots = {g: slot_of(g, self.tags) for g in groups}
         where = [slots[g] * self.group_size + member for g in groups for member in range(self.group_size)]
         episodes = dict(
