@@ -16,6 +16,9 @@ from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene
 from shoal.rollout.samplers.sampler import Completion, Key, Message, Request, Sampling
 
+MOST_REWARD = 3.4028235e38
+"""Of an episode, taken absolutely: what float32, in which it is learned from, has room for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -63,6 +66,7 @@ class Episode:
         self._chat: list[Message] = []
         self._images: tuple[str, ...] = ()
         self._version = 0
+        self._paid = 0.0
         self._success = self._terminated = self._truncated = False
 
     def begin(self, observation: Any, info: Mapping[str, Any]) -> None:
@@ -116,7 +120,17 @@ class Episode:
     def observe(
         self, observation: Any, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]
     ) -> None:
-        """The env took one of the actions of this turn."""
+        """The env took one of the actions of this turn.
+
+        Raises:
+            ValueError: the rewards of the episode are too large together; or what was observed is no text or picture.
+        """
+        self._paid += abs(reward)
+        if not self._paid <= MOST_REWARD:
+            raise ValueError(
+                f"the rewards of an episode, taken absolutely, must add up to at most {MOST_REWARD:.3g} (float32), "
+                f"got {self._paid:.3g} with a reward of {reward}"
+            )
         self._reward += reward
         self._valid = self._valid and bool(info.get("action_is_valid", True))
         self._success = bool(info.get("success", False))

@@ -10,11 +10,15 @@ import pytest
 from tests.rollout.doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
+from shoal.core.data import read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, EngineError
+from shoal.envs.text import Outcome
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments
+from shoal.rollout.filters import filter_groups
 from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport, spread, worthwhile_workers
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.sampler import Completion, Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 
@@ -421,3 +425,30 @@ def test_the_engine_of_a_serial_rollout_is_entered_by_one_thread_at_a_time():
     assert played[0].status == "timeout"
     assert played[-1].status == "ok"
     assert all(most)
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_rewards_that_are_too_large_together_end_their_episode_and_can_be_read_again(turn, tmp_path):
+    """Each is finite; their sum is not, so the record had no number there, or no group could be compared."""
+
+    class Rich(CounterEnv):
+        def _advance(self, action):
+            return Outcome(1e308)
+
+    class Says(HashEngine):
+        def _answer(self, request):
+            ids = self.tokenizer.encode("<action>one||two</action>")
+            return Completion(ids, (-0.5,) * len(ids), "stop", 0)
+
+    envs.register("test_rich", Rich, replace=True)
+    settings = config(groups=1) | {"vector": {"backend": "serial"}}
+    settings["custom_envs"] = {"Counter": {"env_type": "test_rich", "max_actions_per_turn": turn}}
+    train, _ = make_environments(settings)
+    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
+    lockstep = TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, Says(), prompt, 7)
+    for played in (play("serial", settings, Says())[0], lockstep.collect(4, Sampling(40))):
+        write_trajectories(tmp_path / "t.jsonl", played)
+        assert list(read_trajectories(tmp_path / "t.jsonl")) == played
+        assert {t.status for t in played} == {"env_error"}
+        assert "must add up to at most 3.4e+38" in played[0].error
+        assert filter_groups(played)[1].too_few == 1
