@@ -31,7 +31,8 @@ class ParallelConfig:
     max_batch: int = 4096
     """Requests that the engine gets at once, at most."""
     step_timeout: float | None = None
-    """Seconds after which an env that does not answer is given up and its episode ends as "timeout"."""
+    """Seconds after which an env that does not answer is given up and its episode ends as "timeout"; with
+    `make_timeout` those of `vector` if neither is given."""
     make_timeout: float | None = None
     """Seconds that the constructor of an env may take; `step_timeout` if not given."""
     episode_timeout: float | None = None

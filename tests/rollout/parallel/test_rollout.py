@@ -452,3 +452,10 @@ def test_rewards_that_are_too_large_together_end_their_episode_and_can_be_read_a
         assert {t.status for t in played} == {"env_error"}
         assert "must add up to at most 3.4e+38" in played[0].error
         assert filter_groups(played)[1].too_few == 1
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads"])
+def test_workers_keep_the_step_timeout_of_the_envs_unless_they_have_their_own(calm, backend):
+    settings = config(fault="hang") | {"vector": {"step_timeout": 0.7}}
+    played, _ = play(backend, settings)
+    check_failures(calm, played, "timeout", "did not answer within 0.7 s")

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -107,7 +107,12 @@ class ParallelRolloutManager:
     ) -> None:
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
-        self.settings = proxy.parallel
+        self.settings = own = proxy.parallel
+        if (
+            own.step_timeout is None and own.make_timeout is None
+        ):  # then those of the envs, whoever steps them
+            limits = self.config.vector
+            self.settings = replace(own, step_timeout=limits.step_timeout, make_timeout=limits.make_timeout)
         environments = validate_environment_config(self.config)
         groups = getattr(environments.es_manager, side)
         self.engine = engine
