@@ -11,7 +11,9 @@ from shoal.train.agent.advantages import (
     group_relative,
     has_signal,
     leave_one_out,
+    mean_relative,
     normalize_rewards,
+    token_whitened,
     turn_advantages,
 )
 from shoal.train.agent.config import AgentProxy, Algorithm, RewardNormalization
@@ -159,3 +161,21 @@ def test_each_estimator_by_hand(estimator, expected):
     pair = [episode(0, [1.0]), episode(0, [0.0])]
     found = turn_advantages(pair, Algorithm(adv_estimator=estimator), AgentProxy())
     np.testing.assert_allclose(np.concatenate(found), expected)
+
+
+@pytest.mark.parametrize("reward", [1e12 / 3, 1e12 + 0.1, 7.7e30])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
+def test_huge_rewards_that_are_equal_are_no_signal(reward, size):
+    rewards, groups = [reward] * size, [0] * size
+    for scale in (True, False):
+        assert not group_relative(rewards, groups, scale=scale).any()
+        assert not group_relative(rewards, groups, scale=scale, counts=[3] * size).any()
+    assert not has_signal(rewards, groups).any()
+    assert not leave_one_out(rewards, groups).any()
+    assert not mean_relative(rewards, groups).any()
+    whitened = token_whitened([[reward], [reward] * size, [0.0]], [[3], [1] * size, [0]])
+    assert not np.concatenate(whitened[:2]).any()
+    mixed = [*rewards, 1.0, 2.0]  # the scale of the batch is that of the group that differs
+    cells = [*groups, 1, 1]
+    want = batch_normalized([0.0] * size + [1.0, 2.0], cells, baseline=True)
+    np.testing.assert_array_equal(batch_normalized(mixed, cells, baseline=True), want)

@@ -298,7 +298,8 @@ def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
     _, index = np.unique(np.asarray(groups), return_inverse=True)
     others = np.bincount(index)[index] - 1
     baseline = (np.bincount(index, values)[index] - values) / np.maximum(others, 1)
-    return np.where(others > 0, values - baseline, 0.0)
+    rounding = _equal(values, index) & (np.abs(values - baseline) > EPSILON)
+    return np.where((others > 0) & ~rounding, values - baseline, 0.0)
 
 
 def batch_normalized(rewards: ArrayLike, groups: ArrayLike, *, baseline: bool = False) -> Array:
@@ -368,7 +369,8 @@ def token_whitened(returns: Sequence[Sequence[float]], counts: Sequence[Sequence
     total = max(weights.sum(), 1.0)
     mean = (weights * flat).sum() / total
     variance = (weights * (flat - mean) ** 2).sum() / max(total - 1, 1.0)
-    white = (flat - mean) / np.sqrt(variance + 1e-8)
+    rounding = _equal(flat, np.zeros(len(flat), dtype=np.int64), weights > 0) & (variance > EPSILON**2)
+    white = np.where(rounding, 0.0, (flat - mean) / np.sqrt(variance + 1e-8))
     return np.split(white, np.cumsum([len(turns) for turns in returns])[:-1])
 
 
@@ -473,13 +475,24 @@ def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = No
     if counts is None:
         count = np.bincount(index)
         centred = values - (np.bincount(index, values) / count)[index]
-        spread = np.sqrt(np.bincount(index, centred**2) / np.maximum(count - 1, 1))
-        return centred, spread[index]
-    weights = np.asarray(counts, dtype=np.float64)
-    total = np.bincount(index, weights)
-    centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
-    spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))
-    return centred, spread[index]
+        spread = np.sqrt(np.bincount(index, centred**2) / np.maximum(count - 1, 1))[index]
+        rounding = _equal(values, index) & (spread > EPSILON)
+    else:
+        weights = np.asarray(counts, dtype=np.float64)
+        total = np.bincount(index, weights)
+        centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
+        spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))[index]
+        rounding = _equal(values, index, weights > 0) & (spread > EPSILON)
+    return np.where(rounding, 0.0, centred), np.where(rounding, 0.0, spread)
+
+
+def _equal(values: Array, index: NDArray[np.int64], counted: Any = slice(None)) -> NDArray[np.bool_]:
+    """`[B]`: whether all values of its group are the same: what they differ from their mean is rounding then."""
+    low = np.full(int(index.max(initial=-1)) + 1, np.inf)
+    high = -low
+    np.minimum.at(low, index[counted], values[counted])
+    np.maximum.at(high, index[counted], values[counted])
+    return (low >= high)[index]
 
 
 # --- estimators with a critic or a teacher
