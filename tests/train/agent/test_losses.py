@@ -4,7 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.train.agent.config import Algorithm
 from shoal.train.agent.losses import (
+    LOSSES,
+    Tokens,
     aggregation_weights,
     clipped_token_loss,
     entropy_of,
@@ -120,3 +123,19 @@ def test_weights_of_tokens_by_hand(how, expected):
 )
 def test_weights_of_a_minibatch_sum_to_one(lengths, how):
     assert sum(w.sum() for w in aggregation_weights(lengths, how)) == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("gap", [-1e4, -100.0, -88.0, 88.0, 89.0, 100.0, 1e4])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_no_ratio_is_so_far_off_that_losses_and_gradients_are_not_finite(gap, advantage):
+    old, signal, rows = ZERO(2), torch.full((2,), advantage), torch.tensor([0, 0])
+    for name in ("clip", "gspo", "cispo"):
+        new = torch.full((2,), gap, requires_grad=True)
+        losses, _ = LOSSES[name].compute(Tokens(new, old, signal, rows), Algorithm(policy_loss=name))
+        (gradient,) = torch.autograd.grad(losses.sum(), new)
+        assert torch.isfinite(torch.stack([losses, gradient])).all(), name
+    for estimator in ("k1", "k2", "k3"):
+        new = torch.full((2,), gap, requires_grad=True)
+        penalty = kl_penalty(new, old, estimator)
+        (gradient,) = torch.autograd.grad(penalty.sum(), new)
+        assert torch.isfinite(torch.stack([penalty, gradient])).all(), estimator

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
+FURTHEST = 20.0
+"""Bound on log-ratios before `exp`, as in verl: beyond some 88 it is infinite, and infinity times 0 is NaN."""
 
 
 # --- the registry
@@ -143,7 +145,7 @@ def clipped_token_loss(
     Returns:
         `[N]`.
     """
-    return _clip((logprobs - old_logprobs).exp(), advantages, clip_low, clip_high, dual_clip)
+    return _clip(ratio_of(logprobs - old_logprobs), advantages, clip_low, clip_high, dual_clip)
 
 
 def sequence_clipped_loss(
@@ -177,7 +179,12 @@ def sequence_ratios(gaps: Tensor, rows: Tensor) -> Tensor:
         0, rows, torch.ones_like(gaps)
     )
     mean = torch.zeros_like(count).index_add(0, rows, gaps) / count.clamp(min=1)
-    return mean.exp()[rows]
+    return ratio_of(mean)[rows]
+
+
+def ratio_of(gaps: Tensor) -> Tensor:
+    """Ratios of probabilities from `log p - log old`, at most `exp(FURTHEST)`; without gradient where bounded."""
+    return gaps.clamp(max=FURTHEST).exp()
 
 
 def truncated_weight_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cap: float) -> Tensor:
@@ -204,12 +211,16 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstima
     """Schulman's estimators of KL(policy ‖ reference) from sampled tokens: `[N]` in nats.
 
     With `d = log p - log reference`: k1 is `d` (unbiased, can be negative), k2 is `d**2 / 2` (its gradient is that of
-    the true KL), k3 is `exp(-d) - 1 + d` (unbiased, never negative).
+    the true KL), k3 is `exp(-d) - 1 + d` (unbiased, never negative; `d` is at
+    least `-FURTHEST` there).
     """
     gap = logprobs - reference_logprobs
     if estimator == "k1":
         return gap
-    return gap**2 / 2 if estimator == "k2" else (-gap).exp() - 1 + gap
+    if estimator == "k2":
+        return gap**2 / 2
+    gap = gap.clamp(min=-FURTHEST)
+    return (-gap).exp() - 1 + gap
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:

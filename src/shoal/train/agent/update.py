@@ -36,6 +36,7 @@ from shoal.train.agent.losses import (
     Tokens,
     aggregation_weights,
     kl_penalty,
+    ratio_of,
     rollout_correction,
     value_loss,
 )
@@ -226,7 +227,7 @@ def token_loss(
     loss = (losses * columns["weights"]).sum()
     with torch.no_grad():
         gap = logprobs - columns["old_logprobs"]
-        ratio = gap.exp()
+        ratio = ratio_of(gap)
         totals.tokens += len(micro.samples)
         totals.loss += float(loss)
         if entropy is not None:
