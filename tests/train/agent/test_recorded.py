@@ -1,13 +1,14 @@
 """Training on recorded samples: packing changes nothing, kills change nothing, and what is learned is right."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.core.errors import DataError
-from shoal.core.files import read_json
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import MANIFEST, read_json, write_folder, write_json
 from shoal.splitting import (
     ChatReader,
     StepwiseTrajectorySplitter,
@@ -196,6 +197,57 @@ def test_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(process
     other = RecordedTrainer(second.model, samples, config, 0, seed=6)
     with pytest.raises(DataError, match="resume with the same settings"):
         other.load(tmp_path / "last")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rate": 1e-2},
+        {"objective": "grpo"},
+        {"max_grad_norm": 0.5},
+        {"loss_aggregation": "sequence_mean"},
+    ],
+)
+def test_a_run_does_not_go_on_with_other_settings_or_samples(model, batch, tmp_path, change):
+    samples = recorded_samples(batch.samples(), "supervised")
+    RecordedTrainer(model, samples, RecordedTraining(), 0).save(tmp_path / "last")
+    RecordedTrainer(model, samples, RecordedTraining(batching="padded", micro_batch_tokens=9), 0).load(
+        tmp_path / "last"
+    )
+    other = RecordedTrainer(model, samples, RecordedTraining(**change), 0)
+    with pytest.raises(DataError, match=f"{next(iter(change))}=.*resume with the same settings"):
+        other.load(tmp_path / "last")
+    other = RecordedTrainer(model, samples[::-1], RecordedTraining(), 0)
+    with pytest.raises(DataError, match="resume with the same recordings"):
+        other.load(tmp_path / "last")
+
+
+def test_a_checkpoint_that_does_not_tell_its_settings_goes_on(model, batch, tmp_path):
+    samples = recorded_samples(batch.samples(), "supervised")
+    trainer = RecordedTrainer(model, samples, RecordedTraining(), 0)
+    trainer.save(tmp_path / "last")
+    state = {"step": 1, "steps": trainer.steps, "seed": 0}  # as written before they were told
+    with write_folder(tmp_path / "old") as new:
+        shutil.copytree(tmp_path / "last", new, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
+        write_json(new / "state.json", state)
+    trainer.load(tmp_path / "old")
+    assert trainer.step == 1
+
+
+def test_the_name_of_a_loss_sets_what_its_paper_sets():
+    gspo, clip = RecordedTraining(objective="grpo", policy_loss="gspo"), RecordedTraining(objective="grpo")
+    assert (gspo.loss_aggregation, gspo.clip_ratio_low, gspo.clip_ratio_high) == ("sequence_mean", 3e-4, 4e-4)
+    assert (clip.loss_aggregation, clip.clip_ratio_low, clip.clip_ratio_high) == ("token_mean", 0.2, 0.28)
+    own = RecordedTraining(objective="grpo", policy_loss="gspo", clip_ratio_low=0.1)
+    assert (own.clip_ratio_low, own.algorithm().clip_ratio_low, own.clip_ratio_high) == (0.1, 0.1, 4e-4)
+    for wrong in (
+        {"policy_loss": "gspo"},
+        {"objective": "grpo", "policy_loss": "gpso"},
+        {"weight_decay": float("nan")},
+        {"clip_ratio_high": -1.0},
+    ):
+        with pytest.raises(ConfigError):
+            RecordedTraining(**wrong)
 
 
 def run_cli(*words):

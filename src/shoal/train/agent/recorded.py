@@ -8,10 +8,11 @@ all that comes after it: a run that was killed goes on as if it had not been.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ from shoal.train.agent.update import refuse_diverged
 
 logger = logging.getLogger(__name__)
 Objective = Literal["supervised", "grpo"]
+_BY_NAME: Any = None
+"""Left out: what the name of the loss sets."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,12 @@ class RecordedTraining:
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    loss_aggregation: Aggregation = "token_mean"
+    loss_aggregation: Aggregation = _BY_NAME
+    """As `algorithm.loss_aggregation`: what `policy_loss` sets if left out, else `token_mean`."""
     policy_loss: str = "clip"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
+    """A registered loss, for `grpo`."""
+    clip_ratio_low: float = _BY_NAME
+    clip_ratio_high: float = _BY_NAME
     checkpoint_every: int = 50
     """Gradient steps; 0 for none before the end."""
 
@@ -62,6 +67,24 @@ class RecordedTraining:
         )
         if self.objective not in ("supervised", "grpo"):
             raise ConfigError(f"objective must be supervised or grpo, got {self.objective!r}")
+        if self.objective == "supervised" and self.policy_loss != "clip":
+            raise ConfigError(
+                f"policy_loss={self.policy_loss} has no effect with objective=supervised: leave it out, or set "
+                f"objective to grpo"
+            )
+        algorithm = self.algorithm()
+        for name in ("loss_aggregation", "clip_ratio_low", "clip_ratio_high"):
+            object.__setattr__(self, name, getattr(algorithm, name))
+
+    def algorithm(self) -> Algorithm:
+        """The settings that policy losses read."""
+        names = ("policy_loss", "loss_aggregation", "clip_ratio_low", "clip_ratio_high", "weight_decay")
+        return Algorithm(**{name: getattr(self, name) for name in names})
+
+    def comparable(self) -> dict[str, Any]:
+        """What must be equal for a run to go on: all that can change its results."""
+        ignored = ("micro_batch_tokens", "batching", "checkpoint_every")
+        return {name: value for name, value in asdict(self).items() if name not in ignored}
 
 
 @dataclass(frozen=True)
@@ -216,11 +239,7 @@ class RecordedTrainer:
         self.optimizer = MasterAdamW(
             [{"params": trained_parameters(model), "lr": config.learning_rate}], config.weight_decay
         )
-        self._algorithm = Algorithm(
-            policy_loss=config.policy_loss,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-        )
+        self._algorithm = config.algorithm()
 
     @property
     def steps(self) -> int:
@@ -286,7 +305,8 @@ class RecordedTrainer:
         with write_folder(folder) as new:
             self.model.save_pretrained(new / "model")
             save_file({**moments, **self.optimizer.masters()}, new / "optimizer.safetensors")
-            write_json(new / "state.json", {"step": self.step, "steps": self.steps, "seed": self.seed})
+            state = {"step": self.step, "steps": self.steps, "seed": self.seed, "samples": self._digest()}
+            write_json(new / "state.json", {**state, "settings": self.config.comparable()})
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote.
@@ -301,6 +321,16 @@ class RecordedTrainer:
         if (state.get("steps"), state.get("seed")) != (self.steps, self.seed):
             raise DataError(f"{folder} is of a run with {state.get('steps')} steps and seed {state.get('seed')}, "
                             f"not {self.steps} and {self.seed}; resume with the same settings")  # fmt: skip
+        for name, value in self.config.comparable().items():
+            begun = state.get("settings", {}).get(name, value)  # older ones do not tell
+            if begun != value:
+                raise DataError(
+                    f"{folder} is of a run with {name}={begun}, not {value}; resume with the same settings"
+                )
+        if state.get("samples", self._digest()) != self._digest():
+            raise DataError(
+                f"{folder} is of a run on other samples; resume with the same recordings and split"
+            )
         kept = type(self.model).from_pretrained(folder / "model")
         self.model.load_state_dict(kept.state_dict())
         self.step = int(state["step"])
@@ -316,6 +346,15 @@ class RecordedTrainer:
             with torch.no_grad():
                 for name, value in masters.items():
                     value.copy_(saved[name])
+
+    def _digest(self) -> str:
+        """Of the samples in their order, but for their images."""
+        found = hashlib.sha256()
+        for sample in self.samples:
+            old = sample.old_logprobs if self.config.objective == "grpo" else None
+            for array in (sample.ids, sample.positions, sample.places, sample.advantages, old):
+                found.update(b"-" if array is None else repr(array.shape).encode() + array.tobytes())
+        return found.hexdigest()
 
 
 def _joined(arrays: Sequence[np.ndarray], device: str) -> Tensor:
