@@ -7,8 +7,9 @@ import threading
 import pytest
 from tests.train.agent.tiny_model import write_tiny_model
 
+from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import names
-from shoal.train.agent.config import compose_config, config_names
+from shoal.train.agent.config import AgentConfig, compose_config, config_names
 from shoal.train.agent.trainer import AgentTrainer
 
 TINY = ["engine.width=16", "engine.layers=1", "engine.heads=2"]
@@ -97,3 +98,16 @@ def test_a_config_with_a_pretrained_model_says_how_to_get_it(name):
     warmup = compose_config(name).warmup
     assert warmup.steps <= 20, "pretrained: it needs no more than the form of an answer"
     assert warmup.expert == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_of_step_advantages_is_a_number(value):
+    settings = {"algorithm": {"adv_estimator": "gigpo", "step_advantage_weight": value}}
+    with pytest.raises(ConfigError, match="step_advantage_weight must be a finite number"):
+        AgentConfig.read(settings)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 0.0])
+def test_a_replica_is_given_some_time(value):
+    with pytest.raises(ConfigError, match="timeout must be positive, or null"):
+        AgentConfig.read({"engine": {"name": "ray", "replicas": {"timeout": value}}})

@@ -65,6 +65,10 @@ class ReplicaConfig:
             raise ConfigError(
                 f"engine.replicas: expected count >= 1 and retries >= 0, got {self.count}, {self.retries}"
             )
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(
+                f"engine.replicas: timeout must be positive, or null for none, got {self.timeout}"
+            )
 
 
 @dataclass(frozen=True)

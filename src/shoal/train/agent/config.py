@@ -218,8 +218,9 @@ class Algorithm:
         refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
         if self.clip_ratio_low > 1:
             raise ConfigError(f"clip_ratio_low must be at most 1, got {self.clip_ratio_low}")
-        if not math.isfinite(self.entropy_coef):
-            raise ConfigError(f"entropy_coef must be a finite number, got {self.entropy_coef}")
+        for name in ("entropy_coef", "step_advantage_weight"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} must be a finite number, got {getattr(self, name)}")
         if not 0 < self.rollout_filter_ratio <= 1:
             raise ConfigError(f"rollout_filter_ratio must be in (0, 1], got {self.rollout_filter_ratio}")
         if self.dual_clip is not None and not self.dual_clip > 1:
