@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from tests.viewer.test_index import episode
 
@@ -30,3 +32,27 @@ def test_the_episode_that_was_asked_for_is_shown(run, capsys, asked, told):
 def test_an_episode_that_is_not_there_says_which_are(run, capsys):
     assert main(["show", str(run), "--episode", "4"]) == 2
     assert "--episode must be in [0, 3], got 4" in capsys.readouterr().err
+
+
+def test_what_a_run_says_is_shown_as_it_stands_there(run, capsys):
+    named = run.rename(run.with_name("[demo]"))
+    metrics = {"success": 0.5, "note": "see [/x] and [bold]y :fire:"}
+    (named / "summary.json").write_text(json.dumps({"command": "eval", "metrics": metrics}))
+    assert main(["show", str(named), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "see [/x] and [bold]y :fire:" in out
+    assert "[demo]" in out.replace("\n", "")
+
+
+@pytest.mark.parametrize("summary", [[], {"metrics": None}, {"metrics": [1]}])
+def test_a_summary_that_is_none_is_told_in_a_line(run, capsys, summary):
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert main(["show", str(run)]) == 2
+    assert "must hold an object with 'metrics'" in capsys.readouterr().err
+
+
+def test_no_turns_can_be_shown_but_not_fewer(run, capsys):
+    assert main(["show", str(run), "--worst", "--max-turns", "0"]) == 0
+    assert "2 more turns (--max-turns 2 shows all)" in capsys.readouterr().out
+    assert main(["show", str(run), "--worst", "--max-turns=-1"]) == 2
+    assert "--max-turns must be at least 0, got -1" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from rich.text import Text
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json
 from shoal.core.data import Trajectory, Turn
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
 from shoal.core.run_folder import FolderLock
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
@@ -83,12 +83,14 @@ def show(options: ShowOptions) -> None:
         raise DataError(
             f"{options.run} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
         )
+    if options.max_turns < 0:
+        raise ConfigError(f"--max-turns must be at least 0, got {options.max_turns}")
     if options.json:
         if not (options.run / "summary.json").exists():
             raise DataError(f"{options.run} has no summary.json: the run is not finished")
         print_json(read_json(options.run / "summary.json"))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)  # what a run says is text
     console.print(summary_table(options.run, everything=options.all))
     file = _pick_file(options.run / "trajectories", options.file)
     if file is None:
@@ -121,6 +123,11 @@ def summary_table(run: Path, *, everything: bool = False) -> Table:
         table.add_row("status", f"{now}; {count_of(rows, 'row')} of metrics so far")
         return table
     summary: dict[str, Any] = read_json(run / "summary.json")
+    if not isinstance(summary, dict) or not isinstance(summary.get("metrics", {}), dict):
+        raise DataError(
+            f"{run / 'summary.json'} must hold an object with 'metrics', an object too, as a run writes it; "
+            "restore it or remove it"
+        )
     for key in ("command", "status", "seed"):
         table.add_row(key, str(summary.get(key)))
     for key in ("seconds", "cpu_seconds"):
