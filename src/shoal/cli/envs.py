@@ -168,6 +168,8 @@ def _show(command: ShowCommand) -> int:
         env = make(command.name, **arguments_of(command.settings, command.env_kwargs))
         _, info = env.reset(seed=command.seed)
     except ConfigError as error:
+        if command.settings or command.env_kwargs:
+            raise
         print(f"\nIt cannot start without settings: {error}")
         return 0
     print(f"\nWhat the agent is told:\n{textwrap.indent(textwrap.fill(env.instructions, width - 2), '  ')}")
@@ -273,7 +275,9 @@ def _replay(command: PlayCommand, file: Path) -> int:
     from shoal.cli.env_drawing import draw
     from shoal.core.data import read_trajectories
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)  # what was recorded is text
+    if command.episode < 0:
+        raise ConfigError(f"--episode must be at least 0, got {command.episode}")
     wait = sys.stdin.isatty() and not command.lines
     shown = 0
     for number, trajectory in enumerate(read_trajectories(file)):
@@ -315,6 +319,8 @@ def _check(command: CheckCommand) -> int:
 
     from shoal.testing import check_text_env
 
+    if command.episodes < 1:
+        raise ConfigError(f"--episodes must be at least 1, got {command.episodes}")
     make_one = _resolved(command)
     with blaming(command.name):
         env = make_one()
