@@ -80,7 +80,7 @@ def test_an_environments_own_batch_is_measured_where_there_is_one_and_named_wher
     assert "cannot run: ConfigError: backend='native' needs" in problem
 
 
-@pytest.mark.parametrize("wrong", [["--num-envs", "0"], ["--seconds", "0"]])
+@pytest.mark.parametrize("wrong", [["--num-envs", "0"], *(["--seconds", s] for s in ("0", "nan", "inf"))])
 def test_nonsense_is_refused(capsys, wrong):
     assert main(["bench", "CartPole-v1", *wrong]) == 2
     assert "must be at least 1 and --seconds positive" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -89,9 +90,9 @@ WANTED = (
 
 def bench(options: BenchOptions) -> int:
     """Measure and print."""
-    if options.num_envs < 1 or options.seconds <= 0:
+    if options.num_envs < 1 or not 0 < options.seconds < math.inf:
         raise ConfigError(
-            f"--num-envs must be at least 1 and --seconds positive, got {options.num_envs} and {options.seconds}"
+            f"--num-envs must be at least 1 and --seconds positive and finite, got {options.num_envs} and {options.seconds}"
         )
     fn = resolve(
         options.env,
@@ -232,7 +233,7 @@ def _loop_speed(fn: EnvFn, options: BenchOptions) -> float:
         actions = [env.action_space.sample() for _ in range(ACTIONS)]
         env.reset(seed=options.seed)
         count, start = 0, time.perf_counter()
-        while (now := time.perf_counter()) - start < options.seconds / ROUNDS:
+        while (now := time.perf_counter()) - start < options.seconds / ROUNDS or not count:
             _, _, terminated, truncated, _ = env.step(actions[count % ACTIONS])
             count += 1
             if terminated or truncated:
