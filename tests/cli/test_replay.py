@@ -99,6 +99,13 @@ def test_the_command_says_that_it_is_the_same(trained, capsys):
     assert (result["episode"], result["equal"], result["difference"]) == ("heldout-000002:1", True, None)
 
 
+def test_what_another_sampler_played_is_called_neither_equal_nor_different(trained, capsys):
+    assert main(["replay", str(trained), "train-000001:0", "--sampler", str(trained), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "not compared" in said.err
+    assert json.loads(said.out)["equal"] is None
+
+
 @pytest.mark.parametrize(("sampler", "what"), [("auto", "observation"), ("recorded", "observation")])
 def test_an_env_that_changed_since_is_found_with_the_turn_and_how(
     trained, monkeypatch, capsys, sampler, what
@@ -166,7 +173,7 @@ def test_a_fork_takes_another_action_and_the_model_plays_on(trained, capsys):
         main(["replay", str(trained), "heldout-000002:0", "--turn", "2", "--action", "Left", "--json"]) == 0
     )
     result = json.loads(capsys.readouterr().out)
-    assert result["forked"]
+    assert (result["forked"], result["equal"]) == (True, None)
     with Replay(trained) as replay:
         found = find_episode(trained, "heldout-000002:0")
         forked = replay.play(found, fork=(2, "Left")).trajectory

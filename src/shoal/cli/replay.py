@@ -29,7 +29,8 @@ examples:
 
 Without the weights that wrote the episode (a server's, a checkpoint that was dropped) the recorded tokens are
 followed; prompts, env answers and rewards are compared all the same.
-Exit status: 0 if everything was as recorded (or forked), 1 if something differs, 2 for a mistake in the call.
+In --json, "equal" is null where nothing was compared: after a fork, or by another sampler.
+Exit status: 0 if everything was as recorded (or was not compared), 1 if something differs, 2 for a mistake in the call.
 """
 
 
@@ -121,9 +122,9 @@ def _replay(options: ReplayOptions, out: Any) -> int:
             return 0
     again, difference = played.trajectory, played.difference
     print(f"\n{played.source}\nrecorded: {_outcome(record)}\nnow:      {_outcome(again)}", file=out)
+    checked = options.sampler in ("auto", "checkpoint", "recorded")
     if fork is None and difference is None:
         tokens = sum(len(one.response_ids) for one in again.turns)
-        checked = options.sampler in ("auto", "checkpoint", "recorded")
         same = f"the same: {len(again.turns)} turns, {tokens} tokens, every prompt, env answer and reward"
         print(same if checked else "played by another sampler: not compared", file=out)
     elif difference is not None:
@@ -132,7 +133,8 @@ def _replay(options: ReplayOptions, out: Any) -> int:
             print(f"  {line}", file=out)
     if options.json:
         print_json({
-            "episode": found.name, "source": played.source, "equal": difference is None, "forked": fork is not None,
+            "episode": found.name, "source": played.source, "forked": fork is not None,
+            "equal": difference is None if fork is None and checked else None,
             "turns": len(again.turns), "reward": again.reward, "success": again.success,
             "recorded_reward": record.reward, "difference": difference and difference.as_dict(),
         })  # fmt: skip
