@@ -11,7 +11,7 @@ from shoal.cli import prove as command
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
 from shoal.testing import proof, prove_agents
-from shoal.testing.proof import Case, Part, Toll, kill_when, prove
+from shoal.testing.proof import Case, Part, Row, Toll, kill_when, prove
 from shoal.testing.recorded_runs import first_difference, weights_digest
 
 TINY = [
@@ -141,6 +141,15 @@ def test_the_command_ends_with_0_only_if_all_is_equal(tmp_path, monkeypatch, cap
     assert ("turn 3, token 1" in said.err) == (not same)
     assert main(["prove", "--run-dir", str(tmp_path / "p")]) == 2
     assert "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "seed"), [(["seed=5"], 5), (["--seed", "6"], 6), (["ppo", "--seed", "7"], 7), (["split"], 0)]
+)
+def test_the_summary_names_the_seed_of_the_runs(tmp_path, monkeypatch, words, seed):
+    monkeypatch.setattr(proof, "prove", lambda part, folder, told: told(Row("one", False, {}, 0.0)))
+    assert main(["prove", *words, "--no-ray", "--run-dir", str(tmp_path / "p")]) == 0
+    assert json.loads((tmp_path / "p" / "summary.json").read_text())["seed"] == seed
 
 
 def test_what_was_proved_until_ctrl_c_is_kept(tmp_path, monkeypatch, capsys):

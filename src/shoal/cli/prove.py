@@ -112,7 +112,7 @@ def _prove(part: Any, options: ProveOptions) -> int:
     out = sys.stderr if options.json else sys.stdout
     rows: list[Row] = []
     status = "interrupted"
-    with RunFolder(path, "prove", options.seed or 0) as folder:
+    with RunFolder(path, "prove", part.seed) as folder:
         print(f"{count_of(len(part.cases), 'run')} of {part.name}, in {path}", file=out, flush=True)
         try:
             with Progress("proving", out) as progress:

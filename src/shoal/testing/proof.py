@@ -81,6 +81,8 @@ class Part:
     """In words, where the second run first differs from the first; "" if nothing is found."""
     calm: str = ""
     """The case that those with a fault are like, but for the fault."""
+    seed: int = 0
+    """Of all its runs."""
 
 
 def prove(part: Part, folder: Path, told: Callable[[Row], None] = lambda row: None) -> list[Row]:

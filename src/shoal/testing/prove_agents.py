@@ -68,7 +68,8 @@ def agents(
         if training.own_sampler:
             cases.append(Case("sampler killed", training.with_sampler_killed, fault=True))
         cases.append(Case("trainer killed", training.with_trainer_killed, fault=True))
-    return Part("agents", "episodes", cases, training.digests, training.difference, "3 workers, greedy")
+    calm = "3 workers, greedy"
+    return Part("agents", "episodes", cases, training.digests, training.difference, calm, training.seed)
 
 
 def _workers(count: int, schedule: str) -> tuple[str, ...]:
@@ -90,6 +91,7 @@ class _Training:
             )
         config = self.config([])
         self.own_sampler = config.engine.name in ("tiny", "huggingface") and not config.model.lora.rank
+        self.seed = config.seed
         self.exact = (
             config.engine.name == "tiny" and config.engine.device == "cpu" and config.engine.threads == 1
         )

@@ -122,7 +122,7 @@ def ppo(*, quick: bool = False, faults: bool = True, ray: bool | None = None, se
         rows = [_untimed(row) for row in rows_of(run)]
         return {"metrics": _digest(rows), "weights": weights_digest(kept[-1])}
 
-    return Part("ppo", "env steps", cases, digests, _first_row, "3 workers")
+    return Part("ppo", "env steps", cases, digests, _first_row, "3 workers", seed)
 
 
 def _steps_played(run: Path) -> int:
@@ -196,7 +196,7 @@ def split(*, quick: bool = False, faults: bool = True, ray: bool | None = None, 
         parted = [name for name in sorted({*left, *right}) if left.get(name) != right.get(name)]
         return f"file {parted[0]} of the batch" if parted else ""
 
-    return Part("split", "trajectories", cases, digests, difference, "one at a time")
+    return Part("split", "trajectories", cases, digests, difference, "one at a time", seed)
 
 
 # --- skills
@@ -259,7 +259,7 @@ def skills(*, quick: bool = False, faults: bool = True, ray: bool | None = None,
     def digests(run: Path) -> dict[str, str]:
         return {"experts": weights_digest(run / "skills")}
 
-    return Part("skills", "trainings", cases, digests, _first_expert, "3 at a time")
+    return Part("skills", "trainings", cases, digests, _first_expert, "3 at a time", seed)
 
 
 def _trainings(run: Path, but: int) -> list[int]:
