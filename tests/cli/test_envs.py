@@ -144,7 +144,7 @@ def test_check_accepts_good_envs_and_names_the_broken_promise(capsys, tmp_path, 
 )
 def test_mistakes_are_answered_in_one_line(capsys, arguments, message):
     try:
-        code, out, err = run(capsys, *arguments)
+        code, _, err = run(capsys, *arguments)
     finally:
         sys.path[:] = [entry for entry in sys.path if entry != str(Path.cwd())] + [str(Path.cwd())]
     assert (code, message in err) == (2, True)

@@ -92,7 +92,8 @@ def bench(options: BenchOptions) -> int:
     """Measure and print."""
     if options.num_envs < 1 or not 0 < options.seconds < math.inf:
         raise ConfigError(
-            f"--num-envs must be at least 1 and --seconds positive and finite, got {options.num_envs} and {options.seconds}"
+            f"--num-envs must be at least 1 and --seconds positive and finite, "
+            f"got {options.num_envs} and {options.seconds}"
         )
     fn = resolve(
         options.env,
