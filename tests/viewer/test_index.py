@@ -1,4 +1,5 @@
 import contextlib
+import json
 import os
 import sqlite3
 
@@ -184,6 +185,16 @@ def test_a_file_changed_since_is_told(run, index):
     write_trajectories(run / "trajectories" / "train-000001.jsonl", [episode((9.0, 9.0, 9.0, 9.0, 9.0))])
     with pytest.raises(DataError, match="changed while it was read"):
         index.read(known)
+
+
+def test_a_line_that_is_no_whole_trajectory_is_not_told_as_a_change(run, tmp_path):
+    file = run / "trajectories" / "train-000001.jsonl"
+    line = json.loads(encode_trajectory(episode((0.5,))))
+    del line["terminated"]
+    file.write_text(json.dumps(line) + "\n")
+    index = EpisodeIndex(run, tmp_path / "other").refresh()
+    with pytest.raises(DataError, match=r"train-000001.jsonl, episode 0: not a trajectory: .*`terminated`"):
+        index.read(index.find("train-000001:0"))
 
 
 def test_a_damaged_index_is_made_again_whoever_meets_it(run, tmp_path):

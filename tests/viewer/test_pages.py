@@ -350,3 +350,41 @@ def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):
     assert page.count("data:image/jpeg;base64,") == 1
     with pytest.raises(DataError, match="sample must be in"):
         page_for(site, "run/0/sample", {"number": "1"})
+
+
+def test_an_episode_that_cannot_be_read_is_told_in_the_static_file_beside_the_others(tmp_path, opened):
+    file = tmp_path / "run" / "trajectories" / "train-000001.jsonl"
+    write_trajectories(file, [episode((0.5,)), episode((0.25,))])
+    broken = json.loads(file.read_bytes().splitlines()[0])
+    del broken["terminated"]
+    with file.open("a") as more:
+        more.write(json.dumps(broken | {"group": 9}) + "\n")
+    text = export([opened(tmp_path / "run")])
+    assert "Episode train-000001:1" in text
+    assert "train-000001.jsonl, episode 2: not a trajectory" in text
+
+
+@pytest.mark.parametrize(
+    "odd", [{}, {"step_index": None}, {"step_index": "x"}, {"images": 5}, {"messages": 5}, {"roles": 5},
+            {"image_spans": [[0]]}, {"image_spans": 1}, {"roles": [["user", "a", None]]}, {"images": ["a"]},
+            {"images": [9]}, {"roles": [["user", 0, float("1e9")], ["x"]]}]
+)  # fmt: skip
+def test_odd_descriptions_of_samples_hide_no_page_of_the_run(tmp_path, opened, odd):
+    np = pytest.importorskip("numpy")
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    batch = tmp_path / "split" / "batch"
+    batch.mkdir(parents=True)
+    arrays = {
+        "prompt_ids": np.array([1, 2, 3]), "response_ids": np.array([4, 5]), "response_mask": np.array([1, 0]),
+        "rewards": np.array([0.5, 0.0], np.float32), "prompt_lengths": np.array([3]), "response_lengths": np.array([2]),
+        "pixels.0.grids": np.array([[1, 2, 2]]), "pixels.0.rows": np.zeros((4, 3, 196), np.uint8),
+    }  # fmt: skip
+    numpy_files.save_file(arrays, batch / "batch.safetensors")
+    sample = {"dataset_id": "x", "uid": "u", "traj_index": 0, "step_index": 0, "n_steps": 1, "images": [0]}
+    (batch / "batch.json").write_text(json.dumps({"format": 1, "samples": [sample | odd]}))
+    run = opened(tmp_path / "split")
+    site = Site([run])
+    assert "1 sample" in overview(site, run).body
+    with contextlib.suppress(DataError):
+        page_for(site, "run/0/sample", {"number": "0"})
+    assert "Sample 0" in (text := export([run])) or "sample 0 is described wrongly" in text

@@ -8,9 +8,10 @@ import re
 from collections.abc import Sequence
 from urllib.parse import parse_qsl
 
+from shoal.core.errors import DataError
 from shoal.viewer.index import Filter
 from shoal.viewer.markup import Html, join, tag
-from shoal.viewer.pages import Site, address_of
+from shoal.viewer.pages import Site, address_of, not_here
 from shoal.viewer.runs import Run
 from shoal.viewer.server import keys, page_for, static
 
@@ -29,7 +30,10 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
     site = Site(runs, only={path + query: f"#{_name(path + query)}" for path, query in addresses})
     sections = []
     for path, query in addresses:
-        page = page_for(site, path, _read(query))
+        try:
+            page = page_for(site, path, _read(query))
+        except DataError as error:  # one record that cannot be read hides no other
+            page = not_here(str(error), site.link(""))
         trail = [
             tag("li", tag("a", name, href=link) if link else tag("span", name)) for name, link in page.trail
         ]

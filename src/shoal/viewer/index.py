@@ -456,13 +456,17 @@ class EpisodeIndex:
         """The whole trajectory, from the file itself.
 
         Raises:
-            DataError: the file has changed since it was indexed.
+            DataError: the file has changed since it was indexed, or holds something else than a trajectory there.
         """
         line = self.line(episode)
         try:
             return decode_trajectory(line)
         except DataError as error:
-            raise DataError(f"{self.folder / episode.file} changed while it was read; look again") from error
+            if _values(line) is None:
+                raise DataError(
+                    f"{self.folder / episode.file} changed while it was read; look again"
+                ) from error
+            raise DataError(f"{self.folder / episode.file}, episode {episode.row}: {error}") from error
 
     def advantages(self, members: Sequence[Episode]) -> list[Advantages | None] | None:
         """What an update computed for the tokens of some episodes of a file, None for one that it did not learn from.

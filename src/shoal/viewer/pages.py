@@ -65,6 +65,12 @@ class Page:
     up: str | None = None
 
 
+def not_here(why: str, up: str | None) -> Page:
+    """The page in place of one that cannot be shown."""
+    body = tag("section", tag("h1", "Not here"), tag("p", why, class_="error"))
+    return Page("Not here", body, (("runs", up),), up=up)
+
+
 class Site:
     """All runs that are looked at, and how pages link to one another.
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from shoal.core.errors import DataError, MissingExtraError, ShoalError, missing_extra
 from shoal.viewer import episode_pages, pages
 from shoal.viewer.markup import Html, tag
-from shoal.viewer.pages import Page, Site
+from shoal.viewer.pages import Page, Site, not_here
 from shoal.viewer.runs import FILMS, PICTURES, Run
 from shoal.viewer.skill_pages import skill_page
 from shoal.viewer.split_pages import sample_page
@@ -178,8 +178,7 @@ def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
             return _told(str(error), 404)
 
     def _told(text: str, status: int) -> Response:
-        body = tag("section", tag("h1", "Not here"), tag("p", text, class_="error"))
-        shown = document(Page("Not here", body, (("runs", site.base),), up=site.base), site.base)
+        shown = document(not_here(text, site.base), site.base)
         return Response(shown, status, media_type="text/html; charset=utf-8", headers=HEADERS)
 
     async def asset(request: Request) -> Response:

@@ -32,15 +32,25 @@ def samples_section(site: Site, run: Run) -> Html:
         (
             anchor(site, f"{k}", place, class_="row-link", number=k),
             str(s.get("dataset_id")),
-            f"{int(s.get('step_index', 0)) + 1} of {s.get('n_steps')}",
-            len(s.get("images") or ()),
-            len(s.get("messages") or ()),
+            _step(s),
+            _count(s.get("images")),
+            _count(s.get("messages")),
         )
         for k, s in enumerate(samples[:SHOWN])
     ]
     more = tag("p", f"the first {SHOWN} of {len(samples):,}", class_="hint") if len(samples) > SHOWN else None
     heads = ("sample", "recording", "step", "images", "messages")
     return tag("section", tag("h2", counted(len(samples), "sample")), more, table(heads, rows))
+
+
+def _step(described: dict[str, Any]) -> str:
+    step = described.get("step_index", 0)
+    return f"{step + 1 if isinstance(step, int) else step} of {described.get('n_steps')}"
+
+
+def _count(values: Any) -> int | None:
+    """How many there are; None where it is no list."""
+    return len(values or ()) if isinstance(values, list | None) else None
 
 
 def sample_page(site: Site, run: Run, index: int) -> Page:
@@ -52,9 +62,12 @@ def sample_page(site: Site, run: Run, index: int) -> Page:
     arrays = _Arrays(run.path / "batch" / "batch.safetensors")
     prompt, response = arrays.sample(index)
     spell = _spelling(described.get("messages"), response["ids"])
-    pictures = _pictures(described, arrays)
+    try:
+        pictures = _pictures(described, arrays)
+        blocks = _blocks(described, prompt, response, spell, pictures)
+    except Exception as error:  # whatever the file says, the run's other pages are shown
+        raise DataError(f"sample {index} is described wrongly ({error}); make the batch again") from error
     place = site.place(run)
-    blocks = _blocks(described, prompt, response, spell, pictures)
     messages = json.dumps(described.get("messages"), indent=2, ensure_ascii=False)[:200_000]
     body = join(
         tag("header", tag("h1", f"Sample {index}")),
@@ -62,11 +75,11 @@ def sample_page(site: Site, run: Run, index: int) -> Page:
             {
                 "recording": str(described.get("dataset_id")),
                 "task": str(described.get("uid")),
-                "step": f"{int(described.get('step_index', 0)) + 1} of {described.get('n_steps')}",
+                "step": _step(described),
                 "prompt tokens": len(prompt["ids"]),
                 "response tokens": len(response["ids"]),
                 "trained": int(response["mask"].sum()),
-                "images": len(described.get("images") or ()),
+                "images": _count(described.get("images")),
                 "reward": float(response["rewards"].sum()),
             }
         ),
