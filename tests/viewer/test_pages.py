@@ -322,10 +322,11 @@ def test_tokens_are_coloured_by_their_advantage_against_the_largest_of_the_group
         assert strip_of(0)[1] == [(" unknown", "", "")] * 6
 
 
-def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):
+def arrays_of_a_sample(folder):
+    """A batch of one sample without its description."""
     np = pytest.importorskip("numpy")
     numpy_files = pytest.importorskip("safetensors.numpy")
-    batch = tmp_path / "split" / "batch"
+    batch = folder / "split" / "batch"
     batch.mkdir(parents=True)
     arrays = {
         "prompt_ids": np.array([1, 2, 3]), "response_ids": np.array([4, 5]), "response_mask": np.array([1, 0]),
@@ -333,6 +334,11 @@ def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):
         "pixels.0.grids": np.array([[1, 2, 2]]), "pixels.0.rows": np.zeros((4, 3, 196), np.uint8),
     }  # fmt: skip
     numpy_files.save_file(arrays, batch / "batch.safetensors")
+    return batch
+
+
+def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):
+    batch = arrays_of_a_sample(tmp_path)
     sample = {
         "dataset_id": "x", "uid": "u", "traj_index": 0, "step_index": 0, "n_steps": 1, "images": [0],
         "messages": [{"role": "assistant", "content": "<b>"}], "roles": [["user", 0, 3], ["assistant", 3, 5]],
@@ -370,16 +376,7 @@ def test_an_episode_that_cannot_be_read_is_told_in_the_static_file_beside_the_ot
             {"images": [9]}, {"roles": [["user", 0, float("1e9")], ["x"]]}]
 )  # fmt: skip
 def test_odd_descriptions_of_samples_hide_no_page_of_the_run(tmp_path, opened, odd):
-    np = pytest.importorskip("numpy")
-    numpy_files = pytest.importorskip("safetensors.numpy")
-    batch = tmp_path / "split" / "batch"
-    batch.mkdir(parents=True)
-    arrays = {
-        "prompt_ids": np.array([1, 2, 3]), "response_ids": np.array([4, 5]), "response_mask": np.array([1, 0]),
-        "rewards": np.array([0.5, 0.0], np.float32), "prompt_lengths": np.array([3]), "response_lengths": np.array([2]),
-        "pixels.0.grids": np.array([[1, 2, 2]]), "pixels.0.rows": np.zeros((4, 3, 196), np.uint8),
-    }  # fmt: skip
-    numpy_files.save_file(arrays, batch / "batch.safetensors")
+    batch = arrays_of_a_sample(tmp_path)
     sample = {"dataset_id": "x", "uid": "u", "traj_index": 0, "step_index": 0, "n_steps": 1, "images": [0]}
     (batch / "batch.json").write_text(json.dumps({"format": 1, "samples": [sample | odd]}))
     run = opened(tmp_path / "split")

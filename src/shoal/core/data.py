@@ -12,6 +12,8 @@ import msgspec
 from shoal.core.errors import DataError
 
 Status = Literal["ok", "env_error", "engine_error", "timeout"]
+MOST_REWARD = 3.4028235e38
+"""Of an episode, taken absolutely: what float32, in which it is learned from, has room for."""
 
 
 @dataclass(frozen=True, slots=True)

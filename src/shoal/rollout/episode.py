@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.core.data import Status, Trajectory, Turn
+from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene
 from shoal.rollout.samplers.sampler import Completion, Key, Message, Request, Sampling
-
-MOST_REWARD = 3.4028235e38
-"""Of an episode, taken absolutely: what float32, in which it is learned from, has room for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,7 +283,7 @@ def _add(out: dict[str, Any], info: dict[str, Any], env: int, n_envs: int) -> No
                 TypeError,
                 ValueError,
                 OverflowError,
-            ):  # not of the kind that another told: any object fits
+            ):  # of another kind than others told: any object fits
                 array = _as_objects(array)
                 array[env] = value
         mask = out.get(mask_key)

@@ -115,9 +115,8 @@ class GymnasiumWorld:
         """New worlds: seeds, with nothing played yet."""
         seeds = rng.integers(1, 2**31 - 1, count)
         saved = self._seeds[0], self._played[0], self._envs[0]
-        copied = (
-            type(self).freeze is not GymnasiumWorld.freeze
-        )  # from the env, which must be at its reset then
+        # Copied from the env, which must be at its reset then.
+        copied = type(self).freeze is not GymnasiumWorld.freeze
         if copied:
             self._envs[0] = self.make()
         states = []

@@ -275,9 +275,8 @@ class Replay:
         for row in read_proposals(path):
             if row.get("skill"):
                 skill = parse_skill(row["skill"])
-                skills.pop(
-                    skill.name, None
-                )  # its run was ended before it was used, and it was asked for again
+                # Proposed before, its run was ended before it was used, and it was asked for again.
+                skills.pop(skill.name, None)
                 skills[skill.name] = skill
         self.skills = check_skills(skills.values(), features)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.core.data import MOST_REWARD
 from shoal.core.errors import DataError
 from shoal.core.files import read_json, write_bytes
 from shoal.core.registry import check_name
@@ -22,7 +23,6 @@ Part = dict[str, str]
 """`{"type": "text", "text": …}` or `{"type": "image", "image": …}`"""
 
 ROLES = ("system", "user", "assistant", "tool")
-MOST_REWARD = 3.4028235e38  # what float32 has room for
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
