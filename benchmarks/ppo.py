@@ -450,6 +450,7 @@ def row(case: str, subject: str, value: float | None, unit: str, cpu: float, run
     today = datetime.date.today().isoformat()
     return {
         "case": case, "subject": subject, "value": value, "unit": unit, "cpu_seconds": cpu, "runs": runs, "date": today,
+        "cpu": cpu_model(),
     }  # fmt: skip
 
 

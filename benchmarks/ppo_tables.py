@@ -31,16 +31,18 @@ BASELINE = "Stable-Baselines3"
 def main() -> None:
     found = read_json(REPO / "benchmarks" / "results" / "ppo.json")
     values = {(row["case"], row["subject"], row["unit"]): row["value"] for row in found["rows"]}
-    machine = found["machine"]
-    days = {row["case"]: row["date"] for row in found["rows"]}
-    newest = max(days.values())
-    late = sorted(case for case, day in days.items() if day == newest)
-    print(f"Measured on {machine['cpu']}, {machine['cores']} cores, on {' and '.join(sorted(set(days.values())))}; "
-          f"on the last of these days {', '.join(late)}.\n")  # fmt: skip
+    places = {row["case"]: (row["date"], row["cpu"]) for row in found["rows"] if "cpu" in row}
+    where: dict[tuple[str, str], list[str]] = {}
+    for case, place in places.items():
+        where.setdefault(place, []).append(case)
+    cores = found["machine"]["cores"]
+    for (day, cpu), cases in sorted(where.items()):
+        print(f"Measured on {day} on {cpu}, {cores} cores: {'; '.join(sorted(cases))}.")
+    print()
     for env in ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5", "ALE/Pong-v5"):
         throughput(values, env)
     solve(values)
-    scaling(values)
+    scaling(values, {case: cpu for case, (_, cpu) in places.items()})
     scores(found["rows"])
     presets()
 
@@ -94,7 +96,8 @@ def solve(values: dict[Any, Any]) -> None:
     print()
 
 
-def scaling(values: dict[Any, Any]) -> None:
+def scaling(values: dict[Any, Any], cpus: dict[str, str]) -> None:
+    """Only what one kind of processor measured is compared."""
     print("Speed-up of more environments over one, in steps per second of wall time on two cores.\n")
     print("| n-envs | " + " | ".join(f"{env}, {s}" for env in ("CartPole", "LunarLander") for s in
           ("shoal", "shoal, 2 workers", BASELINE)) + " |")  # fmt: skip
@@ -105,7 +108,8 @@ def scaling(values: dict[Any, Any]) -> None:
             for subject in ("shoal", "shoal, 2 workers", BASELINE):
                 one = values[f"{env}, 1 envs", subject.removesuffix(", 2 workers"), "steps/s"]
                 many = values.get((f"{env}, {n} envs", subject, "steps/s"))
-                cells.append(f"{many / one:.1f}x" if many else "")
+                same = many and cpus[f"{env}, {n} envs"] == cpus[f"{env}, 1 envs"]
+                cells.append(f"{many / one:.1f}x" if same else "")
         print(f"| {n} | " + " | ".join(cells) + " |")
     print()
 
