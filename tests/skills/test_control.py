@@ -16,9 +16,16 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError, WorkerError
-from shoal.skills.jobs.launchers import TmuxLauncher, server_of, start_time
-from shoal.skills.jobs.run import ExhaustedError, write_failure
-from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, reopen
+from shoal.skills.jobs.runner import (
+    TmuxLauncher,
+    ask_to_cancel,
+    ask_to_stop,
+    condition,
+    reopen,
+    server_of,
+    start_time,
+)
+from shoal.skills.jobs.store import ExhaustedError, write_failure
 from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.merge import process_completed_training
 from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import job_environment, kill_group
-from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, reopen
+from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, job_environment, kill_group, reopen
 from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.network import Network, decode, encode
 from shoal.skills.learning.plan import dependencies

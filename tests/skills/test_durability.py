@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.jobs.runner import job_environment
 from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import prepare_training_run

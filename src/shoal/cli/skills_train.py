@@ -23,7 +23,7 @@ from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.launchers import compilation_cache, make_launcher
+from shoal.skills.jobs.runner import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import evaluate_chain
 from shoal.skills.learning.merge import Rule
 from shoal.skills.learning.plan import dependencies, plan_for

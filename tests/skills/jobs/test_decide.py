@@ -4,8 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.skills.jobs.decide import Ended, Found, Look, Rows, decide, finished, obstacles, ready
-from shoal.skills.jobs.store import AttemptRow, JobRow
+from shoal.skills.jobs.store import (
+    AttemptRow,
+    Ended,
+    Found,
+    JobRow,
+    Look,
+    Rows,
+    decide,
+    finished,
+    obstacles,
+    ready,
+)
 
 
 def row(name, *dependencies, status="waiting", **more):

@@ -17,8 +17,8 @@ import pytest
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.skills.jobs.graph import Graph
-from shoal.skills.jobs.launchers import SlurmLauncher, adopting_launcher, alive, job_environment
 from shoal.skills.jobs.run import load_function, name_of, pack, unpack
+from shoal.skills.jobs.runner import SlurmLauncher, adopting_launcher, alive, job_environment
 from shoal.skills.jobs.store import MIGRATIONS, Store
 from shoal.skills.learning.store import Store as SkillStore
 

@@ -27,9 +27,17 @@ from hypothesis.stateful import (
 )
 
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.jobs.run import ExhaustedError, mark_of, read_done, write_done, write_failure
 from shoal.skills.jobs.runner import Runner, ask_to_cancel, reopen
-from shoal.skills.jobs.store import NewVersion, Store, merge_once
+from shoal.skills.jobs.store import (
+    ExhaustedError,
+    NewVersion,
+    Store,
+    mark_of,
+    merge_once,
+    read_done,
+    write_done,
+    write_failure,
+)
 
 SLOTS, RETRIES = 2, 1
 NAMES = ("a", "b", "c", "d", "e")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.jobs.runner import job_environment
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_skills.py"
 

@@ -12,7 +12,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, UnknownNameError
-from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.jobs.runner import job_environment
 from shoal.skills.learning.crafting import CraftingWorld
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.spec import Features

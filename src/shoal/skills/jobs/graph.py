@@ -21,10 +21,9 @@ from typing import Any
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_json
-from shoal.skills.jobs.launchers import Launcher, job_environment, make_launcher
-from shoal.skills.jobs.run import Run, mark_of, name_of, read_done, unpack
-from shoal.skills.jobs.runner import Runner
-from shoal.skills.jobs.store import AttemptRow, JobRow, NewVersion, Store, merge_once
+from shoal.skills.jobs.run import Run, name_of, unpack
+from shoal.skills.jobs.runner import Launcher, Runner, job_environment, make_launcher
+from shoal.skills.jobs.store import AttemptRow, JobRow, NewVersion, Store, mark_of, merge_once, read_done
 
 
 class Graph:

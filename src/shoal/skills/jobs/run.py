@@ -1,14 +1,11 @@
-"""The side of a job: what it is given, and the marks it leaves when it is over.
+"""The side of a job: what it is given, and how it ends.
 
-`DONE.json` is written last, by one rename, and names the launch it belongs to: a scheduler believes no other.
-`FAILED.json` says why there is none. `python -m shoal.skills.jobs.run FOLDER --attempt N` runs the function that
-the folder's `job.json` names.
+`python -m shoal.skills.jobs.run FOLDER --attempt N` runs the function that the folder's `job.json` names.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -16,7 +13,6 @@ import io
 import json
 import os
 import resource
-import secrets
 import shutil
 import signal
 import sys
@@ -30,59 +26,9 @@ from types import FrameType
 from typing import Any
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import read_json, write_bytes, write_json
-
-DONE, FAILED = "DONE.json", "FAILED.json"
-
-
-class ExhaustedError(RuntimeError):
-    """The budget was used up before the job reached its goal: the same again would end the same."""
-
-
-def write_done(folder: Path, attempt: int | None, fields: Mapping[str, Any]) -> Path:
-    """Leave the mark of a result that is whole on disk; its `id` tells results apart, however alike."""
-    path = folder / DONE
-    write_json(path, {"attempt": attempt, "id": secrets.token_hex(8), **fields})
-    return path
-
-
-def read_done(folder: Path, attempt: int | None = None) -> dict[str, Any]:
-    """The mark in a folder; a `DataError` if it is missing, broken, or of another launch."""
-    path = folder / DONE
-    if not path.exists():
-        raise DataError(f"{folder} is not done: it has no {DONE}")
-    done: dict[str, Any] = read_json(path)
-    if attempt is not None and done.get("attempt") != attempt:
-        raise DataError(f"{path} is the mark of launch {done.get('attempt')}, not of launch {attempt}")
-    return done
-
-
-def mark_of(folder: Path) -> str:
-    """What tells this result from every other; marks of the first edition are told by their bytes."""
-    done = read_done(folder)
-    return str(done.get("id") or hashlib.sha256((folder / DONE).read_bytes()).hexdigest())
-
-
-def write_failure(folder: Path, attempt: int | None, error: BaseException | str) -> None:
-    """Leave the reason of a failed launch where the scheduler finds it."""
-    reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    final = isinstance(error, ExhaustedError)
-    write_json(folder / FAILED, {"attempt": attempt, "reason": reason, "final": final})
-
-
-def read_failure(folder: Path, attempt: int) -> tuple[str | None, bool]:
-    """Why a launch failed, if it could say so, and whether it says that another try would be in vain."""
-    with contextlib.suppress(FileNotFoundError, DataError, AttributeError):
-        failed = read_json(folder / FAILED)
-        if failed.get("attempt") == attempt:
-            return str(failed.get("reason")), bool(failed.get("final"))
-    return None, False
-
-
-def clear_marks(folder: Path) -> None:
-    """Forget how an earlier launch in this folder ended."""
-    for mark in (DONE, FAILED):
-        (folder / mark).unlink(missing_ok=True)
+from shoal.core.files import read_json, write_bytes
+from shoal.skills.jobs.store import DONE, write_done, write_failure
+from shoal.skills.jobs.store import ExhaustedError as ExhaustedError
 
 
 @dataclass(frozen=True)

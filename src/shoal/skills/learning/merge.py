@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.seeding import stream
-from shoal.skills.jobs.run import DONE, mark_of, read_done
-from shoal.skills.jobs.store import AttemptRow, HeadMovedError, NewVersion
+from shoal.skills.jobs.store import DONE, AttemptRow, HeadMovedError, NewVersion, mark_of, read_done
 from shoal.skills.learning.network import Network, average, decode, encode
 from shoal.skills.learning.plan import Course, Step, plan_for, walk
 from shoal.skills.learning.run import Outcome, Run, read_outcome, training_plan

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.run import ExhaustedError, leave, read_done, run_as_process, write_done, write_failure
-from shoal.skills.jobs.store import slug
+from shoal.skills.jobs.run import leave, run_as_process
+from shoal.skills.jobs.store import ExhaustedError, read_done, slug, write_done, write_failure
 from shoal.skills.learning.network import (
     Arrays,
     Network,

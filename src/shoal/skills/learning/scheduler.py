@@ -19,8 +19,7 @@ from typing import Any
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_memory
 from shoal.core.seeding import derive_seed
-from shoal.skills.jobs.launchers import Launcher, job_environment, make_launcher
-from shoal.skills.jobs.runner import Runner
+from shoal.skills.jobs.runner import Launcher, Runner, job_environment, make_launcher
 from shoal.skills.jobs.store import AttemptRow, JobRow
 from shoal.skills.learning.merge import RULES, process_completed_training
 from shoal.skills.learning.plan import dependencies as plan_dependencies
