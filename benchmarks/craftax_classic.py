@@ -31,8 +31,7 @@ from shoal.skills.learning.craftax import CLASSIC_ACHIEVEMENTS, features_of  # n
 from shoal.skills.learning.episodes import play_episodes  # noqa: E402
 from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
 from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.learning.spec import load_skills  # noqa: E402
-from shoal.skills.learning.store import Store  # noqa: E402
+from shoal.skills.learning.spec import Store, load_skills  # noqa: E402
 from shoal.skills.learning.worlds import default_config  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "craftax.json"

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from shoal.core.seeding import stream
-from shoal.skills.learning.crafting import CraftingWorld
-from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.run import Run, fail_training, finish_training
-from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.learning.trainer import Network, Shape, TrainingConfig
+from shoal.skills.learning.worlds import CraftingWorld
 
 QUICK = TrainingConfig(
     total_timesteps=2048,

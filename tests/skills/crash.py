@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from shoal.skills.learning.store import Store
+from shoal.skills.learning.spec import Store
 
 seen: Counter[str] = Counter()
 armed = ["", 0]
@@ -69,7 +69,7 @@ def train(folder: str, attempt: str) -> None:
 
 def merge(base: str, *numbers: str) -> None:
     """Merge these attempts of finished runs, one after another."""
-    from shoal.skills.learning.merge import process_completed_training
+    from shoal.skills.learning.run import process_completed_training
 
     store = Store(base)
     for number in numbers:

@@ -11,7 +11,7 @@ import pytest
 from shoal.cli.command import parsed
 from shoal.cli.main import main
 from shoal.cli.skills_train import COMMAND
-from shoal.skills.learning.store import Store
+from shoal.skills.learning.spec import Store
 
 QUICK = [
     "--num_envs", "32", "--num-steps", "16", "--layer_size", "8", "--bank-worlds", "64", "--evaluation_episodes", "32",

@@ -26,15 +26,13 @@ from shoal.skills.jobs.runner import (
     start_time,
 )
 from shoal.skills.jobs.store import ExhaustedError, write_failure
-from shoal.skills.learning.crafting import FEATURES
-from shoal.skills.learning.merge import process_completed_training
 from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
-from shoal.skills.learning.run import Run, finish_training, prepare_training_run
+from shoal.skills.learning.run import Run, finish_training, prepare_training_run, process_completed_training
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler
-from shoal.skills.learning.spec import check_skill, load_skills, parse_skill
-from shoal.skills.learning.store import Store
+from shoal.skills.learning.spec import Store, check_skill, load_skills, parse_skill
+from shoal.skills.learning.worlds import CRAFTING
 
-LOADED = load_skills(knowledge_base("crafting"), FEATURES)
+LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
 SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}
 AMOUNTS = {"skill_with_consumption": {"requirements": {}, "consumption": {}, "gain": {"wood": 1}}}
 
@@ -60,7 +58,7 @@ def wait_for(condition, seconds: float = 30) -> None:
 
 
 def frontier(s: SkillScheduler, foresees: bool) -> Frontier:
-    proposer = KnowledgeBase(knowledge_base("crafting"), FEATURES, 3)
+    proposer = KnowledgeBase(knowledge_base("crafting"), CRAFTING, 3)
     proposer.foresees = foresees
     return Frontier(s, proposer, 3)
 
@@ -399,7 +397,7 @@ def test_a_result_counts_once_however_often_and_by_whomever_it_is_processed(tmp_
 def test_what_can_never_be_done_or_never_ends_is_refused(change: dict, message: str) -> None:
     spec = {"name": "Odd", "gain": {"wood": 1}, "done": {"feature": "wood"}, **change}
     with pytest.raises(ConfigError, match=message):
-        check_skill(parse_skill(spec), FEATURES)
+        check_skill(parse_skill(spec), CRAFTING)
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from shoal.skills.jobs.runner import job_environment
-from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import prepare_training_run
-from shoal.skills.learning.spec import load_skills
-from shoal.skills.learning.store import Store
+from shoal.skills.learning.spec import Store, load_skills
+from shoal.skills.learning.worlds import CRAFTING
 
 CRASH = Path(__file__).with_name("crash.py")
 LINE = re.compile(r"^(\d+) +(\w+)\((.*)\) += +(-?\d+)")
@@ -85,7 +84,7 @@ def strace(command: list[str], out: Path) -> str:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_a_training_and_its_merge_are_on_disk_before_they_are_told_of(tmp_path: Path, quick) -> None:
     base = tmp_path / "run"
-    spec = load_skills(knowledge_base("crafting"), FEATURES)[0]
+    spec = load_skills(knowledge_base("crafting"), CRAFTING)[0]
     store = Store(base)
     store.add_skill(spec, [], 10**6)
     store.assign_expert(spec.name)

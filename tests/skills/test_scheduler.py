@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.run import Run, finish_training
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import Skill, parse_skill
+from shoal.skills.learning.worlds import CRAFTING
 
 
 def skill(
@@ -312,7 +312,7 @@ def test_memory_holds_back_a_second_training_but_never_the_first(tmp_path: Path,
 
 
 def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripted) -> None:
-    from shoal.skills.learning.store import Store
+    from shoal.skills.learning.spec import Store
 
     told = []
 
@@ -371,10 +371,10 @@ def test_a_trainer_that_counts_no_steps_of_its_expert_can_train_it_further(
 
 def test_a_correction_that_no_spec_may_say_is_not_made(tmp_path: Path, scripted, net) -> None:
     """Each drink gives four, and three in a row are practised: twelve can never be held."""
-    column = FEATURES.index("drink")
+    column = CRAFTING.index("drink")
 
     def finish(folder: Path, attempt: int) -> None:
-        values = np.zeros((3, 30, len(FEATURES.names)), np.float32)
+        values = np.zeros((3, 30, len(CRAFTING.names)), np.float32)
         values[1:, :, column] = [[5], [9]]
         episodes = dict(zip(("start", "before", "end"), values, strict=True)) | {"success": np.ones(30)}
         finish_training(

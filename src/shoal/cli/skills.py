@@ -21,7 +21,7 @@ from shoal.core.files import write_json
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, is_held, reopen
 from shoal.skills.jobs.store import AttemptRow
-from shoal.skills.learning.store import SkillRow, Store
+from shoal.skills.learning.spec import SkillRow, Store
 
 if TYPE_CHECKING:
     from shoal.skills.learning.scheduler import SkillScheduler
@@ -194,7 +194,7 @@ def status(options: StatusOptions) -> int:
     """Print the state of every skill."""
     store = Store(options.graph_path, create=False)
     if options.json:
-        from shoal.skills.learning.views import scheduler_state
+        from shoal.skills.learning.scheduler import scheduler_state
 
         print(json.dumps(scheduler_state(store, 0), indent=2))
         return 0
@@ -350,7 +350,7 @@ def history(options: HistoryOptions) -> int:
 
 def diff(options: DiffOptions) -> int:
     """Compare two versions of an expert."""
-    from shoal.skills.learning.network import compare, decode
+    from shoal.skills.learning.trainer import compare, decode
 
     store = Store(options.graph_path, create=False)
     expert = _expert(store, options.expert)
@@ -373,7 +373,7 @@ def diff(options: DiffOptions) -> int:
 
 def rollback(options: RollbackOptions) -> int:
     """Make an older version the head."""
-    from shoal.skills.learning.views import export_views
+    from shoal.skills.learning.run import export_views
 
     store = Store(options.graph_path, create=False)
     expert = _expert(store, options.expert)
@@ -385,7 +385,8 @@ def rollback(options: RollbackOptions) -> int:
 
 def export(options: ExportOptions) -> int:
     """Copy what is for people."""
-    from shoal.skills.learning.views import export_state, export_views, scheduler_state
+    from shoal.skills.learning.run import export_views
+    from shoal.skills.learning.scheduler import export_state, scheduler_state
 
     store = Store(options.graph_path, create=False)
     if options.to.exists():
@@ -404,7 +405,7 @@ def export(options: ExportOptions) -> int:
 
 def migrate(options: MigrateOptions) -> int:
     """Say why an original folder is not imported."""
-    from shoal.skills.learning.views import migrate_folder
+    from shoal.skills.learning.run import migrate_folder
 
     migrate_folder(options.source, options.graph_path)
     return 2

@@ -24,14 +24,12 @@ from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.runner import compilation_cache, make_launcher
-from shoal.skills.learning.episodes import evaluate_chain
-from shoal.skills.learning.merge import Rule
-from shoal.skills.learning.plan import dependencies, plan_for
+from shoal.skills.learning.episodes import draw_chain, evaluate_chain
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler
-from shoal.skills.learning.spec import load_skills, read_yaml
+from shoal.skills.learning.run import Rule
+from shoal.skills.learning.scheduler import Frontier, SkillScheduler, draw_graph
+from shoal.skills.learning.spec import dependencies, load_skills, plan_for, read_yaml
 from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.views import draw_chain, draw_graph
 from shoal.skills.learning.worlds import default_config, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation

@@ -20,7 +20,7 @@ from shoal.skills.jobs.graph import Graph
 from shoal.skills.jobs.run import load_function, name_of, pack, unpack
 from shoal.skills.jobs.runner import SlurmLauncher, adopting_launcher, alive, job_environment
 from shoal.skills.jobs.store import MIGRATIONS, Store
-from shoal.skills.learning.store import Store as SkillStore
+from shoal.skills.learning.spec import Store as SkillStore
 
 REPO = Path(__file__).parents[3]
 JOBS = """

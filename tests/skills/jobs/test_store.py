@@ -8,8 +8,7 @@ import pytest
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.skills.jobs.store import HeadMovedError
-from shoal.skills.learning.spec import parse_skill
-from shoal.skills.learning.store import Store, new_version
+from shoal.skills.learning.spec import Store, new_version, parse_skill
 
 WOOD = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
 

@@ -4,26 +4,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from shoal.skills.learning.crafting import FEATURES
-from shoal.skills.learning.merge import correct_spec
 from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.run import correct_spec
 from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.worlds import CRAFTING
 
-SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), FEATURES)}
+SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), CRAFTING)}
 PICKAXE = SKILLS["Make Wood Pickaxe"]
 
 
 def episodes(count: int = 100, **start: float) -> np.ndarray:
-    values = np.zeros((count, len(FEATURES.names)), np.float32)
+    values = np.zeros((count, len(CRAFTING.names)), np.float32)
     for name, amount in start.items():
-        values[:, FEATURES.index(name)] = amount
+        values[:, CRAFTING.index(name)] = amount
     return values
 
 
 def changed(values: np.ndarray, **by: float) -> np.ndarray:
     values = values.copy()
     for name, amount in by.items():
-        values[:, FEATURES.index(name)] += amount
+        values[:, CRAFTING.index(name)] += amount
     return values
 
 
@@ -33,7 +33,7 @@ YES = np.ones(100, bool)
 def test_a_right_spec_is_left_alone() -> None:
     start = episodes(wood=3, table=1)
     end = changed(start, wood=-1, wood_pickaxe=1)
-    assert correct_spec(PICKAXE, FEATURES, start, start, end, YES) == (PICKAXE, [])
+    assert correct_spec(PICKAXE, CRAFTING, start, start, end, YES) == (PICKAXE, [])
 
 
 def test_what_was_found_again_on_the_way_is_still_used_up() -> None:
@@ -41,14 +41,14 @@ def test_what_was_found_again_on_the_way_is_still_used_up() -> None:
     start = episodes(wood=3, table=1)
     before = changed(start, wood=1)
     end = changed(before, wood=-1, wood_pickaxe=1)
-    assert correct_spec(PICKAXE, FEATURES, start, before, end, YES)[1] == []
+    assert correct_spec(PICKAXE, CRAFTING, start, before, end, YES)[1] == []
 
 
 def test_a_wrong_gain_is_corrected_by_what_is_seen() -> None:
     believed = replace(SKILLS["Collect Wood"], gain={"wood": 3})
     start = episodes()
     corrected, findings = correct_spec(
-        believed, FEATURES, start, changed(start, wood=3), changed(start, wood=4), YES, 4
+        believed, CRAFTING, start, changed(start, wood=3), changed(start, wood=4), YES, 4
     )
     assert corrected.gain == {"wood": 1}
     assert findings == ["gain of 'wood': 3 was believed, 1 is seen"]
@@ -58,7 +58,7 @@ def test_consumption_nobody_mentioned_is_found_and_required() -> None:
     believed = replace(PICKAXE, consumption={}, requirements={"table": 1})
     start = episodes(wood=3, table=1)
     corrected, _ = correct_spec(
-        believed, FEATURES, start, start, changed(start, wood=-2, wood_pickaxe=1), YES
+        believed, CRAFTING, start, start, changed(start, wood=-2, wood_pickaxe=1), YES
     )
     assert corrected.consumption == {"wood": 2}
     assert corrected.requirements == {"table": 1, "wood": 2}
@@ -66,7 +66,7 @@ def test_consumption_nobody_mentioned_is_found_and_required() -> None:
 
 def test_what_was_thought_used_up_but_stays_is_only_held() -> None:
     start = episodes(wood=3, table=1)
-    corrected, findings = correct_spec(PICKAXE, FEATURES, start, start, changed(start, wood_pickaxe=1), YES)
+    corrected, findings = correct_spec(PICKAXE, CRAFTING, start, start, changed(start, wood_pickaxe=1), YES)
     assert corrected.consumption == {}
     assert findings == ["consumption of 'wood': 1 was believed, 0 is seen"]
 
@@ -74,21 +74,21 @@ def test_what_was_thought_used_up_but_stays_is_only_held() -> None:
 def test_luck_on_the_way_is_not_a_gain() -> None:
     start = episodes(wood=3, table=1)
     before = start.copy()
-    before[:80, FEATURES.index("sapling")] += 1  # in 80 of 100 episodes: often, but not what the skill does
+    before[:80, CRAFTING.index("sapling")] += 1  # in 80 of 100 episodes: often, but not what the skill does
     assert (
-        correct_spec(PICKAXE, FEATURES, start, before, changed(before, wood=-1, wood_pickaxe=1), YES)[1] == []
+        correct_spec(PICKAXE, CRAFTING, start, before, changed(before, wood=-1, wood_pickaxe=1), YES)[1] == []
     )
 
 
 def test_a_requirement_that_makes_no_difference_is_dropped_and_one_that_decides_is_added() -> None:
     start = episodes(wood=3, table=1)
-    start[:50, FEATURES.index("drink")] = 1
-    start[25:75, FEATURES.index("stone_pickaxe")] = 1
-    success = start[:, FEATURES.index("stone_pickaxe")] > 0
+    start[:50, CRAFTING.index("drink")] = 1
+    start[25:75, CRAFTING.index("stone_pickaxe")] = 1
+    success = start[:, CRAFTING.index("stone_pickaxe")] > 0
     end = changed(start, wood=-1, wood_pickaxe=1)
     end[~success] = start[~success]
     believed = replace(PICKAXE, requirements={"wood": 1, "table": 1, "drink": 1})
-    corrected, findings = correct_spec(believed, FEATURES, start, start, end, success)
+    corrected, findings = correct_spec(believed, CRAFTING, start, start, end, success)
     assert corrected.requirements == {"wood": 1, "table": 1, "stone_pickaxe": 1}
     assert findings == [
         "requirements of 'drink': 1 was believed, 0 is seen",
@@ -99,4 +99,4 @@ def test_a_requirement_that_makes_no_difference_is_dropped_and_one_that_decides_
 def test_too_few_successes_conclude_nothing() -> None:
     start = episodes(wood=3, table=1)
     few = np.arange(100) < 19
-    assert correct_spec(PICKAXE, FEATURES, start, start, start, few) == (PICKAXE, [])
+    assert correct_spec(PICKAXE, CRAFTING, start, start, start, few) == (PICKAXE, [])

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.skills.learning import crafting
-from shoal.skills.learning.crafting import ACTIONS, FEATURES, CraftingWorld
-from shoal.skills.learning.worlds import Bank, make_world
+from shoal.skills.learning import worlds as crafting
+from shoal.skills.learning.worlds import CRAFTING, CRAFTING_ACTIONS, Bank, CraftingWorld, make_world
 
 KIND = {".": crafting.GRASS, "T": crafting.TREE, "S": crafting.STONE, "I": crafting.IRON, "~": crafting.WATER}
 KIND |= {"t": crafting.TABLE, "p": crafting.PLANT, "#": crafting.EDGE}
@@ -20,7 +19,7 @@ class OneWorld:
     def __init__(self, cells: np.ndarray, place: np.ndarray, look: int, hands: np.ndarray) -> None:
         self.cells, self.look = cells.copy(), int(look)
         self.row, self.column = int(place[0]), int(place[1])
-        self.hands = dict(zip(FEATURES.names, hands.astype(int), strict=True))
+        self.hands = dict(zip(CRAFTING.names, hands.astype(int), strict=True))
 
     def step(self, action: str, lucky: bool) -> None:
         hands = self.hands
@@ -95,11 +94,11 @@ def test_many_lanes_follow_the_rules_of_one(seed: int) -> None:
         OneWorld(*(bank.arrays[key][i] for key in ("cells", "place", "look", "hands"))) for i in range(16)
     ]
     for _ in range(60):
-        actions, lucky = rng.integers(0, len(ACTIONS), 16), bool(rng.random() < 0.5)
+        actions, lucky = rng.integers(0, len(CRAFTING_ACTIONS), 16), bool(rng.random() < 0.5)
         world.step(actions, Lucky(0.0 if lucky else 0.99))  # type: ignore[arg-type]
         for i, single in enumerate(singles):
-            single.step(ACTIONS[actions[i]], lucky)
-            assert dict(zip(FEATURES.names, world.hands[i].astype(int), strict=True)) == single.hands
+            single.step(CRAFTING_ACTIONS[actions[i]], lucky)
+            assert dict(zip(CRAFTING.names, world.hands[i].astype(int), strict=True)) == single.hands
             assert tuple(world.place[i]) == (single.row, single.column)
             assert (world.cells[i] == single.cells).all()
             assert world.look[i] == single.look

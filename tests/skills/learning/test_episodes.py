@@ -18,10 +18,8 @@ from shoal.core.errors import DataError
 from shoal.skills.learning import episodes
 from shoal.skills.learning.episodes import Chooser, EpisodesReport, Memory, evaluate_chain, play_episodes
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
-from shoal.skills.learning.network import Network, Shape, encode
-from shoal.skills.learning.plan import Step
-from shoal.skills.learning.spec import Features, Skill, check_skills, parse_skill
-from shoal.skills.learning.store import Store, new_version
+from shoal.skills.learning.spec import Features, Skill, Step, Store, check_skills, new_version, parse_skill
+from shoal.skills.learning.trainer import Network, Shape, encode
 
 FEATURES = Features(
     "smithy",

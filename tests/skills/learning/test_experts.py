@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import DataError
-from shoal.skills.learning.network import (
+from shoal.skills.learning.trainer import (
     average,
     build_remapping,
     decode,

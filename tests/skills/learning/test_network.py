@@ -9,7 +9,7 @@ from shoal.core.errors import DataError
 from shoal.maths.adam import Adam
 from shoal.maths.distributions import sample
 from shoal.maths.gae import gae
-from shoal.skills.learning.network import Network, Shape
+from shoal.skills.learning.trainer import Network, Shape
 
 torch = pytest.importorskip("torch")
 SHAPE = Shape(7, 5, 4)

@@ -9,20 +9,23 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
 from shoal.skills.learning.craftax import features_of
-from shoal.skills.learning.crafting import FEATURES
-from shoal.skills.learning.plan import (
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.spec import (
+    Features,
+    Skill,
     Step,
     covering_plan,
     dependencies,
+    load_skills,
+    parse_skill,
     plan_for,
     providers,
     shortened,
     simulate,
 )
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import Features, Skill, load_skills, parse_skill
+from shoal.skills.learning.worlds import CRAFTING
 
-SKILLS = load_skills(knowledge_base("crafting"), FEATURES)
+SKILLS = load_skills(knowledge_base("crafting"), CRAFTING)
 
 
 def skill(name: str, gain: str, amount: int = 1, uses: dict[str, int] | None = None, **extra: Any) -> Skill:
@@ -42,7 +45,7 @@ def skill(name: str, gain: str, amount: int = 1, uses: dict[str, int] | None = N
 
 def test_the_stone_pickaxe_takes_four_wood_in_one_go() -> None:
     # 2 for the table, 1 for the wood pickaxe, 1 for the stone pickaxe: 4, collected at once.
-    assert plan_for("Make Stone Pickaxe", SKILLS, FEATURES) == [
+    assert plan_for("Make Stone Pickaxe", SKILLS, CRAFTING) == [
         Step("Collect Wood", 4),
         Step("Place Table", 1),
         Step("Make Wood Pickaxe", 1),
@@ -54,10 +57,10 @@ def test_the_stone_pickaxe_takes_four_wood_in_one_go() -> None:
 def test_every_plan_of_the_crafting_world_can_be_carried_out() -> None:
     by_name = {s.name: s for s in SKILLS}
     for s in SKILLS:
-        assert replay(plan_for(s.name, SKILLS, FEATURES), by_name, FEATURES)[s.done.feature] >= 1
-    covered = covering_plan(SKILLS, FEATURES)
+        assert replay(plan_for(s.name, SKILLS, CRAFTING), by_name, CRAFTING)[s.done.feature] >= 1
+    covered = covering_plan(SKILLS, CRAFTING)
     assert {step.skill for step in covered} == set(by_name)
-    replay(covered, by_name, FEATURES)
+    replay(covered, by_name, CRAFTING)
 
 
 CLASSIC = features_of("craftax-classic")
@@ -221,7 +224,7 @@ def test_an_item_that_nobody_gains_is_named() -> None:
 
 def test_an_unknown_target_is_guessed() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'Collect Iron'"):
-        plan_for("Colect Iron", SKILLS, FEATURES)
+        plan_for("Colect Iron", SKILLS, CRAFTING)
 
 
 def test_another_provider_is_taken_when_the_first_cannot_be_reached() -> None:

@@ -10,10 +10,9 @@ import pytest
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import DataError
-from shoal.skills.learning.network import Network, decode, encode
 from shoal.skills.learning.run import Run, finish_training, read_outcome
-from shoal.skills.learning.spec import parse_skill
-from shoal.skills.learning.store import Store, new_version
+from shoal.skills.learning.spec import Store, new_version, parse_skill
+from shoal.skills.learning.trainer import Network, decode, encode
 
 MILLION = 1_000_000
 
@@ -174,8 +173,8 @@ def test_a_merge_that_is_repeated_counts_once(tmp_path: Path, net: Callable[...,
 
 def test_auto_evaluates_and_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
     # The head interacts and walks at random, which collects wood now and then; the run only ever waits.
-    from shoal.skills.learning.crafting import CraftingWorld
-    from shoal.skills.learning.network import Shape
+    from shoal.skills.learning.trainer import Shape
+    from shoal.skills.learning.worlds import CraftingWorld
 
     shape = Shape(CraftingWorld.obs_size, 8, CraftingWorld.n_actions)
     able, useless = Network(shape), Network(shape)
@@ -226,13 +225,13 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -
 def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
     tmp_path: Path, net: Callable[..., Network]
 ) -> None:
-    from shoal.skills.learning.crafting import FEATURES
+    from shoal.skills.learning.worlds import CRAFTING
 
     folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
-    start = np.zeros((100, len(FEATURES.names)), np.float32)
-    start[:50, FEATURES.index("iron")] = 1  # as if wood could only be had with iron, which nobody gains
+    start = np.zeros((100, len(CRAFTING.names)), np.float32)
+    start[:50, CRAFTING.index("iron")] = 1  # as if wood could only be had with iron, which nobody gains
     end = start.copy()
-    end[:50, FEATURES.index("wood")] += 1
+    end[:50, CRAFTING.index("wood")] += 1
     success = (np.arange(100) < 50).astype(np.float32)
     finish_training(
         folder,

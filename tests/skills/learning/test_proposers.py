@@ -11,8 +11,6 @@ import yaml
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.skills.learning import proposers
-from shoal.skills.learning.crafting import FEATURES
-from shoal.skills.learning.plan import dependencies
 from shoal.skills.learning.proposers import (
     KnowledgeBase,
     LanguageModel,
@@ -22,9 +20,10 @@ from shoal.skills.learning.proposers import (
     read_proposals,
 )
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler
-from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.spec import dependencies, load_skills
+from shoal.skills.learning.worlds import CRAFTING
 
-SKILLS = load_skills(knowledge_base("crafting"), FEATURES)
+SKILLS = load_skills(knowledge_base("crafting"), CRAFTING)
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
 
 
@@ -67,7 +66,7 @@ def server() -> Iterator[Server]:
 
 def test_a_models_skill_is_read_from_its_reply_whatever_stands_around_it(server: Server) -> None:
     server.replies = [f"Sure! Here is {{a skill}}:\n```json\n{json.dumps(WOOD)}\n``` I hope it helps {{}}"]
-    skill = LanguageModel("m", server.url, FEATURES).next_skill([], [], {})
+    skill = LanguageModel("m", server.url, CRAFTING).next_skill([], [], {})
     assert skill is not None
     assert skill.name == "Collect Wood"
     assert server.asked[0]["model"] == "m"
@@ -81,7 +80,7 @@ def test_a_refused_skill_goes_back_to_the_model_with_the_reason(server: Server) 
         json.dumps({**WOOD, "name": "../../etc/passwd; rm -rf ~"}),
         json.dumps(WOOD),
     ]
-    skill = LanguageModel("m", server.url, FEATURES, tries=4).next_skill([], [], {})
+    skill = LanguageModel("m", server.url, CRAFTING, tries=4).next_skill([], [], {})
     assert skill is not None
     reasons = [request["messages"][-1]["content"] for request in server.asked[1:]]
     assert "no feature named 'gold'" in reasons[0]
@@ -94,33 +93,33 @@ def test_a_model_that_never_gives_a_usable_skill_is_an_error(server: Server) -> 
     with pytest.raises(
         EngineError, match="no usable skill in 3 replies; the last problem: .*unknown field `code`"
     ):
-        LanguageModel("m", server.url, FEATURES).next_skill([], [], {})
+        LanguageModel("m", server.url, CRAFTING).next_skill([], [], {})
 
 
 def test_a_skill_that_exists_or_cannot_be_reached_is_refused(server: Server) -> None:
     server.replies = [json.dumps(WOOD), json.dumps({**WOOD, "name": "New", "requirements": {"iron": 1}})]
     with pytest.raises(EngineError, match="'iron', which cannot be had"):
-        LanguageModel("m", server.url, FEATURES, tries=2).next_skill(SKILLS[:1], [], {})
+        LanguageModel("m", server.url, CRAFTING, tries=2).next_skill(SKILLS[:1], [], {})
     assert "named 'Collect Wood' already" in server.asked[1]["messages"][-1]["content"]
 
 
 def test_a_model_may_say_that_there_is_nothing_left(server: Server) -> None:
     server.replies = ['{"name": null}']
-    assert LanguageModel("m", server.url, FEATURES).next_skill(SKILLS, [], {}) is None
+    assert LanguageModel("m", server.url, CRAFTING).next_skill(SKILLS, [], {}) is None
 
 
 @pytest.mark.parametrize("reply", ["RAW not json", 'RAW{"choices": []}', 'RAW{"choices": [{"message": {}}]}'])
 def test_an_answer_that_is_not_a_chat_is_an_engine_error(server: Server, reply: str) -> None:
     server.replies = [reply]
     with pytest.raises(EngineError, match="no reply from http"):
-        LanguageModel("m", server.url, FEATURES).next_skill([], [], {})
+        LanguageModel("m", server.url, CRAFTING).next_skill([], [], {})
 
 
 def test_a_server_that_is_not_there_is_an_engine_error() -> None:
     with pytest.raises(EngineError, match="no reply from http://127.0.0.1:9/v1"):
-        LanguageModel("m", "http://127.0.0.1:9/v1", FEATURES, timeout=2).next_skill([], [], {})
+        LanguageModel("m", "http://127.0.0.1:9/v1", CRAFTING, timeout=2).next_skill([], [], {})
     with pytest.raises(ConfigError, match="must start with http"):
-        LanguageModel("m", "file:///etc/passwd", FEATURES)
+        LanguageModel("m", "file:///etc/passwd", CRAFTING)
 
 
 def test_deeply_nested_and_endless_replies_are_only_a_config_error() -> None:
@@ -130,7 +129,7 @@ def test_deeply_nested_and_endless_replies_are_only_a_config_error() -> None:
 
 
 def test_the_knowledge_base_gives_first_what_can_be_trained_now() -> None:
-    base = KnowledgeBase(knowledge_base("crafting"), FEATURES)
+    base = KnowledgeBase(knowledge_base("crafting"), CRAFTING)
     names = []
     while (skill := base.next_skill([s for s in SKILLS if s.name in names], [], {})) is not None:
         names.append(skill.name)
@@ -145,14 +144,14 @@ def test_a_file_may_name_its_skills_in_any_order(tmp_path: Path, scripted) -> No
     path = tmp_path / "skills.yaml"
     path.write_text(yaml.safe_dump({"skills": [skill.as_dict() for skill in reversed(SKILLS)]}))
     s = SkillScheduler(tmp_path / "run", 2, 0.2, launcher=scripted(), analyse=False)
-    assert Frontier(s, KnowledgeBase(path, FEATURES), max_nodes=len(SKILLS)).run()
+    assert Frontier(s, KnowledgeBase(path, CRAFTING), max_nodes=len(SKILLS)).run()
     assert s.get_completed_skills().keys() == {skill.name for skill in SKILLS}
     for row in s.store.skills():
         assert list(row.dependencies) == dependencies(row.spec, SKILLS[::-1])
 
 
 def test_a_target_brings_only_what_it_needs() -> None:
-    base = KnowledgeBase(knowledge_base("crafting"), FEATURES, target="Make Wood Sword")
+    base = KnowledgeBase(knowledge_base("crafting"), CRAFTING, target="Make Wood Sword")
     assert [skill.name for skill in base.skills] == ["Collect Wood", "Place Table", "Make Wood Sword"]
 
 
@@ -160,7 +159,7 @@ def test_a_knowledge_base_that_cannot_be_reached_is_refused_before_training(tmp_
     path = tmp_path / "skills.yaml"
     path.write_text("skills: [{name: A, gain: {table: 1}, done: {feature: table}, requirements: {iron: 1}}]")
     with pytest.raises(ConfigError, match="'iron', which cannot be had"):
-        KnowledgeBase(path, FEATURES)
+        KnowledgeBase(path, CRAFTING)
 
 
 class Recording:
@@ -218,7 +217,7 @@ def test_an_error_of_the_proposer_comes_out_after_what_was_queued(tmp_path: Path
 
 def test_no_more_than_max_nodes_are_proposed(tmp_path: Path, scripted) -> None:
     s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
-    assert Frontier(s, KnowledgeBase(knowledge_base("crafting"), FEATURES, 3), max_nodes=3).run()
+    assert Frontier(s, KnowledgeBase(knowledge_base("crafting"), CRAFTING, 3), max_nodes=3).run()
     assert len(s.store.skills()) == 3
 
 
@@ -236,7 +235,7 @@ def test_what_a_model_proposed_is_kept_and_proposed_again_without_it(server: Ser
         json.dumps(table),
         '{"name": null}',
     ]
-    model, known = LanguageModel("m", server.url, FEATURES, record=record), []
+    model, known = LanguageModel("m", server.url, CRAFTING, record=record), []
     while (skill := model.next_skill(known, [], {})) is not None:
         known.append(skill)
     rows = read_proposals(record)
@@ -245,7 +244,7 @@ def test_what_a_model_proposed_is_kept_and_proposed_again_without_it(server: Ser
     assert rows[1]["reply"] == json.dumps({**table, "horizon": 10**12})
     with record.open("a") as file:
         file.write('{"skill": {"name": "cut sho')  # a kill came between
-    replay, again = Replay(record, FEATURES), []
+    replay, again = Replay(record, CRAFTING), []
     while (skill := replay.next_skill(again, [], {})) is not None:
         again.append(skill)
     assert again == known
@@ -283,7 +282,7 @@ def test_a_key_is_not_carried_to_where_a_redirection_points(server: Server) -> N
     threading.Thread(target=first.serve_forever, daemon=True).start()
     try:
         model = LanguageModel(
-            "m", f"http://127.0.0.1:{first.server_port}/v1", FEATURES, api_key="secret", tries=1
+            "m", f"http://127.0.0.1:{first.server_port}/v1", CRAFTING, api_key="secret", tries=1
         )
         with pytest.raises(EngineError, match="302"):
             model.next_skill([], [], {})
@@ -295,7 +294,7 @@ def test_a_key_is_not_carried_to_where_a_redirection_points(server: Server) -> N
 
 
 def test_a_server_that_is_busy_is_asked_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LanguageModel("m", server.url, FEATURES, patience=0.001)
+    model = LanguageModel("m", server.url, CRAFTING, patience=0.001)
     server.replies = [json.dumps(WOOD)]
     opened, failures = proposers._opener.open, [OSError("refused"), OSError("refused")]
 
@@ -314,7 +313,7 @@ def test_what_was_proposed_again_after_a_kill_is_replayed_once(tmp_path: Path) -
     water = {"name": "Drink Water", "gain": {"drink": 1}, "done": {"feature": "drink"}}
     rows = [{**WOOD, "horizon": 50}, water, WOOD]  # the first was never used: its run was ended before
     record.write_text("".join(json.dumps({"skill": row}) + "\n" for row in rows))
-    replay = Replay(record, FEATURES)
+    replay = Replay(record, CRAFTING)
     assert [(skill.name, skill.horizon) for skill in replay.skills] == [
         ("Drink Water", 100),
         ("Collect Wood", 100),

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError
 from shoal.core.registry import SAFE_NAME
 from shoal.skills.learning.craftax import features_of
-from shoal.skills.learning.crafting import FEATURES
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.spec import check_skill, check_skills, load_skills, parse_skill, slug
+from shoal.skills.learning.worlds import CRAFTING
 
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
 safe_names = st.from_regex(SAFE_NAME, fullmatch=True).filter(lambda name: not name.endswith((" ", ".")))
@@ -17,7 +17,7 @@ safe_names = st.from_regex(SAFE_NAME, fullmatch=True).filter(lambda name: not na
 
 @pytest.mark.parametrize("world", ["crafting", "craftax-classic", "craftax"])
 def test_every_knowledge_base_that_comes_with_shoal_is_valid(world: str) -> None:
-    features = FEATURES if world == "crafting" else features_of(world)
+    features = CRAFTING if world == "crafting" else features_of(world)
     assert len(load_skills(knowledge_base(world), features)) >= 4
 
 
@@ -30,7 +30,7 @@ def test_names_that_a_shell_or_a_path_could_misread_are_refused(name: str) -> No
     with pytest.raises(ValueError, match="name must be"):
         slug(name)
     with pytest.raises(ValueError, match="name must be"):
-        check_skill(parse_skill({**WOOD, "name": name}), FEATURES)
+        check_skill(parse_skill({**WOOD, "name": name}), CRAFTING)
 
 
 @given(safe_names, safe_names)
@@ -45,12 +45,12 @@ def test_names_that_older_cleaners_would_make_equal_stay_apart() -> None:
     names = ["Make Pickaxe", "Make_Pickaxe", "Make (Pickaxe)", "Make.Pickaxe", "Make-Pickaxe"]
     assert len({slug(name) for name in names}) == len(names)
     skills = [parse_skill({**WOOD, "name": name}) for name in names]
-    assert len(check_skills(skills, FEATURES)) == len(names)
+    assert len(check_skills(skills, CRAFTING)) == len(names)
 
 
 def test_two_skills_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two skills are named 'Collect Wood'"):
-        check_skills([parse_skill(WOOD), parse_skill(WOOD)], FEATURES)
+        check_skills([parse_skill(WOOD), parse_skill(WOOD)], CRAFTING)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_a_skill_that_makes_no_sense_is_refused_with_the_reason(
     change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_skill(parse_skill({**WOOD, **change}), FEATURES)
+        check_skill(parse_skill({**WOOD, **change}), CRAFTING)
 
 
 def test_a_spec_survives_the_way_through_plain_data() -> None:
-    for skill in load_skills(knowledge_base("crafting"), FEATURES):
+    for skill in load_skills(knowledge_base("crafting"), CRAFTING):
         assert parse_skill(skill.as_dict()) == skill
 
 
@@ -101,24 +101,24 @@ def test_a_knowledge_base_is_data_and_nothing_else(tmp_path, text: str, message:
     path = tmp_path / "skills.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_skills(path, FEATURES)
+        load_skills(path, CRAFTING)
 
 
 def test_upkeep_that_could_never_end_is_refused() -> None:
     base = {"name": "Drink", "gain": {"drink": 1}, "done": {"feature": "drink"}}
-    assert check_skill(parse_skill({**base, "upkeep": {"wood": 3}}), FEATURES).upkeep == {"wood": 3}
+    assert check_skill(parse_skill({**base, "upkeep": {"wood": 3}}), CRAFTING).upkeep == {"wood": 3}
     with pytest.raises(
         ConfigError, match=r"upkeep 'wood' must be in 0\.\.8 \(less than can be held\), got 9"
     ):
-        check_skill(parse_skill({**base, "upkeep": {"wood": 9}}), FEATURES)
+        check_skill(parse_skill({**base, "upkeep": {"wood": 9}}), CRAFTING)
     with pytest.raises(ConfigError, match="no feature named 'wod'"):
-        check_skill(parse_skill({**base, "upkeep": {"wod": 3}}), FEATURES)
+        check_skill(parse_skill({**base, "upkeep": {"wod": 3}}), CRAFTING)
 
 
 def test_the_actions_of_a_skill_are_those_of_its_world() -> None:
-    skill = check_skill(parse_skill({**WOOD, "actions": ["left", "interact"]}), FEATURES)
+    skill = check_skill(parse_skill({**WOOD, "actions": ["left", "interact"]}), CRAFTING)
     assert skill.actions == ("left", "interact")
     assert parse_skill(skill.as_dict()) == skill
     assert "actions" not in parse_skill(WOOD).as_dict()
     with pytest.raises(ConfigError, match=r"no action named 'interct' in crafting\. Did you mean 'interact'"):
-        check_skill(parse_skill({**WOOD, "actions": ["interct"]}), FEATURES)
+        check_skill(parse_skill({**WOOD, "actions": ["interct"]}), CRAFTING)

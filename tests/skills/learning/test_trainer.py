@@ -6,16 +6,21 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.skills.learning.crafting import ACTIONS, FEATURES, HANDS, CraftingWorld
-from shoal.skills.learning.network import Network, Shape
-from shoal.skills.learning.plan import Course, Step, walk
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import load_skills
-from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig
-from shoal.skills.learning.worlds import fresh_worlds
+from shoal.skills.learning.spec import Step, load_skills
+from shoal.skills.learning.trainer import Network, Shape, Task, Trainer, TrainingConfig
+from shoal.skills.learning.worlds import (
+    CRAFTING,
+    CRAFTING_ACTIONS,
+    HANDS,
+    Course,
+    CraftingWorld,
+    fresh_worlds,
+    walk,
+)
 
 SKILLS = {
-    skill.name: replace(skill, horizon=60) for skill in load_skills(knowledge_base("crafting"), FEATURES)
+    skill.name: replace(skill, horizon=60) for skill in load_skills(knowledge_base("crafting"), CRAFTING)
 }
 
 
@@ -92,7 +97,7 @@ class Mirrored(CraftingWorld):
 def test_where_a_world_has_mirrors_each_step_is_learned_from_once_a_pass_as_it_was_or_mirrored(
     quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.skills.learning.crafting.CraftingWorld", Mirrored)
+    monkeypatch.setattr("shoal.skills.learning.worlds.CraftingWorld", Mirrored)
     config = replace(quick, update_epochs=3)
     trainer = Trainer(task(config))
     trainer.prepare()
@@ -183,7 +188,7 @@ def test_a_training_begun_before_a_world_showed_more_ends_as_it_would_have(
     whole = Trainer(task(config, count=1))
     whole.prepare()
     whole.train(lambda row: None, keep)
-    monkeypatch.setattr("shoal.skills.learning.crafting.CraftingWorld", Wider)
+    monkeypatch.setattr("shoal.skills.learning.worlds.CraftingWorld", Wider)
     later = Trainer(task(config, count=1))
     assert later.nets[0].shape.inputs == Wider.obs_size
     later.prepare()
@@ -287,19 +292,19 @@ def test_a_skill_whose_start_is_never_reached_says_so(quick: TrainingConfig) -> 
 
 def test_counters_are_judged_from_the_start_of_a_step_and_tools_absolutely() -> None:
     plan = [Step("Collect Wood", 2), Step("Place Table", 1), Step("Make Wood Pickaxe", 1)]
-    course = Course(plan, SKILLS, FEATURES, [0, 1, 2])
-    values = np.zeros((3, len(FEATURES.names)), np.float32)
+    course = Course(plan, SKILLS, CRAFTING, [0, 1, 2])
+    values = np.zeros((3, len(CRAFTING.names)), np.float32)
     start = values.copy()
-    values[:, FEATURES.index("wood")], start[:, FEATURES.index("wood")] = [5, 4, 8], [3, 3, 8]
+    values[:, CRAFTING.index("wood")], start[:, CRAFTING.index("wood")] = [5, 4, 8], [3, 3, 8]
     at = np.zeros(3, np.int64)
     assert list(course.satisfied(at, values, start)) == [True, False, False]  # +2, +1, +0
-    values[1, FEATURES.index("table")] = 1
+    values[1, CRAFTING.index("table")] = 1
     assert list(course.skip(np.array([1, 1, 1]), values)) == [
         1,
         2,
         1,
     ]  # a table that stands is not placed again
-    values[1, FEATURES.index("wood_pickaxe")] = 1
+    values[1, CRAFTING.index("wood_pickaxe")] = 1
     assert list(course.skip(np.array([1, 1, 1]), values)) == [1, 3, 1]
     assert list(course.skip(np.array([0, 0, 0]), values)) == [
         0,
@@ -309,12 +314,12 @@ def test_counters_are_judged_from_the_start_of_a_step_and_tools_absolutely() -> 
 
 
 def test_a_step_is_done_when_the_hands_can_hold_no_more_of_what_it_gains() -> None:
-    course = Course([Step("Collect Wood", 3)], SKILLS, FEATURES, [0])
+    course = Course([Step("Collect Wood", 3)], SKILLS, CRAFTING, [0])
     start, now = (
-        np.zeros((5, len(FEATURES.names)), np.float32),
-        np.zeros((5, len(FEATURES.names)), np.float32),
+        np.zeros((5, len(CRAFTING.names)), np.float32),
+        np.zeros((5, len(CRAFTING.names)), np.float32),
     )
-    wood, at = FEATURES.index("wood"), np.zeros(5, np.int64)
+    wood, at = CRAFTING.index("wood"), np.zeros(5, np.int64)
     start[:, wood] = [0, 0, 7, 7, HANDS]
     now[:, wood] = [2, 3, 8, HANDS, HANDS]
     assert list(course.satisfied(at, now, start)) == [False, True, False, True, True]
@@ -323,8 +328,8 @@ def test_a_step_is_done_when_the_hands_can_hold_no_more_of_what_it_gains() -> No
 
 def test_an_application_may_take_longer_in_a_plan_than_in_practice(quick: TrainingConfig) -> None:
     plan = [Step("Collect Wood", 2), Step("Place Table", 1)]
-    assert list(Course(plan, SKILLS, FEATURES, [0, 1]).horizon) == [120, 60]
-    assert list(Course(plan, SKILLS, FEATURES, [0, 1], 50).horizon) == [100, 50]
+    assert list(Course(plan, SKILLS, CRAFTING, [0, 1]).horizon) == [120, 60]
+    assert list(Course(plan, SKILLS, CRAFTING, [0, 1], 50).horizon) == [100, 50]
     trainer = Trainer(task(replace(quick, practice_horizon=50), count=4))
     assert list(trainer.course.horizon) == [200]
 
@@ -348,7 +353,7 @@ def test_walking_gives_the_same_whether_lanes_are_dropped_or_not() -> None:
     net.bh[4] = 60  # always interacts
     world = CraftingWorld(300)
     starts = fresh_worlds(world, 300, 0, "test")
-    course = Course([Step("Collect Wood", 1)], SKILLS, FEATURES, [0])
+    course = Course([Step("Collect Wood", 1)], SKILLS, CRAFTING, [0])
     shrunk = walk("crafting", starts, course, [net], np.random.default_rng(0))
     fixed = walk("crafting", starts, course, [net], np.random.default_rng(0), CraftingWorld(128))
     cells, place, look = (starts.arrays[key] for key in ("cells", "place", "look"))
@@ -373,7 +378,7 @@ def test_an_expert_takes_the_actions_of_its_skill_alone(quick: TrainingConfig) -
     trainer.world.step = lambda actions, rng: taken.update(actions.tolist()) or step(actions, rng)  # type: ignore[method-assign]
     for _ in range(3):
         trainer.step()
-    assert {ACTIONS[action] for action in taken} == set(words)
+    assert {CRAFTING_ACTIONS[action] for action in taken} == set(words)
 
 
 def test_an_action_that_the_world_lacks_is_named(quick: TrainingConfig) -> None:

@@ -13,10 +13,16 @@ from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.skills.jobs.runner import job_environment
-from shoal.skills.learning.crafting import CraftingWorld
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.spec import Features
-from shoal.skills.learning.worlds import Bank, default_config, make_world, world_features, world_of
+from shoal.skills.learning.worlds import (
+    Bank,
+    CraftingWorld,
+    default_config,
+    make_world,
+    world_features,
+    world_of,
+)
 from shoal.testing import check_world
 
 REPO = Path(__file__).parents[3]

@@ -9,34 +9,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, MissingExtraError, missing_extra
+from shoal.core.files import write_bytes
 from shoal.core.seeding import stream
-from shoal.skills.learning.network import Network, decode
-from shoal.skills.learning.plan import (
-    Course,
+from shoal.skills.learning.spec import (
+    Features,
+    Skill,
     Step,
-    act,
+    Store,
     covering_plan,
+    is_relative,
     plan_for,
     shortened,
     simulate,
-    walk,
 )
-from shoal.skills.learning.spec import Features, Skill, is_relative
-from shoal.skills.learning.store import Store
+from shoal.skills.learning.trainer import Network, decode
 from shoal.skills.learning.worlds import (
     Bank,
+    Course,
     Floats,
     Ints,
     World,
+    act,
     batch_lanes,
     check_inputs,
     fresh_worlds,
     make_world,
+    walk,
     world_features,
     world_kind,
 )
@@ -449,3 +455,37 @@ def _play(
         live &= ~dead
     applied = np.stack([memory.applied for memory in memories])
     return had, applied, length, died
+
+
+MOST_FRAMES = 400
+
+
+def draw_chain(store: Store, path: Path, seed: int = 0) -> bool:
+    """A GIF of the whole plan played in one unseen world; True if the plan was finished in it."""
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError as error:
+        raise missing_extra("chain.gif", "vision") from error
+    film, plan, steps, finished = record_chain(store, seed)
+    world_name = str(store.setting("world"))
+    every = max(1, -(-len(film) // MOST_FRAMES))
+    images = []
+    for bank, step in list(zip(film, steps, strict=True))[::every]:
+        picture = Image.fromarray(picture_of(world_name, bank))
+        canvas = Image.new("RGB", (picture.width, picture.height + 16), "white")
+        canvas.paste(picture, (0, 16))
+        ImageDraw.Draw(canvas).text((3, 2), f"{step + 1}/{len(plan)} {plan[step].skill}", fill="black")
+        images.append(canvas)
+    out = BytesIO()
+    durations = [90] * (len(images) - 1) + [1500]
+    images[0].save(out, format="GIF", save_all=True, append_images=images[1:], duration=durations, loop=0)
+    write_bytes(path, out.getvalue())
+    return finished
+
+
+def picture_of(world_name: str, bank: Bank) -> NDArray[np.uint8]:
+    """`[height, width, 3]` of the first state of a bank."""
+    paint = world_kind(world_name).picture
+    if paint is None:
+        raise MissingExtraError(f"the world {world_name!r} draws no pictures of itself")
+    return paint(bank)

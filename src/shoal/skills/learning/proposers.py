@@ -15,14 +15,16 @@ from typing import Any, Protocol
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.skills.jobs.store import slug
-from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
 from shoal.skills.learning.spec import (
     Features,
     Skill,
     check_skill,
     check_skills,
+    covering_plan,
+    dependencies,
     load_skills,
     parse_skill,
+    plan_for,
 )
 
 logger = logging.getLogger(__name__)

@@ -13,29 +13,33 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, missing_extra
 from shoal.core.executors import available_memory
+from shoal.core.files import write_bytes, write_json
 from shoal.core.seeding import derive_seed
-from shoal.skills.jobs.runner import Launcher, Runner, job_environment, make_launcher
+from shoal.skills.jobs.runner import Launcher, Runner, condition, is_held, job_environment, make_launcher
 from shoal.skills.jobs.store import AttemptRow, JobRow
-from shoal.skills.learning.merge import RULES, process_completed_training
-from shoal.skills.learning.plan import dependencies as plan_dependencies
 from shoal.skills.learning.proposers import Proposer
 from shoal.skills.learning.run import (
+    RULES,
     Run,
+    amounts,
+    export_views,
     prepare_training_run,
+    process_completed_training,
     read_outcome,
     run_folder_of,
+    skill_folder,
     skill_from_data,
     training_plan,
 )
-from shoal.skills.learning.spec import Skill
-from shoal.skills.learning.store import Store
+from shoal.skills.learning.spec import Skill, SkillRow, Store
+from shoal.skills.learning.spec import dependencies as plan_dependencies
 from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.views import export_state, export_views, scheduler_state
 from shoal.skills.learning.worlds import world_features
 
 logger = logging.getLogger(__name__)
@@ -453,3 +457,146 @@ class Frontier:
                 then(name, data)
 
         return callback
+
+
+# What people see of the graph
+
+
+def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
+    """What `scheduler_state.json` holds: the layout of the reference, skills under their slug."""
+    skills: dict[str, Any] = {}
+    rows = store.skills()
+    attempts = store.attempts()
+    held = is_held(store.root)
+    for row in rows:
+        last = next((attempt for attempt in reversed(attempts) if attempt.job == row.name), None)
+        handle: Mapping[str, Any] = (last.handle if last else None) or {}
+        skills[row.slug] = {
+            "skill_name": row.name,
+            "skill_data": {
+                "skill_name": row.name,
+                "skill_with_consumption": amounts(row),
+                "spec": row.spec.as_dict(),
+            },
+            "status": row.status,
+            "reason": row.reason,
+            "dependencies": list(row.dependencies),
+            "expert_idx": row.expert,
+            "started_at": row.started,
+            "completed_at": row.ended,
+            "retry_count": row.retries,
+            "run_folder": last.run_folder if last else None,
+            "skill_folder": skill_folder(row) if row.expert is not None else None,
+            "tmux_session": handle.get("session"),
+            "pid": handle.get("pid"),
+            "condition": condition(store, row, held=held),
+            "budget_total": row.budget_total,
+            "budget_remaining": row.budget_total - row.budget_used,
+            "processing_results": row.result,
+        }
+    assignments = {row.name: row.expert for row in rows if row.expert is not None}
+    return {
+        "skills": skills,
+        "max_parallel": max_parallel,
+        "currently_running": [row.slug for row in rows if row.status in ("running", "merging")],
+        "next_expert_idx": max((expert for expert in assignments.values() if expert is not None), default=-1)
+        + 1,
+        "expert_assignments": assignments,
+    }
+
+
+def export_state(store: Store, max_parallel: int) -> None:
+    """Replace `scheduler_state.json` by the present state."""
+    write_json(store.root / "scheduler_state.json", scheduler_state(store, max_parallel))
+
+
+COLOURS = {
+    "waiting": "#d0d7de", "blocked": "#e0c26a", "running": "#79b8ff", "merging": "#b392f0",
+    "completed": "#8ddb8c", "failed": "#f28b82", "skipped": "#c9c9c9",
+}  # fmt: skip
+
+
+def levels(rows: Sequence[SkillRow]) -> dict[str, int]:
+    """How deep each skill lies: one more than the deepest it depends on; circles end at 0."""
+    depth: dict[str, int] = {}
+    by_name = {row.name: row for row in rows}
+
+    def of(name: str, path: tuple[str, ...]) -> int:
+        if name in path or name not in by_name:
+            return -1
+        if name not in depth:
+            depth[name] = 1 + max((of(n, (*path, name)) for n in by_name[name].dependencies), default=-1)
+        return depth[name]
+
+    for row in rows:
+        of(row.name, ())
+    return depth
+
+
+def draw_graph(store: Store, path: Path) -> None:
+    """The graph of skills above a chart of when each was trained, as a PNG."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_extra("graph.png", "train") from error
+    rows = store.skills()
+    depth = levels(rows)
+    columns = max(depth.values(), default=0) + 1
+    figure = Figure(figsize=(max(7.0, 2.2 * columns), 4.5 + 0.28 * len(rows)), layout="constrained")
+    graph, chart = figure.subplots(2, 1, height_ratios=[3, 1 + 0.25 * len(rows)])
+    place: dict[str, tuple[float, float]] = {}
+    for level in range(columns):
+        here = [row for row in rows if depth[row.name] == level]
+        for number, row in enumerate(here):
+            place[row.name] = (float(level), (number + 1) / (len(here) + 1))
+    for row in rows:
+        direct = _direct(row, rows)
+        for name in direct:
+            graph.annotate(
+                "", xy=place[row.name], xytext=place[name], zorder=1,
+                arrowprops={"arrowstyle": "-|>", "color": "#888888", "shrinkA": 44, "shrinkB": 44},
+            )  # fmt: skip
+        success = row.result.get("success")
+        label = row.name + (f"\n{success:.0%} in practice" if success is not None else f"\n{row.status}")
+        box = {"boxstyle": "round,pad=0.4", "facecolor": COLOURS[row.status], "edgecolor": "#444444"}
+        graph.text(*place[row.name], label, ha="center", va="center", fontsize=8, bbox=box, zorder=2)
+    graph.set(xlim=(-0.6, columns - 0.4), ylim=(0, 1))
+    graph.axis("off")
+    graph.set_title(
+        "Skills, each after what it needs; success in practice is from starts that its training made"
+    )
+    _draw_times(chart, store, rows)
+    FigureCanvasAgg(figure)
+    out = BytesIO()
+    figure.savefig(out, format="png", dpi=110)
+    write_bytes(path, out.getvalue())
+
+
+def _direct(row: SkillRow, rows: Sequence[SkillRow]) -> list[str]:
+    """Dependencies that are not reached through another one: fewer arrows, the same order."""
+    by_name = {other.name: other for other in rows}
+    names = [name for name in row.dependencies if name in by_name]
+    return [n for n in names if not any(n in by_name[other].dependencies for other in names if other != n)]
+
+
+def _draw_times(chart: Any, store: Store, rows: Sequence[SkillRow]) -> None:
+    attempts = store.attempts()
+    begin = min((attempt.started for attempt in attempts), default=0.0)
+    for number, row in enumerate(rows):
+        for attempt in attempts:
+            if attempt.job == row.name:
+                end = attempt.ended or attempt.started
+                colour = COLOURS["completed" if attempt.outcome == "merged" else "failed"]
+                chart.barh(
+                    number,
+                    end - attempt.started,
+                    left=attempt.started - begin,
+                    color=colour,
+                    edgecolor="#444444",
+                )
+    chart.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    chart.invert_yaxis()
+    chart.set_xlabel(
+        "seconds since the first launch; each bar is one launch (green: merged, red: ended otherwise)"
+    )
