@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from shoal.core.seeding import stream
-from shoal.skills.learning.run import Run, fail_training, finish_training
+from shoal.skills.jobs.store import write_failure
+from shoal.skills.learning.run import Run, finish_training
 from shoal.skills.learning.trainer import Network, Shape, TrainingConfig
 from shoal.skills.learning.worlds import CraftingWorld
 
@@ -78,7 +79,7 @@ class ScriptedLauncher:
             try:
                 words = self.script(Path(handle["folder"]), handle["attempt"]) or words
             except Exception as error:
-                fail_training(handle["folder"], handle["attempt"], str(error))
+                write_failure(Path(handle["folder"]), handle["attempt"], str(error))
                 words = "exit status 1"
             with self._lock:
                 self.running.discard(name)

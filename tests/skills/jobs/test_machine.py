@@ -88,7 +88,7 @@ class Processes:
         self.begun: Counter[str] = Counter()
 
     def launch(self, command, session, env, log):
-        folder, attempt = Path(command[0]), int(command[1])
+        folder, attempt = Path(command[-3]), int(command[-1])
         self.bomb.tick()
         self.alive[attempt] = folder
         self.begun[folder.name] += 1
@@ -115,6 +115,8 @@ class Processes:
 class Jobs:
     """Work that makes its own name."""
 
+    module = "none"
+
     def __init__(self, store: Store) -> None:
         self.store = store
 
@@ -123,9 +125,6 @@ class Jobs:
         folder.mkdir(parents=True, exist_ok=True)
         self.store.number(job.name)
         return folder
-
-    def command(self, folder, attempt):
-        return [str(folder), str(attempt)]
 
     def session(self, job, attempt):
         return f"{job.name}-{attempt}"

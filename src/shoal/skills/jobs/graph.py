@@ -10,7 +10,6 @@ A function is named by its module or file, never pickled, and runs as a process 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_json
 from shoal.skills.jobs.run import Run, name_of, unpack
-from shoal.skills.jobs.runner import Launcher, Runner, job_environment, make_launcher
+from shoal.skills.jobs.runner import Launcher, Runner, job_environment, make_launcher, put_away
 from shoal.skills.jobs.store import AttemptRow, JobRow, NewVersion, Store, mark_of, merge_once, read_done
 
 
@@ -37,6 +36,8 @@ class Graph:
         time_limit: seconds that one launch may take.
         on_event: called with each durable moment, once it is on disk.
     """
+
+    module = "shoal.skills.jobs.run"
 
     def __init__(
         self,
@@ -150,17 +151,6 @@ class Graph:
         )
         return folder
 
-    def command(self, folder: Path, attempt: int) -> list[str]:
-        """A job as a process."""
-        return [
-            sys.executable,
-            "-m",
-            "shoal.skills.jobs.run",
-            str(folder.resolve()),
-            "--attempt",
-            str(attempt),
-        ]
-
     def session(self, job: JobRow, attempt: int) -> str:
         """A name to attach to."""
         return f"{job.slug}_{attempt}"
@@ -206,13 +196,7 @@ class Graph:
 
     def tidy(self, attempt: AttemptRow) -> None:
         """Keep the log and remove the folder."""
-        folder = self.folder / attempt.run_folder
-        kept = self.folder / "logs" / self.store.job(attempt.job).slug
-        kept.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("training-*.log"):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(path, kept / path.name)
-        shutil.rmtree(folder, ignore_errors=True)
+        put_away(self.folder / attempt.run_folder, self.folder / "logs" / self.store.job(attempt.job).slug)
 
     def show(self) -> None:
         """There is nothing to show but the store."""

@@ -6,6 +6,7 @@ runner at a time holds a folder; others ask it by writing requests into the stor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -63,8 +64,7 @@ class Work(Protocol):
     def prepare(self, job: JobRow, *, resume: bool) -> Path:
         """Lay out the folder of the next launch, or find the one to resume in."""
 
-    def command(self, folder: Path, attempt: int) -> list[str]:
-        """What a launcher runs."""
+    module: str  # what a launcher runs, as `python -m MODULE FOLDER --attempt N`
 
     def session(self, job: JobRow, attempt: int) -> str:
         """A name for this launch, unique in the graph."""
@@ -249,19 +249,12 @@ class Runner:
         running = self.store.attempts(state="running")
         asked = self.store.setting(STOP)
         return Rows(
-            jobs=self.store.jobs(),
-            running=running,
-            slots=self.slots,
-            max_retries=self.max_retries,
+            jobs=self.store.jobs(), running=running, slots=self.slots, max_retries=self.max_retries,
             time_limit=self.time_limit,
             phase=asked if asked in ("drain", "kill") and self._phase == "run" else self._phase,
-            growing=self._holders > 0,
-            room=self._room(len(running)),
-            now=time.time(),
-            merging=frozenset(self._merging),
-            killed=frozenset(self._killed),
-            ages=self._ages(),
-        )
+            growing=self._holders > 0, room=self._room(len(running)), now=time.time(),
+            merging=frozenset(self._merging), killed=frozenset(self._killed), ages=self._ages(),
+        )  # fmt: skip
 
     def _overdue(self) -> bool:
         limit = self.time_limit
@@ -335,14 +328,12 @@ class Runner:
         log = (folder / f"training-{number}.log").resolve()
         try:
             handle = self.launcher.launch(
-                self.work.command(folder, number),
+                [sys.executable, "-m", self.work.module, str(folder.resolve()), "--attempt", str(number)],
                 self.work.session(job, number),
                 self.work.environment(),
                 log,
             )
-        except (
-            Exception
-        ) as error:  # whatever keeps it from starting is this job's failure, not the graph's end
+        except Exception as error:  # whatever keeps it from starting: this job's failure, not the graph's end
             reason = f"could not be launched: {type(error).__name__}: {error}"
             self._decided(Ended(self.store.attempt(number), reason=reason))
             return
@@ -449,7 +440,11 @@ class Runner:
                 continue
             name = self.store.attempt(attempt.id).launcher
             ours = name == self.launcher.name and "session" not in handle
-            self._watch(attempt.id, handle, self.launcher if ours else adopting_launcher(name, handle))
+            launcher = self.launcher if ours else adopting_launcher(name, handle)
+            if launcher is None:
+                self._events.put(("ended", attempt.id, "gone"))
+            else:
+                self._watch(attempt.id, handle, launcher)
         later = {attempt.job: attempt.id for attempt in self.store.attempts()}
         for attempt in self.store.attempts():
             left = attempt.outcome == "merged" and (self.store.root / attempt.run_folder).exists()
@@ -471,6 +466,15 @@ class Runner:
                 self.store.set_handle(attempt.id, "local", handle, folder / f"training-{attempt.id}.log")
                 return handle
         return None
+
+
+def put_away(folder: Path, kept: Path, *also: str) -> None:
+    """Move the logs of launches, and the files named, to a folder of their own and remove theirs; safe to repeat."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in [*folder.glob("training-*.log"), *(folder / name for name in also)]:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, kept / path.name)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 # What other processes ask of a graph
@@ -628,32 +632,15 @@ def make_launcher(
     raise ConfigError(f"no launcher named {name!r}.{did_you_mean(name, LAUNCHERS)}")
 
 
-def adopting_launcher(name: str | None, handle: Handle) -> Launcher:
-    """What can watch and end a launch of an earlier scheduler, by what is known of it."""
+def adopting_launcher(name: str | None, handle: Handle) -> Launcher | None:
+    """What can watch and end a launch of an earlier scheduler, by what is known of it; None if it ended with that."""
     if "slurm" in handle:
         return SlurmLauncher()
     if "session" in handle and shutil.which("tmux"):
         return TmuxLauncher(str(handle["server"]))
     if "pid" in handle or name != "ray":
         return LocalLauncher()
-    return _Gone()
-
-
-class _Gone:
-    """What a launch of another driver is to Ray: over."""
-
-    name = "gone"
-
-    def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
-        """Nothing is launched here."""
-        raise NotImplementedError
-
-    def watch(self, handle: Handle, ended: OnEnd) -> bool:
-        """It is gone."""
-        return False
-
-    def kill(self, handle: Handle) -> None:
-        """Nothing is left to end."""
+    return None
 
 
 def alive(name: str | None, handle: Handle | None) -> bool:
@@ -681,7 +668,11 @@ def job_environment(slots: int, gpu_ids: str | None = None) -> dict[str, str]:
         **compilation_cache(),
         **({"CUDA_VISIBLE_DEVICES": gpu_ids} if gpu_ids else {}),
         # The child must find this very package, installed or not.
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *_path_entries()]),
+        "PYTHONPATH": os.pathsep.join(
+            filter(
+                None, [str(Path(__file__).parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            )
+        ),
     }
 
 
@@ -693,10 +684,6 @@ def compilation_cache() -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
     return {key: os.environ.get(key, value) for key, value in wanted.items()}
-
-
-def _path_entries() -> list[str]:
-    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
 class LocalLauncher:
@@ -741,12 +728,13 @@ def server_of(folder: Path | str) -> str:
     return f"shoal-{hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:10]}"
 
 
-class TmuxLauncher:
+class TmuxLauncher(LocalLauncher):
     """Each job in a tmux session of its own, to attach and watch."""
 
     name = "tmux"
 
     def __init__(self, server: str = "shoal") -> None:
+        super().__init__()
         self.server = server
         if shutil.which("tmux") is None:
             raise ConfigError("the tmux launcher needs the program tmux; install it or use --launcher local")
@@ -762,23 +750,16 @@ class TmuxLauncher:
         )  # fmt: skip
         return {"pid": int(pid), "began": start_time(int(pid)), "session": name, "server": self.server}
 
-    def watch(self, handle: Handle, ended: OnEnd) -> bool:
-        """Wait for the process of the session's pane."""
-        return watch_process(handle, ended)
-
     def kill(self, handle: Handle) -> None:
         """End the session."""
-        kill_group(handle)
+        super().kill(handle)
         self._tmux("kill-session", "-t", f"={handle['session']}", check=False, server=str(handle["server"]))
 
     def _tmux(self, *arguments: str, check: bool = True, server: str | None = None) -> str:
         done = subprocess.run(
-            ["tmux", "-L", server or self.server, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=30,
+            ["tmux", "-L", server or self.server, *arguments], capture_output=True, text=True, timeout=30,
             check=False,
-        )
+        )  # fmt: skip
         if check and done.returncode:
             raise RuntimeError(f"tmux {arguments[0]} failed: {done.stderr.strip() or done.returncode}")
         return done.stdout.strip()

@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar
 
 from shoal.core.errors import DataError, ShoalError, did_you_mean
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
 from shoal.core.registry import check_name
 
 Status = Literal["waiting", "blocked", "running", "merging", "completed", "failed", "skipped"]
-STATUSES: tuple[str, ...] = get_args(Status)
+R = TypeVar("R")
 
 
 class HeadMovedError(ShoalError):
@@ -585,7 +585,7 @@ def _attempt(row: sqlite3.Row) -> AttemptRow:
     return AttemptRow(**{**dict(row), "handle": json.loads(row["handle"]) if row["handle"] else None})
 
 
-def merge_once(commit: Callable[[], bool]) -> bool:
+def merge_once(commit: Callable[[], R]) -> R:
     """Call `commit` until no other merge came between its decision and its commit; what it returned."""
     while True:
         try:
@@ -885,9 +885,7 @@ def _requests(rows: Rows) -> list[Action]:
             actions += _skip(row, rows.now)
         elif row.status == "running":
             actions += _end(rows, row.name, "cancel")
-        elif (
-            row.status != "merging"
-        ):  # what is being committed is let through, and the request with it dropped
+        elif row.status != "merging":  # which is let through, and the request with it dropped
             actions.append(Update(row.name, {"cancel": 0}))
     if rows.phase == "kill":
         for name in {attempt.job for attempt in rows.running if attempt.id not in rows.merging}:

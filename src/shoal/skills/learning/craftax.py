@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "evaluate_every": 8,
         "evaluate_from": 0.88,
     }
-)
+)  # fmt: skip
 _TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
 _CLASSIC = ("wood", "stone", "coal", "iron", "diamond", "sapling")
 _FULL = (
@@ -79,13 +79,10 @@ def features_of(name: str) -> Features:
     """
     if name == "craftax-classic":
         return Features(
-            name,
-            (*_CLASSIC, *_TOOLS, *CLASSIC_ACHIEVEMENTS, *_PLACES, *_NEEDS, *_SENSES),
-            dict.fromkeys((*_CLASSIC, *_NEEDS, *_SENSES), _FARTHEST),
-            frozenset(_CLASSIC),
-            frozenset(_PLACES),
+            name, (*_CLASSIC, *_TOOLS, *CLASSIC_ACHIEVEMENTS, *_PLACES, *_NEEDS, *_SENSES),
+            dict.fromkeys((*_CLASSIC, *_NEEDS, *_SENSES), _FARTHEST), frozenset(_CLASSIC), frozenset(_PLACES),
             CLASSIC_ACTIONS,
-        )
+        )  # fmt: skip
     return Features(
         name,
         (*_FULL, *_LEVELS, *CLASSIC_ACHIEVEMENTS, *_MORE_ACHIEVEMENTS),
@@ -165,13 +162,12 @@ class CraftaxWorld:
         return rng.integers(0, 2**32, (count, 2), dtype=np.uint32)
 
     def _tree(self) -> Any:
-        return self._jax.tree.unflatten(self._structure(), self._leaves)
+        return self._jax.tree.unflatten(self._structure, self._leaves)
 
+    @functools.cached_property
     def _structure(self) -> Any:
-        if not hasattr(self, "_treedef"):
-            shapes = self._jax.eval_shape(self._fresh, np.zeros((self.lanes, 2), np.uint32))
-            self._treedef = self._jax.tree.structure(shapes)
-        return self._treedef
+        shapes = self._jax.eval_shape(self._fresh, np.zeros((self.lanes, 2), np.uint32))
+        return self._jax.tree.structure(shapes)
 
     def fresh(self, count: int, rng: np.random.Generator) -> Bank:
         """New worlds, made `lanes` at a time so that one compiled program serves any number."""
@@ -219,7 +215,7 @@ class CraftaxWorld:
     def state_of(self, bank: Bank) -> Any:
         """The first state of a bank as Craftax knows it."""
         leaves = [bank.arrays[key][0] for key in sorted(bank.arrays)]
-        return self._jax.tree.unflatten(self._structure(), leaves)
+        return self._jax.tree.unflatten(self._structure, leaves)
 
 
 def picture(name: str, bank: Bank) -> NDArray[np.uint8]:

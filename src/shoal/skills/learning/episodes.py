@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,7 @@ class ChainReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {
-            "plan": [{"skill": step.skill, "count": step.count} for step in self.plan],
-            "reached": self.reached,
-            "skills": self.skills,
-            "success": self.success,
-            "mean_steps": self.mean_steps,
-            "episodes": self.episodes,
-        }
+        return asdict(self)
 
 
 def evaluate_chain(
@@ -271,9 +264,7 @@ class Chooser:
 
     skills: Sequence[Skill]
     features: Features
-    took: Mapping[str, float] = field(
-        default_factory=dict
-    )  # env steps an application; by default the horizon
+    took: Mapping[str, float] = field(default_factory=dict)  # env steps an application; else the horizon
     _ways: dict[tuple[Any, ...], list[Step] | None] = field(default_factory=dict)
     _plans: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 

@@ -51,7 +51,7 @@ class GymnasiumWorld:
             "patience_frames": 1e5,
             "anneal_frames": 3e5,
         }
-    )
+    )  # fmt: skip
     fresh_is_cheap = False
     feature_columns: ClassVar[Mapping[str, int]] = MappingProxyType({})
 

@@ -77,9 +77,7 @@ class KnowledgeBase:
                     f"out: raise max_nodes to {len(skills)}"
                 )
         self.skills = skills[:max_nodes]
-        covering_plan(
-            self.skills, features
-        )  # a cycle or an item nobody gains is an error now, not in an hour
+        covering_plan(self.skills, features)  # a cycle, an item nobody gains: an error now, not in an hour
 
     def next_skill(
         self, known: Sequence[Skill], completed: Sequence[str], failed: Mapping[str, str]

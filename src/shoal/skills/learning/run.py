@@ -33,13 +33,12 @@ from shoal.skills.jobs.store import (
     DONE,
     AttemptRow,
     ExhaustedError,
-    HeadMovedError,
     NewVersion,
     mark_of,
+    merge_once,
     read_done,
     slug,
     write_done,
-    write_failure,
 )
 from shoal.skills.learning.spec import (
     Features,
@@ -59,6 +58,7 @@ from shoal.skills.learning.trainer import (
     Task,
     Trainer,
     TrainingConfig,
+    arrays_of,
     average,
     build_remapping,
     decode,
@@ -173,7 +173,7 @@ def prepare_training_run(
         "skill_name": skill_name,
         "global_expert_idx": global_expert_idx,
         "dependencies": needed,
-        "skill_with_consumption": _amounts(skill),
+        "skill_with_consumption": amounts(skill),
     }
     spec = {
         "skill": skill_name,
@@ -187,14 +187,6 @@ def prepare_training_run(
         "config": asdict(config or TrainingConfig()),
     }
     return _write(run_folder_of(base_dir, global_expert_idx, skill_name), spec, remap, mixture)
-
-
-def _amounts(skill: Skill) -> dict[str, dict[str, int]]:
-    return {
-        "requirements": dict(skill.requirements),
-        "consumption": dict(skill.consumption),
-        "gain": dict(skill.gain),
-    }
 
 
 def _write(
@@ -407,13 +399,8 @@ def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
         int(done["frames"]),
         done["success"],
         done["numbers"],
-        {key.removeprefix("episodes/"): np.asarray(array) for key, array in extra.items()},
+        arrays_of("episodes", extra),
     )
-
-
-def fail_training(run_folder: Path | str, attempt: int | None, reason: str) -> None:
-    """Leave the reason of a failed launch where the scheduler finds it."""
-    write_failure(Path(run_folder), attempt, reason)
 
 
 class NotLearnedError(ExhaustedError):
@@ -463,15 +450,10 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
     if (pace := result.pace(trainer.task.plan[-1].count)) is not None:
         numbers["steps_an_application"] = pace
     finish_training(
-        run.folder,
-        {local: net.params() for local, net in enumerate(result.experts)},
-        dict(enumerate(result.acted_frames)),
-        attempt=attempt,
-        frames=result.frames,
-        success=result.success,
-        numbers=numbers,
-        episodes=result.episodes,
-    )
+        run.folder, {local: net.params() for local, net in enumerate(result.experts)},
+        dict(enumerate(result.acted_frames)), attempt=attempt, frames=result.frames, success=result.success,
+        numbers=numbers, episodes=result.episodes,
+    )  # fmt: skip
     metrics.event(
         "trained", skill=run.spec["skill"], attempt=attempt, frames=result.frames, success=result.success
     )
@@ -481,22 +463,15 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
 def _prepare(run: Run, trainer: Trainer) -> None:
     """Make the start states, or read those that an earlier launch made."""
     path = run.policies / "bank.safetensors"
-    spec = {
-        **run.spec,
-        "config": {**run.spec["config"], "total_timesteps": None},
-    }  # a budget may be raised later
+    spec = {**run.spec, "config": {**run.spec["config"], "total_timesteps": None}}  # it may be raised later
     mark = hashlib.sha256(
         (run.policies / "mixture.safetensors").read_bytes() + json.dumps(spec, sort_keys=True).encode()
     ).hexdigest()
     if path.exists():
         arrays, note = decode(path.read_bytes(), str(path))
-        banks = {
-            name: Bank({k.removeprefix(name + "/"): a for k, a in arrays.items() if k.startswith(name + "/")})
-            for name in ("practice", "evaluation")
-        }
         sums = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in sorted(arrays.items())}
         if note.get("mark") == mark and note.get("sha256") == sums:
-            trainer.bank, trainer.test_bank = banks["practice"], banks["evaluation"]
+            trainer.bank, trainer.test_bank = (Bank(arrays_of(n, arrays)) for n in ("practice", "evaluation"))
             trainer.walked = int(note.get("walked", 0))
             return
     trainer.prepare()
@@ -632,7 +607,8 @@ def _merge_and_commit(
     store: Store, run: Run, outcome: Outcome, attempt: int, rule: str, analyse: bool, mark: str
 ) -> dict[int, dict[str, Any]]:
     spec = _corrected(store, run, outcome) if analyse else None
-    while True:
+
+    def commit() -> dict[int, dict[str, Any]]:
         versions: list[NewVersion] = []
         expected: dict[int, int | None] = {}
         actions: dict[int, dict[str, Any]] = {}
@@ -648,18 +624,17 @@ def _merge_and_commit(
             kept = decision.chosen.kind == "head"
             actions[index] = {"action": "kept" if kept else "updated", "frames": decision.chosen.frames}
         result = {"success": outcome.success, "frames": outcome.frames, **outcome.numbers}
-        try:
-            committed = store.commit_training(
-                attempt, versions, expected, result=result, frames=outcome.frames,
-                peak_memory=outcome.numbers.get("peak_memory"), spec=spec, mark=mark,
-            )  # fmt: skip
-            if not committed and store.attempt(attempt).state == "running":  # another process was faster
-                with store.transaction():
-                    store.end_attempt(attempt, "lost", "the same result was committed by another process")
-                    store.update_skill(run.spec["skill"], status="completed")
-            return actions
-        except HeadMovedError:
-            continue
+        committed = store.commit_training(
+            attempt, versions, expected, result=result, frames=outcome.frames,
+            peak_memory=outcome.numbers.get("peak_memory"), spec=spec, mark=mark,
+        )  # fmt: skip
+        if not committed and store.attempt(attempt).state == "running":  # another process was faster
+            with store.transaction():
+                store.end_attempt(attempt, "lost", "the same result was committed by another process")
+                store.update_skill(run.spec["skill"], status="completed")
+        return actions
+
+    return merge_once(commit)
 
 
 def _decide(
@@ -693,20 +668,13 @@ def _versions(
             "world": run.spec["world"],
             "kind": candidate.kind,
         }
-        made.append(
-            new_version(
-                index,
-                store.put_blob(encode(candidate.params, note)),
-                base["version"] if base else None,
-                candidate.frames,
-                acted,
-                candidate.kind,
-                number == decision.winner,
-                rule,
-                tally.wins if tally else None,
-                tally.episodes if tally else None,
-            )
-        )
+        won, played = (tally.wins, tally.episodes) if tally else (None, None)
+        sha256 = store.put_blob(encode(candidate.params, note))
+        version = new_version(
+            index, sha256, base["version"] if base else None, candidate.frames, acted, candidate.kind,
+            number == decision.winner, rule, won, played,
+        )  # fmt: skip
+        made.append(version)
     return sorted(made, key=lambda version: version.accepted)
 
 
@@ -1008,7 +976,7 @@ def export_views(store: Store) -> None:
             _export_skill(store, row, head)
             completed[row.name] = {
                 "expert_idx": row.expert,
-                "skill_with_consumption": amounts(row),
+                "skill_with_consumption": amounts(row.spec),
                 "path": skill_folder(row),
                 "total_frames": head.frames,
                 "metrics": row.result,
@@ -1018,14 +986,9 @@ def export_views(store: Store) -> None:
     _write_if_new(folder / "global_latest.json", {"skills": completed})
 
 
-def amounts(row: SkillRow) -> dict[str, Any]:
+def amounts(skill: Skill) -> dict[str, dict[str, int]]:
     """Requirements, consumption and gain under the names of the reference."""
-    spec = row.spec
-    return {
-        "requirements": dict(spec.requirements),
-        "consumption": dict(spec.consumption),
-        "gain": dict(spec.gain),
-    }
+    return {where: dict(getattr(skill, where)) for where in ("requirements", "consumption", "gain")}
 
 
 def _export_skill(store: Store, row: SkillRow, head: VersionRow) -> None:

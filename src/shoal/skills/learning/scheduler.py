@@ -7,9 +7,6 @@ train. When things run, end and are given up is the business of `shoal.skills.jo
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +18,15 @@ from shoal.core.errors import ConfigError, DataError, missing_extra
 from shoal.core.executors import available_memory
 from shoal.core.files import write_bytes, write_json
 from shoal.core.seeding import derive_seed
-from shoal.skills.jobs.runner import Launcher, Runner, condition, is_held, job_environment, make_launcher
+from shoal.skills.jobs.runner import (
+    Launcher,
+    Runner,
+    condition,
+    is_held,
+    job_environment,
+    make_launcher,
+    put_away,
+)
 from shoal.skills.jobs.store import AttemptRow, JobRow
 from shoal.skills.learning.proposers import Proposer
 from shoal.skills.learning.run import (
@@ -67,6 +72,8 @@ class SkillScheduler:
         time_limit: seconds that one launch of a training may take.
         gpu_ids: `CUDA_VISIBLE_DEVICES` of the trainings.
     """
+
+    module = "shoal.skills.learning.run"
 
     def __init__(
         self,
@@ -153,14 +160,9 @@ class SkillScheduler:
                 f"the budget of {row.name!r} is used up ({row.budget_used} of {row.budget_total} steps)"
             )
         self.store.update_skill(
-            row.name,
-            status="waiting",
-            reason=None,
-            retries=0,
-            rounds=row.rounds + 1,
-            allotment=allotted,
+            row.name, status="waiting", reason=None, retries=0, rounds=row.rounds + 1, allotment=allotted,
             fresh=1,
-        )
+        )  # fmt: skip
         self.runner.wake()
         return allotted
 
@@ -247,12 +249,6 @@ class SkillScheduler:
         Run.open(folder).clear_checkpoints()
         return folder
 
-    def command(self, folder: Path, attempt: int) -> list[str]:
-        """A training as a process."""
-        return [
-            sys.executable, "-m", "shoal.skills.learning.run", str(folder.resolve()), "--attempt", str(attempt),
-        ]  # fmt: skip
-
     def session(self, job: JobRow, attempt: int) -> str:
         """A name to attach to."""
         return f"shoal_e{self.store.skill(job.name).expert}_{job.slug}_{attempt}"
@@ -291,14 +287,8 @@ class SkillScheduler:
 
     def tidy(self, attempt: AttemptRow) -> None:
         """Move the log to the skill's folder and remove the run folder."""
-        row = self.store.skill(attempt.job)
-        folder = self.base_dir / attempt.run_folder
-        kept = self.base_dir / "skills" / f"{row.expert}_{row.slug}"
-        kept.mkdir(parents=True, exist_ok=True)
-        for path in [*folder.glob("training-*.log"), folder / "metrics.jsonl"]:
-            if path.exists():
-                os.replace(path, kept / path.name)
-        shutil.rmtree(folder, ignore_errors=True)
+        kept = self.base_dir / skill_folder(self.store.skill(attempt.job))
+        put_away(self.base_dir / attempt.run_folder, kept, "metrics.jsonl")
 
     def show(self) -> None:
         """Bring the folders and files for people up to date."""
@@ -338,7 +328,7 @@ class SkillScheduler:
             if head is not None:
                 found[row.name] = {
                     "expert_idx": row.expert,
-                    "path": f"skills/{row.expert}_{row.slug}",
+                    "path": skill_folder(row),
                     "total_frames": head.frames,
                     "metrics": row.result,
                 }
@@ -475,7 +465,7 @@ def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
             "skill_name": row.name,
             "skill_data": {
                 "skill_name": row.name,
-                "skill_with_consumption": amounts(row),
+                "skill_with_consumption": amounts(row.spec),
                 "spec": row.spec.as_dict(),
             },
             "status": row.status,
@@ -589,12 +579,9 @@ def _draw_times(chart: Any, store: Store, rows: Sequence[SkillRow]) -> None:
                 end = attempt.ended or attempt.started
                 colour = COLOURS["completed" if attempt.outcome == "merged" else "failed"]
                 chart.barh(
-                    number,
-                    end - attempt.started,
-                    left=attempt.started - begin,
-                    color=colour,
+                    number, end - attempt.started, left=attempt.started - begin, color=colour,
                     edgecolor="#444444",
-                )
+                )  # fmt: skip
     chart.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     chart.invert_yaxis()
     chart.set_xlabel(

@@ -7,10 +7,9 @@ shrink and are judged relative to where the skill began; tools and achievements 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -35,9 +34,7 @@ class Features:
     names: tuple[str, ...]
     capacity: Mapping[str, int]  # of counters; what is absent holds at most one
     counters: frozenset[str]  # judged relative to the start of a skill; the others absolutely
-    places: frozenset[str] = (
-        frozenset()
-    )  # of where one stands: lost by every skill that does not speak of them
+    places: frozenset[str] = frozenset()  # where one stands: lost by each skill that does not speak of them
     actions: tuple[str, ...] = ()  # the words for the actions, where they are known without making a world
 
     def index(self, name: str) -> int:
@@ -88,9 +85,7 @@ class Skill:
     horizon: int = 100  # steps that one application may take
     practice: int = 1
     description: str = ""
-    upkeep: Mapping[str, int] = field(
-        default_factory=dict
-    )  # playing on, apply it whenever there is no more of these
+    upkeep: Mapping[str, int] = field(default_factory=dict)  # playing on, apply it when no more are left
     actions: tuple[str, ...] = ()  # the only ones that a new expert of it takes; empty: any
 
     def held(self, item: str) -> int:
@@ -125,15 +120,21 @@ def is_relative(predicate: Predicate, features: Features) -> bool:
 def parse_skill(data: Mapping[str, Any]) -> Skill:
     """A skill from plain data, shape checked; what the features allow is `check_skill`'s business."""
     label = repr(str(data.get("name", "?"))[:80])
+    for kind, where, part in (
+        (Skill, "", data),
+        (Predicate, " in `done`", data.get("done")),
+        (Reward, " in `reward`", data.get("reward")),
+    ):
+        known = [item.name for item in fields(kind)]
+        for key in part if isinstance(part, Mapping) else ():
+            if key not in known:
+                raise ConfigError(
+                    f"skill {label}: unknown field `{key}`{where}.{did_you_mean(str(key), known)}"
+                )
     try:
-        skill = msgspec.convert(dict(data), _StrictSkill)
+        return msgspec.convert(dict(data), Skill)
     except msgspec.ValidationError as error:
-        unknown = re.search(r"unknown field `([^`]*)`", str(error))
-        hint = did_you_mean(unknown[1], _StrictSkill.__struct_fields__) if unknown else ""
-        raise ConfigError(f"skill {label}: {error}{hint}") from error
-    predicate = Predicate(**msgspec.structs.asdict(skill.done))
-    reward = Reward(**msgspec.structs.asdict(skill.reward))
-    return Skill(**{**msgspec.structs.asdict(skill), "done": predicate, "reward": reward})
+        raise ConfigError(f"skill {label}: {error}") from error
 
 
 def check_skill(skill: Skill, features: Features) -> Skill:
@@ -222,7 +223,7 @@ def load_skills(path: Path | str, features: Features) -> list[Skill]:
     ):
         raise ConfigError(f"{path} must hold an object with 'world' and a list 'skills'")
     world = data.get("world")
-    if world is not None and not _same_family(str(world), features.world):
+    if world is not None and str(world).lower() != features.world.lower():
         raise ConfigError(f"{path} is about {world!r}, the world is {features.world!r}")
     if not all(isinstance(item, dict) for item in data["skills"]):
         raise ConfigError(f"{path}: each skill must be an object")
@@ -242,37 +243,6 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not plain YAML: {error}") from error
-
-
-def _same_family(one: str, other: str) -> bool:
-    return one.lower() == other.lower()
-
-
-class _StrictPredicate(msgspec.Struct, forbid_unknown_fields=True):
-    feature: str
-    count: int = 1
-    op: Op = ">="
-    relative: bool | None = None
-
-
-class _StrictReward(msgspec.Struct, forbid_unknown_fields=True):
-    weights: dict[str, float] = {}
-    bonus: float = 1.0
-    step_cost: float = 0.01
-
-
-class _StrictSkill(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    done: _StrictPredicate
-    requirements: dict[str, int] = {}
-    consumption: dict[str, int] = {}
-    gain: dict[str, int] = {}
-    reward: _StrictReward = msgspec.field(default_factory=_StrictReward)
-    horizon: int = 100
-    practice: int = 1
-    description: str = ""
-    upkeep: dict[str, int] = {}
-    actions: tuple[str, ...] = ()
 
 
 # From requirements and gains to a plan: which skills, how often, in which order. A plan is only ever returned after a
@@ -368,12 +338,6 @@ def _walk_off(skill: Skill, hands: Counter[str], features: Features | None) -> N
     """A skill leaves every place that it does not speak of."""
     for place in features.places - skill.speaks_of() if features else ():
         hands[place] = 0
-
-
-def check_graph(skills: Sequence[Skill], features: Features | None = None) -> None:
-    """Raise if some skill can never be reached: an item nobody gains, or skills that wait for each other."""
-    for skill in skills:
-        plan_for(skill.name, skills, features)
 
 
 class _Resolver:

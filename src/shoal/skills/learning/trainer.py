@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -325,15 +326,9 @@ class Trainer:
         if stopped == "budget":
             self.evaluate()
         return Result(
-            self.best,
-            [int(frames) for frames in self.best_acted],
-            self.best_success,
-            self.frames,
-            self.walked,
-            stopped,
-            self.episodes,
-            len(self.bank),
-        )
+            self.best, [int(frames) for frames in self.best_acted], self.best_success, self.frames,
+            self.walked, stopped, self.episodes, len(self.bank),
+        )  # fmt: skip
 
     def _worth_evaluating(self) -> float:
         """The training success below which an evaluation now would be wasted."""
@@ -376,7 +371,7 @@ class Trainer:
             self.world.load(fresh, rng.integers(0, len(fresh), lanes), new)
         self.at[mask] = self.target
         if whole.any():
-            worlds = fresh if fresh is not None else self._whole_worlds()
+            worlds = fresh if fresh is not None else self._whole_worlds
             self.world.load(worlds, rng.integers(0, len(worlds), lanes), whole)
             self.at[whole] = 0
         values = self.world.values()
@@ -385,10 +380,9 @@ class Trainer:
         self.elapsed[mask] = 0
         self.start[mask] = values[mask]
 
+    @cached_property
     def _whole_worlds(self) -> Bank:
-        if not hasattr(self, "_pool"):
-            self._pool = fresh_worlds(self.world, 256, self.task.seed, self.task.skill, "whole")
-        return self._pool
+        return fresh_worlds(self.world, 256, self.task.seed, self.task.skill, "whole")
 
     def _collect(self, rng: np.random.Generator, fresh: Bank | None) -> Rollout:
         config, world, course = self.task.config, self.world, self.course
@@ -498,7 +492,7 @@ class Trainer:
         """Success of the skill from states that practice never sees; the best experts so far are kept."""
         last = self.course.plan[self.target]
         course = self._course([last], [self.own])
-        fixed = None if self.world.fresh_is_cheap else self._spare()
+        fixed = None if self.world.fresh_is_cheap else self._spare
         rows = np.arange(self.task.config.evaluation_episodes) % len(self.test_bank)
         outcome = walk(
             self.task.world, self.test_bank.take(rows), course, self.nets, self._stream("evaluate"), fixed
@@ -516,11 +510,10 @@ class Trainer:
             }
         return outcome.success
 
+    @cached_property
     def _spare(self) -> World:
         """A second world of the same size, so that evaluating leaves the practising one alone."""
-        if not hasattr(self, "_second"):
-            self._second = make_world(self.task.world, self.task.config.num_envs)
-        return self._second
+        return make_world(self.task.world, self.task.config.num_envs)
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """All that `restore` needs, as arrays and plain data."""
@@ -544,11 +537,8 @@ class Trainer:
 
     def restore(self, arrays: Mapping[str, np.ndarray], plain: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, after `prepare`."""
-        bank = Bank(
-            {k.removeprefix("world/"): array for k, array in arrays.items() if k.startswith("world/")}
-        )
         lanes = self.task.config.num_envs
-        self.world.load(bank, np.arange(lanes), np.ones(lanes, np.bool_))
+        self.world.load(Bank(arrays_of("world", arrays)), np.arange(lanes), np.ones(lanes, np.bool_))
         for index, net in enumerate(self.nets):
             if (missing := net.flat.size - arrays[f"net/{index}"].size) != 0:
                 # Begun where the world showed less: the expert goes on seeing that much.
@@ -563,9 +553,7 @@ class Trainer:
             self.adams[index].mean[:] = arrays[f"adam/mean/{index}"]
             self.adams[index].square[:] = arrays[f"adam/square/{index}"]
             self.adams[index].count = int(plain["adam"][index])
-        self.episodes = {
-            k.removeprefix("episodes/"): array for k, array in arrays.items() if k.startswith("episodes/")
-        }
+        self.episodes = arrays_of("episodes", arrays)
         self.at, self.elapsed = arrays["at"].copy(), arrays["elapsed"].copy()
         self.start, self.acted = arrays["start"].copy(), arrays["acted"].copy()
         self.best_acted = arrays["best_acted"].copy()
@@ -703,10 +691,6 @@ class Network:
         heads = hidden @ self.wh + self.bh
         return log_softmax(heads[:, :-1]), heads[:, -1]
 
-    def value(self, observations: Floats) -> Floats:
-        """`[B]` values."""
-        return self.forward(observations)[1]
-
     def gradient(
         self,
         observations: Floats,  # [B, inputs]
@@ -811,6 +795,13 @@ def join_mixture(experts: Mapping[int, Mapping[str, NDArray]]) -> Arrays:
     """One flat set of arrays `expert_<local>/<key>` of several experts."""
     return {
         f"expert_{local}/{key}": array for local, params in experts.items() for key, array in params.items()
+    }
+
+
+def arrays_of(group: str, arrays: Mapping[str, NDArray]) -> Arrays:
+    """The arrays whose names begin with `group/`, without that."""
+    return {
+        key.removeprefix(f"{group}/"): array for key, array in arrays.items() if key.startswith(f"{group}/")
     }
 
 

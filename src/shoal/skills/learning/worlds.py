@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -326,16 +326,13 @@ def _walk_fixed(
     for first in range(0, len(starts), world.lanes):
         rows = np.arange(first, min(first + world.lanes, len(starts)))
         parts.append(_walk(world, rows, starts, course, experts, rng, shrink=None))
-    return Walk(
-        np.concatenate([part.reached for part in parts]),
-        np.concatenate([part.length for part in parts]),
-        Bank.join([part.ends for part in parts]),
-        np.concatenate([part.finished for part in parts]),
-        np.concatenate([part.last_start for part in parts]),
-        np.concatenate([part.last_before for part in parts]),
-        np.concatenate([part.last_values for part in parts]),
-        np.sum([part.acted for part in parts], axis=0),
-    )
+    joined = {
+        item.name: np.concatenate([getattr(part, item.name) for part in parts])
+        for item in fields(Walk)
+        if item.name not in ("ends", "acted")
+    }
+    ends, acted = Bank.join([part.ends for part in parts]), np.sum([part.acted for part in parts], axis=0)
+    return Walk(ends=ends, acted=acted, **joined)
 
 
 def _walk(
@@ -439,12 +436,9 @@ CRAFTING_ACTIONS = (
     "make_wood_sword", "plant_sapling", "wait",
 )  # fmt: skip
 CRAFTING = Features(
-    world="crafting",
-    names=(*COUNTERS, *TOOLS),
-    capacity={name: HANDS for name in COUNTERS},
-    counters=frozenset(COUNTERS),
-    actions=CRAFTING_ACTIONS,
-)
+    world="crafting", names=(*COUNTERS, *TOOLS), capacity={name: HANDS for name in COUNTERS},
+    counters=frozenset(COUNTERS), actions=CRAFTING_ACTIONS,
+)  # fmt: skip
 WOOD, STONES, IRONS, SAPLING, DRINK, HAS_TABLE, PICKAXE, STONE_PICKAXE, SWORD, HAS_PLANT = range(10)
 MOVES = np.array([[0, -1], [0, 1], [-1, 0], [1, 0]])
 VIEW = (2 * REACH + 1) ** 2
