@@ -201,3 +201,45 @@ def test_a_world_that_copies_its_states_has_new_worlds_and_never_stands_still(rn
     world.fresh(2, rng)  # leaves the lanes as they are
     world.step(np.ones(2, np.int64), rng)
     assert world.observe()[:, 0].tolist() == (begin + 2501).tolist()
+
+
+class CopiedUntilFive(Copied):
+    """Copies its state, of which that it is over is no part."""
+
+    def make(self):
+        env = Steps()
+        env.step = lambda action: (*Steps.step(env, action)[:2], env.number % 1000 >= 5, False, {})  # type: ignore[method-assign]
+        return env
+
+    def fresh(self, count, rng):
+        bank = super().fresh(count, rng)
+        return Bank({**bank.arrays, "number": bank.arrays["number"] * 0})
+
+
+def test_an_env_that_was_over_is_so_again_where_a_world_copies_its_states(rng) -> None:
+    world, other = CopiedUntilFive(2), CopiedUntilFive(2)
+    starts = world.fresh(2, rng)
+    assert lanes_of(world, starts).tolist() == [0, 0]
+    died = [world.step(np.array([1, t % 2]), rng).tolist() for t in range(6)]
+    assert died == [[False, False]] * 4 + [[True, False], [False, False]]
+    end = world.save()
+    for one in (world, other):
+        assert lanes_of(one, end).tolist() == [5, 3]
+        one.step(np.ones(2, np.int64), rng)
+        assert one.observe()[:, 0].tolist() == [5, 4]
+    former = Bank({"number": end.arrays["number"]})  # as an older edition kept it
+    assert lanes_of(world, former).tolist() == [5, 3]
+    assert lanes_of(world, starts).tolist() == [0, 0]
+    world.step(np.ones(2, np.int64), rng)
+    assert world.observe()[:, 0].tolist() == [1, 1]
+
+
+def test_a_world_that_reads_too_little_is_refused(rng) -> None:
+    class Short(FiveSteps):
+        features = Features("steps", ("far", "near"), {}, frozenset())
+
+    world = Short(1)
+    with pytest.raises(
+        ConfigError, match=r"Short.read must give a number for each of far, near, got \[False\]"
+    ):
+        world.load(world.fresh(1, rng), np.zeros(1, np.int64), np.ones(1, np.bool_))

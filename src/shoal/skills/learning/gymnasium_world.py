@@ -28,6 +28,7 @@ from shoal.skills.learning.spec import Features
 from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints
 
 MOST_STEPS = 2000  # actions that a state may be away from its reset
+OVER = "shoal:over"  # the array that says whether an env was over, where `freeze` cannot tell
 
 
 class GymnasiumWorld:
@@ -115,16 +116,15 @@ class GymnasiumWorld:
         """New worlds: seeds, with nothing played yet."""
         seeds = rng.integers(1, 2**31 - 1, count)
         saved = self._seeds[0], self._played[0], self._envs[0]
-        # Copied from the env, which must be at its reset then.
-        copied = type(self).freeze is not GymnasiumWorld.freeze
-        if copied:
+        copied = self._copied()
+        if copied:  # from the env, which must be at its reset then
             self._envs[0] = self.make()
-        states = []
+        states: list[Mapping[str, Any]] = []
         for seed in seeds:
             self._seeds[0], self._played[0] = int(seed), []
             if copied:
                 self._envs[0].reset(seed=int(seed))
-            states.append(self.freeze(0))
+            states.append({**self.freeze(0), OVER: np.False_} if copied else self.freeze(0))
         if copied:
             self._envs[0].close()
         self._seeds[0], self._played[0], self._envs[0] = saved
@@ -136,13 +136,22 @@ class GymnasiumWorld:
             state = {key: array[rows[lane]] for key, array in bank.arrays.items()}
             if self._over[lane]:  # nothing is played on from an end
                 self._over[lane], self._played[lane] = False, []
-            before = self._played[lane]
+            before, over = self._played[lane], state.pop(OVER, None)
             self._see(int(lane), self.thaw(int(lane), state))
             self._replayed[lane] = self._played[lane] is not before
+            if over is not None:
+                self._over[lane] = over
 
     def save(self) -> Bank:
         """The states of all lanes."""
-        return _bank([self.freeze(lane) for lane in range(self.lanes)])
+        states: list[dict[str, Any]] = [self.freeze(lane) for lane in range(self.lanes)]
+        if self._copied():
+            states = [{**state, OVER: over} for state, over in zip(states, self._over, strict=True)]
+        return _bank(states)
+
+    def _copied(self) -> bool:
+        """Whether states are copied from the env, and not played again."""
+        return type(self).freeze is not GymnasiumWorld.freeze
 
     def observe(self) -> Floats:
         """`[lanes, obs_size]`, flattened as Gymnasium does."""
@@ -170,7 +179,13 @@ class GymnasiumWorld:
         if not (isinstance(observation, np.ndarray) and observation.shape == self._observations[lane].shape):
             observation = flatten(self._space, observation)
         self._observations[lane] = observation
-        self._values[lane] = self.read(self._envs[lane])
+        values = self.read(self._envs[lane])
+        if len(values) != len(self.features.names):  # one would be taken for all
+            names = ", ".join(self.features.names)
+            raise ConfigError(
+                f"{type(self).__name__}.read must give a number for each of {names}, got {values}"
+            )
+        self._values[lane] = values
 
 
 def _bank(states: Sequence[Mapping[str, Any]]) -> Bank:

@@ -393,7 +393,7 @@ def _walk(
         order = np.argsort(np.concatenate([index for index, _ in ends]), kind="stable")
         bank = Bank.join([states for _, states in ends]).take(order)
     else:
-        bank = starts.take(np.arange(0))
+        bank = world.save().take(np.arange(0))
     return Walk(
         reached[:total], length[:total], bank, reached[:total] >= steps, start[:total], before[:total],
         latest[:total], acted,
