@@ -262,6 +262,34 @@ def test_a_folder_that_cannot_be_written_is_the_skills_failure_not_the_runs_end(
 
 
 @pytest.mark.parametrize(
+    ("error", "tries", "status"),
+    [
+        (OSError(28, "No space left on device"), 2, "completed"),
+        (ConfigError("it makes no sense"), 1, "failed"),
+    ],
+)
+def test_what_keeps_a_training_from_being_set_up_may_pass(
+    tmp_path: Path, scripted, monkeypatch, error: Exception, tries: int, status: str
+) -> None:
+    tried: list[float] = []
+
+    def prepare(*args, **kwargs):
+        tried.append(time.monotonic())
+        if len(tried) == 1:
+            raise error
+        return prepare_training_run(*args, **kwargs)
+
+    monkeypatch.setattr("shoal.skills.learning.scheduler.prepare_training_run", prepare)
+    monkeypatch.setattr("shoal.skills.jobs.runner.REST", 0.3)
+    s = scheduler(tmp_path, scripted(), "Collect Wood", max_retries=1)
+    assert s.run() == (status == "completed")
+    assert s.get_status("Collect Wood") == status
+    assert len(tried) == tries
+    assert tried[-1] - tried[0] >= (0.3 if tries > 1 else 0)
+    assert len(s.store.attempts("Collect Wood")) == tries - 1
+
+
+@pytest.mark.parametrize(
     "done", ["[]", "null", '{"attempt": %d, "id": "x", "sha256": 3, "acted_frames": null}']
 )
 def test_an_odd_mark_is_the_trainings_failure_not_the_runs_end(tmp_path: Path, scripted, done: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -12,14 +14,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.skills.jobs.graph import Graph
-from shoal.skills.jobs.run import load_function, name_of, pack, unpack
+from shoal.skills.jobs.run import Run, load_function, name_of, pack, unpack
 from shoal.skills.jobs.runner import SlurmLauncher, adopting_launcher, alive, job_environment
-from shoal.skills.jobs.store import MIGRATIONS, Store
+from shoal.skills.jobs.store import MIGRATIONS, Store, read_done
 from shoal.skills.learning.spec import Store as SkillStore
 
 REPO = Path(__file__).parents[3]
@@ -154,6 +158,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "sbatch": """
 log=""; script=""; echo "$@" >> {0}/calls
 for word in "$@"; do case $word in --output=*) log=${{word#--output=}};; --*) ;; *) script=$word;; esac; done
+log=$(echo "$log" | sed 's/%%/@@/g; s/%j/7/g; s/@@/%/g')
 setsid sh "$script" >> "$log" 2>&1 < /dev/null & echo "$!;cluster"
 """,
         "squeue": """
@@ -178,7 +183,7 @@ echo RUNNING
 
 def test_slurm_runs_jobs_with_every_word_quoted(slurm: Path, jobs: str) -> None:
     launcher = SlurmLauncher(["--partition=a b"], every=0.05)
-    graph = Graph(slurm / "graph $(touch x)", 2, launcher=launcher)
+    graph = Graph(slurm / "graph 100%job $(touch x)", 2, launcher=launcher)  # %j would be its number
     graph.add("one", f"{jobs}:write", settings={"text": "'\"; touch y"})
     graph.add("both", f"{jobs}:join", needs=["one"])
     assert graph.run(), graph.failures()
@@ -243,3 +248,40 @@ def test_a_database_of_the_first_edition_is_brought_up_to_date_and_a_newer_one_r
     with pytest.raises(DataError, match="written by a newer shoal"):
         Store(tmp_path / "new")
     store.close()
+
+
+def test_a_packed_folder_has_what_links_lead_to_and_programs_still_run(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    source.mkdir()
+    (tmp_path / "blob").write_text("weights")
+    (source / "model").symlink_to(tmp_path / "blob")
+    (source / "run.sh").write_text("#!/bin/sh")
+    (source / "run.sh").chmod(0o700)
+    unpack(pack(source), tmp_path / "to")
+    assert (tmp_path / "to" / "model").read_text() == "weights"
+    assert os.access(tmp_path / "to" / "run.sh", os.X_OK)
+    assert not os.access(tmp_path / "to" / "model", os.X_OK)
+    for target in (tmp_path / "nowhere", tmp_path / "to"):
+        (source / "link").unlink(missing_ok=True)
+        (source / "link").symlink_to(target)
+        with pytest.raises(ConfigError, match="link is a link to a folder or to nothing"):
+            pack(source)
+
+
+def test_a_function_that_its_process_could_not_find_is_refused_when_it_is_added() -> None:
+    with pytest.raises(ConfigError, match="top of a module, got 'functools.partial"):
+        name_of(functools.partial(pack))
+    typed: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def work(run):\n    pass\n", "<stdin>", "exec"), typed)
+    with pytest.raises(
+        ConfigError, match="must stand in a .py file, for its process: 'work' is in .*<stdin>"
+    ):
+        name_of(typed["work"])
+
+
+def test_numbers_of_a_result_may_be_numpys_and_need_not_be_finite(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "one", "", {}, 0, {})
+    run.finish(numbers={"loss": np.float32(0.5), "best": np.int64(3), "rest": [math.nan, -math.inf]})
+    assert read_done(tmp_path, 1)["numbers"] == {"loss": 0.5, "best": 3, "rest": [None, None]}
+    with pytest.raises(TypeError, match=r"numbers must be plain JSON, got \{3\}"):
+        run.finish(numbers={"loss": {3}})

@@ -172,3 +172,9 @@ def test_an_unknown_skill_error_is_not_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Known: \\(none\\)") as caught:
         Store(tmp_path).skill("x")
     assert not isinstance(caught.value, ConfigError)
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_bytes(b"not a database, " * 99)
+    with pytest.raises(DataError, match=r"state.db cannot be opened: file is not a database"):
+        Store(tmp_path)

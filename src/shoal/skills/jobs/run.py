@@ -98,13 +98,23 @@ class Run:
 
 
 def pack(folder: Path) -> bytes:
-    """A folder as an uncompressed tar; the same files give the same bytes."""
+    """A folder as an uncompressed tar; the same files give the same bytes.
+
+    A link to a file is packed as that file.
+
+    Raises:
+        ConfigError: a link that leads to a folder or nowhere, which would be missing.
+    """
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and not path.is_symlink():
+            if path.is_symlink() and not path.is_file():
+                raise ConfigError(f"{path} is a link to a folder or to nothing, which cannot be packed")
+            if path.is_file():
                 info = tarfile.TarInfo(path.relative_to(folder).as_posix())
                 info.size = path.stat().st_size
+                if path.stat().st_mode & 0o100:
+                    info.mode = 0o755
                 with path.open("rb") as file:
                     tar.addfile(info, file)
     return out.getvalue()
@@ -133,13 +143,17 @@ def unpack(data: bytes, target: Path) -> None:
 
 def name_of(function: Callable[[Run], Any]) -> str:
     """`module:function`, or `file.py:function` for one of a script."""
-    if "." in function.__qualname__ or function.__name__ == "<lambda>":
-        raise ConfigError(
-            f"a job's function must stand at the top of a module, got {function.__qualname__!r}"
-        )
+    name = getattr(function, "__qualname__", repr(function))
+    if not name.isidentifier():
+        raise ConfigError(f"a job's function must stand at the top of a module, got {name!r}")
     if function.__module__ != "__main__":
-        return f"{function.__module__}:{function.__name__}"
-    return f"{Path(function.__code__.co_filename).resolve()}:{function.__name__}"
+        return f"{function.__module__}:{name}"
+    script = Path(function.__code__.co_filename).resolve()
+    if script.suffix != ".py" or not script.is_file():  # a notebook, or what was typed
+        raise ConfigError(
+            f"a job's function must stand in a .py file, for its process: {name!r} is in {script}"
+        )
+    return f"{script}:{name}"
 
 
 def load_function(name: str) -> Callable[[Run], Any]:

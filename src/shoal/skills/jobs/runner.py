@@ -41,6 +41,7 @@ from shoal.skills.jobs.store import (
     Mark,
     Merge,
     MergeFailed,
+    NotPrepared,
     Phase,
     Rows,
     Store,
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 LOCK = "scheduler.lock"
 STOP = "stop"  # the setting by which others ask a runner to end
 LOOK = 0.5  # most seconds until a request of another process is seen
+REST = 1.0  # seconds until a job that could not be started is tried again; doubled each time
 
 
 class Work(Protocol):
@@ -136,6 +138,7 @@ class Runner:
         self._to_tidy: list[AttemptRow] = []
         self._watched: dict[int, tuple[Handle, Launcher]] = {}
         self._began: dict[int, float] = {}  # on the monotonic clock, of the launches that are watched
+        self._resting: dict[str, float] = {}  # until when on the monotonic clock
         self._merging: set[int] = set()  # attempts whose merge has not been handled here yet
         self._killed: set[int] = set()
         self._phase: Phase = "run"
@@ -231,7 +234,7 @@ class Runner:
                         self._handle(self._events.get_nowait())
                     break
                 except queue.Empty:
-                    if seen != self.store.changes() or self._overdue():
+                    if seen != self.store.changes() or self._overdue() or self._rested():
                         break
 
     def _look(self) -> None:
@@ -248,12 +251,14 @@ class Runner:
     def _rows(self) -> Rows:
         running = self.store.attempts(state="running")
         asked = self.store.setting(STOP)
+        self._resting = {name: until for name, until in self._resting.items() if until > time.monotonic()}
         return Rows(
             jobs=self.store.jobs(), running=running, slots=self.slots, max_retries=self.max_retries,
             time_limit=self.time_limit,
             phase=asked if asked in ("drain", "kill") and self._phase == "run" else self._phase,
             growing=self._holders > 0, room=self._room(len(running)), now=time.time(),
             merging=frozenset(self._merging), killed=frozenset(self._killed), ages=self._ages(),
+            resting=frozenset(self._resting),
         )  # fmt: skip
 
     def _overdue(self) -> bool:
@@ -261,6 +266,9 @@ class Runner:
         return limit is not None and any(
             age > limit for number, age in self._ages().items() if number not in self._killed
         )
+
+    def _rested(self) -> bool:
+        return any(until <= time.monotonic() for until in self._resting.values())
 
     def _ages(self) -> dict[int, float]:
         """Seconds that launches have taken, whatever is done to the clock of this machine meanwhile."""
@@ -320,9 +328,8 @@ class Runner:
         except Exception as error:  # of its files too: this job's failure, not the graph's end
             known = isinstance(error, ShoalError | ValueError)
             reason = f"cannot be set up: {error if known else f'{type(error).__name__}: {error}'}"
-            self._perform(
-                [Update(name, {"status": "failed", "reason": reason, "ended": time.time()}), Tell(name)]
-            )
+            self._rest(job)
+            self._decided(NotPrepared(name, reason, final=known))
             return
         number = self.store.begin_attempt(name, folder, job.left if job.budget_total else None)
         log = (folder / f"training-{number}.log").resolve()
@@ -335,11 +342,16 @@ class Runner:
             )
         except Exception as error:  # whatever keeps it from starting: this job's failure, not the graph's end
             reason = f"could not be launched: {type(error).__name__}: {error}"
+            self._rest(job)
             self._decided(Ended(self.store.attempt(number), reason=reason))
             return
         self.store.set_handle(number, self.launcher.name, handle, log)
         self._watch(number, handle, self.launcher)
         logger.info("running %r, launch %d%s", name, number, "" if job.fresh else " (resumed)")
+
+    def _rest(self, job: JobRow) -> None:
+        """What is wrong may pass, such as a full disk or a queue that does not answer."""
+        self._resting[job.name] = time.monotonic() + REST * 2**job.retries
 
     def _watch(self, number: int, handle: Handle, launcher: Launcher) -> None:
         ago = max(0.0, time.time() - self.store.attempt(number).started)  # by an earlier runner, maybe
@@ -861,8 +873,8 @@ class SlurmLauncher:
         lines = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
         script.write_text("\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(command)}"]) + "\n")
         done = self._run(
-            "sbatch", "--parsable", f"--job-name={session}", f"--output={log}", "--open-mode=append",
-            *self.options, str(script),
+            "sbatch", "--parsable", f"--job-name={session}", f"--output={str(log).replace('%', '%%')}",
+            "--open-mode=append", *self.options, str(script),
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"sbatch failed: {done.stderr.strip() or done.returncode}")

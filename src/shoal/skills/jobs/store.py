@@ -202,8 +202,10 @@ class Store:
         )
         try:
             self._open()
-        except BaseException:
+        except BaseException as error:
             self._db.close()
+            if isinstance(error, sqlite3.DatabaseError):
+                raise DataError(f"{self.root / 'state.db'} cannot be opened: {error}") from error
             raise
 
     def _open(self) -> None:
@@ -330,6 +332,8 @@ class Store:
 
         The same is what was submitted before, even if it was changed since by what was learned of it.
         """
+        if isinstance(needs, str):
+            raise ValueError(f"what {name!r} needs must be a list of names, got {needs!r}")
         with self.transaction() as db:
             known = self._query(
                 "select name, payload, submitted from job where name=? or slug=?", name, slug(name)
@@ -605,10 +609,20 @@ class ExhaustedError(RuntimeError):
 
 
 def write_done(folder: Path, attempt: int | None, fields: Mapping[str, Any]) -> Path:
-    """Leave the mark of a result that is whole on disk; its `id` tells results apart, however alike."""
+    """Leave the mark of a result that is whole on disk; its `id` tells results apart, however alike.
+
+    NumPy's and torch's numbers are told as plain ones, and those that are not finite as null.
+    """
     path = folder / DONE
-    write_json(path, {"attempt": attempt, "id": secrets.token_hex(8), **fields})
+    text = json.dumps({"attempt": attempt, "id": secrets.token_hex(8), **fields}, default=_plain)
+    write_json(path, json.loads(text, parse_constant=lambda _: None))
     return path
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"numbers must be plain JSON, got {value!r}")
 
 
 def read_done(folder: Path, attempt: int | None = None) -> dict[str, Any]:
@@ -680,6 +694,7 @@ class Rows:
     merging: frozenset[int] = frozenset()  # attempts being committed
     killed: frozenset[int] = frozenset()  # attempts that were told to end
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds of the launches that are watched
+    resting: frozenset[str] = frozenset()  # jobs that could not be started a moment ago
 
     def job(self, name: str) -> JobRow:
         """A job by its name."""
@@ -710,6 +725,15 @@ class Found:
 
     attempt: AttemptRow
     state: Literal["alive", "never"]  # "never": there is no trace of its process
+
+
+@dataclass(frozen=True)
+class NotPrepared:
+    """A job could not be set up."""
+
+    job: str
+    reason: str
+    final: bool  # another try would end the same
 
 
 @dataclass(frozen=True)
@@ -776,7 +800,7 @@ class Tell:
     job: str
 
 
-Event = Look | Ended | Found | MergeFailed
+Event = Look | Ended | Found | NotPrepared | MergeFailed
 Action = Close | Update | Mark | Kill | Launch | Merge | Tell
 
 
@@ -786,6 +810,8 @@ def decide(rows: Rows, event: Event) -> list[Action]:
         return _ended(rows, event)
     if isinstance(event, MergeFailed):
         return _failed(rows, event.attempt, event.reason)
+    if isinstance(event, NotPrepared):
+        return _not_prepared(rows, event)
     if isinstance(event, Found):
         return _found(rows, event)
     return _requests(rows) or _overdue(rows) or _obstacles(rows) or _launches(rows)
@@ -860,6 +886,14 @@ def _give_up(
 ) -> list[Action]:
     failed = {"status": "failed", "reason": reason, "ended": now}
     return [Close(attempt.id, outcome, reason), Update(job.name, failed), Tell(job.name)]
+
+
+def _not_prepared(rows: Rows, event: NotPrepared) -> list[Action]:
+    job = rows.job(event.job)
+    if event.final or job.retries >= rows.max_retries:
+        failed = {"status": "failed", "reason": event.reason, "ended": rows.now}
+        return [Update(job.name, failed), Tell(job.name)]
+    return [Update(job.name, {"reason": event.reason, "retries": job.retries + 1})]
 
 
 def _skip(job: JobRow, now: float) -> list[Action]:
@@ -941,7 +975,7 @@ def _launches(rows: Rows) -> list[Action]:
             reason = f"its budget of {row.budget_total:,} steps is used up"
             failed = {"status": "failed", "reason": reason, "ended": rows.now}
             return [Update(row.name, failed), Tell(row.name)]
-        if len(actions) < free:
+        if len(actions) < free and row.name not in rows.resting:
             actions.append(Launch(row.name))
     return actions
 
