@@ -387,3 +387,24 @@ def test_a_correction_that_no_spec_may_say_is_not_made(tmp_path: Path, scripted,
     assert s.store.skill("Drink").spec.gain == {"drink": 1}
     s.enqueue_continuation("Drink", 100)
     assert s.run(), s.get_failed_skills()
+
+
+def test_a_skill_is_added_under_its_own_name(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path, scripted())
+    with pytest.raises(ConfigError, match="skill 'Drink Water': its data names it 'Collect Wood'"):
+        s.add_skill(WATER.name, WOOD)
+    with pytest.raises(
+        ValueError, match="what 'Place Table' needs must be a list of names, got 'Collect Wood'"
+    ):
+        s.add_skill(TABLE.name, TABLE, dependencies="Collect Wood")
+    assert s.store.skills() == []
+
+
+@pytest.mark.parametrize("extra", [float("nan"), 0, -5])
+def test_a_continuation_of_no_steps_is_refused(tmp_path: Path, scripted, extra: float) -> None:
+    s = scheduler(tmp_path, scripted())
+    s.add_skill(WOOD.name, WOOD)
+    assert s.run()
+    with pytest.raises(ValueError, match=f"extra_timesteps must be at least 1, got {extra}"):
+        s.enqueue_continuation(WOOD.name, extra)
+    assert s.get_status(WOOD.name) == "completed"

@@ -318,3 +318,27 @@ def test_what_was_proposed_again_after_a_kill_is_replayed_once(tmp_path: Path) -
         ("Drink Water", 100),
         ("Collect Wood", 100),
     ]
+
+
+def test_a_frontier_may_run_again(tmp_path: Path, scripted) -> None:
+    class Gone(Recording):
+        def next_skill(self, known, completed, failed):
+            if len(self.asked) == 1:
+                self.asked.append(None)
+                raise EngineError("the server is gone")
+            return super().next_skill(known, completed, failed)
+
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
+    frontier = Frontier(s, Gone(SKILLS[:3]), max_nodes=2)
+    with pytest.raises(EngineError, match="the server is gone"):
+        frontier.run()
+    assert len(s.get_completed_skills()) == 1
+    assert frontier.run()
+    assert len(s.get_completed_skills()) == 2
+
+
+def test_a_proposer_that_names_one_skill_for_ever_is_an_error(tmp_path: Path, scripted) -> None:
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
+    with pytest.raises(ConfigError, match="named 'Collect Wood', which is among the skills already"):
+        Frontier(s, Recording([SKILLS[0]] * 9), max_nodes=5).run()
+    assert list(s.get_completed_skills()) == ["Collect Wood"]

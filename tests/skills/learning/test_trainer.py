@@ -393,6 +393,9 @@ def test_an_action_that_the_world_lacks_is_named(quick: TrainingConfig) -> None:
     ("wrong", "message"),
     [
         ({"num_envs": 0}, "num_envs must be at least 1, got 0"),
+        ({"lr": float("nan")}, "lr must be in 0..inf, got nan"),
+        ({"gamma": 1.5}, "gamma must be in 0..1, got 1.5"),
+        ({"patience_frames": -1}, "patience_frames must be in 0..inf, got -1"),
         ({"evaluation_episodes": 0}, "evaluation_episodes must be at least 1, got 0"),
         ({"total_timesteps": float("nan")}, "total_timesteps must be at least 1, got nan"),
         ({"total_timesteps": float("inf")}, "total_timesteps must be finite, got inf"),

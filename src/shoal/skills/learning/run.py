@@ -96,6 +96,9 @@ def skill_from_data(name: str, data: Mapping[str, Any], features: Features) -> S
             "gain": gain,
             "done": {"feature": next(iter(gain)), "count": next(iter(gain.values()))},
         }
+    named = data.get("name", name)
+    if named != name:
+        raise ConfigError(f"skill {name!r}: its data names it {named!r}")
     data = {key: value for key, value in data.items() if key not in ("skill_name", "execution_plan", "code")}
     return check_skill(parse_skill({"name": name, **data}), features)
 

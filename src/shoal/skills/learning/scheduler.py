@@ -151,15 +151,18 @@ class SkillScheduler:
 
     def enqueue_continuation(self, skill_name: str, extra_timesteps: float) -> int:
         """Train a completed skill further, by at most `extra_timesteps`; returns what it was allotted."""
-        row = self.store.skill(skill_name)
-        if row.status != "completed":
-            raise ValueError(f"only a completed skill can be continued; {row.name!r} is {row.status}")
-        allotted = int(min(extra_timesteps, row.budget_total - row.budget_used))
-        if allotted < 1:
-            raise ValueError(
-                f"the budget of {row.name!r} is used up ({row.budget_used} of {row.budget_total} steps)"
-            )
-        self.store.update_skill(
+        if not extra_timesteps >= 1:
+            raise ValueError(f"extra_timesteps must be at least 1, got {extra_timesteps}")
+        with self.store.transaction():
+            row = self.store.skill(skill_name)
+            if row.status != "completed":
+                raise ValueError(f"only a completed skill can be continued; {row.name!r} is {row.status}")
+            allotted = int(min(extra_timesteps, row.budget_total - row.budget_used))
+            if allotted < 1:
+                raise ValueError(
+                    f"the budget of {row.name!r} is used up ({row.budget_used} of {row.budget_total} steps)"
+                )
+            self.store.update_skill(
             row.name, status="waiting", reason=None, retries=0, rounds=row.rounds + 1, allotment=allotted,
             fresh=1,
         )  # fmt: skip
@@ -367,6 +370,7 @@ class Frontier:
     ) -> None:
         self.scheduler, self.proposer, self.max_nodes = scheduler, proposer, max_nodes
         self.error: BaseException | None = None
+        self._growing = False
         self.blocked_on: tuple[str, ...] = ()  # skills that proposing waits for
         self._changed = threading.Condition()
         self._failures = 0
@@ -382,6 +386,7 @@ class Frontier:
             Exception: what the proposer raised, after all that was queued has been trained.
         """
         self.scheduler.take()
+        self.error, self._growing = None, True
         self.scheduler.hold()
         thread = threading.Thread(target=self._grow, name="frontier", daemon=True)
         thread.start()
@@ -389,7 +394,7 @@ class Frontier:
             finished = self.scheduler.run()
         finally:
             with self._changed:
-                self.max_nodes = 0  # whatever ended the scheduler, nothing more is proposed
+                self._growing = False  # whatever ended the scheduler, nothing more is proposed
                 self._changed.notify_all()
             thread.join(timeout=5)
         if self.error is not None:
@@ -408,13 +413,15 @@ class Frontier:
     def _propose(self) -> bool:
         """Add one skill, and wait until the frontier is open again; False when there are no more."""
         rows = self.scheduler.store.skills()
-        if len(rows) >= self.max_nodes:
+        if not self._growing or len(rows) >= self.max_nodes:
             return False
         known = [row.spec for row in rows]
         completed = [row.name for row in rows if row.status == "completed"]
         skill = self.proposer.next_skill(known, completed, self.scheduler.get_failed_skills())
-        if skill is None or not self.max_nodes:
+        if skill is None or not self._growing:
             return False
+        if skill.name in {one.name for one in known}:  # it would be named for ever
+            raise ConfigError(f"the proposer named {skill.name!r}, which is among the skills already")
         try:
             needed = plan_dependencies(skill, [*known, skill])
         except ConfigError as error:
@@ -428,7 +435,7 @@ class Frontier:
     def _wait_for(self, needed: list[str]) -> None:
         with self._changed:
             failures = self._failures
-            while self.max_nodes:
+            while self._growing:
                 statuses = {name: self.scheduler.get_status(name) for name in needed}
                 self.blocked_on = tuple(
                     n for n, s in statuses.items() if s in ("waiting", "running", "merging")

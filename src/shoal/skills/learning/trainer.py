@@ -45,6 +45,10 @@ _COUNTS = (
     "total_timesteps", "num_envs", "num_steps", "update_epochs", "num_minibatches", "anneal_frames", "layer_size",
     "evaluation_episodes", "bank_worlds", "evaluate_every", "checkpoint_every", "practice_horizon",
 )  # fmt: skip
+_SIZES = (
+    "lr", "gamma", "gae_lambda", "clip_eps", "ent_coef", "vf_coef", "max_grad_norm", "success_state_rate",
+    "patience_frames", "min_success", "evaluate_from",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,10 @@ class TrainingConfig:
         for name in _COUNTS:
             if not getattr(self, name) >= 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in _SIZES:
+            most = 1.0 if name in ("gamma", "gae_lambda") else math.inf
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be in 0..{most:g}, got {getattr(self, name)}")
         if not math.isfinite(self.total_timesteps):
             raise ConfigError(f"total_timesteps must be finite, got {self.total_timesteps}")
         if self.stroll < 0:
