@@ -6,41 +6,21 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Features": "learning.spec",
-    "Predicate": "learning.spec",
-    "Reward": "learning.spec",
-    "Skill": "learning.spec",
-    "load_skills": "learning.spec",
-    "Step": "learning.spec",
-    "plan_for": "learning.spec",
-    "covering_plan": "learning.spec",
-    "build_remapping": "learning.trainer",
-    "remap": "learning.trainer",
-    "Store": "learning.spec",
-    "Graph": "jobs.graph",
-    "Run": "jobs.run",
-    "decide": "learning.run",
-    "TrainingConfig": "learning.trainer",
-    "Trainer": "learning.trainer",
-    "Task": "learning.trainer",
-    "prepare_training_run": "learning.run",
-    "finish_training": "learning.run",
-    "process_completed_training": "learning.run",
-    "SkillScheduler": "learning.scheduler",
-    "Frontier": "learning.scheduler",
-    "KnowledgeBase": "learning.proposers",
-    "knowledge_base": "learning.proposers",
-    "Replay": "learning.proposers",
-    "LanguageModel": "learning.proposers",
-    "evaluate_chain": "learning.episodes",
-    "play_episodes": "learning.episodes",
-    "migrate_folder": "learning.run",
+    "learning.spec": "Features Predicate Reward Skill load_skills Step plan_for covering_plan Store",
+    "learning.trainer": "build_remapping remap TrainingConfig Trainer Task",
+    "jobs.graph": "Graph",
+    "jobs.run": "Run",
+    "learning.run": "decide prepare_training_run finish_training process_completed_training migrate_folder",
+    "learning.scheduler": "SkillScheduler Frontier",
+    "learning.proposers": "KnowledgeBase knowledge_base Replay LanguageModel",
+    "learning.episodes": "evaluate_chain play_episodes",
 }
+_HOMES = {name: home for home, names in _HOME.items() for name in names.split()}
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"shoal.skills.{_HOME[name]}"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"shoal.skills.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'shoal.skills' has no attribute {name!r}")

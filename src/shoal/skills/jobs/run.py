@@ -172,38 +172,38 @@ def load_function(name: str) -> Callable[[Run], Any]:
     return function
 
 
-def run_as_process(folder: Path, attempt: int | None, work: Callable[[], object]) -> int:
-    """Do `work` as the whole of a process: its failure is left in the folder, SIGTERM ends it at once."""
+def run_as_process(module: str, description: str | None, work: Callable[[Path, int | None], object]) -> int:
+    """Do `work` as the whole of a process, with the folder and launch that its command line names.
+
+    Its failure is left in the folder, SIGTERM ends it at once.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--attempt", type=int, default=None)
+    options = parser.parse_args()
+    folder = options.folder.resolve()  # work may go elsewhere
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        work()
+        work(folder, options.attempt)
     except Exception as error:
         traceback.print_exc()
-        write_failure(folder, attempt, error)
+        write_failure(folder, options.attempt, error)
         return 1
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one job as a process of its own."""
-    parser = argparse.ArgumentParser(prog="python -m shoal.skills.jobs.run", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--attempt", type=int, default=None)
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        run = Run.open(options.folder, options.attempt)
-        os.chdir(run.folder)
-        load_function(run.function)(run)
-        if not (run.folder / DONE).exists():
-            run.finish()
-        sys.stdout.write(json.dumps({"event": "finished", "job": run.name, "attempt": run.attempt}) + "\n")
-
-    return run_as_process(options.folder, options.attempt, work)
+def run_job(folder: Path, attempt: int | None) -> None:
+    """Call the function that the folder of a job names."""
+    run = Run.open(folder, attempt)
+    os.chdir(run.folder)
+    load_function(run.function)(run)
+    if not (run.folder / DONE).exists():
+        run.finish()
+    sys.stdout.write(json.dumps({"event": "finished", "job": run.name, "attempt": run.attempt}) + "\n")
 
 
 def leave(code: int) -> None:
@@ -216,4 +216,4 @@ def leave(code: int) -> None:
 if __name__ == "__main__":  # as the module that jobs import, so that its exceptions are the ones they raise
     from shoal.skills.jobs import run
 
-    leave(run.main())
+    leave(run.run_as_process("shoal.skills.jobs.run", __doc__, run.run_job))

@@ -6,7 +6,6 @@ mixture it starts from, `remap.json`, checkpoints and the result. `DONE.json` is
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -166,9 +165,8 @@ def prepare_training_run(
     finally:
         if store is None:
             opened.close()
-    experts = {name: int(completed_skills[name]["expert_idx"]) for name in needed} | {
-        skill_name: global_expert_idx
-    }
+    experts = {name: int(completed_skills[name]["expert_idx"]) for name in needed}
+    experts[skill_name] = global_expert_idx
     remap = {
         "global_to_local": to_local,
         "local_to_global": to_global,
@@ -189,23 +187,13 @@ def prepare_training_run(
         "loaded": loaded,
         "config": asdict(config or TrainingConfig()),
     }
-    return _write(run_folder_of(base_dir, global_expert_idx, skill_name), spec, remap, mixture)
-
-
-def _write(
-    folder: Path,
-    spec: Mapping[str, Any],
-    remap: Mapping[str, Any],
-    mixture: Mapping[int, Mapping[str, NDArray]],
-) -> tuple[Path, Path, Path]:
-    """The files of a training; what says what to train comes last, since a folder without it is none."""
-    policies = folder / f"{spec['expert']}_policies"
+    folder = run_folder_of(base_dir, global_expert_idx, skill_name)
+    module, policies = folder / f"{global_expert_idx}.json", folder / f"{global_expert_idx}_policies"
     policies.mkdir(parents=True, exist_ok=True)
-    fsync_folder(policies.parent)
+    fsync_folder(folder)
     write_bytes(policies / "mixture.safetensors", encode(join_mixture(mixture)))
     write_json(policies / "remap.json", remap)
-    module = folder / f"{spec['expert']}.json"
-    write_json(module, spec)
+    write_json(module, spec)  # comes last, since a folder without it is none
     return folder, module, policies
 
 
@@ -367,7 +355,7 @@ def finish_training(
     """
     run = Run.open(run_folder)
     to_global = run.local_to_global
-    arrays = join_mixture({local: params for local, params in experts.items()})
+    arrays = join_mixture(experts)
     arrays |= {f"expert_{len(to_global)}/episodes/{key}": array for key, array in (episodes or {}).items()}
     data = encode(arrays)
     write_bytes(run.policies / "result.safetensors", data)
@@ -1030,16 +1018,5 @@ def _write_if_new(path: Path, value: Any) -> None:
     write_json(path, value)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one training as a process of its own."""
-    parser = argparse.ArgumentParser(prog="python -m shoal.skills.learning.run", description=__doc__)
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--attempt", type=int, default=None)
-    options = parser.parse_args(argv)
-    return run_as_process(
-        options.run_folder, options.attempt, lambda: run_training(options.run_folder, options.attempt)
-    )
-
-
 if __name__ == "__main__":
-    leave(main())
+    leave(run_as_process("shoal.skills.learning.run", __doc__, run_training))

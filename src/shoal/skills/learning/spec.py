@@ -322,22 +322,28 @@ def simulate(
         for item in skill.requirements:
             if hands[item] < skill.needs(item, step.count):
                 return None
-        for item, amount in skill.consumption.items():
-            hands[item] -= amount * step.count
-        for item, amount in skill.gain.items():
-            total = hands[item] + amount * step.count
-            limit = features.holds(item) if features else total
-            if total > limit and (features is None or item in features.counters):
-                return None
-            hands[item] = min(total, limit)
-        _walk_off(skill, hands, features)
+        if _apply(skill, step.count, hands, features) & (features.counters if features else set()):
+            return None
     return hands
 
 
-def _walk_off(skill: Skill, hands: Counter[str], features: Features | None) -> None:
-    """A skill leaves every place that it does not speak of."""
+def _apply(skill: Skill, times: int, hands: Counter[str], features: Features | None) -> set[str]:
+    """Change what is in the hands as the skill does, which leaves every place that it does not speak of.
+
+    Returns:
+        What there is more of than can be held.
+    """
+    spilt = set()
+    for item, amount in skill.consumption.items():
+        hands[item] -= amount * times
+    for item, amount in skill.gain.items():
+        hands[item] += amount * times
+        if features and hands[item] > features.holds(item):
+            hands[item] = features.holds(item)
+            spilt.add(item)
     for place in features.places - skill.speaks_of() if features else ():
         hands[place] = 0
+    return spilt
 
 
 class _Resolver:
@@ -433,11 +439,7 @@ class _Resolver:
         self.length += skill.horizon * times
         if self.length > MAX_LENGTH:
             raise ConfigError(f"the plan for {skill.name!r} may take more than {MAX_LENGTH:,} env steps")
-        for item, amount in skill.consumption.items():
-            self.hands[item] -= amount * times
-        for item, amount in skill.gain.items():
-            self.hands[item] = min(self.hands[item] + amount * times, self._holds(item))
-        _walk_off(skill, self.hands, self.features)
+        _apply(skill, times, self.hands, self.features)
         self.steps.append(Step(skill.name, times))
         if len(self.steps) > MAX_STEPS:
             raise ConfigError(f"the plan for {skill.name!r} has more than {MAX_STEPS} steps")

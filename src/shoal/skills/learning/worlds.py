@@ -442,6 +442,7 @@ CRAFTING = Features(
 WOOD, STONES, IRONS, SAPLING, DRINK, HAS_TABLE, PICKAXE, STONE_PICKAXE, SWORD, HAS_PLANT = range(10)
 MOVES = np.array([[0, -1], [0, 1], [-1, 0], [1, 0]])
 VIEW = (2 * REACH + 1) ** 2
+_STATE = ("cells", "place", "look", "hands")
 OBS_SIZE = VIEW * KINDS + len(CRAFTING.names) + 4 + 2
 
 
@@ -498,33 +499,19 @@ class CraftingWorld:
         cells = np.full((count, side, side), EDGE, np.uint8)
         cells[:, REACH:-REACH, REACH:-REACH] = kinds
         place = np.stack([start // SIZE, start % SIZE], 1) + REACH
-        return Bank(
-            {
-                "cells": cells,
-                "place": place.astype(np.int64),
-                "look": rng.integers(0, 4, count),
-                "hands": np.zeros((count, len(CRAFTING.names)), np.float32),
-            }
-        )
+        hands = np.zeros((count, len(CRAFTING.names)), np.float32)
+        state = cells, place.astype(np.int64), rng.integers(0, 4, count), hands
+        return Bank(dict(zip(_STATE, state, strict=True)))
 
     def load(self, bank: Bank, rows: Ints, mask: Bools) -> None:
         """Put state `rows[i]` of `bank` into lane `i` where `mask[i]`."""
         chosen = rows[mask]
-        self.cells[mask] = bank.arrays["cells"][chosen]
-        self.place[mask] = bank.arrays["place"][chosen]
-        self.look[mask] = bank.arrays["look"][chosen]
-        self.hands[mask] = bank.arrays["hands"][chosen]
+        for name in _STATE:
+            getattr(self, name)[mask] = bank.arrays[name][chosen]
 
     def save(self) -> Bank:
         """The states of all lanes, copied."""
-        return Bank(
-            {
-                "cells": self.cells.copy(),
-                "place": self.place.copy(),
-                "look": self.look.copy(),
-                "hands": self.hands.copy(),
-            }
-        )
+        return Bank({name: getattr(self, name).copy() for name in _STATE})
 
     def _seen(self) -> NDArray[np.uint8]:
         side = self.cells.shape[1]
