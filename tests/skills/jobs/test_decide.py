@@ -10,6 +10,7 @@ from shoal.skills.jobs.store import (
     Found,
     JobRow,
     Look,
+    NotPrepared,
     Rows,
     decide,
     finished,
@@ -204,3 +205,25 @@ def test_a_launch_nobody_knows_is_made_again_and_a_merge_nobody_finished_is_gone
     assert [type(action).__name__ for action in lost] == ["Close", "Update"]
     merging = dataclasses.replace(RUNNING, status="merging")
     assert acts(rows(merging), Found(attempt("wood"), "alive")) == [("update", "wood", {"status": "running"})]
+
+
+@pytest.mark.parametrize(("left", "status"), [(10, "failed"), (11, "waiting")])
+def test_a_job_that_used_its_whole_budget_goes_on_only_if_that_was_raised_meanwhile(left, status):
+    state = rows(dataclasses.replace(RUNNING, budget_total=left, budget_used=0), running=[attempt("wood")])
+    ended = Ended(attempt("wood", budget=10), reason="not learned", final=True)
+    close, update, *_ = acts(state, ended)
+    assert close[2] == ("exhausted" if status == "failed" else "failed")
+    assert update[2]["status"] == status
+
+
+def test_a_job_that_could_not_be_set_up_is_tried_again_after_a_rest_unless_that_is_in_vain():
+    waiting = row("a", retries=0, budget_total=0)
+    again = NotPrepared("a", "no space", final=False)
+    assert acts(rows(waiting), again) == [("update", "a", {"reason": "no space", "retries": 1})]
+    assert acts(rows(waiting, resting=frozenset("a"))) == []
+    failed = {"status": "failed", "reason": "no space", "ended": 110.0}
+    for job, event in [
+        (dataclasses.replace(waiting, retries=1), again),
+        (waiting, dataclasses.replace(again, final=True)),
+    ]:
+        assert acts(rows(job), event) == [("update", "a", failed), ("tell", "a")]

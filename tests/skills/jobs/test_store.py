@@ -178,3 +178,30 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"not a database, " * 99)
     with pytest.raises(DataError, match=r"state.db cannot be opened: file is not a database"):
         Store(tmp_path)
+
+
+def test_why_a_launch_is_ended_is_what_was_said_first(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    attempt = trained(store)
+    store.set_ending(attempt, "cancel")
+    store.set_ending(attempt, "limit")
+    assert store.attempt(attempt).ending == "cancel"
+
+
+def test_what_a_launch_was_allotted_is_used_up_when_it_is_committed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    attempt = trained(store)
+    store.update_skill("Collect Wood", allotment=100)
+    store.commit_training(attempt, [version(store, 0, b"one")], {0: None}, result={}, frames=100)
+    row = store.skill("Collect Wood")
+    assert (row.allotment, row.left) == (None, 900)
+
+
+def test_a_version_whose_file_is_damaged_cannot_be_gone_back_to(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    one = store.add_version(version(store, 0, b"one"))
+    two = store.add_version(version(store, 0, b"two"))
+    store.blob_path(store.version(one).sha256).write_bytes(b"half")
+    with pytest.raises(DataError, match="was altered or truncated"):
+        store.rollback(0, one)
+    assert store.head(0).id == two  # type: ignore[union-attr]

@@ -162,6 +162,11 @@ def test_a_knowledge_base_that_cannot_be_reached_is_refused_before_training(tmp_
         KnowledgeBase(path, CRAFTING)
 
 
+def test_fewer_than_no_skills_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_nodes must be at least 0, got -1"):
+        KnowledgeBase(knowledge_base("crafting"), CRAFTING, max_nodes=-1)
+
+
 class Recording:
     """A proposer that notes what was completed whenever it was asked."""
 

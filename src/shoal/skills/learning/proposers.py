@@ -67,6 +67,8 @@ class KnowledgeBase:
     def __init__(
         self, path: Path | str, features: Features, max_nodes: int | None = None, target: str | None = None
     ) -> None:
+        if max_nodes is not None and max_nodes < 0:
+            raise ConfigError(f"max_nodes must be at least 0, got {max_nodes}")
         skills = load_skills(path, features)
         if target is not None:
             needed = {step.skill for step in plan_for(target, skills, features)}
