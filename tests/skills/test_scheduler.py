@@ -408,3 +408,22 @@ def test_a_continuation_of_no_steps_is_refused(tmp_path: Path, scripted, extra: 
     with pytest.raises(ValueError, match=f"extra_timesteps must be at least 1, got {extra}"):
         s.enqueue_continuation(WOOD.name, extra)
     assert s.get_status(WOOD.name) == "completed"
+
+
+def test_a_continuation_asked_for_as_soon_as_a_skill_is_completed_keeps_its_folder(
+    tmp_path: Path, scripted, quick
+) -> None:
+    launcher = scripted()
+
+    def finish(folder: Path, attempt: int) -> None:
+        time.sleep(0.3 * (attempt - 1))  # while the folder of the round before is removed
+        launcher.finish(folder, attempt)
+
+    launcher.script = finish
+    s = scheduler(tmp_path, launcher, merge="most-frames", max_retries=0)
+    s.add_skill(WOOD.name, WOOD)
+    asked: list[int] = []
+    s.set_callbacks(lambda name, data: None if asked else asked.append(s.enqueue_continuation(name, 1000)))
+    assert s.run(), s.get_failed_skills()
+    assert asked == [1000]
+    assert s.store.head(0).frames == 2000  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.skills.jobs.graph import Graph
 from shoal.skills.jobs.run import Run, load_function, name_of, pack, unpack
 from shoal.skills.jobs.runner import SlurmLauncher, adopting_launcher, alive, job_environment
-from shoal.skills.jobs.store import MIGRATIONS, Store, read_done
+from shoal.skills.jobs.store import MIGRATIONS, Store, read_done, read_failure
 from shoal.skills.learning.spec import Store as SkillStore
 
 REPO = Path(__file__).parents[3]
@@ -285,3 +285,15 @@ def test_numbers_of_a_result_may_be_numpys_and_need_not_be_finite(tmp_path: Path
     assert read_done(tmp_path, 1)["numbers"] == {"loss": 0.5, "best": 3, "rest": [None, None]}
     with pytest.raises(TypeError, match=r"numbers must be plain JSON, got \{3\}"):
         run.finish(numbers={"loss": {3}})
+
+
+def test_a_job_started_by_hand_beside_its_folder_leaves_its_failure_there(tmp_path: Path, jobs: str) -> None:
+    (tmp_path / "job").mkdir()
+    told = {"name": "one", "function": f"{jobs}:greedy", "settings": {}, "steps": 1, "needs": {}}
+    (tmp_path / "job" / "job.json").write_text(json.dumps(told))
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.skills.jobs.run", "job", "--attempt", "3"],
+        cwd=tmp_path, env={**os.environ, **job_environment(1)}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert read_failure(tmp_path / "job", 3) == ("ExhaustedError: 1 steps are not enough", True)

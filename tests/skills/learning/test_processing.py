@@ -10,9 +10,9 @@ import pytest
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import DataError
-from shoal.skills.learning.run import Run, finish_training, read_outcome
+from shoal.skills.learning.run import Run, Tally, _prepare, finish_training, read_outcome
 from shoal.skills.learning.spec import Store, new_version, parse_skill
-from shoal.skills.learning.trainer import Network, decode, encode
+from shoal.skills.learning.trainer import Network, Trainer, decode, encode
 
 MILLION = 1_000_000
 
@@ -242,3 +242,54 @@ def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
     process_completed_training(folder, "Collect Wood", 0, tmp_path, analyse=True)
     assert Store(tmp_path).skill("Collect Wood").spec.requirements == {}
     assert "corrected" not in [event["kind"] for event in Store(tmp_path).events()]
+
+
+def finished(base: Path, net: Callable[..., Network], acted: int) -> Path:
+    """A training of `Skill A` that went on with `Collect Wood`, whose head it knew as version 1."""
+    add_expert(base, "Collect Wood", 0, net("base"), 50)
+    folder = prepare(base, "Skill A", 1, {"Collect Wood": 0}, "stone")
+    finish_training(folder, {0: net("wood").params(), 1: net("own").params()}, {0: acted, 1: acted})
+    return folder
+
+
+@pytest.mark.parametrize(("gone_back", "kind"), [(False, "average"), (True, "run")])
+def test_only_experts_of_one_line_are_averaged(tmp_path: Path, net, gone_back: bool, kind: str) -> None:
+    folder = finished(tmp_path, net, 10)
+    if gone_back:
+        store = Store(tmp_path)
+        store.add_version(new_version(0, store.put_blob(encode(net("x").params())), None, 9, 9, "run", True))
+        store.close()
+    process_completed_training(folder, "Skill A", 1, tmp_path, merge="average")
+    assert Store(tmp_path).head(0).kind == kind  # type: ignore[union-attr]
+
+
+def test_an_average_that_did_not_win_is_not_kept(tmp_path: Path, net, monkeypatch) -> None:
+    folder = finished(tmp_path, net, 10)
+    best = net("wood").params()["actor/weight"]
+
+    def score(params: dict) -> Tally:
+        return Tally(9 if (params["actor/weight"] == best).all() else 3, 10)
+
+    monkeypatch.setattr("shoal.skills.learning.run.make_score", lambda *_: score)
+    process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluate")
+    rows = Store(tmp_path).versions(0)
+    assert [(row.kind, row.accepted, row.wins) for row in rows] == [("run", True, None), ("run", True, 9)]
+
+
+def test_start_states_are_made_again_for_another_seed_and_not_for_another_budget(
+    tmp_path: Path, quick, monkeypatch
+) -> None:
+    folder = prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path, config=quick)[0]
+    made = []
+    real = Trainer.prepare
+    monkeypatch.setattr(Trainer, "prepare", lambda self: made.append(self.task.seed) or real(self))
+    banks = []
+    for change in ({}, {}, {"seed": 1}, {}):
+        spec = Run.open(folder).spec
+        (folder / "0.json").write_text(json.dumps({**spec, **change}))
+        Run.open(folder).allow(4096 + len(made))
+        trainer = Trainer(Run.open(folder).task())
+        _prepare(Run.open(folder), trainer)
+        banks.append(trainer.bank.arrays["cells"].tobytes())
+    assert made == [0, 1]
+    assert banks[0] == banks[1] != banks[2] == banks[3]
