@@ -31,8 +31,7 @@ from shoal.envs import make  # noqa: E402
 from shoal.envs.countdown import LEVELS, make_puzzle, score  # noqa: E402
 from shoal.envs.metamathqa import is_correct  # noqa: E402
 from shoal.envs.webshop import expert_action, generate_catalogue, make_goals  # noqa: E402
-from shoal.envs.webshop.bm25 import K1, B, build_index  # noqa: E402
-from shoal.envs.webshop.tokens import STOP_WORDS, terms  # noqa: E402
+from shoal.envs.webshop.bm25 import K1, STOP_WORDS, B, build_index, terms  # noqa: E402  # noqa: E402
 from shoal.envs.word_problems import make_question  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "text_envs.json"

@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import MissingExtraError
 from shoal.envs.webshop import Goal, generate_catalogue, make_goals, reward
-from shoal.envs.webshop.nouns import spacy_nouns, title_nouns
-from shoal.envs.webshop.scoring import COLORS, first_color, option_hits, type_reward
-from shoal.envs.webshop.similarity import token_set_ratio
+from shoal.envs.webshop.scoring import (
+    COLORS,
+    first_color,
+    option_hits,
+    spacy_nouns,
+    title_nouns,
+    token_set_ratio,
+    type_reward,
+)
 
 PRODUCT = {
     "asin": "B1",

@@ -17,14 +17,16 @@ from shelf import texts
 from shoal.envs.webshop.bm25 import (
     K1,
     KEPT_INDEXES,
+    MAX_TOKEN,
     B,
     build_index,
     cache_folder,
     cached_index,
     rounded_length,
+    stem,
+    terms,
+    words,
 )
-from shoal.envs.webshop.porter import stem
-from shoal.envs.webshop.tokens import MAX_TOKEN, terms, words
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
-"""BM25 over an inverted index in numpy, with Lucene's formula, parameters and one-byte document lengths.
+"""Search as WebShop's engine does it: Lucene's English analysis, and BM25 over an inverted index in numpy.
 
-Robertson and Zaragoza (2009), "The Probabilistic Relevance Framework: BM25 and Beyond", eq. 3.15, with the
-idf and the length rounding of Lucene, and k1 and b as WebShop's search engine sets them.
+Text to terms: words by Unicode rules, possessives cut, lower case, stop words out, Porter stems; the tokens, more than
+the formula, decide what a search finds. Scores: Robertson and Zaragoza (2009), "The Probabilistic Relevance
+Framework: BM25 and Beyond", eq. 3.15, with the idf and the one-byte document lengths of Lucene.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import logging
 import os
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
@@ -20,10 +23,167 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.files import write_bytes
-from shoal.envs.webshop.tokens import _analyzer, terms, words
 
 logger = logging.getLogger(__name__)
 
+
+# --- terms
+STOP_WORDS = frozenset(
+    """a an and are as at be but by for if in into is it no not of on or such that the their then there
+    these they this to was will with""".split()
+)
+"""The 33 words that Lucene's English analysis leaves out."""
+
+# Letters may be joined by one of : . ' and digits by one of . , ; ' (Unicode Annex 29, rules 6 to 12).
+_PLAIN = re.compile(
+    r"\w+(?:(?:(?<=[a-zA-Z])[:.'](?=[a-zA-Z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
+    re.ASCII,
+)
+# Beyond ASCII: marks belong to the letter before them, Chinese and Hiragana signs are words of their own.
+_SIGNS = r"\u3040-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_RUN = rf"[^\W{_SIGNS}](?:[^\W{_SIGNS}]|[\u0300-\u036f\u200d\ufe0f])*"
+_ANY = re.compile(
+    rf"{_RUN}(?:(?:(?<=[^\W\d_])[:.'’·](?=[^\W\d_])|(?<=\d)[.,;'’](?=\d)){_RUN})*"
+    rf"|[{_SIGNS}]|[\u2600-\u27bf\U0001f300-\U0001faff]"
+)
+_POSSESSIVE = ("'s", "’s", "＇s", "'S", "’S", "＇S")
+MAX_TOKEN = 255
+
+
+class Analyzer(dict[str, str]):
+    """Word to term, remembered; the empty string for a word that is not searched."""
+
+    def __missing__(self, word: str) -> str:
+        plain = word[:-2] if word.endswith(_POSSESSIVE) else word
+        plain = plain.lower()
+        term = "" if plain in STOP_WORDS or not plain.strip("_") else stem(plain)
+        if len(self) < 1_000_000:
+            self[word] = term
+        return term
+
+
+_analyzer = Analyzer()
+
+
+def words(text: str) -> list[str]:
+    """The words of a text before analysis; longer than 255 characters are cut into pieces, as Lucene does."""
+    found = (_PLAIN if text.isascii() else _ANY).findall(text)
+    if any(len(word) > MAX_TOKEN for word in found):
+        found = [word[at : at + MAX_TOKEN] for word in found for at in range(0, len(word), MAX_TOKEN)]
+    return found
+
+
+def terms(text: str) -> list[str]:
+    """The search terms of a text, in order, repetitions kept.
+
+    >>> terms("The women's 3.5-inch heels, resealable bags")
+    ['women', '3.5', 'inch', 'heel', 'reseal', 'bag']
+    """
+    analyzed = [_analyzer[word] for word in words(text)]
+    return [term for term in analyzed if term]
+
+
+# --- Porter's stemmer (M. F. Porter, 1980, "An algorithm for suffix stripping"), with the two later amendments of
+# his own program and of Lucene: "-bli" to "-ble" and "-logi" to "-log"
+_STEP_2 = {
+    "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize", "bli": "ble",
+    "alli": "al", "entli": "ent", "eli": "e", "ousli": "ous", "ization": "ize", "ation": "ate",
+    "ator": "ate", "alism": "al", "iveness": "ive", "fulness": "ful", "ousness": "ous", "aliti": "al",
+    "iviti": "ive", "biliti": "ble", "logi": "log",
+}  # fmt: skip
+_STEP_3 = {"icate": "ic", "ative": "", "alize": "al", "iciti": "ic", "ical": "ic", "ful": "", "ness": ""}
+_STEP_4 = (
+    "ement", "ance", "ence", "able", "ible", "ment", "ant", "ent", "ism", "ate", "iti", "ous", "ive", "ize",
+    "ion", "al", "er", "ic", "ou",
+)  # fmt: skip
+
+
+def _consonants(word: str) -> list[bool]:
+    """For each letter whether it is a consonant; y is one at the start and after a vowel."""
+    result: list[bool] = []
+    for letter in word:
+        if letter == "y":
+            result.append(not result or not result[-1])
+        else:
+            result.append(letter not in "aeiou")
+    return result
+
+
+def _measure(stem: str) -> int:
+    """How often a vowel is followed by a consonant: m in [C](VC)^m[V]."""
+    kinds = _consonants(stem)
+    return sum(not before and after for before, after in itertools.pairwise(kinds))
+
+
+def _has_vowel(stem: str) -> bool:
+    return not all(_consonants(stem))
+
+
+def _ends_double(word: str) -> bool:
+    return len(word) > 1 and word[-1] == word[-2] and _consonants(word)[-1]
+
+
+def _ends_cvc(word: str) -> bool:
+    """Consonant, vowel, consonant at the end, the last not w, x or y."""
+    return len(word) > 2 and _consonants(word)[-3:] == [True, False, True] and word[-1] not in "wxy"
+
+
+def stem(word: str) -> str:
+    """The stem of a lower-case word; words of one or two letters stay as they are.
+
+    >>> [stem(word) for word in ("tables", "hopping", "relational", "rechargeable", "sky")]
+    ['tabl', 'hop', 'relat', 'recharg', 'sky']
+    """
+    if len(word) <= 2:
+        return word
+    word = _derivations(_inflections(word))
+    if word.endswith("e"):
+        measure = _measure(word[:-1])
+        if measure > 1 or (measure == 1 and not _ends_cvc(word[:-1])):
+            word = word[:-1]
+    if word.endswith("ll") and _measure(word[:-1]) > 1:
+        word = word[:-1]
+    return word
+
+
+def _inflections(word: str) -> str:
+    """Step 1: plurals, -ed, -ing, and y after a vowel."""
+    if word.endswith("sses") or word.endswith("ies"):
+        word = word[:-2]
+    elif word.endswith("s") and not word.endswith("ss"):
+        word = word[:-1]
+    if word.endswith("eed"):
+        if _measure(word[:-3]) > 0:
+            word = word[:-1]
+    else:
+        cut = 2 if word.endswith("ed") else 3 if word.endswith("ing") else 0
+        if cut and _has_vowel(word[:-cut]):
+            word = word[:-cut]
+            if word.endswith(("at", "bl", "iz")):
+                word += "e"
+            elif _ends_double(word) and word[-1] not in "lsz":
+                word = word[:-1]
+            elif _measure(word) == 1 and _ends_cvc(word):
+                word += "e"
+    if word.endswith("y") and _has_vowel(word[:-1]):
+        word = word[:-1] + "i"
+    return word
+
+
+def _derivations(word: str) -> str:
+    """Steps 2 to 4: the longest fitting suffix of each step."""
+    for table in (_STEP_2, _STEP_3):
+        suffix = max((s for s in table if word.endswith(s)), key=len, default="")
+        if suffix and _measure(word[: -len(suffix)]) > 0:
+            word = word[: -len(suffix)] + table[suffix]
+    suffix = max((s for s in _STEP_4 if word.endswith(s)), key=len, default="")
+    rest = word[: -len(suffix)] if suffix else word
+    if suffix and _measure(rest) > 1 and (suffix != "ion" or rest.endswith(("s", "t"))):
+        word = rest
+    return word
+
+
+# --- the index
 K1 = 0.9
 B = 0.4
 MAX_QUERY_WORDS = 1024

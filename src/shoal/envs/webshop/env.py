@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,10 @@ from shoal.envs.actions import Projection
 from shoal.envs.records import FileCache
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv
-from shoal.envs.webshop.catalogue import Catalogue, search
+from shoal.envs.webshop.catalogue import Catalogue, Product, load_catalogue, search
 from shoal.envs.webshop.generator import generate_catalogue
 from shoal.envs.webshop.goals import SPLITS, Goal, make_goals, split_goals
-from shoal.envs.webshop.loader import load_catalogue
-from shoal.envs.webshop.nouns import NounFunction, spacy_nouns, title_nouns
-from shoal.envs.webshop.pages import Page, Place, Shop
-from shoal.envs.webshop.scoring import Reward, reward
+from shoal.envs.webshop.scoring import NounFunction, Reward, reward, spacy_nouns, title_nouns
 
 REWARD_MODES = ("score", "win10")
 GENERATED = 3000
@@ -240,8 +237,6 @@ class WebShopEnv(TextEnv[WebShopConfig]):
 
     def expert_action(self) -> str:
         """The next step of somebody who knows the product."""
-        from shoal.envs.webshop.expert import expert_action
-
         return expert_action(self)
 
     def observe(self) -> str:
@@ -253,3 +248,164 @@ class WebShopEnv(TextEnv[WebShopConfig]):
         place = self._place
         options = sorted(place.options.items())
         return f"{place.page} {place.number} {place.asin} {options} {place.query!r} {self._goal.instruction}"
+
+
+def expert_action(env: WebShopEnv) -> str:
+    """What somebody who knows the product would do next; the policy scores 1 on every goal it can.
+
+    It searches for the instruction, then for the title, turns pages until it sees the product, chooses the
+    options and buys.
+    """
+    place, goal = env.place, env.goal
+    size = env.config.page_size
+    if place.page == "search":
+        found = search(env.catalogue, goal.instruction.lower(), env.config.max_results)
+        words = goal.instruction if goal.asin in found[: 3 * size] else goal.name
+        return f"search[{words.replace('[', ' ').replace(']', ' ').lower()[:1000]}]"
+    if place.page == "results":
+        if goal.asin not in place.found:
+            return f"click[{BACK.lower()}]"
+        page = place.found.index(goal.asin) // size + 1
+        if page == place.number:
+            return f"click[{goal.asin.lower()}]"
+        return f"click[{(NEXT if page > place.number else PREVIOUS).lower()}]"
+    if place.page != "item" or place.asin != goal.asin:
+        return f"click[{PREVIOUS.lower()}]"
+    chosen = set(place.options.values())
+    for value in _wanted(env, goal):
+        if value not in chosen:
+            return f"click[{value}]"
+    return "click[buy now]"
+
+
+def _wanted(env: WebShopEnv, goal: Goal) -> list[str]:
+    """The values to click: those wanted, where the product has them."""
+    values = goal.options.values() if not isinstance(goal.options, tuple) else goal.options
+    offered = {value for of_option in env.catalogue[goal.asin].options.values() for value in of_option}
+    return [value for value in values if value in offered]
+
+
+# --- pages
+SEPARATOR = " [SEP] "
+BACK, NEXT, PREVIOUS, BUY = "Back to Search", "Next >", "< Prev", "Buy Now"
+SUB_PAGES = ("Description", "Features", "Reviews", "Attributes")
+
+PageName = Literal["search", "results", "item", "description", "features", "reviews", "attributes", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a shopper is and what they have chosen so far; all that a page depends on."""
+
+    page: PageName = "search"
+    query: str = ""
+    found: tuple[str, ...] = ()  # asins, best first
+    number: int = 1  # of the page of results
+    asin: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+class Page(NamedTuple):
+    """What a shopper sees: the texts in order, and what a click can name, in lower case."""
+
+    texts: tuple[str, ...]
+    clickables: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The texts as one line, as WebShop's text mode joins them."""
+        return SEPARATOR.join(text.strip() for text in self.texts if text.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Shop:
+    """A catalogue with the sizes of its pages."""
+
+    catalogue: Catalogue
+    page_size: int = 10
+    show_attributes: bool = False
+
+    def page(self, place: Place, instruction: str, score: float = 0.0) -> Page:
+        """The page at a place."""
+        head = ("Instruction:", instruction)
+        if place.page == "search":
+            return Page(("WebShop", *head, "Search"), ())
+        if place.page == "done":
+            return Page(
+                ("Thank you for shopping with us!", "Your score (min 0.0, max 1.0)", f"{score:.4g}"), ()
+            )
+        top = (*head, BACK)
+        if place.page == "results":
+            return self._results(place, top)
+        product = self.catalogue[place.asin]
+        if place.page == "item":
+            return self._item(product, top)
+        return Page((*top, PREVIOUS, *_sub_page(product, place.page)), (BACK.lower(), PREVIOUS.lower()))
+
+    def _results(self, place: Place, head: tuple[str, ...]) -> Page:
+        start = (place.number - 1) * self.page_size
+        shown = [self.catalogue[asin] for asin in place.found[start : start + self.page_size]]
+        # "Next >" is offered even past the end, as in the original.
+        turns = (PREVIOUS, NEXT) if place.number > 1 else (NEXT,)
+        rows = tuple(text for item in shown for text in (item.asin, item.title, item.price_tag))
+        count = f"Page {place.number} (Total results: {len(place.found)})"
+        clickables = (BACK.lower(), *(turn.lower() for turn in turns), *(item.asin.lower() for item in shown))
+        return Page((*head, count, *turns, *rows), clickables)
+
+    def _item(self, product: Product, head: tuple[str, ...]) -> Page:
+        options = tuple(text for name, values in product.options.items() for text in (name, *values))
+        buttons = (*self._sub_pages(), BUY)
+        facts = (product.title, f"Price: {product.price_tag}", f"Rating: {product.rating}")
+        values = dict.fromkeys(value for values in product.options.values() for value in values)
+        clickables = dict.fromkeys((BACK.lower(), PREVIOUS.lower(), *map(str.lower, buttons), *values))
+        return Page((*head, PREVIOUS, *options, *facts, *buttons), tuple(clickables))
+
+    def _sub_pages(self) -> tuple[str, ...]:
+        return SUB_PAGES if self.show_attributes else SUB_PAGES[:3]
+
+    def click(self, place: Place, target: str) -> Place | None:
+        """Where a click leads; None when nothing on the page is called `target`. Buying leads to "done"."""
+        if target == BACK.lower() and place.page not in ("search", "done"):
+            return Place()
+        if place.page == "results":
+            return self._click_results(place, target)
+        if place.page == "item":
+            return self._click_item(place, target)
+        if place.page not in ("search", "done") and target == PREVIOUS.lower():
+            return replace(place, page="item")
+        return None
+
+    def _click_results(self, place: Place, target: str) -> Place | None:
+        if target == NEXT.lower():
+            return replace(place, number=place.number + 1)
+        if target == PREVIOUS.lower() and place.number > 1:
+            return replace(place, number=place.number - 1)
+        start = (place.number - 1) * self.page_size
+        for asin in place.found[start : start + self.page_size]:
+            if asin.lower() == target:
+                return replace(place, page="item", asin=asin)
+        return None
+
+    def _click_item(self, place: Place, target: str) -> Place | None:
+        if target == BUY.lower():
+            return replace(place, page="done")
+        if target == PREVIOUS.lower():
+            return replace(place, page="results", asin="", options={})
+        for name in self._sub_pages():
+            if target == name.lower():
+                return replace(place, page=name.lower())  # type: ignore[arg-type]
+        named = [name for name, values in self.catalogue[place.asin].options.items() if target in values]
+        # A value that several options have belongs to the last of them, as in the original.
+        return replace(place, options={**place.options, named[-1]: target}) if named else None
+
+
+def _sub_page(product: Product, page: str) -> tuple[str, ...]:
+    if page == "description":
+        return (product.description,)
+    if page == "features":
+        return product.bullets
+    if page == "attributes":
+        return product.attributes
+    return tuple(
+        text for review in product.reviews for text in (f'"{review.title}"', review.score, review.body)
+    )

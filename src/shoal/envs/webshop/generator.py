@@ -9,8 +9,7 @@ import math
 
 from shoal.core.seeding import stream
 from shoal.envs.dice import Dice
-from shoal.envs.webshop.catalogue import Catalogue, Instruction, Product, Review
-from shoal.envs.webshop.loader import read_prices
+from shoal.envs.webshop.catalogue import Catalogue, Instruction, Product, Review, read_prices
 from shoal.envs.webshop.wares import (
     BLAME,
     BRAND_ENDS,
