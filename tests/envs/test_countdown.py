@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, DataError, UnknownNameError
 from shoal.envs import make
-from shoal.envs.countdown import LEVELS, load_puzzles, make_puzzle, score
-from shoal.envs.expressions import read_expression
+from shoal.envs.countdown import LEVELS, load_puzzles, make_puzzle, read_expression, score
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
