@@ -1,5 +1,6 @@
 """Promises that all text environments share, tried on every registered one."""
 
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -16,7 +17,9 @@ from gymnasium.utils.env_checker import check_env
 
 import shoal.envs
 from shoal.core.errors import ConfigError, EnvError, UnknownNameError
-from shoal.envs.catalogue import BUILT_IN, env_class
+from shoal.envs.bandit import BanditConfig, BanditEnv
+from shoal.envs.catalogue import ADAPTERS, BUILT_IN, env_class
+from shoal.envs.text import build_config
 
 NAMES = sorted(BUILT_IN)
 
@@ -144,6 +147,61 @@ def test_settings_are_checked_by_name(name):
     config = env_class(name).Config()
     with pytest.raises(ConfigError, match="not both"):
         env_class(name)(config, max_steps=3)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, *ADAPTERS])
+def test_no_setting_is_nan_infinite_or_more_than_a_reward_can_be(name):
+    kind = env_class(name).Config
+    needed = {"gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}}.get(name, {})
+    fractions = [item.name for item in dataclasses.fields(kind) if "float" in str(item.type)]
+    assert "invalid_penalty" in fractions
+    for setting in fractions:
+        for value in (np.nan, np.inf, -np.inf, 1e39):
+            with pytest.raises(ConfigError, match=rf"\b{setting} must be"):
+                build_config(kind, {**needed, setting: value})
+        if setting.endswith("_seconds"):
+            with pytest.raises(ConfigError, match=rf"{setting} must be above 0"):
+                build_config(kind, {**needed, setting: 0.0})
+    with pytest.raises(ConfigError, match="max_steps must be at least 1, got 0"):
+        build_config(kind, {**needed, "max_steps": 0})
+
+
+@pytest.mark.parametrize("seed", [True, 1.7, 2.0, np.nan, "3", b"3", [3], np.array([3]), np.True_], ids=repr)
+def test_a_seed_that_is_no_whole_number_is_refused_and_the_episode_goes_on(seed):
+    env = BanditEnv()
+    env.reset(seed=1)
+    with pytest.raises(TypeError, match="seed must be a whole number or None, got"):
+        env.reset(seed=seed)
+    env.step(1)
+
+
+@pytest.mark.parametrize("seed", [3, np.int64(3), np.uint8(3), np.array(3)], ids=repr)
+def test_every_kind_of_whole_number_is_the_same_seed(seed):
+    env = BanditEnv()
+    assert env.reset(seed=seed) == BanditEnv().reset(seed=3)
+    assert type(env.reset(seed=seed)[1]["seed"]) is int
+    assert env.reset(seed=2**100)[1]["seed"] == 2**100
+
+
+def test_where_no_world_could_be_made_there_is_no_episode_to_be_stepped():
+    class Failing(BanditEnv):
+        def _start(self, rng):
+            if self._seed == 2:
+                raise OSError("the cards are gone")
+            super()._start(rng)
+
+    env = Failing()
+    env.reset(seed=1)
+    with pytest.raises(OSError, match="cards"):
+        env.reset(seed=2)
+    with pytest.raises(EnvError, match=r"reset\(\) first"):
+        env.step(1)
+
+
+def test_the_config_of_another_env_is_refused():
+    for config in (BanditConfig(), {"max_steps": 3}):
+        with pytest.raises(ConfigError, match="config must be a CountdownConfig, got"):
+            shoal.envs.make("countdown", config=config)
 
 
 def test_an_unknown_env_is_told_the_closest_name():

@@ -10,7 +10,7 @@ from gymnasium.spaces import Discrete, Text
 
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class BanditConfig:
             raise ConfigError(f"the names of the arms must not be the numbers 1 and 2, got {names}")
         if not 0 <= self.hi_arm_hiscore_prob <= 1:
             raise ConfigError(f"hi_arm_hiscore_prob must be in [0, 1], got {self.hi_arm_hiscore_prob}")
-        if self.max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_numbers(self, max_steps=1)
 
 
 class BanditEnv(TextEnv[BanditConfig]):

@@ -18,7 +18,7 @@ from shoal.envs.actions import Projection
 from shoal.envs.dice import Dice
 from shoal.envs.records import field, load_records, shared_items
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 # --- the grammar of answers
 MAX_ANSWER = 256
@@ -253,8 +253,7 @@ class CountdownConfig:
     def __post_init__(self) -> None:
         if self.difficulty not in LEVELS:
             raise unknown_name("Countdown difficulty", self.difficulty, LEVELS)
-        if self.max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_numbers(self, max_steps=1)
         if self.source == "generated" and self.split != "all":
             raise ConfigError("split is for files; generated puzzles are told apart by their seeds")
 

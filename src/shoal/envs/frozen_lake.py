@@ -15,7 +15,7 @@ from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
 from shoal.envs.pictures import TILE, picture_of
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 MAPS: dict[str, tuple[str, ...]] = {
     "4x4": ("SFFF", "FHFH", "FFFH", "HFFG"),
@@ -67,14 +67,11 @@ class FrozenLakeConfig:
     """Reward of a response without a usable action."""
 
     def __post_init__(self) -> None:
-        if self.size < 2:
-            raise ConfigError(f"size must be at least 2, got {self.size}")
+        check_numbers(self, size=2, max_steps=1)
         if not 0 < self.p <= 1:
             raise ConfigError(f"p must be in (0, 1], got {self.p}")
         if not 0 <= self.success_rate <= 1:
             raise ConfigError(f"success_rate must be in [0, 1], got {self.success_rate}")
-        if self.max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
         if self.observation not in ("text", "index", "grid", "rgb"):
             raise ConfigError(f"observation must be text, index, grid or rgb, got {self.observation!r}")
         start, goal = self.start, self.goal

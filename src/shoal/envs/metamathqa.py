@@ -20,7 +20,7 @@ from shoal.envs.math_answers import (
 )
 from shoal.envs.records import field, load_records, shared_items
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 from shoal.envs.word_problems import Question, make_question
 
 CHECKERS = ("exact", "math_verify")
@@ -106,8 +106,7 @@ class MetaMathQAConfig:
                 "expected 1 <= min_reasoning <= max_reasoning <= 8, got "
                 f"{self.min_reasoning} and {self.max_reasoning}"
             )
-        if self.max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_numbers(self, max_steps=1)
         if not 0 <= self.decay <= 1:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay}")
         if self.source == "generated" and self.split != "all":

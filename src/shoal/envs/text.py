@@ -7,6 +7,8 @@ invalid actions count as steps, episodes are truncated at `max_steps`, and `info
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,6 +19,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from shoal.core.configuration import convert_fields
+from shoal.core.data import MOST_REWARD
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
@@ -61,6 +64,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     def __init__(self, config: C | None = None, *, render_mode: str | None = None, **settings: Any) -> None:
         if config is not None and settings:
             raise ConfigError(f"pass a config or settings, not both; got config and {sorted(settings)}")
+        if config is not None and not isinstance(config, self.Config):
+            raise ConfigError(f"config must be a {self.Config.__name__}, got {config!r:.200}")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise ConfigError(
                 f"render_mode must be one of {self.metadata['render_modes']}, got {render_mode!r}"
@@ -151,12 +156,16 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             if self._seed is None:
                 self._rng = np.random.default_rng()
             seed = int(self._rng.integers(2**63))
+        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+            raise TypeError(f"seed must be a whole number or None, got {seed!r:.80}")
+        seed = operator.index(seed)
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
-        self._np_random_seed, self._gymnasium_rng = int(seed), None
-        self._seed, self._steps, self._over, self._success = int(seed), 0, False, False
-        self._rng = stream(self._seed, "env", type(self).__name__)
+        self._np_random_seed, self._gymnasium_rng = seed, None
+        self._seed, self._steps, self._over, self._success = seed, 0, True, False
+        self._rng = stream(seed, "env", type(self).__name__)
         self._start(self._rng)
+        self._over = False  # not before: where no world was made, there is no episode to be stepped
         return self._observation(), self._info(_BEGINNING)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -221,3 +230,26 @@ def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:
     """
     name = kind.__name__
     return kind(**convert_fields(kind, settings, f"{name}.", lambda key: f"{name} has no setting {key!r}"))
+
+
+MOST_SECONDS = 86_400.0
+"""Of a limit of time in a config: a day, for which the timers of all platforms have room."""
+
+
+def check_numbers(config: Any, **least: int) -> None:
+    """Refuse what no number of a config may be; called by its `__post_init__`.
+
+    Fractional numbers must be finite, as rewards must be; limits of time, whose names end with `_seconds`, lie between
+    0 and a day; those named in `least` are at least that, or None.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for item in dataclasses.fields(config):
+        name, value = item.name, getattr(config, item.name)
+        if isinstance(value, float) and not abs(value) <= MOST_REWARD:
+            raise ConfigError(f"{name} must be a finite number that fits into float32, got {value}")
+        if name.endswith("_seconds") and not 0 < value <= MOST_SECONDS:
+            raise ConfigError(f"{name} must be above 0 and at most {MOST_SECONDS:g}, got {value}")
+        if name in least and value is not None and value < least[name]:
+            raise ConfigError(f"{name} must be at least {least[name]}, got {value}")

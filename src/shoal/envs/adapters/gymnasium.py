@@ -16,7 +16,7 @@ from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 MAX_NUMBERS = 512
 """Numbers in an observation that can still be shown as text."""
@@ -73,8 +73,7 @@ class GymnasiumConfig:
     def __post_init__(self) -> None:
         if not self.id:
             raise ConfigError("id must name a gymnasium env, as in id='CartPole-v1'")
-        if self.max_steps < 1 or self.digits < 1:
-            raise ConfigError(f"max_steps and digits must be at least 1, got {self.max_steps}, {self.digits}")
+        check_numbers(self, max_steps=1, digits=1)
 
 
 class GymnasiumEnv(TextEnv[GymnasiumConfig]):

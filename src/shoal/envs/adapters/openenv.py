@@ -17,7 +17,7 @@ import numpy as np
 from shoal.core.errors import ConfigError, EnvError, missing_extra
 from shoal.envs.actions import Projection
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 MAX_MESSAGE = 16 * 1024 * 1024
 
@@ -46,8 +46,7 @@ class OpenEnvConfig:
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in ("http", "https", "ws", "wss") or not urlsplit(self.url).netloc:
             raise ConfigError(f"url must be like http://127.0.0.1:8000, got {self.url!r}")
-        if self.max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_numbers(self, max_steps=1)
 
 
 class OpenEnvEnv(TextEnv[OpenEnvConfig]):

@@ -15,7 +15,7 @@ from shoal.core.errors import ConfigError, MissingExtraError, unknown_name
 from shoal.envs.actions import Projection
 from shoal.envs.adapters.private_random import PrivateRandom
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,7 @@ class ReasoningGymConfig:
     model that is being trained may then run any code in this process."""
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.max_steps < 1:
-            raise ConfigError(f"size and max_steps must be at least 1, got {self.size} and {self.max_steps}")
+        check_numbers(self, size=1, max_steps=1)
 
 
 class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):

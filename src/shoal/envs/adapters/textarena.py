@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, EnvError, MissingExtraError
+from shoal.core.errors import EnvError, MissingExtraError
 from shoal.envs.actions import Projection
 from shoal.envs.adapters.private_random import PrivateRandom
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class TextArenaConfig:
     """Reward of a response without a usable action."""
 
     def __post_init__(self) -> None:
-        if self.max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_numbers(self, max_steps=1)
 
 
 class TextArenaEnv(TextEnv[TextArenaConfig]):

@@ -17,7 +17,7 @@ from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.envs.actions import Projection
 from shoal.envs.adapters.private_random import PrivateRandom
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 _PROMPT = re.compile(r"\n*>[^\n]*$")
 
@@ -44,9 +44,7 @@ class TextWorldConfig:
     """Reward of a response without a usable command."""
 
     def __post_init__(self) -> None:
-        for name in ("nb_rooms", "nb_objects", "quest_length", "num_games", "max_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_numbers(self, nb_rooms=1, nb_objects=1, quest_length=1, num_games=1, max_steps=1)
 
 
 class TextWorldEnv(TextEnv[TextWorldConfig]):

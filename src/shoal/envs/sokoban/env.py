@@ -25,7 +25,7 @@ from shoal.envs.sokoban.levels import (
     read_levels,
 )
 from shoal.envs.sokoban.solver import Solution, solve
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 ACTIONS = {"Up": 1, "Down": 2, "Left": 3, "Right": 4}
 
@@ -64,8 +64,7 @@ class SokobanConfig:
             raise ConfigError(
                 f"num_boxes must be at least 1 and fit into {self.dim_room}, got {self.num_boxes}"
             )
-        if self.max_steps < 1:
-            raise ConfigError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_numbers(self, max_steps=1)
         if not 1 <= self.min_pushes <= self.most_pushes:
             raise ConfigError(
                 f"min_pushes must be in [1, {self.most_pushes}] (max_pushes and search_depth), "

@@ -14,7 +14,7 @@ from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
 from shoal.envs.records import FileCache
 from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv
+from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 from shoal.envs.webshop.catalogue import Catalogue, Product, load_catalogue, search
 from shoal.envs.webshop.generator import generate_catalogue
 from shoal.envs.webshop.goals import SPLITS, Goal, make_goals, split_goals
@@ -85,11 +85,7 @@ class WebShopConfig:
             raise ConfigError(f"split must be one of {SPLITS}, got {self.split!r}")
         if self.nouns != "rules" and not self.nouns.startswith("spacy:"):
             raise ConfigError(f"nouns must be 'rules' or 'spacy:MODEL', got {self.nouns!r}")
-        for name in ("max_steps", "page_size", "max_results"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_products is not None and self.num_products < 1:
-            raise ConfigError(f"num_products must be at least 1, got {self.num_products}")
+        check_numbers(self, max_steps=1, page_size=1, max_results=1, num_products=1)
         if self.source != "generated" and not self.attributes_path:
             raise ConfigError("a file of products needs attributes_path, WebShop's items_ins_v2*.json")
 
