@@ -162,7 +162,7 @@ def test_no_setting_is_nan_infinite_or_more_than_a_reward_can_be(name):
         if setting.endswith("_seconds"):
             with pytest.raises(ConfigError, match=rf"{setting} must be above 0"):
                 build_config(kind, {**needed, setting: 0.0})
-    with pytest.raises(ConfigError, match="max_steps must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="max_steps must be a whole number of at least 1, got 0"):
         build_config(kind, {**needed, "max_steps": 0})
 
 

@@ -7,6 +7,7 @@ invalid actions count as steps, episodes are truncated at `max_steps`, and `info
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from abc import abstractmethod
@@ -156,13 +157,12 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             if self._seed is None:
                 self._rng = np.random.default_rng()
             seed = int(self._rng.integers(2**63))
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-            raise TypeError(f"seed must be a whole number or None, got {seed!r:.80}")
-        seed = operator.index(seed)
+        seed = _whole(seed)
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
         self._np_random_seed, self._gymnasium_rng = seed, None
         self._seed, self._steps, self._over, self._success = seed, 0, True, False
+        self._options = options  # for an env inside
         self._rng = stream(seed, "env", type(self).__name__)
         self._start(self._rng)
         self._over = False  # not before: where no world was made, there is no episode to be stepped
@@ -222,6 +222,13 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return info
 
 
+def _whole(seed: Any) -> int:
+    if not isinstance(seed, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(seed)
+    raise TypeError(f"seed must be a whole number or None, got {seed!r:.80}")
+
+
 def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:
     """A config dataclass from settings, as they come from code or YAML (lists become tuples).
 
@@ -251,5 +258,5 @@ def check_numbers(config: Any, **least: int) -> None:
             raise ConfigError(f"{name} must be a finite number that fits into float32, got {value}")
         if name.endswith("_seconds") and not 0 < value <= MOST_SECONDS:
             raise ConfigError(f"{name} must be above 0 and at most {MOST_SECONDS:g}, got {value}")
-        if name in least and value is not None and value < least[name]:
-            raise ConfigError(f"{name} must be at least {least[name]}, got {value}")
+        if name in least and value is not None and not (isinstance(value, int) and value >= least[name]):
+            raise ConfigError(f"{name} must be a whole number of at least {least[name]}, got {value!r}")
