@@ -1,9 +1,11 @@
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection, last_tag
 
 WORDS = {"Up": 1, "Down": 2, "Left": 3, "Right": 4}
@@ -108,7 +110,7 @@ def test_hostile_text_costs_no_more_than_ordinary_text_of_its_length(style):
     for text in HOSTILE:
         for projection in (ONE, MANY):
             began = time.process_time()
-            projection.with_style(style)(text)
+            replace(projection, style=style)(text)
             assert time.process_time() - began < 0.5
 
 
@@ -117,7 +119,7 @@ def test_hostile_text_costs_no_more_than_ordinary_text_of_its_length(style):
 def test_any_text_gives_an_action_and_a_verdict(text, style):
     for response in (text, f"<action>{text}</action>", f"<think></think><answer>{text}</answer>"):
         for projection in (ONE, MANY):
-            projected = projection.with_style(style)(response)
+            projected = replace(projection, style=style)(response)
             assert projected.actions
             assert set(projected.actions) <= {0, 1, 2, 3, 4}
             assert isinstance(projected.valid, bool)
@@ -139,10 +141,10 @@ VERL = [
 
 @pytest.mark.parametrize(("text", "action", "valid"), VERL)
 def test_the_verl_agent_style_repeats_its_quirks(text, action, valid):
-    projected = ONE.with_style("verl-agent")(text)
+    projected = replace(ONE, style="verl-agent")(text)
     assert (projected.actions, projected.valid) == ((action,), valid)
     if "<action>" in text:
-        assert ONE.with_style("lenient")(text) == projected
+        assert replace(ONE, style="lenient")(text) == projected
 
 
 # RAGEN with thoughts enabled: unknown names are dropped, and then the response is not valid.
@@ -162,6 +164,22 @@ RAGEN = [
 
 @pytest.mark.parametrize(("text", "actions", "valid"), RAGEN)
 def test_the_ragen_style_repeats_its_quirks(text, actions, valid):
-    projected = MANY.with_style("ragen")(text)
+    projected = replace(MANY, style="ragen")(text)
     assert (projected.actions, projected.valid) == (actions, valid)
-    assert MANY.with_style("lenient")(text) == projected
+    assert replace(MANY, style="lenient")(text) == projected
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"style": "raegn"}, "style of a projection must be one of .*'ragen'.*got 'raegn'"),
+        ({"tags": ()}, "needs a tag"),
+        ({"separator": ""}, "a separator that is not empty"),
+        ({"max_actions": 0}, "at least one action"),
+        ({"lookup": {"go": 1, " GO": 2}}, "must differ, case aside"),
+        ({"lookup": {" ": 1}}, "must differ"),
+    ],
+)
+def test_a_projection_that_would_read_responses_otherwise_than_meant_is_refused(change, reason):
+    with pytest.raises(ConfigError, match=reason):
+        replace(MANY, **change)

@@ -23,7 +23,7 @@ from shoal import make_vec
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError
 from shoal.envs import resolve
-from shoal.envs.catalogue import find, name_of, parse_env_kwargs, resolve_text, spec_of
+from shoal.envs.catalogue import find, name_of, parse_env_kwargs, resolve_text
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.rollout.factory import make_set, validate_environment_config
 from shoal.train.ppo.envs import EnvFactory
@@ -223,11 +223,6 @@ def test_what_is_resolved_can_be_pickled_and_holds_no_name(name):
             shoal.envs.register(name, before)
         if spec is not None:
             gymnasium.registry[spec.id] = spec
-
-
-def test_the_spec_behind_an_id_can_be_asked_for():
-    assert spec_of(resolve("CartPole-v1", env_kwargs={"max_episode_steps": 7})).id == "CartPole-v1"
-    assert spec_of(resolve("frozen_lake")) is None
 
 
 SCRIPT = """

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, get_args
+
+from shoal.core.errors import ConfigError
 
 MAX_TEXT = 65_536
 """Characters looked at, from the end: longer model text cannot slow a step down."""
@@ -54,13 +56,22 @@ class Projection:
     max_actions: int = 1
     style: Style = "strict"
 
+    def __post_init__(self) -> None:
+        if self.style not in get_args(Style):
+            raise ConfigError(
+                f"the style of a projection must be one of {get_args(Style)}, got {self.style!r}"
+            )
+        if not self.tags or self.separator == "" or self.max_actions < 1:
+            raise ConfigError(
+                f"a projection needs a tag, a separator that is not empty, and at least one action a response; "
+                f"got {self.tags}, {self.separator!r}, {self.max_actions}"
+            )
+        if "" in self._folded or len(self._folded) < len(self.lookup):
+            raise ConfigError(f"the words for actions must differ, case aside, got {list(self.lookup)}")
+
     def words(self) -> list[str]:
         """The words of a closed vocabulary, in the order of the env."""
         return list(self.lookup)
-
-    def with_style(self, style: Style) -> Projection:
-        """The same env's projection in another style."""
-        return replace(self, style=style)
 
     def __call__(self, text: str) -> Projected:
         """The actions in a response; never raises, whatever the text."""
@@ -108,7 +119,7 @@ class Projection:
         if opened is None or closed < 0:
             return self.nothing
         parts = text[opened.end() : closed].split(self.separator or "||")
-        words = [part.strip() for part in parts if part.strip()][: max(self.max_actions, 1)]
+        words = [part.strip() for part in parts if part.strip()][: self.max_actions]
         actions = [action for action in map(self.action_of, words) if action is not None]
         if not actions:
             return self.nothing

@@ -182,12 +182,6 @@ def _bound(name: str, found: Callable[..., Env] | EnvSpec, kwargs: dict[str, Any
     return functools.partial(found, **kwargs) if kwargs else found
 
 
-def spec_of(make: EnvFn) -> EnvSpec | None:
-    """Gymnasium's spec behind a function of `resolve`, None where there is none."""
-    of_spec = isinstance(make, functools.partial) and make.func is _make_registered
-    return make.args[0] if of_spec else None  # type: ignore[attr-defined]
-
-
 # --- text envs
 def env_class(name: str) -> type[TextEnv[Any]]:
     """The `TextEnv` class registered under `name`, or given as "module:Class"."""
