@@ -1,7 +1,9 @@
 """Other people's environments through their adapters, each really played."""
 
 import contextlib
+import copy
 import json
+import pickle
 import queue
 import random
 import re
@@ -9,8 +11,10 @@ import socket
 import sys
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -21,7 +25,13 @@ from hypothesis import strategies as st
 
 import shoal.envs
 from shoal.core.errors import ConfigError, EnvError, UnknownNameError
-from shoal.envs.adapters.gymnasium import describe_space, plain_drawing, read_numbers, write_value
+from shoal.envs.adapters.gymnasium import (
+    GymnasiumEnv,
+    describe_space,
+    plain_drawing,
+    read_numbers,
+    write_value,
+)
 from shoal.testing import check_text_env
 
 GYMNASIUM = ["CartPole-v1", "MountainCar-v0", "FrozenLake-v1", "Blackjack-v1", "Pendulum-v1", "Taxi-v4"]
@@ -131,6 +141,13 @@ def test_composite_observations_are_written_a_part_a_line():
         ({"id": "NoSuchEnv-v0"}, "NoSuchEnv"),
         ({"id": "CarRacing-v3"}, "27648 numbers"),
         ({"id": "CartPole-v1", "action_names": ["left"]}, "2 actions, but action_names has 1"),
+        ({"id": "CartPole-v1", "action_names": ["go", "Go "]}, "must differ, case aside"),
+        ({"id": "Pendulum-v1", "action_names": ["left"]}, "action_names are for a choice"),
+        (
+            {"id": "CartPole-v1", "observation_names": ["x"]},
+            "4 numbers to be named, but observation_names has 1",
+        ),
+        ({"id": "FrozenLake-v1", "observation_names": ["x"]}, "its drawing has none: use show='values'"),
         ({"id": "CartPole-v1", "show": "ansi"}, "show='values'"),
         ({"id": "CartPole-v1", "kwargs": {"wings": 2}}, "wings"),
     ],
@@ -139,6 +156,41 @@ def test_composite_observations_are_written_a_part_a_line():
 def test_gymnasium_settings_that_cannot_work_are_refused(config, reason):
     with pytest.raises(ConfigError, match=reason):
         shoal.envs.make("gymnasium", **config)
+
+
+class Told(gymnasium.Env):
+    """Tells what it was asked, and whether it was closed."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(3)
+    closed = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.options = options
+        return np.zeros(2, np.float32), {}
+
+    def close(self):
+        Told.closed += 1
+
+
+def test_an_env_that_is_called_like_a_known_one_has_as_many_actions_as_it_has():
+    env = GymnasiumEnv(id="my_package:Taxi-v9", make=Told)
+    assert env.projection.words() == ["0", "1", "2"]
+
+
+def test_an_env_that_cannot_be_shown_as_asked_is_closed(monkeypatch):
+    monkeypatch.setattr(Told, "closed", 0)
+    with pytest.raises(ConfigError, match="3 actions"):
+        GymnasiumEnv(id="Told-v0", make=Told, action_names=["one"])
+    assert Told.closed == 1
+
+
+def test_options_of_a_reset_reach_the_env_inside():
+    env = GymnasiumEnv(id="Told-v0", make=Told)
+    env.reset(seed=1, options={"low": 0.5})
+    assert env.inner.options == {"low": 0.5}
+    env.reset(seed=1)
+    assert env.inner.options is None
 
 
 # --- reasoning-gym
@@ -157,6 +209,12 @@ def test_reasoning_gym_scores_its_own_answers_right():
         _, reward, terminated, _, info = env.step(answer)
         assert (reward, terminated, info["success"]) == (1.0, True, True)
     assert len(questions) > 4
+
+
+@pytest.mark.parametrize(("key", "setting"), [("seed", "dataset_seed"), ("size", "the setting size")])
+def test_a_setting_of_a_dataset_that_the_envs_own_would_hide_is_refused(key, setting):
+    with pytest.raises(ConfigError, match=setting):
+        shoal.envs.make("reasoning_gym", dataset_config={key: 5})
 
 
 def test_reasoning_gym_scorers_that_would_run_the_answer_are_refused(capfd):
@@ -300,7 +358,71 @@ def test_textarena_games_that_do_not_start_say_why():
         env.reset(seed=0)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_textarena_game_can_be_copied_in_the_middle():
+    pytest.importorskip("textarena")
+    env = shoal.envs.make("textarena", id="FrozenLake-v0")
+    env.reset(seed=3)
+    twin = copy.deepcopy(env)
+    for action in ("[right]", "[down]"):
+        assert twin.step(action) == env.step(action)
+
+
 # --- textworld
+
+
+class Adventure:
+    """What the adapter asks of TextWorld, without an adventure."""
+
+    __version__ = "9"
+    commands: tuple | None = ("go east", "look")
+    GameOptions, EnvInfos = types.SimpleNamespace, dict
+
+    def make(self, options):
+        Path(options.path).write_text("a game")
+
+    def start(self, path, wanted):
+        assert Path(path).is_file()
+        said = types.SimpleNamespace(objective="Win.", description="A room.", feedback="Yes.\n\n> _", score=0)
+        said.__dict__.update(max_score=2, won=False, admissible_commands=self.commands)
+        return types.SimpleNamespace(
+            reset=lambda: said, step=lambda command: (said, 1, False), close=lambda: None
+        )
+
+
+@pytest.fixture
+def adventure(monkeypatch):
+    library = Adventure()
+    monkeypatch.setitem(sys.modules, "textworld", library)
+    return library
+
+
+def test_a_textworld_env_is_played_and_can_be_copied_between_episodes(adventure, tmp_path):
+    env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
+    pickle.loads(pickle.dumps(env))
+    assert env.reset(seed=0)[0] == "Win.\n\nA room."
+    assert env.available_actions() == ["go east", "look"]
+    observation, reward, terminated, truncated, info = env.step("go east")
+    assert (observation, reward, terminated, truncated) == ("Win.\n\nYes.", 0.5, False, False)
+    assert info["action_is_valid"]
+    assert not env.step("fly")[4]["action_is_valid"]
+
+
+def test_commands_are_valid_where_a_game_does_not_tell_which_are(adventure, tmp_path):
+    adventure.commands = None
+    env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
+    assert env.reset(seed=0)[1]["available_actions"] == ["<command>"]
+    assert env.step("go east")[4]["action_is_valid"]
+
+
+def test_a_textworld_game_that_cannot_be_kept_is_told(adventure, tmp_path):
+    env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
+    env.reset(seed=0)
+    folder = next(tmp_path.iterdir())
+    (folder / "game.z8").rename(folder / "moved.z8")
+    with pytest.raises(EnvError, match=re.escape(f"remove {folder}")):
+        env.reset(seed=0)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.slow
@@ -621,6 +743,61 @@ def test_a_server_that_is_not_there_is_an_env_error():
         env.reset(seed=0)
     with pytest.raises(ConfigError, match="url must be like"):
         shoal.envs.make("openenv", url="ftp://x")
+
+
+class Line:
+    """A connection to a server that gives these answers, and then is gone."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def send(self, message):
+        pass
+
+    def recv(self, timeout):
+        if not self.answers:
+            raise ConnectionResetError("gone")
+        return json.dumps({"type": "observation", "data": self.answers.pop(0)})
+
+
+def answered(monkeypatch, **data):
+    """An env in an episode whose server gives this answer to the first step."""
+    line = Line({"observation": {"text": "hello"}}, {"observation": {"text": "you"}, **data})
+    monkeypatch.setattr("shoal.envs.adapters.openenv.OpenEnvEnv._connect", lambda env: line)
+    env = shoal.envs.make("openenv", url="http://127.0.0.1:9")
+    env.reset(seed=0)
+    return env
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{"reward": "1"}, {"reward": float("nan")}, {"reward": 10**400}, {"reward": [1]}, {"done": "false"}],
+)
+def test_an_answer_that_is_no_reward_or_end_is_an_env_error(monkeypatch, data):
+    with pytest.raises(EnvError, match="a number as reward and true or false as done"):
+        answered(monkeypatch, **data).step("x")
+
+
+def test_words_of_a_server_do_not_count_as_success_or_end(monkeypatch):
+    said = {
+        "text": "",
+        "success": "false",
+        "truncated": "no",
+        "action_is_valid": None,
+        "action_is_effective": 0,
+    }
+    _, reward, terminated, truncated, info = answered(monkeypatch, observation=said, done=True).step("x")
+    assert (reward, terminated, truncated) == (0.0, True, False)
+    assert (info["success"], info["action_is_valid"], info["action_is_effective"]) == (False, True, True)
+
+
+def test_an_episode_whose_server_is_gone_is_over(monkeypatch):
+    env = answered(monkeypatch)
+    env.step("x")
+    with pytest.raises(EnvError, match="did not answer a step: gone"):
+        env.step("x")
+    with pytest.raises(EnvError, match=r"reset\(\) first"):  # the server would know nothing of it
+        env.step("x")
 
 
 @pytest.mark.filterwarnings("ignore")

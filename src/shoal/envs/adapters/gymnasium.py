@@ -98,9 +98,17 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         **settings: Any,
     ) -> None:
         super().__init__(config, **settings)
+        make = _maker(self.config.id, self.config.kwargs) if make is None else make
+        self.inner = _made(make, self.config.id)
+        try:
+            self._adapt(make)
+        except BaseException:
+            self.inner.close()
+            raise
+
+    def _adapt(self, make: Callable[..., gymnasium.Env[Any, Any]]) -> None:
+        """Find the words for what the env inside shows and takes."""
         config = self.config
-        make = _maker(config.id, config.kwargs) if make is None else make
-        self.inner = _made(make, config.id)
         drawn = "ansi" in self.inner.metadata.get("render_modes", ()) and config.show != "values"
         if config.show == "ansi" and not drawn:
             raise ConfigError(f"{config.id} has no render_mode 'ansi'; use show='values'")
@@ -114,15 +122,27 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         self.observation_space = FreeText(65_536)
         if not drawn:
             _check_size(self.inner.observation_space, config.id)
+        shown = 0 if drawn else _count_of_names(self.inner.observation_space)
+        if config.observation_names and len(config.observation_names) != shown:
+            raise ConfigError(
+                f"{config.id} shows {shown} numbers to be named, but observation_names has "
+                f"{len(config.observation_names)}"
+                + ("; its drawing has none: use show='values'" if drawn else "")
+            )
         space = self.inner.action_space
         if isinstance(space, spaces.Discrete):
-            words = config.action_names or known_actions or tuple(map(str, range(int(space.n))))
+            numbered = tuple(map(str, range(int(space.n))))
+            words = config.action_names or (known_actions if len(known_actions) == space.n else numbered)
             if len(words) != space.n:
                 raise ConfigError(f"{config.id} has {space.n} actions, but action_names has {len(words)}")
             self._first = int(space.start)
             self.action_space = spaces.Discrete(int(space.n), start=1)
             self.projection = Projection(lookup={word: number for number, word in enumerate(words, 1)})
             self._form = f"one of: {', '.join(words)}"
+        elif config.action_names:
+            raise ConfigError(
+                f"action_names are for a choice of actions, but those of {config.id} are {space}"
+            )
         elif isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
             self.invalid_action = ""  # type: ignore[misc]
             self.action_space = FreeText(4_096)
@@ -153,7 +173,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         return None if read_numbers(self.inner.action_space, text) is None else text
 
     def _start(self, rng: np.random.Generator) -> None:
-        self._seen, _ = self.inner.reset(seed=int(rng.integers(2**31)))
+        asked = {} if self._options is None else {"options": self._options}
+        self._seen, _ = self.inner.reset(seed=int(rng.integers(2**31)), **asked)
         self._return = 0.0
         self._text = self._written()
 
@@ -315,6 +336,13 @@ def _check_size(space: Space[Any], env_id: str) -> None:
             f"observations of {env_id} have {math.prod(space.shape or ())} numbers; "
             f"text can show {MAX_NUMBERS}"
         )
+
+
+def _count_of_names(space: Space[Any]) -> int:
+    """How many parts `write_value` writes with their names."""
+    if isinstance(space, spaces.Tuple):
+        return len(space.spaces)
+    return space.shape[0] if space.shape is not None and len(space.shape) == 1 else 0
 
 
 def _count(shape: tuple[int, ...]) -> str:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
+from shoal.core.data import MOST_REWARD
 from shoal.core.errors import ConfigError, EnvError, missing_extra
 from shoal.envs.actions import Projection
 from shoal.envs.spaces import FreeText
@@ -79,17 +80,21 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
             return Outcome(self.config.invalid_penalty, effective=False, valid=False)
         before = self._text
         reward, done = self._take(self._ask({"type": "step", "data": self._payload(str(action))}))
-        fields, wanted = self._fields, self.config.success_reward
-        success = done and wanted is not None and reward >= wanted
-        cut = bool(fields.get("truncated", False))
+        wanted = self.config.success_reward
+        cut = self._said("truncated", False)
         return Outcome(
             reward,
             terminated=done and not cut,
             truncated=done and cut,
-            success=bool(fields.get("success", success)),
-            valid=bool(fields.get("action_is_valid", True)),
-            effective=bool(fields.get("action_is_effective", self._text != before)),
+            success=self._said("success", done and wanted is not None and reward >= wanted),
+            valid=self._said("action_is_valid", True),
+            effective=self._said("action_is_effective", self._text != before),
         )
+
+    def _said(self, field: str, otherwise: bool) -> bool:
+        """What the server says by true or false; words and numbers of another meaning do not count."""
+        value = self._fields.get(field)
+        return value if isinstance(value, bool) else otherwise
 
     def available_actions(self) -> list[str]:
         """What the server offers, if it says so."""
@@ -131,7 +136,14 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         self._text = (
             shown if isinstance(shown, str) else json.dumps(fields, sort_keys=True, ensure_ascii=False)
         )
-        return float(answer.get("reward") or 0.0), bool(answer.get("done", False))
+        reward, done = answer.get("reward"), answer.get("done", False)
+        is_number = isinstance(reward, int | float | None) and abs(reward or 0) <= MOST_REWARD
+        if not is_number or not isinstance(done, bool | None):
+            raise EnvError(
+                f"{self.config.url} must answer with a number as reward and true or false as done, "
+                f"got {reward!r:.100} and {done!r:.100}"
+            )
+        return float(reward or 0.0), bool(done)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         url = self.config.url
@@ -142,6 +154,7 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
             answer = json.loads(self._socket.recv(timeout=self.config.answer_seconds))
         except (OSError, ValueError, self._closed) as error:
             self.close()
+            self._over = True  # the server has lost the episode with the connection
             raise EnvError(
                 f"{url} did not answer a {message['type']}: {error or type(error).__name__}"
             ) from error

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, MissingExtraError, unknown_name
+from shoal.core.errors import ConfigError, unknown_name
 from shoal.envs.actions import Projection
-from shoal.envs.adapters.private_random import PrivateRandom
+from shoal.envs.adapters.library import PrivateRandom, library
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
@@ -65,6 +65,11 @@ class ReasoningGymConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, size=1, max_steps=1)
+        for key, setting in (("seed", "dataset_seed"), ("size", "size")):
+            if key in self.dataset_config:
+                raise ConfigError(
+                    f"{key!r} of the dataset is the setting {setting}; take it out of dataset_config"
+                )
 
 
 class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
@@ -116,13 +121,9 @@ class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
 
 
 def _dataset(config: ReasoningGymConfig) -> Any:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise MissingExtraError(
-            'reasoning_gym envs need a package: run pip install "reasoning-gym"'
-        ) from error
+    reasoning_gym = library("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
     if config.dataset not in DATASETS:
         raise unknown_name("reasoning-gym dataset", config.dataset, DATASETS)
     if not config.trust_scorer and not _is_known_safe(config.dataset, DATASETS[config.dataset][0]):

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import EnvError, MissingExtraError
+from shoal.core.errors import EnvError
 from shoal.envs.actions import Projection
-from shoal.envs.adapters.private_random import PrivateRandom
+from shoal.envs.adapters.library import PrivateRandom, library
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
@@ -50,11 +50,7 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
 
     def __init__(self, config: TextArenaConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
-        try:
-            import textarena
-        except ImportError as error:
-            raise MissingExtraError('textarena envs need a package: run pip install "textarena"') from error
-        self._library = textarena
+        library("textarena")  # what is missing shows now and not in the first episode
         self._random = PrivateRandom()
 
     def _start(self, rng: np.random.Generator) -> None:
@@ -64,7 +60,7 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
         with self._random.active():
             try:
                 # "-raw" leaves out the wrappers that repeat the whole history in every observation
-                self._game = self._library.make(f"{name}-raw", **self.config.kwargs)
+                self._game = library("textarena").make(f"{name}-raw", **self.config.kwargs)
                 self._game.reset(num_players=1, seed=seed)
             except (LookupError, ValueError, TypeError, AssertionError, ImportError, SyntaxError) as error:
                 raise EnvError(f"textarena cannot start {name!r} for one player: {error}") from error
@@ -87,12 +83,13 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
 
     def _news(self) -> tuple[str, str]:
         """The rules and what else the game said since it was last asked; not the player's own words."""
+        textarena = library("textarena")
         _, messages = self._game.get_observation()
         rules: list[str] = []
         rest: list[str] = []
         for speaker, text, *kind in messages:
-            if speaker == self._library.GAME_ID:
-                is_rules = kind[:1] == [self._library.ObservationType.PROMPT]
+            if speaker == textarena.GAME_ID:
+                is_rules = kind[:1] == [textarena.ObservationType.PROMPT]
                 (rules if is_rules else rest).append(text.strip("\n"))
         return "\n".join(rules), "\n".join(rest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -13,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, MissingExtraError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.envs.actions import Projection
-from shoal.envs.adapters.private_random import PrivateRandom
+from shoal.envs.adapters.library import PrivateRandom, library
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
@@ -65,47 +64,40 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
         super().__init__(config, **settings)
         self._random = PrivateRandom()
         self._game: Any = None
-        self._library = _import()
-        if self.config.game is not None and not Path(self.config.game).is_file():
+        library("textworld")  # what is missing shows now and not in the first episode
+        if self.config.game is not None and not Path(self.config.game).expanduser().is_file():
             raise ConfigError(f"game must be a TextWorld game file, got {self.config.game!r}")
 
     def _start(self, rng: np.random.Generator) -> None:
-        library = self._library
+        textworld, game = library("textworld"), self.config.game
         number = int(rng.integers(self.config.num_games))
         self.close()
         with self._random.active():
-            path = self.config.game or generated_game(library, self.config, number)
-            wanted = library.EnvInfos(
-                admissible_commands=True,
-                won=True,
-                max_score=True,
-                score=True,
-                objective=True,
-                description=True,
-            )
-            self._game = library.start(str(path), wanted)
+            path = generated_game(self.config, number) if game is None else Path(game).expanduser()
+            told = ("admissible_commands", "won", "max_score", "score", "objective", "description")
+            self._game = textworld.start(str(path), textworld.EnvInfos(**dict.fromkeys(told, True)))
             state = self._game.reset()
         self._objective = (state.objective or "").strip()
         self._score, self._best = 0, max(1, state.max_score or 1)
-        self._commands = list(state.admissible_commands or ())
+        self._commands = state.admissible_commands
         self._latest = re.sub(r"\n{3,}", "\n\n", (state.description or state.feedback or "").strip())
 
     def _advance(self, action: Action) -> Outcome:
         command = " ".join(str(action).split())
         if not command:
             return Outcome(self.config.invalid_penalty, effective=False, valid=False)
-        known = command in self._commands
+        known = self._commands is None or command in self._commands
         with self._random.active():
             state, score, over = self._game.step(command)
         said = _PROMPT.sub("", state.feedback or "").strip()
         before, self._latest = self._latest, re.sub(r"\n{3,}", "\n\n", said)
         gained, self._score = (score - self._score) / self._best, score
-        self._commands = list(state.admissible_commands or ())
+        self._commands = state.admissible_commands
         return Outcome(gained, bool(over), bool(state.won), self._latest != before, known)
 
     def available_actions(self) -> list[str]:
-        """The commands that would do something."""
-        return list(self._commands)
+        """The commands that would do something; a pattern where the game does not tell them (it has no .json)."""
+        return ["<command>"] if self._commands is None else list(self._commands)
 
     def observe(self) -> str:
         """The objective and what the game said last."""
@@ -118,35 +110,33 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
             self._game = None
 
 
-def generated_game(library: Any, config: TextWorldConfig, number: int) -> Path:
+def generated_game(config: TextWorldConfig, number: int) -> Path:
     """The file of one generated game, made (in some seconds) when it is not there yet.
 
     The folder of a game is renamed into its place when it is whole: several processes can share a cache.
     """
+    textworld = library("textworld")
     folder = Path(config.cache).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     seed = config.game_seed + number
-    name = f"{library.__version__}-{config.nb_rooms}-{config.nb_objects}-{config.quest_length}-{seed}"
+    name = f"{textworld.__version__}-{config.nb_rooms}-{config.nb_objects}-{config.quest_length}-{seed}"
     path = folder / name / "game.z8"
     if not path.is_file():
         temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))
         try:
-            options = library.GameOptions()
+            options = textworld.GameOptions()
             options.seeds = seed
             options.nb_rooms, options.nb_objects = config.nb_rooms, config.nb_objects
             options.quest_length = config.quest_length
             options.path = str(temporary / "game.z8")  # compiled: only then does the game describe anything
-            library.make(options)
-            with contextlib.suppress(OSError):  # someone else has made it meanwhile: the same bytes
+            textworld.make(options)
+            try:
                 os.rename(temporary, path.parent)
+            except OSError as error:
+                if not path.is_file():  # else someone else has made it meanwhile: the same bytes
+                    raise EnvError(
+                        f"the game cannot be kept: {error}; remove {path.parent} if it is there"
+                    ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return path
-
-
-def _import() -> Any:
-    try:
-        import textworld
-    except ImportError as error:
-        raise MissingExtraError('textworld envs need a package: run pip install "textworld"') from error
-    return textworld

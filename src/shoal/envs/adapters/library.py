@@ -1,15 +1,32 @@
-"""Lets a library use the global random generators without anyone else noticing, and reproducibly."""
+"""Other people's libraries: imported on first use, their draws from global generators reproducible and unnoticed."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from shoal.core.errors import MissingExtraError
+
 _ONE_AT_A_TIME = threading.RLock()
+
+
+def library(module: str) -> Any:
+    """The library of that name. No env keeps it: a module cannot be copied or sent elsewhere.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.replace("_", "-")
+        raise MissingExtraError(f'{module} envs need a package: run pip install "{package}"') from error
 
 
 class PrivateRandom:
