@@ -215,7 +215,7 @@ def test_an_invalid_action_costs_a_step_and_changes_nothing():
     assert env.step(0)[3]
 
 
-def test_levels_come_from_xsb_files_and_folders(tmp_path):
+def test_levels_come_from_xsb_files_and_folders(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("; 0\n" + CORRIDOR + "\n\n; 1\n" + CORRIDOR.replace("@ ", " @"))
     (tmp_path / "b.xsb").write_text("Title: outside floor\n   ####\n####  #\n#@ $. #\n########\n")
     assert [level.columns for level in read_levels(str(tmp_path))] == [7, 7, 8]
@@ -226,8 +226,12 @@ def test_levels_come_from_xsb_files_and_folders(tmp_path):
     assert "###\n####__#" in "\n".join(shown)  # what lies outside became wall
     with pytest.raises(FileNotFoundError, match="nowhere"):
         SokobanEnv(levels="nowhere.xsb")
+    with pytest.raises(ConfigError, match="levels must be XSB text, files or folders, got ''"):
+        SokobanEnv(levels="")  # not the folder where one happens to be
     with pytest.raises(ConfigError, match="one shape"):
         SokobanEnv(levels=str(tmp_path), observation="grid")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert SokobanEnv(levels="~/b.xsb").reset(seed=0)[0].count("#") == 24
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ class MathVerifier:
         if any(answer is None or len(answer) > MAX_ANSWER for answer in answers):
             return False
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._kill()  # somebody else ended it: that costs no answer
             try:
                 process = self._process or self._start()
                 assert process.stdin is not None

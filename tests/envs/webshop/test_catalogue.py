@@ -102,6 +102,11 @@ def test_broken_files_are_named(tmp_path):
         load_catalogue(paths["items"], paths["attributes"])
     with pytest.raises(FileNotFoundError):
         load_catalogue(tmp_path / "nothing.json", paths["attributes"])
+    shelf.write(tmp_path)
+    for reviews in ([{"average_rating": 4}], [[]], [{"asin": None}]):
+        paths["reviews"].write_text(json.dumps(reviews))
+        with pytest.raises(DataError, match=r"reviews\.json, entry 0 must be an object with an asin"):
+            load_catalogue(paths["items"], paths["attributes"], reviews_path=paths["reviews"])
     product = generate_catalogue(1).products[0]
     with pytest.raises(DataError, match="same asin"):
         Catalogue((product, product))

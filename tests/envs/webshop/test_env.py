@@ -244,6 +244,8 @@ def test_settings_that_cannot_work_are_refused():
         ({"max_steps": 0}, "max_steps"),
         ({"num_products": 0}, "num_products"),
         ({"source": "items.json"}, "attributes_path"),
+        ({"human_path": "human.json"}, "human_path goes with a file of products"),
+        ({"reviews_path": "reviews.json"}, "reviews_path goes with"),
     ):
         with pytest.raises(ConfigError, match=named):
             make("webshop", **settings)

@@ -261,7 +261,9 @@ def _levels(source: str | tuple[str, ...] | None) -> Sequence[Level]:
     if source is None:
         return ()
     given = (source,) if isinstance(source, str) else source
-    parts = tuple(part if "\n" in part else str(Path(part).resolve()) for part in given)
+    if not all(part.strip() for part in given):
+        raise ConfigError(f"levels must be XSB text, files or folders, got {source!r}")
+    parts = tuple(part if "\n" in part else str(Path(part).expanduser().resolve()) for part in given)
     files = [file for part in parts if "\n" not in part for file in level_files(part)]
 
     def read() -> Shared[Level]:

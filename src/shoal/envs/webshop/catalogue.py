@@ -162,8 +162,10 @@ def load_catalogue(
     attributes = _expect(attributes_path, dict)
     human = _expect(human_path, dict) if human_path is not None else None
     reviews = {}
-    if reviews_path is not None:
-        reviews = {entry["asin"]: entry for entry in _expect(reviews_path, list)}
+    for number, entry in enumerate(_expect(reviews_path, list) if reviews_path is not None else ()):
+        if not isinstance(entry, dict) or not isinstance(entry.get("asin"), str):
+            raise DataError(f"{reviews_path}, entry {number} must be an object with an asin")
+        reviews[entry["asin"]] = entry
     products, seen = [], set()
     for number, item in enumerate(items[:limit]):
         try:
@@ -180,7 +182,7 @@ def load_catalogue(
 
 
 def _expect(path: Path | str, kind: type) -> Any:
-    value = read_json(path)
+    value = read_json(Path(path).expanduser())
     if not isinstance(value, kind):
         raise DataError(f"{path} must hold a JSON {kind.__name__}, got {type(value).__name__}")
     return value

@@ -88,6 +88,9 @@ class WebShopConfig:
         check_numbers(self, max_steps=1, page_size=1, max_results=1, num_products=1)
         if self.source != "generated" and not self.attributes_path:
             raise ConfigError("a file of products needs attributes_path, WebShop's items_ins_v2*.json")
+        for name in ("attributes_path", "human_path", "reviews_path"):
+            if self.source == "generated" and getattr(self, name):
+                raise ConfigError(f"{name} goes with a file of products; give source too")
 
 
 _stock = FileCache(4)
@@ -96,7 +99,7 @@ _stock = FileCache(4)
 def _opened(config: WebShopConfig) -> tuple[Catalogue, list[Goal]]:
     """The catalogue and its goals, in memory once for all envs of the same files and seeds."""
     names = [config.source, config.attributes_path, config.human_path, config.reviews_path]
-    files = [Path(name).resolve() for name in names if name not in ("", "generated")]
+    files = [Path(name).expanduser().resolve() for name in names if name not in ("", "generated")]
     named = tuple(name not in ("", "generated") for name in names)
     seeds = (config.num_products, config.catalogue_seed, config.price_seed, config.goal_seed)
 
