@@ -10,7 +10,8 @@ import pytest
 from shoal.cli import prove as command
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
-from shoal.testing import proof, prove_agents
+from shoal.core.errors import WorkerError
+from shoal.testing import proof, prove_agents, prove_commands
 from shoal.testing.proof import Case, Part, Row, Toll, kill_when, prove
 from shoal.testing.recorded_runs import first_difference, weights_digest
 
@@ -226,6 +227,24 @@ def test_a_process_that_ends_by_itself_was_not_killed():
     process = sleeper(60)
     assert kill_when(process, lambda: True)
     assert process.returncode == -9
+
+
+def test_a_command_that_hangs_is_ended_whatever_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, "RUN_SECONDS", 0.2)
+    hung = []
+
+    def shoal_command(words, log):
+        hung.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+        return hung[-1]
+
+    for module in (proof, prove_commands):
+        monkeypatch.setattr(module, "shoal_command", shoal_command)
+    for part in (prove_commands.ppo(quick=True), prove_commands.skills(quick=True)):
+        for case in part.cases:
+            with pytest.raises(WorkerError, match=r"did not end within 0\.2 s"):
+                case.make(tmp_path / "run")
+    assert len(hung) == 9
+    assert all(process.poll() == -9 for process in hung)
 
 
 def test_runs_of_other_files_and_missing_episodes_differ(tmp_path):

@@ -7,6 +7,7 @@ compares what they left. A case with a fault proves nothing unless a kill landed
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -88,28 +89,23 @@ class Part:
 def prove(part: Part, folder: Path, told: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Make all runs of a part under a folder; `told` gets each row as it is there."""
     rows: list[Row] = []
-    reference = folder / _slug(part.cases[0].name)
+    runs = [folder / "".join(c if c.isalnum() else "-" for c in case.name).strip("-") for case in part.cases]
     try:
-        _prove(part, folder, reference, rows, told)
-    finally:
-        _end_commands()
+        for case, run in zip(part.cases, runs, strict=True):
+            row = _make(part, case, run)
+            if case.fault and row.toll.seconds is None:
+                calm = next((other.seconds for other in rows if other.name == part.calm), row.seconds)
+                row.toll.seconds = max(0.0, row.seconds - calm)
+            if rows and not row.problem:
+                row.problem = _compare(part, rows[0], row, runs[0], run)
+            rows.append(row)
+            told(row)
+    finally:  # a case that was broken off (Ctrl-C) may have left commands running
+        for process in _COMMANDS:
+            if process.poll() is None:
+                kill_session(process)
+        _COMMANDS.clear()
     return rows
-
-
-def _prove(part: Part, folder: Path, reference: Path, rows: list[Row], told: Callable[[Row], None]) -> None:
-    for case in part.cases:
-        row = _make(part, case, folder / _slug(case.name))
-        if case.fault and row.toll.seconds is None:
-            calm = next((other.seconds for other in rows if other.name == part.calm), row.seconds)
-            row.toll.seconds = max(0.0, row.seconds - calm)
-        if rows and not row.problem:
-            row.problem = _compare(part, rows[0], row, reference, folder / _slug(case.name))
-        rows.append(row)
-        told(row)
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name).strip("-")
 
 
 def _make(part: Part, case: Case, folder: Path) -> Row:
@@ -143,6 +139,11 @@ def _compare(part: Part, reference: Row, row: Row, one: Path, other: Path) -> st
     return f"{' and '.join(parted)} differ" + (f"; first: {where}" if where else "")
 
 
+def ray_is_here(asked: bool | None) -> bool:
+    """Whether runs are made on Ray too: where it is installed, unless the caller says."""
+    return importlib.util.find_spec("ray") is not None if asked is None else asked
+
+
 # --- running and killing
 def shoal_command(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """A `shoal` command in a process and session of its own; what it says goes to a file."""
@@ -159,42 +160,43 @@ def shoal_command(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 _COMMANDS: list[subprocess.Popen[bytes]] = []
 
 
-def _end_commands() -> None:
-    """End commands that a case which was broken off (Ctrl-C) left running."""
-    for process in _COMMANDS:
-        if process.poll() is None:
-            kill_session(process)
-    _COMMANDS.clear()
-
-
-def run_shoal(words: Sequence[str], log: Path, codes: Sequence[int] = (0,)) -> int:
-    """Run a `shoal` command to its end; its exit code, which must be one of `codes`."""
+def run_shoal(words: Sequence[str], log: Path) -> None:
+    """Run a `shoal` command to its end, which must be a good one."""
     process = shoal_command(words, log)
-    try:
-        code = process.wait(RUN_SECONDS)
-    finally:
-        if process.poll() is None:
+    for _ in while_running(process):
+        pass
+    if process.returncode:
+        raise WorkerError(f"shoal {words[0]} ended with {process.returncode}: {last_line(log)}")
+
+
+def while_running(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Give the turn every few milliseconds until a process ends.
+
+    Raises:
+        WorkerError: it took longer than `RUN_SECONDS`, and was ended with its session.
+    """
+    deadline = time.monotonic() + RUN_SECONDS
+    while process.poll() is None:
+        if time.monotonic() > deadline:
             kill_session(process)
-    if code not in codes:
-        raise WorkerError(f"shoal {words[0]} ended with {code}: {last_line(log)}")
-    return code
+            raise WorkerError(f"a command did not end within {RUN_SECONDS:g} s: {process.args!r:.300}")
+        yield
+        time.sleep(0.005)
 
 
 def kill_when(process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> bool:
     """Kill a process and its session once `ready` says so; False if it ended by itself before."""
-    deadline = time.monotonic() + RUN_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
+    for _ in while_running(process):
         if ready():
             process.send_signal(signal.SIGKILL)
             landed = process.wait() == -signal.SIGKILL
             kill_session(process)
             return landed
-        time.sleep(0.005)
     return False
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a command and wait for it."""
+    """End what is left of a command, which leads its session, and wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import socket
@@ -25,6 +24,7 @@ from shoal.testing.proof import (
     kill,
     kill_when,
     meanwhile,
+    ray_is_here,
     rows_of,
     run_shoal,
     shoal_command,
@@ -66,7 +66,7 @@ def agents(
     for workers in (3, 16):
         for name, schedule in (("greedy", "adaptive"), ("lockstep", "barrier")):
             cases.append(training.case(f"{workers} workers, {name}", *_workers(workers, schedule)))
-    if importlib.util.find_spec("ray") is not None if ray is None else ray:
+    if ray_is_here(ray):
         on_ray = [*_workers(3, "adaptive")[:-1], "agent_proxy.parallel.backend=ray"]
         cases.append(training.case("3 workers on Ray", *on_ray))
     if faults:
@@ -278,6 +278,8 @@ class SamplerProcess:
         """Requests that were asked for again, since the process died over them."""
         self.lost_seconds = 0.0
         """From a death until the next process was ready."""
+        self.weights_version: int
+        """Of the last weights."""
         self.tokenizer: ChatTokenizer
         self.level: Level
         self._start()
@@ -286,15 +288,6 @@ class SamplerProcess:
     def pid(self) -> int:
         """Of the process."""
         return self._process.pid
-
-    @property
-    def weights_version(self) -> int:
-        """Of the last weights."""
-        return self._version
-
-    @weights_version.setter
-    def weights_version(self, version: int) -> None:
-        self._version = version
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order.
@@ -319,11 +312,9 @@ class SamplerProcess:
         from safetensors.torch import save
 
         with self._lock:
-            self._weights = (
-                save({name: tensor.contiguous().clone() for name, tensor in weights.items()}),
-                version,
-            )
-            self._version = version
+            packed = save({name: tensor.contiguous().clone() for name, tensor in weights.items()})
+            self._weights = packed, version
+            self.weights_version = version
             try:
                 self._ask("weights", self._weights)
             except (
@@ -364,7 +355,7 @@ class SamplerProcess:
         self._process.start()
         self.tokenizer, self.level, version = self._ask("make", self._made_of)
         if self._weights is None:
-            self._version = version
+            self.weights_version = version
 
     def _ask(self, what: str, value: Any) -> Any:
         channel, check = self._process.channel, self._process.check

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
 import json
-import time
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from shoal.testing.proof import (
     kill_session,
     kill_when,
     last_line,
+    ray_is_here,
     rows_of,
     run_shoal,
     shoal_command,
+    while_running,
     workers_of,
 )
 from shoal.testing.recorded_runs import weights_digest
@@ -30,31 +32,28 @@ TIMED = ("seconds", "per_second", "time", "busy")
 """Parts of the names of metrics that tell the clock, which is never the same."""
 
 
-def _ray_is_here(asked: bool | None) -> bool:
-    return importlib.util.find_spec("ray") is not None if asked is None else asked
-
-
-def _log(run: Path) -> Path:
-    return run.with_name(f"{run.name}.log")
-
-
 def _fresh(run: Path) -> Path:
-    log = _log(run)
+    """The file beside a run that gets what its commands say; it is not there yet."""
+    log = run.with_name(f"{run.name}.log")
     log.unlink(missing_ok=True)
     return log
 
 
-def _plain(words: Sequence[str], run: Path) -> None:
-    run_shoal(words, _fresh(run))
+def _calm(words: Callable[..., list[str]], named: dict[str, tuple[Any, ...]]) -> list[Case]:
+    """Cases without a fault: for each name, what the words of its command are made of besides the run."""
+
+    def case(name: str, how: tuple[Any, ...]) -> Case:
+        return Case(name, lambda run: run_shoal(words(run, *how), _fresh(run)))
+
+    return [case(name, how) for name, how in named.items()]
 
 
-def _untimed(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not any(part in key for part in TIMED)}
+def _untimed(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run without those that tell the clock."""
+    return [{key: row[key] for key in row if not any(part in key for part in TIMED)} for row in rows_of(run)]
 
 
 def _digest(value: Any) -> str:
-    import hashlib
-
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -76,9 +75,6 @@ def ppo(*, quick: bool = False, faults: bool = True, ray: bool | None = None, se
         told = [] if workers is None else ["--num-workers", str(workers)]
         return [*common, "--backend", backend, *told, "--run-dir", str(run)]
 
-    def case(name: str, backend: str, workers: int | None) -> Case:
-        return Case(name, lambda run: _plain(words(run, backend, workers), run))
-
     def killed(victim: Callable[[int], int | None]) -> Callable[[Path], Toll]:
         """Kill what `victim` names of a process once steps are unsaved; go on from the newest checkpoint."""
 
@@ -86,19 +82,15 @@ def ppo(*, quick: bool = False, faults: bool = True, ray: bool | None = None, se
             log = _fresh(run)
             process = shoal_command(words(run, "process", 3), log)
             kills = 0
-            while process.poll() is None:
-                unsafe = _steps_played(run) - _steps_saved(run)
-                pid = victim(process.pid) if unsafe > 0 and _steps_saved(run) else None
-                if pid is not None and kill(pid):
-                    kills += 1
-                    break
-                time.sleep(0.003)
-            code = process.wait()
+            for _ in while_running(process):
+                if not kills and _steps_played(run) > _steps_saved(run) > 0:
+                    pid = victim(process.pid)
+                    kills += pid is not None and kill(pid)
             kill_session(process)
             lost = max(0, _steps_played(run) - _steps_saved(run))
             if not kills:
                 return Toll()
-            if code:
+            if process.returncode:
                 run_shoal(["train-ppo", "--resume-from", str(run)], log)
                 return Toll(kills, lost)
             # a worker's death is no end of the run: the rollout that it broke off is played again at once
@@ -106,21 +98,17 @@ def ppo(*, quick: bool = False, faults: bool = True, ray: bool | None = None, se
 
         return make
 
-    cases = [
-        case("in this process", "serial", None),
-        case("3 workers", "process", 3),
-        case("16 workers", "process", 16),
-    ]
+    cases = _calm(words, {
+        "in this process": ("serial", None), "3 workers": ("process", 3), "16 workers": ("process", 16),
+    })  # fmt: skip
     if faults:
-        cases.append(
-            Case("a worker killed", killed(lambda pid: next(iter(workers_of(pid)), None)), fault=True)
-        )
+        first_worker = killed(lambda pid: next(iter(workers_of(pid)), None))
+        cases.append(Case("a worker killed", first_worker, fault=True))
         cases.append(Case("trainer killed", killed(lambda pid: pid), fault=True))
 
     def digests(run: Path) -> dict[str, str]:
         kept = sorted((run / "checkpoints").iterdir())
-        rows = [_untimed(row) for row in rows_of(run)]
-        return {"metrics": _digest(rows), "weights": weights_digest(kept[-1])}
+        return {"metrics": _digest(_untimed(run)), "weights": weights_digest(kept[-1])}
 
     return Part("ppo", "env steps", cases, digests, _first_row, "3 workers", seed)
 
@@ -136,7 +124,7 @@ def _steps_saved(run: Path) -> int:
 
 def _first_row(one: Path, other: Path) -> str:
     """The first metric that differs."""
-    left, right = ([_untimed(row) for row in rows_of(run)] for run in (one, other))
+    left, right = _untimed(one), _untimed(other)
     for number, (a, b) in enumerate(zip(left, right, strict=False), 1):
         for key in [*a, *(key for key in b if key not in a)]:
             if a.get(key) != b.get(key):
@@ -164,9 +152,6 @@ def split(*, quick: bool = False, faults: bool = True, ray: bool | None = None, 
         told = ["--num-cpus", str(cpus), "--backend", backend, "--processor", str(shared["processor"])]
         return ["split", str(shared["root"]), *told, "--out", str(run)]
 
-    def case(name: str, cpus: int, backend: str = "thread") -> Case:
-        return Case(name, lambda run: _plain(words(run, cpus, backend), run))
-
     def killed(run: Path) -> Toll:
         log = _fresh(run)
         asked = words(run, 1, "thread")
@@ -179,12 +164,13 @@ def split(*, quick: bool = False, faults: bool = True, ray: bool | None = None, 
         numbers = [int(word) for word in done[-1].split() if word.isdecimal()]
         return Toll(1, numbers[0])
 
-    cases = [case("one at a time", 1), case("3 threads", 3), case("16 threads", 16)]
-    cases.append(case("3 processes", 3, "process"))
+    told: dict[str, tuple[Any, ...]] = {"one at a time": (1, "thread"), "3 threads": (3, "thread")}
+    told |= {"16 threads": (16, "thread"), "3 processes": (3, "process")}
     if not quick:
-        cases.append(case("16 processes", 16, "process"))
-        if _ray_is_here(ray):
-            cases.append(case("3 on Ray", 3, "ray"))
+        told["16 processes"] = (16, "process")
+        if ray_is_here(ray):
+            told["3 on Ray"] = (3, "ray")
+    cases = _calm(words, told)
     if faults:
         cases.append(Case("command killed", killed, fault=True))
 
@@ -212,18 +198,13 @@ def skills(*, quick: bool = False, faults: bool = True, ray: bool | None = None,
         told = ["--max_parallel_skills", str(at_once), "--launcher", launcher]
         return [*common, *told, "--graph-path", str(run)]
 
-    def case(name: str, at_once: int, launcher: str = "local") -> Case:
-        return Case(name, lambda run: _plain(words(run, at_once, launcher), run))
-
     def training_killed(run: Path) -> Toll:
         """One training is killed; the scheduler launches it again from its last checkpoint."""
         log = _fresh(run)
         process = shoal_command(words(run, 3), log)
         kills = 0
-        while process.poll() is None:
-            for pid in () if kills else _trainings(run, process.pid):
-                kills += kill(pid)
-            time.sleep(0.01)
+        for _ in while_running(process):
+            kills += sum(kill(pid) for pid in (() if kills else _trainings(run, process.pid)))
         kill_session(process)
         if process.returncode:
             raise WorkerError(f"shoal skills train ended with {process.returncode}: {last_line(log)}")
@@ -246,12 +227,12 @@ def skills(*, quick: bool = False, faults: bool = True, ray: bool | None = None,
         run_shoal([*words(run, 3), "--resume"], log)
         return Toll(1 + again, again)
 
-    cases = [case("one at a time", 1), case("3 at a time", 3)]
-    if not quick:
-        import shutil
-
-        cases += [case("3 in tmux", 3, "tmux")] if shutil.which("tmux") else []
-        cases += [case("3 on Ray", 3, "ray")] if _ray_is_here(ray) else []
+    told: dict[str, tuple[Any, ...]] = {"one at a time": (1,), "3 at a time": (3,)}
+    if not quick and shutil.which("tmux"):
+        told["3 in tmux"] = (3, "tmux")
+    if not quick and ray_is_here(ray):
+        told["3 on Ray"] = (3, "ray")
+    cases = _calm(words, told)
     if faults:
         cases.append(Case("a training killed", training_killed, fault=True))
         cases.append(Case("scheduler killed", scheduler_killed, fault=True))
