@@ -32,6 +32,7 @@ from shoal.envs.adapters.gymnasium import (
     read_numbers,
     write_value,
 )
+from shoal.envs.bandit import BanditEnv
 from shoal.testing import check_text_env
 
 GYMNASIUM = ["CartPole-v1", "MountainCar-v0", "FrozenLake-v1", "Blackjack-v1", "Pendulum-v1", "Taxi-v4"]
@@ -735,6 +736,36 @@ def test_a_session_survives_broken_messages(port):
         assert "never started" in json.loads(socket.recv(timeout=20))["data"]["message"]
         socket.send('{"type": "reset", "data": {"seed": 1}}')
         assert json.loads(socket.recv(timeout=20))["type"] == "observation"
+
+
+def test_what_an_env_raises_on_a_server_is_told_to_who_plays_it_and_logged(caplog):
+    import asyncio
+
+    from starlette.websockets import WebSocketDisconnect
+
+    from shoal.envs.adapters.openenv_server import Session, _converse
+
+    class Failing(BanditEnv):
+        def _advance(self, action):
+            raise KeyError("arm 7")
+
+    class Socket:
+        asked = ['{"type": "reset", "data": {"seed": 1}}', '{"type": "step", "data": {"action": 1}}']
+        told = ()
+
+        async def receive_text(self):
+            if not self.asked:
+                raise WebSocketDisconnect
+            return self.asked.pop(0)
+
+        async def send_text(self, text):
+            self.told = (*self.told, json.loads(text))
+
+    line = Socket()
+    asyncio.run(_converse(line, Session(Failing)))
+    assert [answer["type"] for answer in line.told] == ["observation", "error"]
+    assert line.told[1]["data"]["message"] == "KeyError: 'arm 7'"
+    assert "an env that is served failed" in caplog.text
 
 
 def test_a_server_that_is_not_there_is_an_env_error():

@@ -25,13 +25,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
-from shoal.core.errors import (
-    ConfigError,
-    MissingExtraError,
-    UnknownNameError,
-    did_you_mean,
-    explain_import,
-)
+from shoal.core.errors import ConfigError, MissingExtraError, UnknownNameError, did_you_mean, explain_import
 from shoal.core.registry import SAFE_NAME, Registry
 from shoal.envs.text import TextEnv
 

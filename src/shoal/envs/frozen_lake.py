@@ -20,16 +20,10 @@ from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 MAPS: dict[str, tuple[str, ...]] = {
     "4x4": ("SFFF", "FHFH", "FFFH", "HFFG"),
     "8x8": (
-        "SFFFFFFF",
-        "FFFFFFFF",
-        "FFFHFFFF",
-        "FFFFFHFF",
-        "FFFHFFFF",
-        "FHHFFFHF",
-        "FHFFHFHF",
-        "FFFHFFFG",
+        "SFFFFFFF", "FFFFFFFF", "FFFHFFFF", "FFFFFHFF",
+        "FFFHFFFF", "FHHFFFHF", "FHFFHFHF", "FFFHFFFG",
     ),
-}
+}  # fmt: skip
 """The two fixed maps that everybody knows from gymnasium: S start, F ice, H hole, G goal."""
 
 ACTIONS = {"Left": 1, "Down": 2, "Right": 3, "Up": 4}
@@ -102,17 +96,16 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
     action_space = Discrete(4, start=1)
 
     def __init__(self, config: FrozenLakeConfig | None = None, **settings: Any) -> None:
-        if isinstance(
-            settings.get("desc"), list | tuple | np.ndarray
-        ):  # rows, or cells as gymnasium has them
-            settings["desc"] = tuple("".join(map(_letter, row)) for row in settings["desc"])
+        desc = settings.get("desc")
+        if isinstance(desc, list | tuple | np.ndarray):  # rows, or cells as gymnasium has them
+            settings["desc"] = tuple("".join(map(_letter, row)) for row in desc)
         super().__init__(config, **settings)
-        self._fixed = None if self.config.desc is None else _fixed_lake(self.config)
-        rows, columns = len(self._fixed or ()), len((self._fixed or ("",))[0])
-        self._shape = (rows, columns) if self._fixed else (self.config.size, self.config.size)
+        rows = _rows(self.config.desc)
+        self._shape = (len(rows), len(rows[0])) if rows else (self.config.size, self.config.size)
         for name, cell in (("start", self.config.start), ("goal", self.config.goal)):
             if cell is not None and not (0 <= cell[0] < self._shape[0] and 0 <= cell[1] < self._shape[1]):
                 raise ConfigError(f"{name} must be inside the {self._shape} lake, got {cell}")
+        self._fixed = _fixed_lake(rows, self.config) if rows else None
         self._steps_of = _steps_of(*self._shape)
         self.observation_space = self._space()
 
@@ -156,11 +149,9 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
 
     def render(self) -> Any:
         """The lake as text, as an array of cells, or as pixels, by `render_mode`."""
-        if self.render_mode == "grid":
-            return self.grid()
-        return (
-            picture_of(self.observe(), "frozen_lake") if self.render_mode == "rgb_array" else super().render()
-        )
+        if self.render_mode == "rgb_array":
+            return picture_of(self.observe(), "frozen_lake")
+        return self.grid() if self.render_mode == "grid" else super().render()
 
     def _observation(self) -> Any:
         kind = self.config.observation
@@ -257,26 +248,29 @@ def is_passable(lake: Sequence[str]) -> bool:
     return False
 
 
-def _fixed_lake(config: FrozenLakeConfig) -> tuple[str, ...]:
-    """The rows of `config.desc` with its start and goal, checked."""
-    desc = config.desc
+def _rows(desc: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The rows of a fixed lake, checked; none for None."""
+    if desc is None:
+        return ()
     if isinstance(desc, str):
         if "\n" not in desc and desc not in MAPS:
             raise unknown_name("FrozenLake map", desc, MAPS)
         desc = MAPS.get(desc) or tuple(desc.split())
-    rows = [str(row) for row in desc or ()]
-    if not rows or len({len(row) for row in rows}) != 1 or set("".join(rows)) - set("SFHG"):
-        raise ConfigError(f"desc must be equally long rows of S, F, H and G, got {rows}")
+    if len({len(row) for row in desc}) != 1 or not set("".join(desc)) <= set("SFHG") or not desc[0]:
+        raise ConfigError(f"desc must be equally long rows of S, F, H and G, got {list(desc)}")
+    return desc
+
+
+def _fixed_lake(rows: Sequence[str], config: FrozenLakeConfig) -> tuple[str, ...]:
+    """The rows with the start and goal of a config, or else their own."""
     ends = []
     for name, letter, chosen in (("start", "S", config.start), ("goal", "G", config.goal)):
         if chosen is None and sum(row.count(letter) for row in rows) != 1:
-            raise ConfigError(f"desc must have exactly one {letter} when no {name} is given, got {rows}")
+            raise ConfigError(
+                f"desc must have exactly one {letter} when no {name} is given, got {list(rows)}"
+            )
         ends.append(tuple(chosen) if chosen is not None else _find(rows, letter))
     ice = [["F" if cell in "SG" else cell for cell in row] for row in rows]
-    if not (0 <= ends[0][0] < len(rows) and 0 <= ends[0][1] < len(rows[0])):
-        raise ConfigError(f"start must be inside the lake, got {ends[0]}")
-    if not (0 <= ends[1][0] < len(rows) and 0 <= ends[1][1] < len(rows[0])):
-        raise ConfigError(f"goal must be inside the lake, got {ends[1]}")
     if ends[0] == ends[1]:
         raise ConfigError(f"start and goal must differ, got {ends[0]} for both: give the other one too")
     return _with_ends(ice, ends[0], ends[1])

@@ -125,11 +125,7 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
         "Solve the problem and give the final answer alone: a number, fraction or expression, exact and "
         "not rounded. After a wrong answer you may try again for half the points."
     )
-    projection = Projection(
-        parse=read_response,
-        invalid="",
-        tags=("action", "answer"),
-    )
+    projection = Projection(parse=read_response, invalid="", tags=("action", "answer"))
     invalid_action = ""
     action_space = FreeText(MAX_RESPONSE, min_length=1)
     observation_space = FreeText(MAX_RESPONSE, min_length=1)

@@ -13,27 +13,16 @@ _Color = tuple[int, int, int]
 _Image = np.ndarray
 _SNOW, _ICE, _WATER, _DEEP = (232, 240, 246), (190, 214, 230), (62, 118, 166), (40, 84, 130)
 _SAND, _LINE, _BRICK, _MORTAR = (238, 226, 202), (222, 207, 178), (122, 94, 84), (150, 124, 112)
-_WOOD, _EDGE, _GREEN, _RED, _GOLD = (
-    (198, 140, 70),
-    (130, 84, 36),
-    (96, 156, 84),
-    (200, 66, 56),
-    (236, 190, 60),
-)
+_WOOD, _EDGE, _GREEN, _RED = (198, 140, 70), (130, 84, 36), (96, 156, 84), (200, 66, 56)
+_GOLD = (236, 190, 60)
 _SKIN, _COAT, _DARK = (246, 214, 180), (52, 92, 160), (34, 34, 40)
 
 THEMES = {
     "sokoban": {
-        "#": "wall",
-        "_": "sand",
-        "O": "target",
-        "√": "stored",
-        "X": "box",
-        "P": "player",
-        "S": "waiting",
+        "#": "wall", "_": "sand", "O": "target", "√": "stored", "X": "box", "P": "player", "S": "waiting",
     },
     "frozen_lake": {"_": "ice", "O": "hole", "G": "goal", "P": "skater", "X": "fallen", "√": "arrived"},
-}
+}  # fmt: skip
 """For each world, what a symbol shows."""
 
 

@@ -1,11 +1,5 @@
 """Checks that users run on their own parts; each failure says which promise broke and how."""
 
-from shoal.testing.checks import (
-    check_engine,
-    check_executor,
-    check_text_env,
-    check_vector_env,
-    check_world,
-)
+from shoal.testing.checks import check_engine, check_executor, check_text_env, check_vector_env, check_world
 
 __all__ = ["check_engine", "check_executor", "check_text_env", "check_vector_env", "check_world"]

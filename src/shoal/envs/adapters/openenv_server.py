@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -95,7 +94,7 @@ class _Answers:
         self._name, self._make = name, make
         self._sessions: set[Session] = set()
         self._shared: Session | None = (
-            None  # of plain HTTP, for everybody, as in the convention's first version
+            None  # of plain HTTP: everybody's, as in the convention's first version
         )
 
     async def over_http(self, request: Any) -> Any:
@@ -115,8 +114,9 @@ class _Answers:
             return JSONResponse(await self._shared.answer(kind, data))
         except ClientDisconnect:
             return JSONResponse({"detail": "the request did not arrive whole"}, status_code=400)
-        except (ValueError, ShoalError) as error:
-            return JSONResponse({"detail": str(error)}, status_code=422)
+        except Exception as error:  # a border: whatever an env raises is told to who plays it
+            refused = isinstance(error, ValueError | ShoalError)
+            return JSONResponse({"detail": _told(error)}, status_code=422 if refused else 500)
 
     async def over_websocket(self, socket: Any) -> None:
         """A whole session, with an env of its own."""
@@ -242,13 +242,11 @@ async def _converse(socket: Any, session: Session) -> None:
     """Answer messages until the other side closes, goes away or is idle for too long."""
     from starlette.websockets import WebSocketDisconnect
 
-    last = time.monotonic()
-    while time.monotonic() - last < IDLE_SECONDS:
+    while True:
         try:
             text = await asyncio.wait_for(socket.receive_text(), IDLE_SECONDS)
         except (WebSocketDisconnect, TimeoutError, KeyError):
             return
-        last = time.monotonic()
         try:
             message = json_object(text)
             kind, data = message.get("type"), message.get("data") or {}
@@ -261,10 +259,18 @@ async def _converse(socket: Any, session: Session) -> None:
             else:
                 raise ValueError(f"type must be reset, step, state or close, got {kind!r:.80}")
             await socket.send_text(json.dumps(answer))
-        except (ValueError, ShoalError) as error:
-            await socket.send_text(_error(str(error), "EXECUTION_ERROR"))
         except WebSocketDisconnect:
             return
+        except Exception as error:  # a border, likewise
+            await socket.send_text(_error(_told(error), "EXECUTION_ERROR"))
+
+
+def _told(error: Exception) -> str:
+    """What went wrong; what is no refusal is logged here too, with its place."""
+    if isinstance(error, ValueError | ShoalError):
+        return str(error)
+    logger.error("an env that is served failed", exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _error(message: str, code: str) -> str:
@@ -301,9 +307,8 @@ def _says_json(request: Any) -> bool:
     """Whether the body is called JSON, which a browser sends to another site only if that agrees; or is none."""
     kind = request.headers.get("content-type")
     if kind is None:
-        return (
-            request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
-        )
+        has_length = request.headers.get("content-length", "0") != "0"
+        return not has_length and "transfer-encoding" not in request.headers
     return bool(kind.partition(";")[0].strip().lower() == "application/json")
 
 
@@ -361,29 +366,21 @@ def _impatient_protocol() -> Any:
     return Impatient
 
 
-SCHEMA: dict[str, Any] = {
-    "action": {
-        "type": "object",
-        "properties": {
-            "action": {"type": ["string", "integer"], "description": "a word or number of the env"},
-            "text": {"type": "string", "description": "a model's response, to be projected"},
-        },
-    },
-    "observation": {
-        "type": "object",
-        "properties": {
-            "text": {"type": "string"},
-            "instructions": {"type": "string"},
-            "terminated": {"type": "boolean"},
-            "truncated": {"type": "boolean"},
-            "success": {"type": "boolean"},
-            "action_is_valid": {"type": "boolean"},
-            "action_is_effective": {"type": "boolean"},
-            "available_actions": {"type": "array", "items": {"type": "string"}},
-        },
-    },
-    "state": {
-        "type": "object",
-        "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}},
-    },
-}
+def _schema(**properties: str | dict[str, Any]) -> dict[str, Any]:
+    """An object's schema; a property that is only a type is named by it."""
+    told = {name: {"type": what} if isinstance(what, str) else what for name, what in properties.items()}
+    return {"type": "object", "properties": told}
+
+
+SCHEMA = {
+    "action": _schema(
+        action={"type": ["string", "integer"], "description": "a word or number of the env"},
+        text={"type": "string", "description": "a model's response, to be projected"},
+    ),
+    "observation": _schema(
+        text="string", instructions="string", terminated="boolean", truncated="boolean", success="boolean",
+        action_is_valid="boolean", action_is_effective="boolean",
+        available_actions={"type": "array", "items": {"type": "string"}},
+    ),
+    "state": _schema(episode_id={"type": ["string", "null"]}, step_count="integer"),
+}  # fmt: skip

@@ -24,16 +24,9 @@ MAX_SIDE = 100
 MAX_FILE_BYTES = 64 * 1024 * 1024
 _XSB_ROW = re.compile(r"[#@+$*.\-_ ]*#[#@+$*.\-_ ]*")
 _XSB_CELLS = {
-    "#": WALL,
-    " ": FLOOR,
-    "-": FLOOR,
-    "_": FLOOR,
-    ".": TARGET,
-    "*": BOX_ON_TARGET,
-    "$": BOX,
-    "@": PLAYER,
+    "#": WALL, " ": FLOOR, "-": FLOOR, "_": FLOOR, ".": TARGET, "*": BOX_ON_TARGET, "$": BOX, "@": PLAYER,
     "+": PLAYER_ON_TARGET,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,7 @@ STOP_WORDS = frozenset(
 """The 33 words that Lucene's English analysis leaves out."""
 
 # Letters may be joined by one of : . ' and digits by one of . , ; ' (Unicode Annex 29, rules 6 to 12).
-_PLAIN = re.compile(
-    r"\w+(?:(?:(?<=[a-zA-Z])[:.'](?=[a-zA-Z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
-    re.ASCII,
-)
+_PLAIN = re.compile(r"\w+(?:(?:(?<=[a-zA-Z])[:.'](?=[a-zA-Z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*", re.ASCII)
 # Beyond ASCII: marks belong to the letter before them, Chinese and Hiragana signs are words of their own.
 _SIGNS = r"\u3040-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _RUN = rf"[^\W{_SIGNS}](?:[^\W{_SIGNS}]|[\u0300-\u036f\u200d\ufe0f])*"

@@ -64,9 +64,7 @@ def token_set_ratio(left: str, right: str) -> int:
     best = _ratio(distance, length_a + length_b)
     if joined:
         best = max(
-            best,
-            _ratio(gap + len(only_a), joined + length_a),
-            _ratio(gap + len(only_b), joined + length_b),
+            best, _ratio(gap + len(only_a), joined + length_a), _ratio(gap + len(only_b), joined + length_b)
         )
     return round(best)
 
