@@ -750,8 +750,9 @@ def test_what_an_env_raises_on_a_server_is_told_to_who_plays_it_and_logged(caplo
             raise KeyError("arm 7")
 
     class Socket:
-        asked = ['{"type": "reset", "data": {"seed": 1}}', '{"type": "step", "data": {"action": 1}}']
-        told = ()
+        def __init__(self):
+            self.asked = ['{"type": "reset", "data": {"seed": 1}}', '{"type": "step", "data": {"action": 1}}']
+            self.told = []
 
         async def receive_text(self):
             if not self.asked:
@@ -759,7 +760,7 @@ def test_what_an_env_raises_on_a_server_is_told_to_who_plays_it_and_logged(caplo
             return self.asked.pop(0)
 
         async def send_text(self, text):
-            self.told = (*self.told, json.loads(text))
+            self.told.append(json.loads(text))
 
     line = Socket()
     asyncio.run(_converse(line, Session(Failing)))

@@ -20,8 +20,7 @@ import shelf
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs import make
 from shoal.envs.webshop import expert_action, generate_catalogue, load_catalogue, make_goals, reward, search
-from shoal.envs.webshop.catalogue import Catalogue, Review
-from shoal.envs.webshop.goals import NO_LIMIT, price_limit, split_goals
+from shoal.envs.webshop.catalogue import NO_LIMIT, Catalogue, Review, price_limit, split_goals
 from shoal.envs.webshop.wares import KINDS, OPTIONS
 
 

@@ -15,9 +15,17 @@ from shoal.envs.actions import Projection
 from shoal.envs.records import FileCache
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
-from shoal.envs.webshop.catalogue import Catalogue, Product, load_catalogue, search
+from shoal.envs.webshop.catalogue import (
+    SPLITS,
+    Catalogue,
+    Goal,
+    Product,
+    load_catalogue,
+    make_goals,
+    search,
+    split_goals,
+)
 from shoal.envs.webshop.generator import generate_catalogue
-from shoal.envs.webshop.goals import SPLITS, Goal, make_goals, split_goals
 from shoal.envs.webshop.scoring import NounFunction, Reward, reward, spacy_nouns, title_nouns
 
 REWARD_MODES = ("score", "win10")

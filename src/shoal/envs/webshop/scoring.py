@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from shoal.core.errors import missing_extra
-from shoal.envs.webshop.catalogue import Product, read_options, read_prices
-from shoal.envs.webshop.goals import Goal
+from shoal.envs.webshop.catalogue import NO_LIMIT, Goal, Product, read_options, read_prices
 
 # --- how alike two short texts are
 _LATIN_1: dict[int, str | None] = {code: None for code in range(128, 256)}
@@ -325,7 +324,7 @@ def as_goal(goal: Goal | Mapping[str, Any]) -> Goal:
         instruction=_first(goal, ("instruction_text", "instruction"), ""),
         attributes=tuple(_first(goal, ("attributes", "instruction_attributes"), ())),
         options=dict(options) if isinstance(options, Mapping) else tuple(options),
-        price_upper=float(goal.get("price_upper", 1_000_000)),
+        price_upper=float(goal.get("price_upper", NO_LIMIT)),
         name=_first(goal, ("name", "Title", "title"), ""),
         query=(goal.get("query") or "").lower().strip(),
         category=goal.get("category") or "",
