@@ -167,8 +167,12 @@ def make_goals(catalogue: Catalogue, *, seed: int = 0) -> list[Goal]:
         for number, instruction in enumerate(product.instructions):
             upper = price_limit(price, seed, product.asin, number)
             limit = f", and price lower than {upper:.2f} dollars" if upper < NO_LIMIT else ""
-            for options in _choices(product, instruction):
-                goals.append(_goal(product, instruction, options, upper, limit))
+            for options, named in _choices(product, instruction):
+                goal = Goal(
+                    product.asin, f"{instruction.text}{named}{limit}", instruction.attributes, options, upper,
+                    product.title, product.query, product.category, product.product_category,
+                )  # fmt: skip
+                goals.append(goal)
     order = stream(seed, "webshop goals").permutation(len(goals))
     return [goals[number] for number in order.tolist()]
 
@@ -182,36 +186,18 @@ def price_limit(price: float, seed: int, asin: str, number: int = 0) -> float:
     return max(pairs[int(uniform(seed, "webshop limit", asin, number) * len(pairs))])
 
 
-def _choices(product: Product, instruction: Instruction) -> list[Mapping[str, str] | tuple[str, ...]]:
-    """The options of each goal of an instruction: those it names, or every combination there is."""
+def _choices(
+    product: Product, instruction: Instruction
+) -> Iterator[tuple[Mapping[str, str] | tuple[str, ...], str]]:
+    """The options of each goal of an instruction, and what names them where it does not: every combination there is."""
     if instruction.options is not None:
-        return [instruction.options]
+        yield instruction.options, ""
+        return
     names = sorted(product.options)
-    combinations = itertools.product(*(product.options[name] for name in names))
-    return [dict(zip(names, values, strict=True)) for values in combinations]
-
-
-def _goal(
-    product: Product,
-    instruction: Instruction,
-    options: Mapping[str, str] | tuple[str, ...],
-    upper: float,
-    limit: str,
-) -> Goal:
-    wanted = ""
-    if instruction.options is None and isinstance(options, Mapping) and options:
-        wanted = " with " + ", and ".join(f"{name}: {value}" for name, value in options.items())
-    return Goal(
-        asin=product.asin,
-        instruction=f"{instruction.text}{wanted}{limit}",
-        attributes=instruction.attributes,
-        options=options,
-        price_upper=upper,
-        name=product.title,
-        query=product.query,
-        category=product.category,
-        product_category=product.product_category,
-    )
+    for values in itertools.product(*(product.options[name] for name in names)):
+        pairs = dict(zip(names, values, strict=True))
+        told = ", and ".join(f"{name}: {value}" for name, value in pairs.items())
+        yield pairs, f" with {told}" if told else ""
 
 
 def split_goals(goals: Sequence[Goal], split: str) -> Sequence[Goal]:
@@ -275,7 +261,7 @@ def load_catalogue(
                 continue
             seen.add(asin)
             about = attributes.get(asin, {})
-            asked = _human(human.get(asin, ())) if human is not None else _made_up(about)
+            asked = _made_up(about) if human is None else tuple(_human(human.get(asin, ())))
             products.append(_product(item, about, asked, reviews.get(asin, {})))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{items_path}, product {number}: {type(error).__name__}: {error}") from error
@@ -353,18 +339,10 @@ def _made_up(about: Mapping[str, Any]) -> tuple[Instruction, ...]:
     return (Instruction(about["instruction"], tuple(about["instruction_attributes"])),)
 
 
-def _human(entries: Sequence[Mapping[str, Any]]) -> tuple[Instruction, ...]:
+def _human(entries: Sequence[Mapping[str, Any]]) -> Iterator[Instruction]:
     """Instructions of people; those without attributes are left out, as in WebShop."""
-    return tuple(
-        Instruction(
-            entry["instruction"].strip("."),
-            tuple(entry["instruction_attributes"]),
-            _wanted(entry["instruction_options"]),
-        )
-        for entry in entries
-        if entry["instruction_attributes"]
-    )
-
-
-def _wanted(options: Mapping[str, str] | Sequence[str]) -> Mapping[str, str] | tuple[str, ...]:
-    return dict(options) if isinstance(options, Mapping) else tuple(options)
+    for entry in entries:
+        if entry["instruction_attributes"]:
+            options = entry["instruction_options"]
+            wanted = dict(options) if isinstance(options, Mapping) else tuple(options)
+            yield Instruction(entry["instruction"].strip("."), tuple(entry["instruction_attributes"]), wanted)

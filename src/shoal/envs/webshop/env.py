@@ -107,29 +107,22 @@ _stock = FileCache(4)
 def _opened(config: WebShopConfig) -> tuple[Catalogue, list[Goal]]:
     """The catalogue and its goals, in memory once for all envs of the same files and seeds."""
     names = [config.source, config.attributes_path, config.human_path, config.reviews_path]
-    files = [Path(name).expanduser().resolve() for name in names if name not in ("", "generated")]
     named = tuple(name not in ("", "generated") for name in names)
+    files = [Path(name).expanduser().resolve() for name, there in zip(names, named, strict=True) if there]
     seeds = (config.num_products, config.catalogue_seed, config.price_seed, config.goal_seed)
 
     def make() -> tuple[Catalogue, list[Goal]]:
-        catalogue = _make_catalogue(config)
+        if config.source == "generated":
+            size = config.num_products or GENERATED
+            catalogue = generate_catalogue(size, seed=config.catalogue_seed, price_seed=config.price_seed)
+        else:
+            catalogue = load_catalogue(
+                config.source, config.attributes_path, config.human_path or None, price_seed=config.price_seed,
+                reviews_path=config.reviews_path or None, limit=config.num_products,
+            )  # fmt: skip
         return catalogue, make_goals(catalogue, seed=config.goal_seed)
 
     return _stock.get((named, seeds), files, make)
-
-
-def _make_catalogue(config: WebShopConfig) -> Catalogue:
-    if config.source == "generated":
-        n_products = config.num_products or GENERATED
-        return generate_catalogue(n_products, seed=config.catalogue_seed, price_seed=config.price_seed)
-    return load_catalogue(
-        config.source,
-        config.attributes_path,
-        config.human_path or None,
-        reviews_path=config.reviews_path or None,
-        limit=config.num_products,
-        price_seed=config.price_seed,
-    )
 
 
 class WebShopEnv(TextEnv[WebShopConfig]):
