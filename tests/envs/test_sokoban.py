@@ -231,7 +231,7 @@ def test_levels_come_from_xsb_files_and_folders(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="one shape"):
         SokobanEnv(levels=str(tmp_path), observation="grid")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert SokobanEnv(levels="~/b.xsb").reset(seed=0)[0].count("#") == 24
+    assert "#P_XO_##" in SokobanEnv(levels="~/b.xsb").reset(seed=0)[0]
 
 
 @pytest.mark.parametrize(
