@@ -360,6 +360,16 @@ def test_textarena_games_that_do_not_start_say_why():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_refusal_that_ends_a_game_and_has_words_for_a_reward_pays_the_penalty():
+    pytest.importorskip("textarena")
+    env = shoal.envs.make("textarena", id="ThreeCardMonte-v0", invalid_penalty=-0.25)
+    env.reset(seed=3)
+    assert env.step("no cup")[1:4] == (0.0, False, False)
+    _, reward, terminated, _, info = env.step("no cup")
+    assert (reward, terminated, info["action_is_valid"], info["success"]) == (-0.25, True, False, False)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_textarena_game_can_be_copied_in_the_middle():
     pytest.importorskip("textarena")
     env = shoal.envs.make("textarena", id="FrozenLake-v0")

@@ -76,7 +76,9 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
             # a move that is refused does not count as a turn; the one refusal too many ends the game
             refused = endings.get(0, {}).get("invalid_move", False) if over else self._game.state.turn == turn
             self._latest = "" if over else self._news()[1]
-        reward = float((rewards or {}).get(0, 0.0))
+        given = (rewards or {}).get(0, 0.0)
+        # three games of TextArena 0.7 swap reward and reason where the last refusal ends them
+        reward = self.config.invalid_penalty if refused and isinstance(given, str) else float(given)
         if over:
             self._latest = f"The game is over, with a reward of {reward:g}."
         return Outcome(reward, over, over and reward >= self.config.success_reward, not refused, not refused)
