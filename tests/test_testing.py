@@ -4,15 +4,17 @@ import itertools
 import random
 from dataclasses import dataclass
 
+import gymnasium
 import numpy as np
 import pytest
-from gymnasium.spaces import Discrete, Text
+from gymnasium.spaces import Box, Discrete, Text
+from gymnasium.vector import SyncVectorEnv
 
 import shoal.envs
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import BUILT_IN
 from shoal.envs.text import Outcome, TextEnv
-from shoal.testing import check_text_env
+from shoal.testing import check_text_env, check_vector_env
 
 
 @dataclass(frozen=True)
@@ -145,3 +147,30 @@ BROKEN = {
 def test_a_broken_promise_is_named(env_class):
     with pytest.raises(AssertionError, match=BROKEN[env_class]):
         check_text_env(env_class, seeds=range(12))
+
+
+@pytest.mark.parametrize("kind", ["grid", "rgb"])
+def test_an_env_that_shows_arrays_keeps_its_promises_too(kind):
+    check_text_env(lambda: shoal.envs.make("sokoban", observation=kind, max_steps=5), seeds=range(2))
+
+
+def test_a_check_of_no_episode_is_none():
+    with pytest.raises(AssertionError, match="at least one episode"):
+        check_text_env(GuessEnv, seeds=())
+
+
+class Unknown(gymnasium.Env):
+    """Does not know one of its numbers."""
+
+    observation_space = Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.float32([0, np.nan]), {}
+
+    def step(self, action):
+        return np.float32([action, np.nan]), 0.0, False, False, {}
+
+
+def test_a_number_that_no_env_knows_is_the_same_in_a_vector():
+    check_vector_env(lambda fns: SyncVectorEnv(fns), Unknown)
