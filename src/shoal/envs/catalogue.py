@@ -331,9 +331,8 @@ def _check_arguments(
     known = [*(p.name for p in takes), *also]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     config = getattr(made_by, "Config", None) if _is_text_class(made_by) else None
-    if (
-        takes_any and isinstance(config, type) and dataclasses.is_dataclass(config)
-    ):  # a text env: what is left goes to its config
+    if takes_any and isinstance(config, type) and dataclasses.is_dataclass(config):
+        # a text env: what is left goes to its config
         settings = [field.name for field in dataclasses.fields(config)]
         for key in given:
             if key not in {*known, *settings, "config", "render_mode"}:

@@ -99,10 +99,14 @@ class Several:
 Answer = Number | Several | str
 
 
-def same_answer(response: str, truth: str) -> bool:
-    """Whether the final answer of `response` equals that of `truth`, exactly.
+def is_correct(response: str, truth: str) -> bool:
+    r"""Whether the final answer of a response equals the true one, exactly; never slow, never evaluated.
 
-    >>> same_answer("The answer is: 1,000 dollars", "1000"), same_answer("0.333", "1/3")
+    Both may be bare answers or whole texts with `\boxed{…}`, "The answer is: …" or "#### …".
+
+    >>> is_correct(r"So we get \boxed{\frac{1}{2}}", "0.5"), is_correct("50%", "50")
+    (True, False)
+    >>> is_correct("The answer is: 1,000 dollars", "1000"), is_correct("0.333", "1/3")
     (True, False)
     """
     given, wanted = final_answer(response), final_answer(truth)

@@ -14,8 +14,8 @@ from shoal.envs.math_answers import (
     MAX_ANSWER,
     MAX_RESPONSE,
     final_answer,
+    is_correct,
     is_numerical,
-    same_answer,
     words_of,
 )
 from shoal.envs.records import field, load_records, shared_items
@@ -24,17 +24,6 @@ from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 from shoal.envs.word_problems import Question, make_question
 
 CHECKERS = ("exact", "math_verify")
-
-
-def is_correct(response: str, truth: str) -> bool:
-    r"""Whether the final answer of a response equals the true one, exactly; never slow, never evaluated.
-
-    Both may be bare answers or whole texts with `\boxed{…}`, "The answer is: …" or "#### …".
-
-    >>> is_correct(r"So we get \boxed{\frac{1}{2}}", "0.5"), is_correct("50%", "50")
-    (True, False)
-    """
-    return same_answer(response, truth)
 
 
 def load_questions(path: str) -> list[Question]:

@@ -146,13 +146,17 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         return float(reward or 0.0), bool(done)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            from websockets.exceptions import WebSocketException
+        except ImportError as error:
+            raise missing_extra("the openenv client", "web") from error
         url = self.config.url
         try:
             if self._socket is None:
                 self._socket = self._connect()
             self._socket.send(json.dumps(message))
             answer = json.loads(self._socket.recv(timeout=self.config.answer_seconds))
-        except (OSError, ValueError, self._closed) as error:
+        except (OSError, ValueError, WebSocketException) as error:
             self.close()
             self._over = True  # the server has lost the episode with the connection
             raise EnvError(
@@ -164,10 +168,8 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         return data if isinstance(data, dict) else {}
 
     def _connect(self) -> Any:
-        try:
-            from websockets.sync.client import connect
-        except ImportError as error:
-            raise missing_extra("the openenv client", "web") from error
+        from websockets.sync.client import connect
+
         parts = urlsplit(self.config.url)
         scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
         path = parts.path.rstrip("/").removesuffix("/ws") + "/ws"
@@ -179,11 +181,3 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
             ping_interval=None,  # pings draw from the global `random`; answer_seconds bounds every wait
         )
         return self._session.enter_context(connection)
-
-    @property
-    def _closed(self) -> type[Exception]:
-        try:
-            from websockets.exceptions import WebSocketException
-        except ImportError:
-            return OSError
-        return WebSocketException  # type: ignore[no-any-return]
