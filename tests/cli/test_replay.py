@@ -386,6 +386,7 @@ def test_episodes_are_scored_again_without_playing(trained, tmp_path, monkeypatc
         "def turns(t):\n    return -len(t.turns)\n\ndef reward(t):\n    return t.reward\n\ndef bad(t):\n    return t.no"
         "\n\ndef nan(t):\n    return float('nan')\n"
     )
+    (tmp_path / "raising_scores.py").write_text("raise ValueError('no such file of scores')")
     monkeypatch.syspath_prepend(tmp_path)
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     out = tmp_path / "scores.jsonl"
@@ -409,8 +410,12 @@ def test_episodes_are_scored_again_without_playing(trained, tmp_path, monkeypatc
         ("my_scores:bad", "the scorer failed on heldout-000000:0: AttributeError"),
         ("my_scores:nan", "must give finite numbers, it gave nan for heldout-000000:0"),
         ("my_scores:none", "there is no scorer"),
-        ("nomodule:f", "there is no scorer"),
-        ("os.system", "named module:function"),
+        ("nomodule:f", "cannot import the scorer 'nomodule:f': there is no module 'nomodule' here"),
+        ("os.system", "the scorer must be 'module:Name'"),
+        (
+            "raising_scores:reward",
+            "importing 'raising_scores' failed with ValueError: no such file of scores",
+        ),
     ):
         assert main(["rescore", str(trained), "--scorer", scorer]) == 2
         assert why in capsys.readouterr().err

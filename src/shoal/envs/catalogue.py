@@ -223,7 +223,7 @@ def _shown_as_text(make: EnvFn, name: str) -> TextEnv[Any]:
 # --- modules
 def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
     """What "module:rest" is: an attribute of the module if it has that, else the Gymnasium id `rest`."""
-    module, found = _attribute(name, "the environment")
+    module, found = attribute_named(name, "the environment")
     rest = name.partition(":")[2]
     if found is None and rest in gymnasium.registry:
         found = gymnasium.registry[rest]
@@ -239,8 +239,13 @@ def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
     return found  # type: ignore[no-any-return]
 
 
-def _attribute(name: str, kind: str) -> tuple[Any, Any]:
-    """The module of "module:Name", imported, and what it has under that (dotted) name, else None."""
+def attribute_named(name: str, kind: str) -> tuple[Any, Any]:
+    """The module of "module:Name", imported, and what it has under that (dotted) name, else None.
+
+    Raises:
+        ConfigError: the text has another form, or the module cannot be imported, whatever it raises.
+        MissingExtraError: it needs a package that is not installed.
+    """
     path, _, rest = name.partition(":")
     if not rest or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(
@@ -385,7 +390,7 @@ def find_wrapper(wrapper: Wrapper) -> Callable[[Any], Env]:
     """
     found = wrapper
     if isinstance(wrapper, str):
-        module, found = _attribute(wrapper, "the wrapper")
+        module, found = attribute_named(wrapper, "the wrapper")
         if found is None:
             known = [key for key, value in vars(module).items() if isinstance(value, type)]
             near = _or(_nearest(wrapper.partition(":")[2], known))

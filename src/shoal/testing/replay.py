@@ -7,7 +7,6 @@ a checkpoint that is gone): then prompts, env answers and rewards are what is co
 from __future__ import annotations
 
 import difflib
-import re
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from shoal.core.data import Trajectory, Turn, read_trajectories
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.seeding import derive_seed
-from shoal.envs.catalogue import resolve_text
+from shoal.envs.catalogue import attribute_named, resolve_text
 from shoal.envs.text import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_roles
@@ -460,17 +459,11 @@ class Scored:
 
 def load_scorer(name: str) -> Scorer:
     """The function `module:function`, which takes a `Trajectory` and gives a number."""
-    import importlib
-
-    module, colon, function = name.partition(":")
-    if not (colon and re.fullmatch(r"[A-Za-z_][\w.]*", module) and function.isidentifier()):
-        raise ConfigError(f"a scorer is named module:function, got {name!r}")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"there is no scorer {name}: {error}") from error
+    _, found = attribute_named(name, "the scorer")
+    if found is None:
+        raise ConfigError(f"there is no scorer {name}: its module has nothing of that name")
     if not callable(found):
-        raise ConfigError(f"{name} must be a function of a trajectory, it is {found!r}")
+        raise ConfigError(f"the scorer {name} must be a function of a trajectory, it is {found!r}")
     return found  # type: ignore[no-any-return]
 
 
