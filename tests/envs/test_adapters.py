@@ -151,6 +151,10 @@ def test_composite_observations_are_written_a_part_a_line():
         ({"id": "FrozenLake-v1", "observation_names": ["x"]}, "its drawing has none: use show='values'"),
         ({"id": "CartPole-v1", "show": "ansi"}, "show='values'"),
         ({"id": "CartPole-v1", "kwargs": {"wings": 2}}, "wings"),
+        (
+            {"id": "CartPole-v1", "kwargs": ["wings"]},
+            "GymnasiumConfig.kwargs: Expected `object`, got `array`",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -62,6 +62,11 @@ class BanditEnv(TextEnv[BanditConfig]):
             f"There are two slot machines, {names[0]} and {names[1]}. "
             "Their names hint at how they pay, and one pays more on average. Pull one arm, 1 or 2, once."
         )
+        # Of this env alone: a shared lookup would rename the arms of every other env.
+        self._numbered = [
+            Projection(lookup={"1": 1, "2": 2, first.strip(): 1, second.strip(): 2})
+            for first, second in (names, names[::-1])
+        ]
         charset = "".join(sorted(set(f"0123456789: .-+einfa points\n{''.join(names)}")))
         self.observation_space = Text(64 + sum(map(len, names)), min_length=1, charset=charset)
 
@@ -74,10 +79,7 @@ class BanditEnv(TextEnv[BanditConfig]):
         self._names = [(config.lo_arm_name, config.hi_arm_name)[arm] for arm in order]
         self._payouts = [payouts[arm] for arm in order]
         self._shown = f"1: {self._names[0]}\n2: {self._names[1]}"
-        # Of this env alone: a shared lookup would rename the arms of every other env.
-        self.projection = Projection(
-            lookup={"1": 1, "2": 2, self._names[0].strip(): 1, self._names[1].strip(): 2}
-        )
+        self.projection = self._numbered[order[0]]
 
     def _advance(self, action: Action) -> Outcome:
         if action == self.invalid_action:

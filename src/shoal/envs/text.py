@@ -223,6 +223,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
 
 
 def _whole(seed: Any) -> int:
+    if type(seed) is int:
+        return seed
     if not isinstance(seed, bool):
         with contextlib.suppress(TypeError):
             return operator.index(seed)

@@ -354,7 +354,8 @@ def check_executor(make: Callable[[], Executor]) -> None:
 
 
 def _check_failure(executor: Executor, name: str) -> None:
-    error = executor.submit(operator.getitem, {}, "seven").exception()
+    empty: dict[str, int] = {}
+    error = executor.submit(operator.getitem, empty, "seven").exception()
     expect(
         type(error) is KeyError and error.args == ("seven",),
         f"{name}: a task that raises KeyError('seven') must give that error, got {error!r}",

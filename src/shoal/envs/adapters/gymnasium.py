@@ -158,9 +158,10 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
     @classmethod
     def resolved(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings, with what makes the env of this id."""
-        if "make" in settings or not isinstance(settings.get("id"), str) or not settings["id"]:
+        name, kwargs = settings.get("id"), settings.get("kwargs") or {}
+        if "make" in settings or not (isinstance(name, str) and name and isinstance(kwargs, Mapping)):
             return dict(settings)
-        return {**settings, "make": _maker(settings["id"], settings.get("kwargs") or {})}
+        return {**settings, "make": _maker(name, kwargs)}
 
     def _shown_as(self) -> str:
         return (
