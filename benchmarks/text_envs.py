@@ -29,10 +29,9 @@ sys.path.insert(0, str(REPO / "src"))
 from shoal.core.files import write_json  # noqa: E402
 from shoal.envs import make  # noqa: E402
 from shoal.envs.countdown import LEVELS, make_puzzle, score  # noqa: E402
-from shoal.envs.metamathqa import is_correct  # noqa: E402
+from shoal.envs.metamathqa import is_correct, make_question  # noqa: E402
 from shoal.envs.webshop import expert_action, generate_catalogue, make_goals  # noqa: E402
-from shoal.envs.webshop.bm25 import K1, STOP_WORDS, B, build_index, terms  # noqa: E402  # noqa: E402
-from shoal.envs.word_problems import make_question  # noqa: E402
+from shoal.envs.webshop.bm25 import K1, STOP_WORDS, B, build_index, terms  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "text_envs.json"
 PACKAGES = ("numpy", "reasoning_gym", "math-verify", "bm25s", "rank-bm25", "tantivy")

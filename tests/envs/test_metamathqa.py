@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError, DataError, MissingExtraError
 from shoal.envs import make
 from shoal.envs.math_answers import Number, final_answer, read_number
-from shoal.envs.metamathqa import is_correct, load_questions
-from shoal.envs.word_problems import KINDS, as_text, make_question
+from shoal.envs.metamathqa import KINDS, as_text, is_correct, load_questions, make_question
 
 SAME = [
     ("42", "42"),

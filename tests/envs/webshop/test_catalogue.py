@@ -21,7 +21,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.envs import make
 from shoal.envs.webshop import expert_action, generate_catalogue, load_catalogue, make_goals, reward, search
 from shoal.envs.webshop.catalogue import NO_LIMIT, Catalogue, Review, price_limit, split_goals
-from shoal.envs.webshop.wares import KINDS, OPTIONS
+from shoal.envs.webshop.generator import KINDS, OPTIONS
 
 
 def test_webshops_own_files_are_read_as_its_program_reads_them(tmp_path):
