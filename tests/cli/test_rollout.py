@@ -100,7 +100,7 @@ def test_comparing_says_that_everything_is_equal(tmp_path, capsys):
 
 
 def test_a_comparison_in_which_no_worker_died_is_no_proof(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shoal.cli.rollout_comparison.os.kill", lambda pid, signal: None)
+    monkeypatch.setattr("shoal.cli.rollout.os.kill", lambda pid, signal: None)
     assert main(["rollout", "--compare", *SMALL, f"run_dir={tmp_path / 'run'}"]) == 1
     assert "none died" in capsys.readouterr().out
 

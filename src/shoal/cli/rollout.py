@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from shoal.cli.agent_options import AgentOptions, ConfigName, composed, hide_loading, show_warnings
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import Progress, print_json, table
-from shoal.core.data import Trajectory
+from shoal.core.data import Trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, verify_folder
+from shoal.core.seeding import derive_seed
+from shoal.rollout.collector import place_of
+from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.worker import Assignment
+from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.settings import Backend
+from shoal.rollout.verify import Verdict, compare
+
+if TYPE_CHECKING:
+    from shoal.testing.recorded_runs import Recording
 
 MORE = """\
 examples:
@@ -62,8 +76,6 @@ COMMAND = Command(RolloutOptions, rollout, MORE)
 
 def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     if options.verify is not None:
-        from shoal.cli.rollout_replay import verify
-
         return verify(options.verify, ending)
     config = composed(options)
     run_dir = Path(config.run_dir or "runs/rollout")
@@ -71,17 +83,12 @@ def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
         raise ConfigError(f"{run_dir} holds a run already: pass another run_dir")
     config = replace(config, run_dir=str(run_dir))
     if options.compare:
-        from shoal.cli.rollout_comparison import compare_schedules
-
         return compare_schedules(config, options, ending)
     return play(config, options, ending)
 
 
 def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
-    from shoal.core.data import write_trajectories
-    from shoal.rollout.parallel.rollout import ParallelRolloutManager
-
     folder, engine = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend=options.backend) as manager:
         with Progress("playing", sys.stderr, bar=False):
@@ -162,3 +169,227 @@ def episode_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
 def _shown(value: Any) -> str:
     """A value for a table."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# --- --compare: the same episodes on every schedule, and with a worker killed on the way
+ATTEMPTS = 5
+"""Rollouts in which a worker is killed, until one was hit while it played."""
+LEVELS: dict[Level, str] = {
+    "L2": "promises the same log-probabilities to the bit",
+    "L1": "promises the same tokens",
+    "L0": "promises nothing: a server's batches decide its rounding",
+}
+HEADER = ["", "seconds", "speed", "failed", "success", "reward", "lost", "result"]
+
+
+def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
+    """One after another, in lockstep, on workers, and with a worker killed; exit code 1 if anything differs."""
+    folder, engine = prepare(config, options, ending)
+    with ParallelRolloutManager(config, engine, backend="serial") as manager:
+        reference = manager.collect(options.iteration)
+        sequential = manager.report.seconds
+    write_trajectories(folder.path / "trajectories" / "rollout.jsonl", reference)
+    rows = [_row("one by one", reference, sequential, sequential, 0, "reference")]
+    lockstep = _lockstep_here(config, engine)
+    clock = time.perf_counter()
+    trajectories = lockstep.collect(options.iteration, config.agent_proxy.sampling())
+    seconds = time.perf_counter() - clock
+    lockstep.close()
+    verdict = compare(reference, trajectories)
+    verdicts = [verdict]
+    rows.append(_row("lockstep alone", trajectories, seconds, sequential, 0, _equal(verdict)))
+
+    notes, parallel, died = [], 0.0, None
+    backend = options.backend or config.agent_proxy.parallel.backend
+    plans = [("workers, lockstep", "barrier", False), ("workers, own pace", "adaptive", False)]
+    if backend in ("auto", "processes"):
+        plans.append(("… a worker killed", "adaptive", True))
+    for name, schedule, fault in plans:
+        proxy = replace(config.agent_proxy, parallel=replace(config.agent_proxy.parallel, schedule=schedule))
+        with ParallelRolloutManager(
+            replace(config, agent_proxy=proxy), engine, backend=None if backend == "auto" else backend
+        ) as manager:
+            manager.collect(options.iteration + 1)  # workers start and import: not what is compared
+            play = _collect_and_kill if fault else ParallelRolloutManager.collect
+            trajectories = play(manager, options.iteration)
+            report = manager.report
+        verdict = compare(reference, trajectories)
+        verdicts.append(verdict)
+        plural = "" if report.workers == 1 else "s"
+        notes.append(f"{name}: {report.workers} worker{plural}, {report.batches} batches of the engine")
+        if fault:
+            died = report
+            notes[-1] += f"; {report.worker_deaths} killed, {report.replayed_episodes} episodes played again"
+        else:
+            parallel = report.seconds
+        told = "none died" if fault and not report.worker_deaths else _equal(verdict)
+        rows.append(_row(name, trajectories, report.seconds, sequential, report.worker_deaths, told))
+        if verdict.first:
+            print(f"{name}: {verdict.first}", file=sys.stderr)
+    out = sys.stderr if options.json else sys.stdout
+    title = (
+        f"{options.config_name}: {len(reference)} episodes, {engine.level} engine ({LEVELS[engine.level]})"
+    )
+    table(title, HEADER, rows, text=(0, len(HEADER) - 1), out=out)
+    if not any(t.success for t in reference) and options.source is None:
+        notes.append("no episode succeeded: these weights are untrained; --from RUN plays those of a run")
+    print("\n".join(notes), file=out)
+    least: Level = min(verdict.level for verdict in verdicts)
+    metrics = episode_metrics(reference, sequential) | {"least_level": least, "seconds_parallel": parallel}
+    if died is not None:
+        metrics |= {"worker_deaths": died.worker_deaths, "replayed_episodes": died.replayed_episodes}
+    summary = folder.finish(metrics)
+    if options.json:
+        print_json(summary)
+    equal = least >= min(engine.level, "L1")
+    return 0 if equal and (died is None or died.worker_deaths) else 1
+
+
+def _lockstep_here(config: Any, engine: Engine) -> Any:
+    """The plain collector over envs in this process."""
+    from shoal.rollout.collector import TrajectoryCollector
+    from shoal.rollout.factory import make_roles, make_set
+    from shoal.rollout.settings import rollout_config
+
+    plain = replace(rollout_config(config).environments, use_parallel_envs=False)
+    side = make_set(plain, plain.es_manager.train)
+    roles = make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn)
+    prompt = config.agent_proxy.prompt
+    return TrajectoryCollector(side.pool, side.tags, roles, side.group_size, engine, prompt, config.seed)
+
+
+def _collect_and_kill(manager: ParallelRolloutManager, iteration: int) -> list[Trajectory]:
+    """A rollout in which a worker is killed while it plays; again, should every worker have been too quick."""
+    for _ in range(ATTEMPTS):
+        with _killer(manager):
+            trajectories = manager.collect(iteration)
+        if manager.report.worker_deaths:
+            break
+    return trajectories
+
+
+@contextlib.contextmanager
+def _killer(manager: ParallelRolloutManager) -> Iterator[None]:
+    """Kill workers as the machine's out-of-memory killer would, until one had an episode to lose."""
+    done = threading.Event()
+    before, asked = manager.report, manager.inference.statistics.requests
+
+    def kill() -> None:
+        while manager.report is before or manager.inference.statistics.requests == asked:
+            if done.wait(0.001):
+                return
+        for pid in manager.worker_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            if done.wait(0.2) or manager.report.worker_deaths:  # an idle worker costs nothing: try the next
+                return
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _row(
+    name: str, trajectories: Sequence[Trajectory], seconds: float, reference: float, lost: int, result: str
+) -> list[str]:
+    metrics = episode_metrics(trajectories, seconds)
+    return [
+        name,
+        f"{seconds:.3f}",
+        f"{reference / seconds:.2f}x",
+        str(int(metrics["failed_episodes"])),
+        f"{metrics['success']:.3f}",
+        f"{metrics['reward']:.3f}",
+        str(lost),
+        result,
+    ]
+
+
+def _equal(verdict: Verdict) -> str:
+    words = {"L2": "bit-equal", "L1": "same tokens"}
+    return words.get(verdict.level, f"{verdict.episodes - verdict.same_episodes} DIFFER")
+
+
+# --- --verify: what a run saved again, one episode after another
+def verify(run: Path, ending: contextlib.ExitStack) -> int:
+    """Replay a saved rollout, or what a training run saved; exit code 1 if less held than was promised."""
+    from shoal.testing.recorded_runs import settings_of
+    from shoal.train.agent.config import AgentConfig
+
+    file = run / "trajectories" / "rollout.jsonl"
+    recordings = _recordings(run)
+    if not (run / "config.yaml").exists() or not (file.exists() or recordings):
+        raise DataError(
+            f"{run} is not the folder of a saved rollout or of an agent's training: it needs config.yaml and "
+            f"{file.relative_to(run)}, as `shoal rollout` writes them, or trajectories/heldout-N.jsonl with the "
+            f"checkpoint of iteration N, as `shoal train` does"
+        )
+    config = AgentConfig.read(settings_of(run))
+    if file.exists():
+        engine = engine_for(config, run if (run / "engine").exists() else None, ending)
+        return int(not _replay(str(run), config, engine, file, engine.level))
+    return int(not _replay_training(run, config, recordings))
+
+
+def _recordings(run: Path) -> list[tuple[Recording, Path]]:
+    """Files of a training run whose weights are still there, oldest first, and the checkpoint that wrote each."""
+    from shoal.testing.recorded_runs import recordings_of
+
+    found = []
+    for recording in recordings_of(run):
+        checkpoint = run / "checkpoints" / f"step-{recording.weights:06d}"
+        if recording.kind in ("train", "heldout") and checkpoint.is_dir():
+            found.append((recording, checkpoint))
+    return found
+
+
+def _replay_training(run: Path, config: Any, recordings: Sequence[tuple[Recording, Path]]) -> bool:
+    import torch
+
+    from shoal.train.agent.policy import load_engine
+
+    torch.set_num_threads(config.engine.threads)
+    held = []
+    for recording, folder in recordings:
+        checkpoint = verify_folder(folder)
+        engine = load_engine(checkpoint / "engine", device=config.engine.device, config=config.engine)
+        engine.weights_version = int(read_json(checkpoint / "state.json")["weights_version"])
+        promised: Level = "L0" if config.engine.name in ("vllm", "openai") else engine.level
+        name = f"{run}: {recording.file.name} with {checkpoint.name}"
+        held.append(_replay(name, config, engine, recording.file, promised, held_out=recording.held_out))
+    return all(held)
+
+
+def _replay(
+    name: str, config: Any, engine: Engine, file: Path, promised: Level, *, held_out: bool = False
+) -> bool:
+    """Play the episodes of a file again and print what held; whether it is what was promised."""
+    saved = list(read_trajectories(file))
+    seed = derive_seed(config.seed, "held-out") if held_out else config.seed
+    sampling = config.agent_proxy.sampling(greedy=held_out)
+    side = "val" if held_out else "train"
+    with ParallelRolloutManager(config, engine, backend="serial", side=side, seed=seed) as manager:
+        assignments = [
+            Assignment(
+                index,
+                place_of(seed, t.iteration, t.group, t.member),
+                t.env,
+            )
+            for index, t in enumerate(saved)
+        ]
+        replayed = manager.play(assignments, sampling)
+    verdict = _compare_whole(saved, replayed)
+    print(f"{name}, promised {promised}, held {verdict}")
+    failed = sum(t.status != "ok" for t in saved)
+    if failed:
+        print(f"{failed} episodes had failed when they were saved and are left out")
+    return verdict.level >= min(promised, "L1")
+
+
+def _compare_whole(saved: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> Verdict:
+    whole = [k for k, t in enumerate(saved) if t.status == "ok"]
+    return compare([saved[k] for k in whole], [replayed[k] for k in whole])
