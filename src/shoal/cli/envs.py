@@ -247,8 +247,6 @@ def _play(command: PlayCommand) -> int:
 
 def _ask(env: TextEnv[Any], words: list[str], keys: bool) -> str | None:
     """What the player wants: a word of the env, "h" for a hint, None to quit."""
-    from shoal.cli.env_drawing import KEYS, read_key
-
     directions = {word.casefold(): word for word in words}
     if keys and {"up", "down", "left", "right"} <= directions.keys():
         while True:
@@ -272,7 +270,6 @@ def _ask(env: TextEnv[Any], words: list[str], keys: bool) -> str | None:
 def _replay(command: PlayCommand, file: Path) -> int:
     from rich.console import Console
 
-    from shoal.cli.env_drawing import draw
     from shoal.core.data import read_trajectories
 
     console = Console(highlight=False, markup=False, emoji=False)  # what was recorded is text
@@ -306,8 +303,6 @@ def _replay(command: PlayCommand, file: Path) -> int:
 
 
 def _draw(console: Any, env: TextEnv[Any]) -> None:
-    from shoal.cli.env_drawing import draw
-
     console.print()
     console.print(draw(env.observe()), soft_wrap=True)
 
@@ -391,6 +386,73 @@ def _field_notes(config: type) -> dict[str, str]:
         if is_field and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
             notes[field.target.id] = " ".join(str(note.value.value).split())
     return notes
+
+
+# --- how envs look in a terminal: grid worlds in color, everything else as it is
+_SOKOBAN = {
+    "#": ("██", "rgb(122,94,84)"),
+    "_": ("  ", ""),
+    "O": ("◎ ", "bold red"),
+    "√": ("▣ ", "bold green"),
+    "X": ("▣ ", "bold yellow"),
+    "P": ("☻ ", "bold cyan"),
+    "S": ("☻ ", "bold cyan on dark_red"),
+}
+_FROZEN_LAKE = {
+    "_": ("· ", "bright_black"),
+    "O": ("● ", "blue"),
+    "G": ("⚑ ", "bold yellow"),
+    "P": ("☻ ", "bold cyan"),
+    "X": ("☻ ", "bold white on blue"),
+    "√": ("☻ ", "bold green"),
+}
+
+
+def draw(observation: str) -> Any:
+    """An observation for a terminal; which grid world it is shows in its symbols."""
+    from rich.text import Text
+
+    symbols = set(observation) - {"\n"}
+    for world, sign in ((_SOKOBAN, "#"), (_FROZEN_LAKE, "_")):
+        if sign in symbols and symbols <= world.keys():
+            drawn = Text()
+            for symbol in observation:
+                text, style = ("\n", "") if symbol == "\n" else world[symbol]
+                drawn.append(text, style)
+            return drawn
+    return Text(observation)
+
+
+KEYS = {
+    "\x1b[A": "up",
+    "\x1b[B": "down",
+    "\x1b[C": "right",
+    "\x1b[D": "left",
+    "w": "up",
+    "s": "down",
+    "d": "right",
+    "a": "left",
+}
+"""What arrow keys send, and the letters for keyboards without them."""
+
+
+def read_key() -> str:
+    """One key from the terminal, without waiting for Enter; arrow keys come as one."""
+    import os
+    import select
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before: Any = termios.tcgetattr(terminal)
+    try:
+        tty.setcbreak(terminal)
+        key = os.read(terminal, 1)
+        while select.select([terminal], [], [], 0.02)[0] and len(key) < 8:
+            key += os.read(terminal, 1)
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+    return key.decode("utf-8", "replace")
 
 
 COMMAND = Group(
