@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.command import Command
-from shoal.cli.settings import EnvKwargs, Settings, Wrappers, arguments_of, blaming
+from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
 from shoal.envs.catalogue import EnvFn, resolve

@@ -17,7 +17,7 @@ from typing import Annotated, Any, cast
 import tyro
 
 from shoal.cli.command import Command, Group
-from shoal.cli.settings import EnvKwargs, Settings, Wrappers, arguments_of, blaming, parse_settings
+from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming, parse_settings
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.envs.catalogue import (
     ADAPTERS,

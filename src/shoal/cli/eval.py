@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from shoal.cli.agent_options import hide_loading, refuse_device
 from shoal.cli.command import Command
-from shoal.cli.grammar import Progress, print_json
+from shoal.cli.grammar import Progress, hide_loading, print_json, refuse_device
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.run_folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""What all commands say alike: folders of runs, events and results as JSON, progress with the time that is left.
+"""What commands share: folders of runs, results as JSON, progress, and the words for envs and for agents' configs.
 
 On a terminal work shows a bar with its ETA; elsewhere lines, and one of a heartbeat where nothing else was said.
 """
@@ -6,15 +6,21 @@ On a terminal work shows a bar with its ETA; elsewhere lines, and one of a heart
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.core.errors import ConfigError
+import tyro
+
+from shoal.cli.command import Flag
+from shoal.core.errors import ConfigError, EnvError, ShoalError
 
 HEARTBEAT = 30.0
 """Seconds without a word, off a terminal, after which a command says that it is still at work."""
@@ -199,3 +205,183 @@ def table(
     if not console.is_terminal:
         console.width = max(console.width, 200)  # a file or a pipe has no edge
     console.print(made)
+
+
+# --- what a command line says of an environment
+Settings = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]")]
+
+EnvKwargs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")]
+"""`--env-kwargs`, arguments of the environment as JSON or plain text."""
+Wrappers = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="wrapper", metavar="MODULE:NAME")
+]
+"""`--wrapper`, which may be given several times."""
+
+
+@contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """What an env raises while it is made or tried becomes an `EnvError` that names it."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:  # an env may raise whatever it likes
+        raise EnvError(f"{name} failed when it was tried: {type(error).__name__}: {error}") from error
+
+
+def arguments_of(settings: tuple[str, ...], env_kwargs: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of an env, given as settings and by `--env-kwargs`."""
+    from shoal.envs.catalogue import parse_env_kwargs
+
+    found, more = parse_settings(settings), parse_env_kwargs(env_kwargs)
+    for key in more:
+        if key in found:
+            raise ConfigError(f"the argument {key!r} of the environment was given twice")
+    return {**found, **more}
+
+
+def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
+    """Settings from `key=value` words; values are YAML, and `a.b=c` sets b inside a.
+
+    >>> parse_settings(("dim_room=[7,7]", "kwargs.fast=true"))
+    {'dim_room': [7, 7], 'kwargs': {'fast': True}}
+    """
+    from omegaconf import OmegaConf
+
+    for setting in settings:
+        if "=" not in setting:
+            raise ConfigError(f"settings must be key=value, got {setting!r}")
+    values = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
+    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+
+
+# --- what plays or trains agents: a config by name, and Hydra's `key=value` overrides
+def _config_names(default: str) -> str:
+    from shoal.train.agent.config import config_names
+
+    return f"(of {', '.join(config_names())}) (default: {default})"
+
+
+ConfigName = tyro.conf.arg(
+    metavar="NAME", help="a config that comes with shoal, or your own", help_behavior_hint=_config_names
+)
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """What names a run of agents: a config, settings to change, and the flags that all commands have."""
+
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[key=value ...]")] = ()
+    """settings to change, as in Hydra: +key=value adds one, ~key removes one"""
+    config_name: Annotated[str, ConfigName] = "demo"
+    config_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """folder with your own YAML configs"""
+    run_dir: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """run_dir=FOLDER: where the run goes"""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """seed=N: of the whole run"""
+    device: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """engine.device=NAME: cpu, cuda, cuda:1, mps"""
+    json: Flag = False
+    """print the summary as JSON at the end; the rest to stderr"""
+
+    def settings(self, device: str = "engine.device") -> list[str]:
+        """The settings, with `--seed`, `--device` (whose key is given) and `--resume` among them.
+
+        Raises:
+            ConfigError: a flag is given as a setting, too.
+        """
+        flags = {"seed": self.seed, device: self.device, "resume": getattr(self, "resume", None) or None}
+        words = list(self.overrides)
+        for key, value in flags.items():
+            if value is not None:
+                _refuse_twice(key, words)
+                words.append(f"{key}={str(value).lower() if value is True else value}")
+        return words
+
+
+def composed(options: AgentOptions) -> Any:
+    """The config that the command line names, an `AgentConfig`; flags become settings."""
+    from shoal.train.agent.config import compose_config
+
+    if options.config_dir is not None and not options.config_dir.is_dir():
+        raise ConfigError(f"--config-dir must be a folder, got {options.config_dir}")
+    for word in options.overrides:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(
+                f"settings are given as key=value (such as seed=1), got {word!r}; a config is named by --config-name"
+                f"{_meant(word)}"
+            )
+    words = options.settings()
+    own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
+    _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
+    config = compose_config(options.config_name, [_own_key(word) for word in words], options.config_dir)
+    if options.run_dir is not None:
+        _refuse_twice("run_dir", words)
+        config = replace(config, run_dir=options.run_dir)
+    refuse_device(config.engine.device)
+    return config
+
+
+def _refuse_secrets(texts: Sequence[str]) -> None:
+    """Settings are printed, and written into config.yaml and names of folders: no place for a secret's value."""
+    for name in re.findall(r"\$\{\s*oc\.(?:env|decode)\s*:\s*([^,}\s]+)", "\n".join(texts)):
+        if re.search(r"key|token|secret|passw|credential", name, re.IGNORECASE):
+            raise ConfigError(
+                f"${{oc.env:{name}}} would write what {name} holds into config.yaml: name the variable instead, "
+                f"such as engine.server.api_key_env={name}"
+            )
+
+
+def _own_key(word: str) -> str:
+    """A setting of an env may be new to the config: the env itself knows which there are, and refuses others."""
+    return f"++{word}" if re.match(r"custom_envs\.[^.=]+\.env_config\.[^=]+=", word) else word
+
+
+def _meant(word: str) -> str:
+    from shoal.train.agent.config import config_names
+
+    return f": --config-name {word}" if word in config_names() else ""
+
+
+def _refuse_twice(key: str, overrides: Sequence[str]) -> None:
+    if any(word.partition("=")[0].lstrip("+") == key for word in overrides):
+        raise ConfigError(f"{key} is given twice, as a setting and as a flag: leave one of them out")
+
+
+def refuse_device(device: str) -> None:
+    """Refuse a device that torch does not know, or that this machine does not have.
+
+    Raises:
+        ConfigError: names the devices that there are.
+    """
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return
+    import torch
+
+    have = ["cpu"]
+    have += (
+        [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    mps = getattr(torch.backends, "mps", None)
+    have += ["mps"] if mps is not None and mps.is_available() else []
+    known = {*have, *(name.partition(":")[0] for name in have), "auto"}
+    if device not in known:
+        raise ConfigError(
+            f"device={device} is not available here: torch can use {', '.join(have)}; see shoal doctor"
+        )
+
+
+def hide_loading() -> None:
+    """Keep the bars that transformers draws for each weight it loads off the screen."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def show_warnings() -> None:
+    """Send the library's warnings to standard error."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )

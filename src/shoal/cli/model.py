@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from shoal.cli.agent_options import hide_loading
 from shoal.cli.command import Command, Group
+from shoal.cli.grammar import hide_loading
 
 
 @dataclass(frozen=True)

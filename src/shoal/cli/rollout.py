@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from shoal.cli.agent_options import AgentOptions, ConfigName, composed, hide_loading, show_warnings
 from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import Progress, print_json, table
+from shoal.cli.grammar import (
+    AgentOptions,
+    ConfigName,
+    Progress,
+    composed,
+    hide_loading,
+    print_json,
+    show_warnings,
+    table,
+)
 from shoal.core.data import Trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder

@@ -10,9 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.agent_options import AgentOptions, composed, hide_loading, show_warnings
 from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import Progress, count_of, duration, new_folder, newest_folder, print_json
+from shoal.cli.grammar import (
+    AgentOptions,
+    Progress,
+    composed,
+    count_of,
+    duration,
+    hide_loading,
+    new_folder,
+    newest_folder,
+    print_json,
+    show_warnings,
+)
 from shoal.core.files import read_json
 
 MORE = """\

@@ -15,9 +15,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from shoal.cli.agent_options import refuse_device
 from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json
+from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, refuse_device
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for

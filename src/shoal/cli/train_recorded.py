@@ -98,7 +98,7 @@ def train_recorded(options: Any) -> int:
         raise ConfigError(
             f"--config-dir has no effect with --config-name {options.config_name}: use key=value"
         )
-    from shoal.cli.agent_options import hide_loading, refuse_device
+    from shoal.cli.grammar import hide_loading, refuse_device
 
     where = [] if options.run_dir is None else [f"run_dir={options.run_dir}"]
     config = read_config(options.config_name, [*options.settings("device"), *where])
