@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("shoal.cli.bench", "measure which backend steps an environment fastest here"),
     "skills": ("shoal.cli.skills", "train a graph of skills in parallel"),
     "doctor": ("shoal.cli.doctor", "what this machine has, what it lacks, and what to do about it"),
-    "completion": ("shoal.cli.completion", "print a script that completes commands and flags in a shell"),
+    "completion": ("shoal.cli.command", "print a script that completes commands and flags in a shell"),
 }
 """name: (module with a `COMMAND`, one line of help)"""
 
