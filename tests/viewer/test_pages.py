@@ -16,10 +16,9 @@ from shoal.core.data import write_advantages, write_trajectories
 from shoal.core.errors import DataError
 from shoal.skills.jobs.store import Store
 from shoal.viewer.advice import advise
-from shoal.viewer.charts import Series, graph, histogram, line_chart, thinned
 from shoal.viewer.episode_pages import parting
 from shoal.viewer.export import export
-from shoal.viewer.markup import Html, join, tag
+from shoal.viewer.markup import Html, Series, graph, histogram, join, line_chart, tag, thinned
 from shoal.viewer.pages import Site, compare, overview
 from shoal.viewer.runs import Run, whole_rows
 from shoal.viewer.server import page_for

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import DataError
-from shoal.viewer.charts import histogram
+from shoal.core.files import read_json
 from shoal.viewer.index import ORDERS, Episode, Filter
-from shoal.viewer.markup import Html, counted, join, number, tag
+from shoal.viewer.markup import Html, counted, histogram, join, number, tag
 from shoal.viewer.pages import Page, Site, anchor, command, facts, table
 from shoal.viewer.runs import PICTURES, Run
-from shoal.viewer.tokens import Spell, spelling
 
+logger = logging.getLogger(__name__)
 PAGE = 50
 """Episodes on a page."""
+Spell = Callable[[Sequence[int]], list[str]]
+"""Token ids to the text of each."""
 OUTCOMES = {"success": "solved", "failed": "failed", "truncated": "out of turns", "error": "error"}
 _TAG = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
 
@@ -459,3 +464,42 @@ def _image(site: Site, run: Run, image: str | None) -> Html | None:
     return (
         tag("img", src=address, alt="what the agent saw", class_="shot", loading="lazy") if address else None
     )
+
+
+# --- tokens as text, by the tokenizer that lies in the run; without one they are shown by their numbers
+def spelling(run: Path) -> Spell | None:
+    """How the tokens of a run are written; None if nothing in its folder tells."""
+    for folder in _engines(run):
+        return _spelling(str(folder), (folder / "engine.json").stat().st_mtime_ns)
+    return None
+
+
+def _engines(run: Path) -> list[Path]:
+    """Folders of an engine in a run, those of the newest weights first."""
+    places = [run / "engine", *sorted(run.glob("checkpoints/*/engine"), reverse=True)]
+    return [place for place in places if (place / "engine.json").is_file()]
+
+
+@functools.lru_cache(maxsize=16)
+def _spelling(folder: str, changed: int) -> Spell | None:
+    try:
+        described: Any = read_json(Path(folder) / "engine.json")
+        if described.get("engine") == "tiny":
+            from shoal.rollout.samplers.tokenizers import TinyTokenizer
+
+            return functools.partial(_by_table, TinyTokenizer(described["words"]).tokens)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever lies there, the page is shown, with numbers
+        logger.warning("the tokenizer in %s cannot be read (%s); tokens are shown by number", folder, error)
+        return None
+    return functools.partial(_by_tokenizer, tokenizer)
+
+
+def _by_table(tokens: Sequence[str], ids: Sequence[int]) -> list[str]:
+    return [tokens[i] if 0 <= i < len(tokens) else f"#{i}" for i in ids]
+
+
+def _by_tokenizer(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    return [tokenizer.decode([i], skip_special_tokens=False) if i >= 0 else f"#{i}" for i in ids]

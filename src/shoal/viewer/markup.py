@@ -1,10 +1,15 @@
-"""HTML and SVG from Python. Whatever is not `Html` already is escaped: text of a model or an environment stays text."""
+"""HTML and SVG from Python. Whatever is not `Html` already is escaped: text of a model or an environment stays text.
+
+Charts are SVG without scripts: curves whose points are links, histograms, a graph of skills and its time line.
+"""
 
 from __future__ import annotations
 
 import html
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 NONE = "\N{EN DASH}"
@@ -93,3 +98,383 @@ def number(value: Any, digits: int = 4) -> str:
 def counted(n: int, noun: str) -> str:
     """`1 turn`, `2 turns`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+# --- charts
+MOST_POINTS = 240
+"""Of a curve; of longer ones the lowest and the highest of each stretch are drawn."""
+COLOURS = 8
+"""How many the style sheet has for series."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve; where `low` and `high` are given, the range between them is shaded."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    links: Sequence[str | None] = ()
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    dots: bool = False
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """From values to places in the picture."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    left: float = 46
+    right: float = 408
+    top: float = 10
+    bottom: float = 158
+
+    def x(self, value: float) -> float:
+        return round(self.left + (value - self.x0) / ((self.x1 - self.x0) or 1) * (self.right - self.left), 1)
+
+    def y(self, value: float) -> float:
+        return round(
+            self.bottom - (value - self.y0) / ((self.y1 - self.y0) or 1) * (self.bottom - self.top), 1
+        )
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers from `low` to `high`.
+
+    >>> ticks(0.0, 1.0)
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    if not low < high:
+        return [low]
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = min((s * power for s in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
+    first = math.ceil(low / step - 1e-9)
+    return [round(k * step, 12) for k in range(first, first + about * 3) if k * step <= high + step * 1e-9]
+
+
+def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Which points are drawn: all, or of each stretch its lowest and highest, and both ends."""
+    if len(x) <= most:
+        return list(range(len(x)))
+    stretch = math.ceil(2 * len(x) / (most - 2))
+    kept = {0, len(x) - 1}
+    for begin in range(0, len(x), stretch):
+        part = range(begin, min(begin + stretch, len(x)))
+        kept |= {min(part, key=y.__getitem__), max(part, key=y.__getitem__)}
+    return sorted(kept)
+
+
+def line_chart(
+    series: Sequence[Series], label: str, x_label: str = "", y_range: tuple[float, float] | None = None
+) -> Html:
+    """Curves in one picture; points with links are links."""
+    series = [s for s in series if len(s.x)]
+    if not series:
+        return tag("p", "no points yet", class_="empty")
+    ys = [value for s in series for part in (s.y, s.low, s.high) for value in part]
+    low, high = y_range or (min(ys), max(ys))
+    if low == high:
+        low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
+    margin = 0.0 if y_range else (high - low) * 0.05
+    frame = _Frame(min(s.x[0] for s in series), max(s.x[-1] for s in series), low - margin, high + margin)
+    return tag(
+        "svg",
+        _axes(frame, x_label),
+        [_curve(s, frame) for s in series],
+        class_="chart",
+        viewBox="0 0 416 190",
+        role="img",
+        aria_label=label,
+    )
+
+
+def _axes(frame: _Frame, x_label: str) -> Html:
+    across = [
+        join(
+            tag("line", x1=frame.left, x2=frame.right, y1=frame.y(v), y2=frame.y(v), class_="grid"),
+            tag("text", number(v, 3), x=frame.left - 6, y=frame.y(v) + 3.5, text_anchor="end"),
+        )
+        for v in ticks(frame.y0, frame.y1)
+    ]
+    along = [
+        tag("text", number(v, 6), x=frame.x(v), y=frame.bottom + 14, text_anchor="middle")
+        for v in ticks(frame.x0, frame.x1)
+        if frame.x(v) < frame.right - 4
+    ]
+    name = tag("text", x_label, x=(frame.left + frame.right) / 2, y=frame.bottom + 28, text_anchor="middle")
+    return tag("g", across, along, name, class_="axes")
+
+
+def _curve(series: Series, frame: _Frame) -> Html:
+    kept = thinned(series.x, series.y)
+    places = [(frame.x(series.x[i]), frame.y(series.y[i])) for i in kept]
+    band = None
+    if len(series.low):
+        upper = [f"{frame.x(series.x[i])},{frame.y(series.high[i])}" for i in kept]
+        lower = [f"{frame.x(series.x[i])},{frame.y(series.low[i])}" for i in reversed(kept)]
+        band = tag("polygon", points=" ".join(upper + lower), class_="band")
+    line = tag("polyline", points=" ".join(f"{x},{y}" for x, y in places), class_="line")
+    marks = []
+    for i, (x, y) in zip(kept, places, strict=True):
+        link = series.links[i] if len(series.links) else None
+        said = f"{series.name} {number(series.y[i])} at {number(series.x[i], 8)}"
+        radius = 3 if series.dots or len(kept) == 1 else 2
+        mark = tag("circle", tag("title", said), cx=x, cy=y, r=radius)
+        marks.append(tag("a", mark, href=link, aria_label=said, tabindex="-1") if link else mark)
+    return tag("g", band, line, marks, class_=f"series s{series.colour % COLOURS}")
+
+
+def histogram(
+    bars: Sequence[tuple[float, float, int, int]],
+    links: Sequence[str | None],
+    chosen: tuple[float, float] | None = None,
+) -> Html:
+    """Bars of episodes by reward, the part that succeeded in another colour; each bar is a link to its episodes."""
+    if not bars:
+        return tag("p", "no episodes", class_="empty")
+    frame = _Frame(0, len(bars), 0, max(n for _, _, n, _ in bars))
+    drawn = []
+    wide = (frame.right - frame.left) / len(bars)
+    for k, ((low, high, n, won), link) in enumerate(zip(bars, links, strict=True)):
+        said = f"reward {_reach(low, high)}: {n:,} episodes, {won:,} solved"
+        x = frame.left + k * wide
+        thick = round(max(min(wide - 2, 48), 1), 1)
+        left = round(x + (wide - thick) / 2, 1)
+        top, border = frame.y(n), frame.y(won)
+        bar = tag(
+            "g",
+            tag("title", said),
+            tag(
+                "rect",
+                x=round(x, 1),
+                y=frame.top,
+                width=round(wide, 1),
+                height=frame.bottom - frame.top,
+                class_="hit",
+            ),
+            tag("rect", x=left, y=top, width=thick, height=round(max(border - top, 0), 1), class_="other"),
+            tag("rect", x=left, y=border, width=thick, height=round(frame.bottom - border, 1), class_="won"),
+            class_="bar chosen" if chosen == (low, high) else "bar",
+        )
+        drawn.append(tag("a", bar, href=link, aria_label=said) if link else bar)
+    every = max(1, math.ceil(len(bars) / 6))
+    names = [
+        tag(
+            "text",
+            number(low, 3),
+            x=round(frame.left + (k + 0.5) * wide, 1),
+            y=frame.bottom + 14,
+            text_anchor="middle",
+        )
+        for k, (low, _, _, _) in enumerate(bars)
+        if k % every == 0
+    ]
+    upright = [
+        join(
+            tag("line", x1=frame.left, x2=frame.right, y1=frame.y(v), y2=frame.y(v), class_="grid"),
+            tag("text", number(v, 3), x=frame.left - 6, y=frame.y(v) + 3.5, text_anchor="end"),
+        )
+        for v in ticks(0, frame.y1, 3)
+    ]
+    axis = tag("text", "reward of an episode", x=227, y=frame.bottom + 28, text_anchor="middle")
+    return tag(
+        "svg",
+        tag("g", upright, names, axis, class_="axes"),
+        drawn,
+        class_="chart histogram",
+        viewBox="0 0 416 190",
+        role="img",
+        aria_label="histogram of rewards",
+    )
+
+
+def _reach(low: float, high: float) -> str:
+    return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
+def spark(values: Sequence[float]) -> Html:
+    """A small curve to stand in a line of text."""
+    if len(values) < 2:
+        return Html("")
+    kept = thinned(range(len(values)), values, 60)
+    low, high = min(values), max(values)
+    points = " ".join(
+        f"{i / (len(values) - 1) * 96 + 2:.1f},{20 - (values[i] - low) / ((high - low) or 1) * 16:.1f}"
+        for i in kept
+    )
+    return tag(
+        "svg",
+        tag("polyline", points=points, class_="line"),
+        class_="spark s0",
+        viewBox="0 0 100 24",
+        aria_hidden="true",
+    )
+
+
+def graph(needs: Mapping[str, Sequence[str]], states: Mapping[str, str], links: Mapping[str, str]) -> Html:
+    """Boxes from left to right, each right of all it needs, with an arrow from each of those.
+
+    Args:
+        needs: names of each box's dependencies; unknown ones and circles are left out.
+        states: a class for each box, shown under its name.
+        links: where a click leads.
+    """
+    at, width, height = _laid_out(needs)
+    arrows = [
+        _arrow(at[other], (x, y))
+        for name, (x, y) in at.items()
+        for other in needs[name]
+        if other in at and at[other][0] < x
+    ]
+    boxes = []
+    for name, place in at.items():
+        box = _box(name, states.get(name, ""), *place)
+        boxes.append(tag("a", box, href=links[name]) if links.get(name) else box)
+    drawn = tag(
+        "svg",
+        _TIP,
+        arrows,
+        boxes,
+        class_="graph",
+        viewBox=f"0 0 {max(width, 1)} {max(height, 1)}",
+        width=width,
+        height=height,
+        role="img",
+        aria_label="graph of skills",
+    )
+    return tag("div", drawn, class_="wide")
+
+
+_WIDE, _HIGH, _GAP_X, _GAP_Y = 150, 42, 46, 18
+_TIP = tag(
+    "defs",
+    tag(
+        "marker",
+        tag("path", d="M0 0 L8 4 L0 8 z", class_="head"),
+        id="tip",
+        viewBox="0 0 8 8",
+        refX=1,
+        refY=4,
+        markerWidth=7,
+        markerHeight=7,
+        orient="auto",
+    ),
+)
+
+
+def _laid_out(needs: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[float, float]], int, int]:
+    """Where the upper left corner of each box stands, and the width and height of all."""
+    depth: dict[str, int] = {}
+
+    def place(name: str, path: tuple[str, ...] = ()) -> int:
+        if name not in depth:
+            before = [
+                place(other, (*path, name))
+                for other in needs[name]
+                if other in needs and other not in (*path, name)
+            ]
+            depth[name] = 1 + max(before, default=-1)
+        return depth[name]
+
+    columns: dict[int, list[str]] = {}
+    for name in needs:
+        place(name)
+    for name in needs:
+        columns.setdefault(depth[name], []).append(name)
+    step = _HIGH + _GAP_Y
+    height = max(map(len, columns.values()), default=0) * step + _GAP_Y
+    at: dict[str, tuple[float, float]] = {
+        name: (10 + column * (_WIDE + _GAP_X), (height - len(names) * step) / 2 + _GAP_Y / 2 + k * step)
+        for column, names in columns.items()
+        for k, name in enumerate(names)
+    }
+    return at, len(columns) * (_WIDE + _GAP_X) - _GAP_X + 20, height
+
+
+def _arrow(before: tuple[float, float], behind: tuple[float, float]) -> Html:
+    """From the right side of one box to the left side of another."""
+    x0, y0 = before[0] + _WIDE, before[1] + _HIGH / 2
+    x1, y1 = behind[0] - 7, behind[1] + _HIGH / 2
+    bend = min((x1 - x0) / 2, 40)
+    path = f"M{x0} {y0} C{x0 + bend} {y0} {x1 - bend} {y1} {x1} {y1}"
+    return tag("path", d=path, class_="arrow", marker_end="url(#tip)")
+
+
+def _box(name: str, state: str, x: float, y: float) -> Html:
+    short = name if len(name) < 22 else name[:20] + "…"
+    return tag(
+        "g",
+        tag("title", f"{name}: {state}"),
+        tag("rect", x=x, y=y, width=_WIDE, height=_HIGH, rx=6),
+        tag("text", short, x=x + _WIDE / 2, y=y + 18, text_anchor="middle", class_="name"),
+        tag("text", state, x=x + _WIDE / 2, y=y + 33, text_anchor="middle"),
+        class_=f"box {_word(state)}",
+    )
+
+
+def timeline(bars: Sequence[tuple[str, float, float, str]]) -> Html:
+    """One line a name with its bars `(name, from, to, state)`, in seconds since the first."""
+    if not bars:
+        return tag("p", "nothing has run yet", class_="empty")
+    names = list(dict.fromkeys(name for name, *_ in bars))
+    begin, end = min(bar[1] for bar in bars), max(bar[2] for bar in bars)
+    frame = _Frame(0, max(end - begin, 1e-9), 0, 1, left=150, right=620)
+    high = 24
+    bottom = len(names) * high + 8
+    drawn = [
+        tag(
+            "text",
+            name if len(name) < 22 else name[:20] + "…",
+            x=142,
+            y=k * high + 20,
+            text_anchor="end",
+            class_="name",
+        )
+        for k, name in enumerate(names)
+    ]
+    lines = [
+        join(
+            tag("line", x1=frame.x(t), x2=frame.x(t), y1=4, y2=bottom, class_="grid"),
+            tag("text", f"{number(t, 3)} s", x=frame.x(t), y=bottom + 13, text_anchor="middle"),
+        )
+        for t in ticks(0, end - begin, 5)
+    ]
+    for name, start, stop, state in bars:
+        x0, x1 = frame.x(start - begin), frame.x(stop - begin)
+        said = f"{name}: {state}, {number(stop - start, 3)} s"
+        drawn.append(
+            tag(
+                "rect",
+                tag("title", said),
+                x=x0,
+                y=names.index(name) * high + 8,
+                width=round(max(x1 - x0, 2), 1),
+                height=high - 8,
+                rx=3,
+                class_=f"span {_word(state)}",
+            )
+        )
+    return tag(
+        "div",
+        tag(
+            "svg",
+            tag("g", lines, class_="axes"),
+            drawn,
+            class_="timeline",
+            viewBox=f"0 0 640 {bottom + 20}",
+            role="img",
+            aria_label="time line",
+        ),
+        class_="wide",
+    )
+
+
+def _word(text: str) -> str:
+    """A class name from any text."""
+    return "is-" + ("".join(c for c in text.split(",")[0].lower() if c.isascii() and c.isalpha()) or "none")

@@ -16,8 +16,7 @@ from urllib.parse import urlencode
 
 from shoal.core.errors import DataError
 from shoal.viewer.advice import Advice, advise
-from shoal.viewer.charts import Series, line_chart, spark
-from shoal.viewer.markup import NONE, Html, counted, join, number, tag
+from shoal.viewer.markup import NONE, Html, Series, counted, join, line_chart, number, spark, tag
 from shoal.viewer.runs import PICTURES, Run, metric_names, points
 
 EMBEDDED = 4 * 2**20

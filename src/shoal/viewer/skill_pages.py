@@ -7,8 +7,7 @@ import json
 import time
 from typing import Any
 
-from shoal.viewer.charts import Series, graph, line_chart, timeline
-from shoal.viewer.markup import NONE, Html, counted, join, number, tag
+from shoal.viewer.markup import NONE, Html, Series, counted, graph, join, line_chart, number, tag, timeline
 from shoal.viewer.pages import Page, Site, anchor, facts, media, state, table
 from shoal.viewer.runs import Run, points, whole_rows
 

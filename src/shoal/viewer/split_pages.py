@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import DataError
-from shoal.viewer.episode_pages import token
+from shoal.viewer.episode_pages import Spell, token
 from shoal.viewer.markup import Html, counted, join, tag
 from shoal.viewer.pages import Page, Site, anchor, facts, table
 from shoal.viewer.runs import Run
-from shoal.viewer.tokens import Spell
 
 SHOWN = 400
 """Samples that the table lists."""
