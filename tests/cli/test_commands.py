@@ -178,15 +178,24 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("train-ppo --resume", "there is no run"),
         ("trian", "Did you mean 'train'"),
         ("train 'run_dir=${oc.env:MY_API_KEY}'", "name the variable instead"),
+        ("envs serve bandit --port 70000", "port must be a whole number from 0 to 65535"),
+        ("envs serve bandit --port=-3", "port must be a whole number from 0 to 65535"),
+        ("view RUN --port 70000", "port must be a whole number from 0 to 65535"),
+        ("view RUN --port=-1", "port must be a whole number from 0 to 65535"),
     ],
 )
-def test_a_mistake_in_the_call_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, words, why):
+def test_a_mistake_in_the_call_is_one_line_and_leaves_nothing(
+    tmp_path, tmp_path_factory, monkeypatch, capsys, words, why
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_API_KEY", "sesame")
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     before = sorted(tmp_path.rglob("*"))
-    code = main([word.replace("FILE", "file") for word in shlex.split(words)])
+    code = main([word.replace("FILE", "file").replace("RUN", "run") for word in shlex.split(words)])
     told = capsys.readouterr().err
     assert why in told
     assert "sesame" not in told

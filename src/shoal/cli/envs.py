@@ -341,11 +341,12 @@ def _check(command: CheckCommand) -> int:
 
 
 def _serve(command: ServeCommand) -> int:
-    from shoal.envs.adapters.openenv_server import HOST, serve
+    from shoal.core.ports import LOCAL
+    from shoal.envs.adapters.openenv_server import serve
 
     def ready(port: int) -> None:
         print(
-            f"serving {command.name} at http://{HOST}:{port}  (sessions at /ws; stop with Ctrl-C)", flush=True
+            f"serving {command.name} at http://{LOCAL}:{port}  (sessions at /ws; stop with Ctrl-C)", flush=True
         )
 
     serve(

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal.core.errors import DataError, MissingExtraError, ShoalError, missing_extra
+from shoal.core.ports import listening
 from shoal.viewer import episode_pages, pages
 from shoal.viewer.markup import Html, tag
 from shoal.viewer.pages import Page, Site, not_here
@@ -261,21 +262,11 @@ def serve(app: Any, port: int, on_ready: Callable[[str], None]) -> None:
         port: 0 takes a free one.
         on_ready: told the whole address.
     """
-    import socket
-
     try:
         import uvicorn
     except ImportError as error:
         raise missing_extra("shoal view", "web") from error
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise DataError(
-                f"port {port} is taken ({error.strerror}); use --port 0 for a free one"
-            ) from error
-        listener.listen(128)  # who comes before the server is up waits, and is not refused
+    with listening(port) as listener:
         on_ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{app.state.token}/")
         config = uvicorn.Config(app, log_level="error", access_log=False, server_header=False)
         uvicorn.Server(config).run(sockets=[listener])

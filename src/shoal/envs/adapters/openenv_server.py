@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 from shoal import __version__
 from shoal.core.errors import ShoalError, missing_extra
+from shoal.core.ports import LOCAL, listening
 from shoal.envs.text import TextEnv
 
 Make = Callable[[], TextEnv[Any]]
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 MAX_SESSIONS = 256
 MAX_CONNECTIONS = 512
 MAX_MESSAGE = 1024 * 1024
@@ -181,7 +181,7 @@ def create_app(name: str, make: Make) -> Any:
             WebSocketRoute("/ws", answers.over_websocket),
         ],
         middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"]),
+            Middleware(TrustedHostMiddleware, allowed_hosts=[LOCAL, "localhost"]),
             Middleware(_LocalPages),
         ],
         lifespan=answers.lifespan,
@@ -195,25 +195,20 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
     except ImportError as error:
         raise missing_extra("serving envs", "web") from error
 
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            if on_ready is not None and self.servers:
-                on_ready(self.servers[0].sockets[0].getsockname()[1])
-
     make().close()  # a wrong setting shows now and not in the first session
     app = create_app(name, make)
     settings = uvicorn.Config(
         app,
-        HOST,
-        port,
         log_level="warning",
         http=_impatient_protocol(),
         ws_max_size=MAX_MESSAGE,
         ws="websockets-sansio",
         ws_ping_interval=None,  # pings draw from the global `random`; idle sessions end by themselves
     )
-    Server(settings).run()
+    with listening(port) as listener:
+        if on_ready is not None:
+            on_ready(listener.getsockname()[1])
+        uvicorn.Server(settings).run(sockets=[listener])
 
 
 async def _read(request: Any) -> dict[str, Any]:
@@ -298,7 +293,7 @@ class _LocalPages:
 
 def _is_local(origin: str) -> bool:
     try:
-        return urlsplit(origin).hostname in (HOST, "localhost")
+        return urlsplit(origin).hostname in (LOCAL, "localhost")
     except ValueError:
         return False
 
