@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import print_json, table
+from shoal.cli.grammar import print_json, refuse_idle, table
 from shoal.cli.runs import describe
 from shoal.cli.show import FIRST, flat, readable
 from shoal.core.errors import ConfigError, DataError
@@ -54,6 +54,8 @@ def compare(options: CompareOptions) -> None:
         raise ConfigError(
             f"shoal compare needs two run folders or more, got {len(runs)}; shoal runs lists them"
         )
+    if options.png is None:
+        refuse_idle(options, "without --png", "curve")
     for run in runs:
         if not run.is_dir():
             raise DataError(f"{run} is not a run folder; `shoal runs` lists them")

@@ -17,7 +17,15 @@ from typing import Annotated, Any, cast
 import tyro
 
 from shoal.cli.command import Command, Group
-from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming, parse_settings
+from shoal.cli.grammar import (
+    EnvKwargs,
+    Settings,
+    Wrappers,
+    arguments_of,
+    blaming,
+    parse_settings,
+    refuse_idle,
+)
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.envs.catalogue import (
     ADAPTERS,
@@ -208,7 +216,10 @@ def _resolved(command: ShowCommand | CheckCommand) -> EnvFn:
 
 
 def _play(command: PlayCommand) -> int:
-    if command.replay is not None:
+    if command.replay is None:
+        refuse_idle(command, "without --replay", "episode")
+    else:
+        refuse_idle(command, "with --replay, which shows what was recorded", "settings", "seed")
         return _replay(command, command.replay)
     from rich.console import Console
 
@@ -346,7 +357,8 @@ def _serve(command: ServeCommand) -> int:
 
     def ready(port: int) -> None:
         print(
-            f"serving {command.name} at http://{LOCAL}:{port}  (sessions at /ws; stop with Ctrl-C)", flush=True
+            f"serving {command.name} at http://{LOCAL}:{port}  (sessions at /ws; stop with Ctrl-C)",
+            flush=True,
         )
 
     serve(

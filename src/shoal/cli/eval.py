@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import Progress, hide_loading, print_json, refuse_device
+from shoal.cli.grammar import Progress, hide_loading, print_json, refuse_device, refuse_idle
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.run_folder import RunFolder
 
@@ -105,8 +105,16 @@ def evaluate(options: EvalOptions) -> int:
         raise ConfigError(
             "--env-config sets the env that --env names, and a run's own envs are played: add --env NAME"
         )
-    if options.device is not None and not options.model.startswith(SERVER):
-        refuse_device(options.device)
+    if options.model.startswith(SERVER):
+        refuse_idle(options, "with a server's model", "checkpoint")
+    else:
+        refuse_idle(
+            options, "without openai:MODEL", "base_url", "api_key_env", "concurrency", "timeout", "retries"
+        )
+        if not (Path(options.model) / "checkpoints").is_dir():
+            refuse_idle(options, "with a model, which has only one", "checkpoint")
+        if options.device is not None:
+            refuse_device(options.device)
     if options.panel is not None:
         return _panel(options)
     here = (

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,6 +75,27 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def refuse_idle(options: Any, why: str, *names: str) -> None:
+    """Raise a `ConfigError` that tells of an option that was said and would do nothing.
+
+    Args:
+        options: of a command, a dataclass.
+        why: it does nothing, such as "with --diff".
+        names: of its fields; one that is at its default was not said.
+    """
+    defaults = {field.name: field for field in fields(options)}
+    for name in names:
+        field = defaults[name]
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if getattr(options, name) != default:
+            called = _CALLED.get(name, f"--{name.replace('_', '-')}")
+            raise ConfigError(f"{called} does nothing {why}: leave it out")
+
+
+_CALLED = {"overrides": "key=value", "settings": "key=value", "source": "--from"}
+"""Fields that are not said as flags of their names."""
 
 
 class Progress:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import print_json
+from shoal.cli.grammar import print_json, refuse_idle
 from shoal.core.data import Turn
 from shoal.core.errors import ConfigError
 
@@ -70,6 +70,12 @@ COMMAND = Command(ReplayOptions, replay, MORE)
 
 
 def _diff(options: ReplayOptions, other: Path, out: Any) -> int:
+    if options.episode:
+        raise ConfigError("EPISODE does nothing with --diff, which compares whole runs: leave it out")
+    refuse_idle(
+        options, "with --diff, which compares whole runs and plays nothing",
+        "turn", "pdb", "action", "sampler", "base_url", "device",
+    )  # fmt: skip
     from shoal.testing.recorded_runs import first_difference, recordings_of
     from shoal.testing.replay import explain
 
@@ -92,6 +98,10 @@ def _replay(options: ReplayOptions, out: Any) -> int:
     from shoal.cli.show import print_turn
     from shoal.testing.replay import Replay, explain, find_episode, stops_in_pdb
 
+    if options.sampler == "recorded":
+        refuse_idle(options, "with --sampler recorded, which loads no model", "device")
+    if not options.sampler.startswith("openai:"):
+        refuse_idle(options, "without --sampler openai:MODEL", "base_url")
     found = find_episode(options.run, options.episode)
     record = found.trajectory
     turn = options.turn

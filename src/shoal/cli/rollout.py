@@ -23,6 +23,7 @@ from shoal.cli.grammar import (
     composed,
     hide_loading,
     print_json,
+    refuse_idle,
     show_warnings,
     table,
 )
@@ -84,7 +85,11 @@ COMMAND = Command(RolloutOptions, rollout, MORE)
 
 def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     if options.verify is not None:
-        return verify(options.verify, ending)
+        refuse_idle(
+            options, "with --verify, which plays what is recorded",
+            "config_name", "config_dir", "overrides", "backend", "source", "iteration", "run_dir", "seed", "device",
+        )  # fmt: skip
+        return verify(options.verify, ending, as_json=options.json)
     config = composed(options)
     run_dir = Path(config.run_dir or "runs/rollout")
     if (run_dir / "summary.json").exists() and config.run_dir is not None:
@@ -323,7 +328,7 @@ def _equal(verdict: Verdict) -> str:
 
 
 # --- --verify: what a run saved again, one episode after another
-def verify(run: Path, ending: contextlib.ExitStack) -> int:
+def verify(run: Path, ending: contextlib.ExitStack, *, as_json: bool = False) -> int:
     """Replay a saved rollout, or what a training run saved; exit code 1 if less held than was promised."""
     from shoal.testing.recorded_runs import settings_of
     from shoal.train.agent.config import AgentConfig
@@ -339,8 +344,18 @@ def verify(run: Path, ending: contextlib.ExitStack) -> int:
     config = AgentConfig.read(settings_of(run))
     if file.exists():
         engine = engine_for(config, run if (run / "engine").exists() else None, ending)
-        return int(not _replay(str(run), config, engine, file, engine.level))
-    return int(not _replay_training(run, config, recordings))
+        found = [_replay(str(run), config, engine, file, engine.level)]
+    else:
+        found = _replay_training(run, config, recordings)
+    out = sys.stderr if as_json else sys.stdout
+    for one in found:
+        print(f"{one['name']}, promised {one['promised']}, held {one.pop('told')}", file=out)
+        if one["left_out"]:
+            print(f"{one['left_out']} episodes had failed when they were saved and are left out", file=out)
+    equal = all(one["equal"] for one in found)
+    if as_json:
+        print_json({"equal": equal, "files": found})
+    return int(not equal)
 
 
 def _recordings(run: Path) -> list[tuple[Recording, Path]]:
@@ -355,27 +370,29 @@ def _recordings(run: Path) -> list[tuple[Recording, Path]]:
     return found
 
 
-def _replay_training(run: Path, config: Any, recordings: Sequence[tuple[Recording, Path]]) -> bool:
+def _replay_training(
+    run: Path, config: Any, recordings: Sequence[tuple[Recording, Path]]
+) -> list[dict[str, Any]]:
     import torch
 
     from shoal.train.agent.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
-    held = []
+    found = []
     for recording, folder in recordings:
         checkpoint = verify_folder(folder)
         engine = load_engine(checkpoint / "engine", device=config.engine.device, config=config.engine)
         engine.weights_version = int(read_json(checkpoint / "state.json")["weights_version"])
         promised: Level = "L0" if config.engine.name in ("vllm", "openai") else engine.level
         name = f"{run}: {recording.file.name} with {checkpoint.name}"
-        held.append(_replay(name, config, engine, recording.file, promised, held_out=recording.held_out))
-    return all(held)
+        found.append(_replay(name, config, engine, recording.file, promised, held_out=recording.held_out))
+    return found
 
 
 def _replay(
     name: str, config: Any, engine: Engine, file: Path, promised: Level, *, held_out: bool = False
-) -> bool:
-    """Play the episodes of a file again and print what held; whether it is what was promised."""
+) -> dict[str, Any]:
+    """Play the episodes of a file again; what held of what was promised."""
     saved = list(read_trajectories(file))
     seed = derive_seed(config.seed, "held-out") if held_out else config.seed
     sampling = config.agent_proxy.sampling(greedy=held_out)
@@ -390,14 +407,9 @@ def _replay(
             for index, t in enumerate(saved)
         ]
         replayed = manager.play(assignments, sampling)
-    verdict = _compare_whole(saved, replayed)
-    print(f"{name}, promised {promised}, held {verdict}")
-    failed = sum(t.status != "ok" for t in saved)
-    if failed:
-        print(f"{failed} episodes had failed when they were saved and are left out")
-    return verdict.level >= min(promised, "L1")
-
-
-def _compare_whole(saved: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> Verdict:
     whole = [k for k, t in enumerate(saved) if t.status == "ok"]
-    return compare([saved[k] for k in whole], [replayed[k] for k in whole])
+    verdict = compare([saved[k] for k in whole], [replayed[k] for k in whole])
+    return {
+        "name": name, "promised": promised, "held": verdict.level, "equal": verdict.level >= min(promised, "L1"),
+        "episodes": len(whole), "left_out": len(saved) - len(whole), "told": str(verdict),
+    }  # fmt: skip

@@ -242,6 +242,8 @@ def _refuse_what_is_ignored(options: TrainOptions) -> None:
                 f"{flag} is for --launcher {launcher} and does nothing with {options.launcher}: leave it out, or name "
                 "that launcher"
             )
+    if not options.llm_name and _is_said(options, "--llm-url"):
+        raise ConfigError("--llm-url does nothing without --llm-name: leave it out")
     other = "--replay" if options.replay else "--llm-name" if options.llm_name else None
     if options.target_skill and other:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import counted, print_json
+from shoal.cli.grammar import counted, print_json, refuse_idle
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import make_executor
 from shoal.core.files import read_json, write_text
@@ -108,6 +108,11 @@ def split(options: SplitOptions) -> None:
     """Write a batch, and say what is in it."""
     if options.use_vllm_logp and options.splitter != "stepwise":
         raise ConfigError("use_vllm_logp needs --splitter stepwise: log-probabilities are recorded per step")
+    if options.splitter != "window":
+        idle = ("stride_size",) if options.splitter == "last-n" else ("stride_size", "window_size")
+        refuse_idle(options, f"with --splitter {options.splitter}", *idle)
+    if not options.html:
+        refuse_idle(options, "without --html", "sample")
     if not options.root.is_dir() and not options.root.is_file():
         raise DataError(f"{options.root} does not exist: ROOT is a folder or a file of recordings")
     if options.resume and not options.shard_size:

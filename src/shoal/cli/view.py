@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import refuse_idle
 from shoal.core.errors import DataError
 from shoal.core.files import write_text
 
@@ -52,6 +53,10 @@ def view(options: ViewOptions) -> int:
     """Serve until interrupted, or write the file."""
     from shoal.viewer.runs import Run
 
+    if options.export is not None:
+        refuse_idle(options, "with --export, which writes a file and serves nothing", "port", "open")
+    else:
+        refuse_idle(options, "without --export", "episodes")
     with contextlib.ExitStack() as ending:
         runs = [Run(folder) for folder in run_folders(options.runs)]
         for run in runs:
