@@ -56,3 +56,28 @@ def test_no_turns_can_be_shown_but_not_fewer(run, capsys):
     assert "2 more turns (--max-turns 2 shows all)" in capsys.readouterr().out
     assert main(["show", str(run), "--worst", "--max-turns=-1"]) == 2
     assert "--max-turns must be at least 0, got -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "summary", [[], {"metrics": None}, "{torn", {"metrics": {"success": "NaN"}, "seconds": "long"}]
+)
+def test_a_broken_summary_hides_no_other_run(run, tmp_path, capsys, summary):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "summary.json").write_text(
+        '{"command": "eval", "status": "completed", "metrics": {}}'
+    )
+    text = summary if isinstance(summary, str) else json.dumps(summary).replace('"NaN"', "NaN")
+    (run / "summary.json").write_text(text)
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "2 runs in" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    listed = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
+    assert (listed[str(run)]["seconds"], listed[str(run)]["value"]) == (None, None)
+    assert main(["compare", str(run), str(tmp_path / "whole")]) == (0 if "NaN" in text else 2)
+    assert main(["show", str(run)]) == (0 if "NaN" in text else 2)
+
+
+def test_a_state_that_no_run_can_have_is_no_empty_list(run, tmp_path, capsys):
+    assert main(["runs", str(tmp_path), "--status", "complete"]) == 2
+    assert "completed" in capsys.readouterr().err
+    assert main(["runs", str(tmp_path), "--status", "unfinished"]) == 0

@@ -14,7 +14,7 @@ from shoal.cli.grammar import print_json, refuse_idle, table
 from shoal.cli.runs import describe
 from shoal.cli.show import FIRST, flat, readable
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import read_json
+from shoal.core.run_folder import read_summary, whole_rows
 
 NOT_SETTINGS = ("run_dir", "resume", "next_step", "graph_path", "resume_from")
 """Keys of a config that differ between any two runs."""
@@ -105,9 +105,9 @@ def _settings(run: Path) -> dict[str, Any]:
 def _metrics(run: Path) -> dict[str, Any]:
     if not (run / "summary.json").exists():
         return {"status": describe(run)["status"]}
-    summary = read_json(run / "summary.json")
+    summary = read_summary(run)
     named = {key: summary.get(key) for key in ("status", "seconds", "cpu_seconds")}
-    return named | {key: value for key, value in flat(summary.get("metrics", {})).items() if key != "rows"}
+    return named | {key: value for key, value in flat(summary["metrics"]).items() if key != "rows"}
 
 
 def _place(key: str) -> tuple[int, str]:
@@ -133,9 +133,8 @@ def _draw(runs: Sequence[Path], wanted: str | None, path: Path) -> str:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from shoal.testing.proof import rows_of
-
-    rows = [rows_of(run) for run in runs]
+    files = [run / "metrics.jsonl" for run in runs]
+    rows = [whole_rows(file.read_bytes()) if file.exists() else [] for file in files]
     known = {
         key for one in rows for row in one for key, value in row.items() if isinstance(value, int | float)
     }

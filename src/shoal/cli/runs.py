@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json, table
 from shoal.core.errors import DataError
-from shoal.core.run_folder import FolderLock
+from shoal.core.run_folder import FolderLock, read_summary
 
 RESULTS = (
     "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
@@ -36,7 +35,7 @@ class RunsOptions:
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("runs")
     """where to look"""
-    status: str | None = None
+    status: Literal["running", "completed", "failed", "interrupted", "unfinished"] | None = None
     """only running, completed, failed, interrupted or unfinished ones"""
     json: Flag = False
     """print a JSON list"""
@@ -95,23 +94,24 @@ def folders(root: Path) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return any(
-        (path / name).exists() for name in ("summary.json", "metrics.jsonl", "config.yaml", "state.db")
-    )
+    return any((path / name).exists() for name in _PARTS)
+
+
+_PARTS = ("summary.json", "metrics.jsonl", "config.yaml", "state.db")
 
 
 def describe(run: Path) -> dict[str, Any]:
     """What the files of a run say of it; broken ones say nothing."""
-    summary: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        loaded = json.loads((run / "summary.json").read_bytes())
-        summary = loaded if isinstance(loaded, dict) else {}
+    summary: dict[str, Any] = {"metrics": {}}
+    with contextlib.suppress(OSError, DataError):
+        summary = read_summary(run)
     running = any(FolderLock(run / name).is_taken() for name in (".lock", "scheduler.lock"))
-    metrics: dict[str, Any] = summary["metrics"] if isinstance(summary.get("metrics"), dict) else {}
+    metrics = summary["metrics"]
     name = next((key for key in RESULTS if metrics.get(key) is not None), None)
-    own = [run / part for part in ("summary.json", "metrics.jsonl", "config.yaml", "state.db")]
-    changed = max((file.stat().st_mtime for file in own if file.exists()), default=time.time())
-    rows = None
+    seconds, changed, rows = summary.get("seconds"), 0.0, None
+    for part in _PARTS:
+        with contextlib.suppress(OSError):  # a run may be removed while it is looked at
+            changed = max(changed, (run / part).stat().st_mtime)
     with contextlib.suppress(OSError):
         rows = (run / "metrics.jsonl").read_bytes().count(b"\n")
     return {
@@ -119,8 +119,8 @@ def describe(run: Path) -> dict[str, Any]:
         "command": str(summary.get("command") or _command_of(run)),
         "status": "running" if running else str(summary.get("status") or "unfinished"),
         "seed": summary.get("seed"),
-        "seconds": summary.get("seconds"),
-        "changed": changed,
+        "seconds": seconds if isinstance(seconds, int | float) else None,
+        "changed": changed or time.time(),
         "metric": name,
         "value": None if name is None else metrics[name],
         "rows": rows,

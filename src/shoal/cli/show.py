@@ -20,8 +20,7 @@ from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import read_json
-from shoal.core.run_folder import FolderLock
+from shoal.core.run_folder import FolderLock, read_summary
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 
 _TAG = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
@@ -88,7 +87,7 @@ def show(options: ShowOptions) -> None:
     if options.json:
         if not (options.run / "summary.json").exists():
             raise DataError(f"{options.run} has no summary.json: the run is not finished")
-        print_json(read_json(options.run / "summary.json"))
+        print_json(read_summary(options.run))
         return
     console = Console(highlight=False, markup=False, emoji=False)  # what a run says is text
     console.print(summary_table(options.run, everything=options.all))
@@ -122,18 +121,13 @@ def summary_table(run: Path, *, everything: bool = False) -> Table:
         now = "running now" if running else f"not finished; {how_to_go_on(run)}"
         table.add_row("status", f"{now}; {count_of(rows, 'row')} of metrics so far")
         return table
-    summary: dict[str, Any] = read_json(run / "summary.json")
-    if not isinstance(summary, dict) or not isinstance(summary.get("metrics", {}), dict):
-        raise DataError(
-            f"{run / 'summary.json'} must hold an object with 'metrics', an object too, as a run writes it; "
-            "restore it or remove it"
-        )
+    summary = read_summary(run)
     for key in ("command", "status", "seed"):
         table.add_row(key, str(summary.get(key)))
     for key in ("seconds", "cpu_seconds"):
         if isinstance(summary.get(key), int | float):
             table.add_row({"seconds": "time", "cpu_seconds": "CPU time"}[key], duration(summary[key]))
-    metrics = flat(summary.get("metrics", {}))
+    metrics = flat(summary["metrics"])
     wanted = [name for first in FIRST for name in metrics if name.split("/")[0] == first]
     shown = list(metrics) if everything or not wanted else wanted
     for name in shown:

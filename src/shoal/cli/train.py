@@ -23,7 +23,7 @@ from shoal.cli.grammar import (
     print_json,
     show_warnings,
 )
-from shoal.core.files import read_json
+from shoal.core.run_folder import read_summary
 
 MORE = """\
 examples:
@@ -99,7 +99,7 @@ def train(options: TrainOptions) -> int:
             return 130
     _say_results(Path(config.run_dir or ""), config.next_step, out)
     if options.json:
-        print_json(read_json(Path(config.run_dir or "") / "summary.json"))
+        print_json(read_summary(Path(config.run_dir or "")))
     return 0
 
 
@@ -126,13 +126,9 @@ def _finished(run: Path) -> int | None:
     """The iterations of a run that has come to its end; None of one that has not."""
     if not (run / "summary.json").exists():
         return None
-    summary = read_json(run / "summary.json")
-    metrics = summary.get("metrics", {})
-    return (
-        int(metrics["iterations"])
-        if summary.get("status") == "completed" and "iterations" in metrics
-        else None
-    )
+    summary = read_summary(run)
+    done = summary["metrics"].get("iterations")
+    return int(done) if summary.get("status") == "completed" and isinstance(done, int | float) else None
 
 
 def _watch(rows: Iterator[dict[str, Any]], iterations: int, out: Any) -> None:
@@ -167,7 +163,7 @@ def _line(row: dict[str, Any], iterations: int) -> str:
 
 
 def _say_results(run: Path, next_step: str, out: Any) -> None:
-    summary = read_json(run / "summary.json")
+    summary = read_summary(run)
     metrics = summary["metrics"]
     lines = [
         "",

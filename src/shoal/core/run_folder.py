@@ -7,6 +7,7 @@ writes a run folder; a second one is refused.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import importlib.metadata
@@ -21,8 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, WorkerError
-from shoal.core.files import write_bytes, write_json
+from shoal.core.errors import ConfigError, DataError, WorkerError
+from shoal.core.files import read_json, write_bytes, write_json
 
 logger = logging.getLogger(__name__)
 Event = Callable[[dict[str, Any]], None]
@@ -48,6 +49,33 @@ def _named_in(descriptor: int, patience: float = 1.0) -> str:
         if (owner.isdecimal() and Path(f"/proc/{owner}").exists()) or time.monotonic() > deadline:
             return owner or "unknown"
         time.sleep(0.01)
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """What `summary.json` of a run folder holds, NaN and infinity as None.
+
+    Raises:
+        DataError: it is broken, or not what a run writes.
+        FileNotFoundError: there is none: the run has not come to its end.
+    """
+    summary = _finite(read_json(run / "summary.json"))
+    if not isinstance(summary, dict) or not isinstance(summary.setdefault("metrics", {}), dict):
+        raise DataError(
+            f"{run / 'summary.json'} must hold an object with 'metrics', an object too, as a run writes it; "
+            "restore it or remove it"
+        )
+    return summary
+
+
+def whole_rows(data: bytes) -> list[dict[str, Any]]:
+    """The JSON objects of whole lines; a last line that is still being written is left out, so are torn ones."""
+    rows = []
+    for line in data.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
 
 
 class FolderLock:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.errors import DataError
+from shoal.core.run_folder import whole_rows
 from shoal.viewer.index import EpisodeIndex
 
 Kind = Literal["agent", "ppo", "skills", "split"]
@@ -227,17 +228,6 @@ def _former(row: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ValueError, TypeError):
             named |= {"wins": None, "episodes": None} | dict(json.loads(named["note"]))
     return named
-
-
-def whole_rows(data: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of the whole lines; a last line that is still being written is left out, so are torn ones."""
-    rows = []
-    for line in data.split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append({str(key): value for key, value in row.items()})
-    return rows
 
 
 def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[float], list[float]]:

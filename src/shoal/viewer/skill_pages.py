@@ -7,9 +7,10 @@ import json
 import time
 from typing import Any
 
+from shoal.core.run_folder import whole_rows
 from shoal.viewer.markup import NONE, Html, Series, counted, graph, join, line_chart, number, tag, timeline
 from shoal.viewer.pages import Page, Site, anchor, facts, media, state, table
-from shoal.viewer.runs import Run, points, whole_rows
+from shoal.viewer.runs import Run, points
 
 Row = dict[str, Any]
 
