@@ -92,8 +92,11 @@ COMMAND = Command(DoctorOptions, doctor, MORE)
 
 def examine(*, self_test: bool = True) -> Iterator[Finding]:
     """All findings, one after another."""
-    for look in (_python, _cores, _memory, _shared_memory, _files, _processes, _folder, _gpu, _ray, _tmux):
-        yield look()
+    for name, look in LOOKS.items():
+        try:
+            yield look()
+        except Exception as error:  # a border: what cannot even be looked at is the finding
+            yield Finding(name, "failed", _in_a_line(error), ADVICE.get(name, ""))
     yield from _extras()
     if self_test:
         yield _tried("vector", _try_vector, "environments in two worker processes equal a plain loop")
@@ -101,9 +104,15 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
             yield _tried("rollout", _try_rollout, "episodes of two workers equal those played one by one")
 
 
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def _has(module: str) -> bool:
+    """Whether a module is installed; a folder of its name without code in it is none."""
     with contextlib.suppress(ImportError, ValueError):
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
+        return spec is not None and spec.origin is not None
     return False
 
 
@@ -288,13 +297,25 @@ def _extras() -> Iterator[Finding]:
             yield Finding(f"[{extra}]", "ok", ", ".join(modules))
 
 
+LOOKS: dict[str, Callable[[], Finding]] = {
+    "system": _python, "cores": _cores, "memory": _memory, "shm": _shared_memory, "files": _files,
+    "processes": _processes, "folder": _folder, "gpu": _gpu, "ray": _ray, "tmux": _tmux,
+}  # fmt: skip
+ADVICE = {
+    "gpu": "torch is here and cannot be imported: install it again, for this Python and driver",
+    "ray": "Ray is here and cannot be used: install it again, or unset RAY_ADDRESS",
+    "folder": "go to a folder that is there and can be written",
+}
+"""Where a look itself fails."""
+
+
 # --- the self-test
 def _tried(name: str, test: Callable[[], str], promise: str) -> Finding:
     began = time.monotonic()
     try:
         wrong = test()
     except Exception as error:  # a border: whatever fails here is the finding
-        wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+        wrong = _in_a_line(error)
     seconds = f"{time.monotonic() - began:.1f} s"
     if wrong:
         return Finding(name, "failed", f"{wrong} ({seconds})", "please report it with `shoal doctor --json`")
