@@ -244,3 +244,41 @@ def test_who_has_just_taken_a_lock_and_not_yet_signed_it_is_named(tmp_path):
         FolderLock(path).take()
     signing.join()
     holder.release()
+
+
+def test_who_looks_whether_a_run_goes_on_never_refuses_one(tmp_path):
+    lock, looking = FolderLock(tmp_path / ".lock"), threading.Event()
+    lock.take()
+    lock.release()
+
+    def look():
+        while not looking.is_set():
+            lock.is_taken()
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            lock.take()
+            lock.release()
+    finally:
+        looking.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_run_of_somebody_else_can_be_looked_at(tmp_path, monkeypatch):
+    lock = FolderLock(tmp_path / ".lock")
+    lock.take()
+    opened = os.open
+
+    def read_only(path, flags, *mode):
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(run_folder.os, "open", read_only)
+    assert FolderLock(tmp_path / ".lock").is_taken()
+    lock.release()
+    assert not FolderLock(tmp_path / ".lock").is_taken()

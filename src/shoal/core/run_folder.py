@@ -78,6 +78,10 @@ def whole_rows(data: bytes) -> list[dict[str, Any]]:
     return rows
 
 
+LOOKS = 5
+"""Attempts at a lock, some hundredths of a second apart: who just looks whether it is taken holds it for a moment."""
+
+
 class FolderLock:
     """A lock that the kernel drops when its holder dies, however it dies; processes forked off never hold it.
 
@@ -96,7 +100,11 @@ class FolderLock:
         if self._close is not None:
             return
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not _locked(descriptor, self.path):
+        for _ in range(LOOKS):
+            if _locked(descriptor, self.path, fcntl.LOCK_EX):
+                break
+            time.sleep(0.02)
+        else:
             owner = _named_in(descriptor)
             os.close(descriptor)
             here = ", which this process has open" if owner == str(os.getpid()) else ""
@@ -122,9 +130,14 @@ class FolderLock:
         """Whether any process holds it."""
         if not self.path.exists():
             return False
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return not _locked(descriptor, self.path)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)  # somebody else's run
+        try:
+            return not _locked(descriptor, self.path, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
 
@@ -140,9 +153,9 @@ def _give_up_in_child() -> None:
 os.register_at_fork(after_in_child=_give_up_in_child)
 
 
-def _locked(descriptor: int, path: Path) -> bool:
+def _locked(descriptor: int, path: Path, how: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             return False
