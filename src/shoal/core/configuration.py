@@ -25,6 +25,10 @@ def from_mapping(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
         ConfigError: an unknown key (with the closest known one), a value of the wrong type, or a value that the
             dataclass itself refuses; the message starts with the path of the key.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{path.removesuffix('.') or kind.__name__} must be a mapping of settings, got {values!r}"
+        )
     built = convert_fields(kind, values, path, lambda key: f"unknown key {path + key!r}")
     try:
         return kind(**built)
@@ -67,8 +71,6 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if isinstance(value, Mapping) and dataclass_option:
             return from_mapping(dataclass_option[0], value, f"{path}.")  # type: ignore[arg-type]
     elif dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} must be a mapping of settings, got {value!r}")
         return from_mapping(hint, value, f"{path}.")  # type: ignore[arg-type]
     elif origin is dict and len(arguments) == 2 and dataclasses.is_dataclass(arguments[1]):
         if not isinstance(value, Mapping):
