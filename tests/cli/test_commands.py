@@ -178,6 +178,8 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("train-ppo --resume", "there is no run"),
         ("trian", "Did you mean 'train'"),
         ("train 'run_dir=${oc.env:MY_API_KEY}'", "name the variable instead"),
+        ("bench CartPole-v1 --seed=-1", "--seed must be at least 0 and --num-workers at least 1, got -1"),
+        ("bench CartPole-v1 --num-workers=-2", "--num-workers at least 1, got 0 and -2"),
         ("envs serve bandit --port 70000", "port must be a whole number from 0 to 65535"),
         ("envs serve bandit --port=-3", "port must be a whole number from 0 to 65535"),
         ("view RUN --port 70000", "port must be a whole number from 0 to 65535"),
@@ -527,3 +529,12 @@ def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, capsys, text,
     (tmp_path / "config.yaml").write_text(text)
     for words in (["compare", tmp_path, tmp_path], ["replay", tmp_path], ["show", tmp_path, "--prompt"]):
         assert why in said(capsys, *words, code=2)
+
+
+def test_a_folder_that_was_removed_is_one_line(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "this folder was removed" in said(capsys, "runs", code=2)
+    monkeypatch.chdir(tmp_path)

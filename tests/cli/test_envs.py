@@ -133,6 +133,8 @@ def test_check_accepts_good_envs_and_names_the_broken_promise(capsys, tmp_path, 
         (("shw",), "Did you mean 'show'"),
         (("play", "sokobn"), "Did you mean 'sokoban'"),
         (("show", "sokoban", "num_boxs=1"), "Did you mean 'num_boxes'"),
+        (("show", "CartPole-v1", "--seed=-1"), "--seed must be at least 0, got -1"),
+        (("play", "bandit", "--seed=-1"), "--seed must be at least 0, got -1"),
         (("show", "sokoban", "num_boxes"), "settings must be key=value"),
         (("show", "sokoban", "num_boxes=many"), "Expected `int`"),
         (("check", "nowhere:Env"), "module:Class"),
@@ -178,3 +180,42 @@ def test_arrow_keys_play_in_a_terminal():
         child.wait()
         os.close(ours)
     assert b"solved after 6 steps" in shown
+
+
+FAULTY = """
+import gymnasium, numpy
+
+class Whole(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), numpy.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return numpy.zeros(2, numpy.float32), {}
+    def step(self, action):
+        return numpy.zeros(2, numpy.float32), 0.0, True, False, {}
+
+class NoReset(Whole):
+    def reset(self, *, seed=None, options=None):
+        raise KeyError("level 3")
+
+class NoStep(Whole):
+    def step(self, action):
+        return 1 / 0
+
+class NoEnd(Whole):
+    def close(self):
+        raise RuntimeError("still open")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("NoReset", "level 3"), ("NoStep", "division"), ("NoEnd", "still open")]
+)
+def test_what_an_env_raises_is_a_broken_promise_and_no_traceback(capsys, tmp_path, monkeypatch, kind, why):
+    (tmp_path / "faulty_envs.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, _ = run(capsys, "check", f"faulty_envs:{kind}")
+    assert code == 1
+    assert [line for line in out.splitlines() if line.startswith("broken") and why in line]
+    code, _, err = run(capsys, "show", f"faulty_envs:{kind}")
+    assert (code, why in err) == ((0, False) if kind == "NoStep" else (1, True))

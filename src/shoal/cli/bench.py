@@ -95,6 +95,10 @@ def bench(options: BenchOptions) -> int:
             f"--num-envs must be at least 1 and --seconds positive and finite, "
             f"got {options.num_envs} and {options.seconds}"
         )
+    if options.seed < 0 or (options.num_workers or 1) < 1:
+        raise ConfigError(
+            f"--seed must be at least 0 and --num-workers at least 1, got {options.seed} and {options.num_workers}"
+        )
     fn = resolve(
         options.env,
         env_kwargs=arguments_of(options.settings, options.env_kwargs),

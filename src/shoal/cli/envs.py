@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import shutil
@@ -166,6 +167,17 @@ _ADAPTER_EXAMPLES = {
 
 def _show(command: ShowCommand) -> int:
     kind = find(command.name)
+    _refuse_seed(command.seed)
+    with blaming(command.name):
+        return _show_it(command, kind)
+
+
+def _refuse_seed(seed: int) -> None:
+    if seed < 0:
+        raise ConfigError(f"--seed must be at least 0, got {seed}")
+
+
+def _show_it(command: ShowCommand, kind: Any) -> int:
     if not (isinstance(kind, type) and issubclass(kind, TextEnv)) or command.wrappers:
         return _show_any(command)
     print(f"{command.name}: {inspect.getdoc(kind)}\n\nSettings ({kind.Config.__name__}):")
@@ -193,9 +205,7 @@ def _show(command: ShowCommand) -> int:
 
 def _show_any(command: ShowCommand) -> int:
     """An env that is no text env: what it is made of, and a first observation."""
-    make_one = _resolved(command)
-    with blaming(command.name):
-        env = make_one()
+    env = _resolved(command)()
     print(f"{command.name}: {inspect.getdoc(env.unwrapped) or '(no description)'}\n")
     kind = type(env.unwrapped)
     print(f"class         {kind.__module__}:{kind.__qualname__}{inspect.signature(kind)}")
@@ -221,11 +231,16 @@ def _play(command: PlayCommand) -> int:
     else:
         refuse_idle(command, "with --replay, which shows what was recorded", "settings", "seed")
         return _replay(command, command.replay)
+    _refuse_seed(command.seed)
+    with blaming(command.name):
+        return _play_it(command)
+
+
+def _play_it(command: PlayCommand) -> int:
     from rich.console import Console
 
     console = Console(highlight=False)
-    with blaming(command.name):
-        env = make(command.name, **parse_settings(command.settings))
+    env = make(command.name, **parse_settings(command.settings))
     keys = sys.stdin.isatty() and not command.lines
     _, info = env.reset(seed=command.seed)
     console.print(env.instructions, style="bright_black", markup=False)
@@ -343,11 +358,15 @@ def _check(command: CheckCommand) -> int:
             print(f"ok      shoal's check_text_env, {command.episodes} episodes")
         else:
             print("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
-    except AssertionError as error:
-        print(f"broken  {error}")
-        return 1
-    finally:
         env.close()
+    except ShoalError:
+        raise
+    except Exception as error:  # an env may raise whatever it likes
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        print(f"broken  {kind}{error}")
+        with contextlib.suppress(Exception):
+            env.close()
+        return 1
     return 0
 
 

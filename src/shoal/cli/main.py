@@ -75,8 +75,13 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that "module:Class" finds the caller's own files
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        print("shoal: this folder was removed: go to one that is there", file=sys.stderr)
+        return 2
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # so that "module:Class" finds the caller's own files
     try:
         with _signals() as got, _output(arguments[:1]):
             try:
@@ -132,8 +137,8 @@ def _tell(error: Exception) -> int:
 
 
 # --- output whose reader goes away, and signals
-class _ReaderGoneError(Exception):
-    """Nobody reads the output any more; no `OSError`, since some who print end the program at those."""
+class _ReaderGoneError(BaseException):
+    """Nobody reads the output any more; no error, since whoever looks after those would tell of it."""
 
 
 class _Watched:
