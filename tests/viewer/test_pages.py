@@ -14,6 +14,7 @@ from shoal.cli.main import main
 from shoal.cli.view import run_folders
 from shoal.core.data import write_advantages, write_trajectories
 from shoal.core.errors import DataError
+from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.store import Store
 from shoal.viewer.advice import advise
 from shoal.viewer.episode_pages import parting
@@ -225,19 +226,16 @@ def test_tokens_are_spelled_by_the_tokenizer_of_the_run(opened):
     assert "log-prob -0.8169, probability 44.2%" in page.body  # exp(-0.8169) = 0.4418
 
 
-def test_a_run_is_running_while_the_process_that_took_it_lives(tmp_path, opened):
+def test_a_run_is_running_while_a_process_holds_it(tmp_path, opened):
     run = opened(make_run(tmp_path / "run"))
     assert run.status() == "completed"
     (run.path / "summary.json").unlink()
+    (run.path / ".lock").write_text(str(os.getpid()))  # of a process that had the folder once
     assert run.status() == "stopped"
-    (run.path / ".lock").write_text(str(os.getpid()))
-    assert run.status() == "running"
-    os.utime(
-        run.path / ".lock", (1, 1)
-    )  # taken long before this process began: its number was another's then
-    assert run.status() == "stopped"
-    (run.path / ".lock").write_text("999999999")
-    assert run.status() == "stopped"
+    with RunFolder(run.path, "train", 0) as folder:
+        assert run.status() == "running"
+        folder.finish({})
+        assert run.status() == "completed"
 
 
 def test_runs_of_several_seeds_are_one_curve_with_its_range(tmp_path, opened):

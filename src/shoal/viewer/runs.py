@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.errors import DataError
-from shoal.core.run_folder import whole_rows
+from shoal.core.run_folder import FolderLock, whole_rows
 from shoal.viewer.index import EpisodeIndex
 
 Kind = Literal["agent", "ppo", "skills", "split"]
@@ -111,21 +109,9 @@ class Run:
         return str(said) if said else "stopped"
 
     def is_running(self) -> bool:
-        """Whether the process that took the folder lives; one that got its number later does not count."""
-        for name in (".lock", "scheduler.lock"):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                taken = (self.path / name).stat().st_mtime
-                process = Path("/proc") / str(int((self.path / name).read_text().strip()))
-                began = int((process / "stat").read_text().rpartition(")")[2].split()[19])
-                since_boot = float(Path("/proc/uptime").read_text().split()[0])
-                age = since_boot - began / os.sysconf("SC_CLK_TCK")
-                ended = any(
-                    (self.path / end).stat().st_mtime >= taken
-                    for end in ("summary.json",)
-                    if (self.path / end).exists()
-                )
-                if time.time() - age <= taken + 1 and not ended:
-                    return True
+        """Whether a process holds the folder."""
+        with contextlib.suppress(OSError):
+            return any(FolderLock(self.path / name).is_taken() for name in (".lock", "scheduler.lock"))
         return False
 
     def version(self) -> str:
