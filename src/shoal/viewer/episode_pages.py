@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -58,20 +59,11 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     ]
     reach = wanted.reward_from, wanted.reward_to
     drawn = histogram(bars, links, reach if None not in reach else None)  # type: ignore[arg-type]
-    causes = [
-        tag(
-            "li",
-            tag("b", number(n)),
-            anchor(
-                site,
-                cause[:300],
-                place,
-                class_="chosen" if cause == wanted.cause else None,
-                **with_(cause=cause),
-            ),
-        )
-        for cause, n in run.index.causes(replace(wanted, cause=None))
-    ]
+    causes = []
+    for cause, n in run.index.causes(replace(wanted, cause=None)):
+        chosen = "chosen" if cause == wanted.cause else None
+        linked = anchor(site, cause[:300], place, class_=chosen, **with_(cause=cause))
+        causes.append(tag("li", tag("b", number(n)), linked))
     found = run.index.episodes(wanted, order, PAGE, at * PAGE)  # type: ignore[arg-type]
     orders = [
         anchor(site, name, place, class_="chip chosen" if name == order else "chip", **with_(order=name))
@@ -84,25 +76,18 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         tag("span", f"{at * PAGE + bool(total):,} to {at * PAGE + len(found):,} of {total:,}"),
         tag("a", "later →", href=forth, rel="next") if forth else None,
     ]
+    ends = tag("h2", "How they ended"), tag("p", chips, class_="chips")
+    whys = (tag("h2", "Why they broke off"), tag("ul", causes, class_="causes")) if causes else None
+    rewards = tag("figure", tag("figcaption", tag("b", "Rewards")), drawn)
     body = join(
         tag("header", tag("h1", "Episodes"), _chosen(site, place, query)),
-        tag(
-            "div",
-            tag("figure", tag("figcaption", tag("b", "Rewards")), drawn),
-            tag(
-                "div",
-                tag("h2", "How they ended"),
-                tag("p", chips, class_="chips"),
-                join(tag("h2", "Why they broke off"), tag("ul", causes, class_="causes")) if causes else None,
-            ),
-            class_="split",
-        ),
+        tag("div", rewards, tag("div", ends, whys), class_="split"),
         tag("p", "order: ", orders, class_="chips"),
         episode_table(site, run, found),
         tag("nav", pager, class_="pager"),
     )
-    trail = (("runs", site.link("")), (run.name, site.link(site.place(run))), ("episodes", None))
-    return Page(f"Episodes of {run.name}", body, trail, back, forth, site.link(site.place(run)))
+    ways = back, forth, site.link(site.place(run))
+    return site.page(run, f"Episodes of {run.name}", body, ("episodes", None), ways=ways)
 
 
 def _chosen(site: Site, place: str, query: Mapping[str, str]) -> Html | None:
@@ -141,13 +126,17 @@ def _real(text: str) -> float:
         raise DataError(f"{text[:40]!r} is no number") from None
 
 
+def _ended(episode: Episode) -> Html:
+    return tag("span", OUTCOMES[episode.outcome], class_=f"chip {episode.outcome}", title=episode.error)
+
+
 def episode_table(site: Site, run: Run, found: Sequence[Episode]) -> Html:
     """Episodes line by line."""
     place = site.place(run)
     rows = [
         (
             anchor(site, e.name, f"{place}/episode", class_="row-link", name=e.name),
-            tag("span", OUTCOMES[e.outcome], class_=f"chip {e.outcome}", title=e.error),
+            _ended(e),
             e.reward,
             e.turns,
             anchor(site, f"{e.group}.{e.member}", f"{place}/group", name=e.name),
@@ -209,17 +198,13 @@ def group(site: Site, run: Run, name: str) -> Page:
         tag("div", side, class_="wide"),
     )
     files = site.link(f"{place}/episodes", file=episode.file)
-    trail = (
-        ("runs", site.link("")),
-        (run.name, site.link(place)),
-        (episode.file.removesuffix(".jsonl"), files),
-        (f"group {episode.group}", None),
+    behind = (episode.file.removesuffix(".jsonl"), files), (f"group {episode.group}", None)
+    ways = (
+        _neighbour(site, run, "group", members[0], -1),
+        _neighbour(site, run, "group", members[-1], 1),
+        files,
     )
-    before, after = (
-        site.link(f"{place}/group", name=other) if other else None
-        for other in (_neighbour(run, members[0], -1), _neighbour(run, members[-1], 1))
-    )
-    return Page(f"Group {episode.group}", body, trail, before, after, files)
+    return site.page(run, f"Group {episode.group}", body, *behind, ways=ways)
 
 
 def _member(site: Site, place: str, member: Episode, mean: float, *, chosen: bool) -> Html:
@@ -227,7 +212,7 @@ def _member(site: Site, place: str, member: Episode, mean: float, *, chosen: boo
     return tag(
         "th",
         anchor(site, f"member {member.member}", f"{place}/episode", name=member.name),
-        tag("span", OUTCOMES[member.outcome], class_=f"chip {member.outcome}"),
+        _ended(member),
         tag(
             "small",
             f"reward {number(member.reward)} ({member.reward - mean:+.3g}), {counted(member.turns, 'turn')}",
@@ -250,14 +235,12 @@ def _side_by_side(k: int, turns: Sequence[Turn | None], part: int | None) -> Htm
     return tag("tr", head, cells, class_="parting" if k == part else None)
 
 
-def _neighbour(run: Run, episode: Episode, step: int) -> str | None:
-    """The name of the episode before or behind in the file, if there is one."""
-    try:
-        return (
-            run.index.find(f"{episode.file}:{episode.row + step}").name if episode.row + step >= 0 else None
-        )
-    except DataError:
-        return None
+def _neighbour(site: Site, run: Run, kind: str, episode: Episode, step: int) -> str | None:
+    """The page of the episode before or behind in the file, or of its group, if there is one."""
+    with contextlib.suppress(DataError):  # a row below 0 is no name of an episode
+        name = run.index.find(f"{episode.file}:{episode.row + step}").name
+        return site.link(f"{site.place(run)}/{kind}", name=name)
+    return None
 
 
 def _cell(turn: Turn | None) -> Html:
@@ -305,63 +288,35 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
         if len(members) > 1
         else None
     )
+    told = {
+        "env": episode.env,
+        "iteration": episode.iteration,
+        "env seed": episode.env_seed,
+        "reward": episode.reward,
+        "in its group": versus,
+        "turns": episode.turns,
+        "tokens": episode.tokens,
+        "weights": trajectory.weights_version,
+    }
+    broke = f"{episode.status}: {episode.error or 'no cause was recorded'}"
+    aside = f"Its group of {len(members)}, side by side"
     head = tag(
         "header",
-        tag(
-            "h1",
-            "Episode ",
-            episode.name,
-            " ",
-            tag("span", OUTCOMES[episode.outcome], class_=f"chip {episode.outcome}"),
-        ),
-        facts(
-            {
-                "env": episode.env,
-                "iteration": episode.iteration,
-                "env seed": episode.env_seed,
-                "reward": episode.reward,
-                "in its group": versus,
-                "turns": episode.turns,
-                "tokens": episode.tokens,
-                "weights": trajectory.weights_version,
-            }
-        ),
-        tag("p", f"{episode.status}: {episode.error or 'no cause was recorded'}", class_="error")
-        if episode.status != "ok"
-        else None,
-        tag(
-            "p",
-            anchor(
-                site,
-                f"Its group of {len(members)}, side by side",
-                f"{place}/group",
-                class_="button",
-                name=name,
-            ),
-        )
-        if len(members) > 1
-        else None,
+        tag("h1", "Episode ", episode.name, " ", _ended(episode)),
+        facts(told),
+        tag("p", broke, class_="error") if episode.status != "ok" else None,
+        tag("p", anchor(site, aside, f"{place}/group", class_="button", name=name)) if versus else None,
         command(["shoal", "replay", str(run.path), episode.name]),
         key(largest if known else None) if spell or any(t.logprobs for t in trajectory.turns) else None,
         tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
     )
     turns = [_turn(site, run, k, t, spell, turn_number, strips[k]) for k, t in enumerate(trajectory.turns)]
     nothing = tag("p", "This episode has no turns.", class_="empty") if not turns else None
-    trail = (
-        ("runs", site.link("")),
-        (run.name, site.link(place)),
-        (episode.file.removesuffix(".jsonl"), site.link(f"{place}/episodes", file=episode.file)),
-        (f"episode {episode.row}", None),
-    )
-    before, after = _neighbour(run, episode, -1), _neighbour(run, episode, 1)
-    return Page(
-        f"Episode {episode.name}",
-        join(head, turns, nothing),
-        trail,
-        site.link(f"{place}/episode", name=before) if before else None,
-        site.link(f"{place}/episode", name=after) if after else None,
-        site.link(f"{place}/group", name=name) or site.link(place),
-    )
+    file = site.link(f"{place}/episodes", file=episode.file)
+    behind = (episode.file.removesuffix(".jsonl"), file), (f"episode {episode.row}", None)
+    before, after = (_neighbour(site, run, "episode", episode, step) for step in (-1, 1))
+    ways = before, after, site.link(f"{place}/group", name=name) or site.link(place)
+    return site.page(run, f"Episode {episode.name}", join(head, turns, nothing), *behind, ways=ways)
 
 
 def key(largest: float | None) -> Html:

@@ -183,32 +183,32 @@ def line_chart(
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     margin = 0.0 if y_range else (high - low) * 0.05
     frame = _Frame(min(s.x[0] for s in series), max(s.x[-1] for s in series), low - margin, high + margin)
-    return tag(
-        "svg",
-        _axes(frame, x_label),
-        [_curve(s, frame) for s in series],
-        class_="chart",
-        viewBox="0 0 416 190",
-        role="img",
-        aria_label=label,
-    )
+    along = [(frame.x(v), number(v, 6)) for v in ticks(frame.x0, frame.x1) if frame.x(v) < frame.right - 4]
+    axes = _axes(frame, ticks(frame.y0, frame.y1), along, x_label)
+    return _picture("chart", "0 0 416 190", label, axes, [_curve(s, frame) for s in series])
 
 
-def _axes(frame: _Frame, x_label: str) -> Html:
-    across = [
+def _picture(kind: str, box: str, label: str, *children: Any, **attributes: Any) -> Html:
+    return tag("svg", *children, class_=kind, viewBox=box, **attributes, role="img", aria_label=label)
+
+
+def _words(text: str, x: float, y: float, anchor: str = "middle", class_: str | None = None) -> Html:
+    return tag("text", text, x=x, y=y, text_anchor=anchor, class_=class_)
+
+
+def _axes(frame: _Frame, across: Sequence[float], along: Sequence[tuple[float, str]], name: str) -> Html:
+    """Lines across at these values, words along at these places, and what is along."""
+    lines = [
         join(
             tag("line", x1=frame.left, x2=frame.right, y1=frame.y(v), y2=frame.y(v), class_="grid"),
-            tag("text", number(v, 3), x=frame.left - 6, y=frame.y(v) + 3.5, text_anchor="end"),
+            _words(number(v, 3), frame.left - 6, frame.y(v) + 3.5, "end"),
         )
-        for v in ticks(frame.y0, frame.y1)
+        for v in across
     ]
-    along = [
-        tag("text", number(v, 6), x=frame.x(v), y=frame.bottom + 14, text_anchor="middle")
-        for v in ticks(frame.x0, frame.x1)
-        if frame.x(v) < frame.right - 4
-    ]
-    name = tag("text", x_label, x=(frame.left + frame.right) / 2, y=frame.bottom + 28, text_anchor="middle")
-    return tag("g", across, along, name, class_="axes")
+    words = [_words(text, x, frame.bottom + 14) for x, text in along]
+    return tag(
+        "g", lines, words, _words(name, (frame.left + frame.right) / 2, frame.bottom + 28), class_="axes"
+    )
 
 
 def _curve(series: Series, frame: _Frame) -> Html:
@@ -242,60 +242,28 @@ def histogram(
     drawn = []
     wide = (frame.right - frame.left) / len(bars)
     for k, ((low, high, n, won), link) in enumerate(zip(bars, links, strict=True)):
-        said = f"reward {_reach(low, high)}: {n:,} episodes, {won:,} solved"
+        reach = number(low) if low == high else f"{number(low)} to {number(high)}"
+        said = f"reward {reach}: {n:,} episodes, {won:,} solved"
         x = frame.left + k * wide
         thick = round(max(min(wide - 2, 48), 1), 1)
         left = round(x + (wide - thick) / 2, 1)
         top, border = frame.y(n), frame.y(won)
-        bar = tag(
-            "g",
-            tag("title", said),
-            tag(
-                "rect",
-                x=round(x, 1),
-                y=frame.top,
-                width=round(wide, 1),
-                height=frame.bottom - frame.top,
-                class_="hit",
-            ),
+        tall = frame.bottom - frame.top
+        rects = [
+            tag("rect", x=round(x, 1), y=frame.top, width=round(wide, 1), height=tall, class_="hit"),
             tag("rect", x=left, y=top, width=thick, height=round(max(border - top, 0), 1), class_="other"),
             tag("rect", x=left, y=border, width=thick, height=round(frame.bottom - border, 1), class_="won"),
-            class_="bar chosen" if chosen == (low, high) else "bar",
-        )
+        ]
+        bar = tag("g", tag("title", said), rects, class_="bar chosen" if chosen == (low, high) else "bar")
         drawn.append(tag("a", bar, href=link, aria_label=said) if link else bar)
     every = max(1, math.ceil(len(bars) / 6))
-    names = [
-        tag(
-            "text",
-            number(low, 3),
-            x=round(frame.left + (k + 0.5) * wide, 1),
-            y=frame.bottom + 14,
-            text_anchor="middle",
-        )
-        for k, (low, _, _, _) in enumerate(bars)
+    along = [
+        (round(frame.left + (k + 0.5) * wide, 1), number(bar[0], 3))
+        for k, bar in enumerate(bars)
         if k % every == 0
     ]
-    upright = [
-        join(
-            tag("line", x1=frame.left, x2=frame.right, y1=frame.y(v), y2=frame.y(v), class_="grid"),
-            tag("text", number(v, 3), x=frame.left - 6, y=frame.y(v) + 3.5, text_anchor="end"),
-        )
-        for v in ticks(0, frame.y1, 3)
-    ]
-    axis = tag("text", "reward of an episode", x=227, y=frame.bottom + 28, text_anchor="middle")
-    return tag(
-        "svg",
-        tag("g", upright, names, axis, class_="axes"),
-        drawn,
-        class_="chart histogram",
-        viewBox="0 0 416 190",
-        role="img",
-        aria_label="histogram of rewards",
-    )
-
-
-def _reach(low: float, high: float) -> str:
-    return number(low) if low == high else f"{number(low)} to {number(high)}"
+    axes = _axes(frame, ticks(0, frame.y1, 3), along, "reward of an episode")
+    return _picture("chart histogram", "0 0 416 190", "histogram of rewards", axes, drawn)
 
 
 def spark(values: Sequence[float]) -> Html:
@@ -308,13 +276,8 @@ def spark(values: Sequence[float]) -> Html:
         f"{i / (len(values) - 1) * 96 + 2:.1f},{20 - (values[i] - low) / ((high - low) or 1) * 16:.1f}"
         for i in kept
     )
-    return tag(
-        "svg",
-        tag("polyline", points=points, class_="line"),
-        class_="spark s0",
-        viewBox="0 0 100 24",
-        aria_hidden="true",
-    )
+    line = tag("polyline", points=points, class_="line")
+    return tag("svg", line, class_="spark s0", viewBox="0 0 100 24", aria_hidden="true")
 
 
 def graph(needs: Mapping[str, Sequence[str]], states: Mapping[str, str], links: Mapping[str, str]) -> Html:
@@ -336,36 +299,15 @@ def graph(needs: Mapping[str, Sequence[str]], states: Mapping[str, str], links: 
     for name, place in at.items():
         box = _box(name, states.get(name, ""), *place)
         boxes.append(tag("a", box, href=links[name]) if links.get(name) else box)
-    drawn = tag(
-        "svg",
-        _TIP,
-        arrows,
-        boxes,
-        class_="graph",
-        viewBox=f"0 0 {max(width, 1)} {max(height, 1)}",
-        width=width,
-        height=height,
-        role="img",
-        aria_label="graph of skills",
-    )
+    size = f"0 0 {max(width, 1)} {max(height, 1)}"
+    drawn = _picture("graph", size, "graph of skills", _TIP, arrows, boxes, width=width, height=height)
     return tag("div", drawn, class_="wide")
 
 
 _WIDE, _HIGH, _GAP_X, _GAP_Y = 150, 42, 46, 18
-_TIP = tag(
-    "defs",
-    tag(
-        "marker",
-        tag("path", d="M0 0 L8 4 L0 8 z", class_="head"),
-        id="tip",
-        viewBox="0 0 8 8",
-        refX=1,
-        refY=4,
-        markerWidth=7,
-        markerHeight=7,
-        orient="auto",
-    ),
-)
+_HEAD = tag("path", d="M0 0 L8 4 L0 8 z", class_="head")
+_SIZES = {"viewBox": "0 0 8 8", "refX": 1, "refY": 4, "markerWidth": 7, "markerHeight": 7, "orient": "auto"}
+_TIP = tag("defs", tag("marker", _HEAD, id="tip", **_SIZES))
 
 
 def _laid_out(needs: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[float, float]], int, int]:
@@ -407,15 +349,18 @@ def _arrow(before: tuple[float, float], behind: tuple[float, float]) -> Html:
 
 
 def _box(name: str, state: str, x: float, y: float) -> Html:
-    short = name if len(name) < 22 else name[:20] + "…"
     return tag(
         "g",
         tag("title", f"{name}: {state}"),
         tag("rect", x=x, y=y, width=_WIDE, height=_HIGH, rx=6),
-        tag("text", short, x=x + _WIDE / 2, y=y + 18, text_anchor="middle", class_="name"),
-        tag("text", state, x=x + _WIDE / 2, y=y + 33, text_anchor="middle"),
+        _words(_short(name), x + _WIDE / 2, y + 18, class_="name"),
+        _words(state, x + _WIDE / 2, y + 33),
         class_=f"box {_word(state)}",
     )
+
+
+def _short(name: str) -> str:
+    return name if len(name) < 22 else name[:20] + "…"
 
 
 def timeline(bars: Sequence[tuple[str, float, float, str]]) -> Html:
@@ -427,52 +372,24 @@ def timeline(bars: Sequence[tuple[str, float, float, str]]) -> Html:
     frame = _Frame(0, max(end - begin, 1e-9), 0, 1, left=150, right=620)
     high = 24
     bottom = len(names) * high + 8
-    drawn = [
-        tag(
-            "text",
-            name if len(name) < 22 else name[:20] + "…",
-            x=142,
-            y=k * high + 20,
-            text_anchor="end",
-            class_="name",
-        )
-        for k, name in enumerate(names)
-    ]
+    drawn = [_words(_short(name), 142, k * high + 20, "end", "name") for k, name in enumerate(names)]
     lines = [
         join(
             tag("line", x1=frame.x(t), x2=frame.x(t), y1=4, y2=bottom, class_="grid"),
-            tag("text", f"{number(t, 3)} s", x=frame.x(t), y=bottom + 13, text_anchor="middle"),
+            _words(f"{number(t, 3)} s", frame.x(t), bottom + 13),
         )
         for t in ticks(0, end - begin, 5)
     ]
     for name, start, stop, state in bars:
-        x0, x1 = frame.x(start - begin), frame.x(stop - begin)
-        said = f"{name}: {state}, {number(stop - start, 3)} s"
+        x, y = frame.x(start - begin), names.index(name) * high + 8
+        wide = round(max(frame.x(stop - begin) - x, 2), 1)
+        said = tag("title", f"{name}: {state}, {number(stop - start, 3)} s")
         drawn.append(
-            tag(
-                "rect",
-                tag("title", said),
-                x=x0,
-                y=names.index(name) * high + 8,
-                width=round(max(x1 - x0, 2), 1),
-                height=high - 8,
-                rx=3,
-                class_=f"span {_word(state)}",
-            )
+            tag("rect", said, x=x, y=y, width=wide, height=high - 8, rx=3, class_=f"span {_word(state)}")
         )
-    return tag(
-        "div",
-        tag(
-            "svg",
-            tag("g", lines, class_="axes"),
-            drawn,
-            class_="timeline",
-            viewBox=f"0 0 640 {bottom + 20}",
-            role="img",
-            aria_label="time line",
-        ),
-        class_="wide",
-    )
+    axes = tag("g", lines, class_="axes")
+    picture = _picture("timeline", f"0 0 640 {bottom + 20}", "time line", axes, drawn)
+    return tag("div", picture, class_="wide")
 
 
 def _word(text: str) -> str:

@@ -7,6 +7,7 @@ site and the one static file.
 from __future__ import annotations
 
 import base64
+import contextlib
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -39,15 +40,13 @@ PANELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("Steps per second", ("steps_per_second",)),
     ),
 }
-SHARES = frozenset(
-    {
-        "success",
-        "heldout_success",
-        "valid_actions",
-        "groups_with_signal",
-        "truncated",
-        "heldout_valid_actions",
-    }
+SHARES = (
+    "success",
+    "heldout_success",
+    "valid_actions",
+    "heldout_valid_actions",
+    "groups_with_signal",
+    "truncated",
 )
 HEADLINES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
 
@@ -62,6 +61,9 @@ class Page:
     previous: str | None = None
     next: str | None = None
     up: str | None = None
+
+
+Ways = tuple[str | None, str | None, str | None]
 
 
 def not_here(why: str, up: str | None) -> Page:
@@ -99,19 +101,27 @@ class Site:
         """The beginning of the paths of a run's pages."""
         return f"run/{self.runs.index(run)}"
 
+    def page(
+        self,
+        run: Run,
+        title: str,
+        body: Html,
+        *behind: tuple[str, str | None],
+        ways: Ways = (None, None, None),
+    ) -> Page:
+        """A page of a run: the trail goes on `behind` it, `ways` are to the page before, the next and up."""
+        trail = (("runs", self.link("")), (run.name, self.link(self.place(run))), *behind)
+        return Page(title, body, trail, *ways)
+
     def picture(self, run: Run, name: str) -> str | None:
         """The address of a picture or film of the run; a static file holds pictures that are not large."""
         if self.only is None:
             return self.link(f"{self.place(run)}/file", name=name)
-        try:
+        with contextlib.suppress(DataError, OSError):
             path, media = run.file(name, PICTURES)
-            return (
-                f"data:{media};base64,{base64.b64encode(path.read_bytes()).decode()}"
-                if path.stat().st_size < EMBEDDED
-                else None
-            )
-        except (DataError, OSError):
-            return None
+            if path.stat().st_size < EMBEDDED:
+                return f"data:{media};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        return None
 
 
 def address_of(path: str, **query: Any) -> str:
@@ -201,28 +211,21 @@ def overview(site: Site, run: Run) -> Page:
     from shoal.viewer.split_pages import samples_section
 
     rows, summary, config = run.rows(), run.summary(), run.config()
-    head = facts(
-        {
-            "kind": run.kind,
-            "seed": run.seed(),
-            "env": _envs(config),
-            "rows": len(rows) if rows else None,
-            "seconds": summary.get("seconds"),
-            "shoal": (summary.get("versions") or {}).get("shoal")
-            if isinstance(summary.get("versions"), dict)
-            else None,
-        }
-    )
+    versions = summary.get("versions")
+    told = {
+        "kind": run.kind,
+        "seed": run.seed(),
+        "env": _envs(config),
+        "rows": len(rows) or None,
+        "seconds": summary.get("seconds"),
+        "shoal": versions.get("shoal") if isinstance(versions, dict) else None,
+    }
     parts = [
-        tag("header", tag("h1", run.name, " ", state(run.status())), head),
+        tag("header", tag("h1", run.name, " ", state(run.status())), facts(told)),
         advice_list(advise(rows, config)) if run.kind in ("agent", "ppo") else None,
     ]
-    if run.kind == "skills":
-        parts.append(skills_section(site, run))
-    elif run.kind == "split":
-        parts.append(samples_section(site, run))
-    else:
-        parts.append(curves(site, run, rows))
+    own = {"skills": skills_section, "split": samples_section}.get(run.kind)
+    parts.append(own(site, run) if own else curves(site, run, rows))
     if run.kind == "ppo":
         parts += [evaluations(rows), media(site, run)]
     if run.index.files():
@@ -255,12 +258,9 @@ def point_links(site: Site, run: Run, xs: Sequence[float], held_out: bool) -> li
     """Where a click on each point leads: to the episodes of that row, if they were kept."""
     if run.kind != "agent":
         return []
-    kept = set(run.index.files())
-    links = []
-    for x in xs:
-        file = f"heldout-{int(x):06d}.jsonl" if held_out else f"train-{int(x):06d}.jsonl"
-        links.append(site.link(f"{site.place(run)}/episodes", file=file) if file in kept else None)
-    return links
+    kept, place = set(run.index.files()), f"{site.place(run)}/episodes"
+    files = [f"{'heldout' if held_out else 'train'}-{int(x):06d}.jsonl" for x in xs]
+    return [site.link(place, file=file) if file in kept else None for file in files]
 
 
 def chart(
@@ -276,10 +276,16 @@ def chart(
             series.append(Series(name, xs, ys, links, dots=held_out, colour=colour))
     if not series:
         return None
-    limits = (0.0, 1.0) if all(s.name in SHARES for s in series) else None
-    legend = [tag("span", s.name, class_=f"key s{s.colour}") for s in series]
-    drawn = line_chart(series, title, run.x, limits)
-    return tag("figure", tag("figcaption", tag("b", title), tag("span", legend, class_="legend")), drawn)
+    return _figure(series, title, run.x, shares=all(s.name in SHARES for s in series))
+
+
+def _figure(series: Sequence[Series], title: str, x: str, *, shares: bool) -> Html:
+    """Curves with a title and a legend; those of shares reach from 0 to 1."""
+    legend = tag(
+        "span", [tag("span", s.name, class_=f"key s{s.colour % 8}") for s in series], class_="legend"
+    )
+    drawn = line_chart(series, title, x, (0.0, 1.0) if shares else None)
+    return tag("figure", tag("figcaption", tag("b", title), legend), drawn)
 
 
 def curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
@@ -289,19 +295,14 @@ def curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
     shown = {name for _, names in panels for name in names} | {run.x}
     others = [name for name in metric_names(rows) if name not in shown]
     more = [chart(site, run, rows, name, (name,)) for name in others]
-    hint = "Click a point to see its episodes." if run.kind == "agent" and run.index.files() else None
+    clicked = run.kind == "agent" and run.index.files()
+    named = tag("summary", counted(len(others), "further metric"))
     return tag(
         "section",
         tag("h2", "Curves"),
-        tag("p", hint, class_="hint") if hint else None,
+        clicked and tag("p", "Click a point to see its episodes.", class_="hint"),
         tag("div", drawn, class_="panels") if any(drawn) else tag("p", "no metrics yet", class_="empty"),
-        tag(
-            "details",
-            tag("summary", counted(len(others), "further metric")),
-            tag("div", more, class_="panels small"),
-        )
-        if others
-        else None,
+        tag("details", named, tag("div", more, class_="panels small")) if others else None,
         id="curves",
     )
 
@@ -315,11 +316,8 @@ def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
         (row.get("steps"), float(row["eval_return_mean"]), row.get("eval_return_std"), row.get("seconds"))
         for row in found
     ]
-    return tag(
-        "section",
-        tag("h2", "Evaluations"),
-        table(("steps", "mean return", "standard deviation", "seconds"), lines[-12:]),
-    )
+    heads = ("steps", "mean return", "standard deviation", "seconds")
+    return tag("section", tag("h2", "Evaluations"), table(heads, lines[-12:]))
 
 
 def media(site: Site, run: Run) -> Html | None:
@@ -330,13 +328,10 @@ def media(site: Site, run: Run) -> Html | None:
         if address is None or name == "curves.png":
             continue
         if name.endswith((".mp4", ".webm")):
-            shown.append(
-                tag("figure", tag("video", src=address, controls=True, muted=True), tag("figcaption", name))
-            )
+            seen = tag("video", src=address, controls=True, muted=True)
         else:
-            shown.append(
-                tag("figure", tag("img", src=address, alt=name, loading="lazy"), tag("figcaption", name))
-            )
+            seen = tag("img", src=address, alt=name, loading="lazy")
+        shown.append(tag("figure", seen, tag("figcaption", name)))
     return tag("section", tag("h2", "Pictures"), tag("div", shown, class_="media")) if shown else None
 
 
@@ -384,14 +379,9 @@ def compare(site: Site, query: Mapping[str, str]) -> Page:
     """Curves of several runs; those that differ by their seed alone are one curve with its range."""
     asked = [int(n) for n in query.get("runs", "").split(",") if n.isdecimal() and int(n) < len(site.runs)]
     runs = [site.runs[n] for n in asked] if asked else site.runs
-    parts = [
-        part
-        for kind in ("agent", "ppo")
-        if (part := _compared([r for r in runs if r.kind == kind])) is not None
-    ]
-    body = join(
-        tag("header", tag("h1", "Runs compared")), parts or tag("p", "no curves to compare", class_="empty")
-    )
+    parts = list(filter(None, (_compared([r for r in runs if r.kind == kind]) for kind in PANELS)))
+    nothing = tag("p", "no curves to compare", class_="empty")
+    body = join(tag("header", tag("h1", "Runs compared")), parts or nothing)
     return Page("Runs compared", body, (("runs", site.link("")), ("compared", None)), up=site.link(""))
 
 
@@ -485,10 +475,4 @@ def _team_chart(teams: Sequence[Sequence[Run]], name: str) -> Html | None:
             series.append(Series(_team_name(team), shared, mean, low=low, high=high, colour=colour))
     if not series:
         return None
-    limits = (0.0, 1.0) if name in SHARES else None
-    legend = [tag("span", s.name, class_=f"key s{s.colour % 8}") for s in series]
-    return tag(
-        "figure",
-        tag("figcaption", tag("b", name), tag("span", legend, class_="legend")),
-        line_chart(series, name, teams[0][0].x, limits),
-    )
+    return _figure(series, name, teams[0][0].x, shares=name in SHARES)

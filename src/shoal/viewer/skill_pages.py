@@ -7,6 +7,7 @@ import json
 import time
 from typing import Any
 
+from shoal.core.errors import DataError
 from shoal.core.run_folder import whole_rows
 from shoal.viewer.markup import NONE, Html, Series, counted, graph, join, line_chart, number, tag, timeline
 from shoal.viewer.pages import Page, Site, anchor, facts, media, state, table
@@ -39,13 +40,9 @@ def skills_section(site: Site, run: Run) -> Html:
     needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
     states = {str(s["name"]): f"{s['status']}{_rate(s)}" for s in skills}
     links = {name: link for name in names if (link := site.link(place, name=name))}
+    now = time.time()
     bars = [
-        (
-            str(a["skill"]),
-            float(a["started"]),
-            float(a["ended"] or time.time()),
-            str(a["outcome"] or a["state"]),
-        )
+        (str(a["skill"]), float(a["started"]), float(a["ended"] or now), str(a["outcome"] or a["state"]))
         for a in attempts
     ]
     rows = [
@@ -84,28 +81,15 @@ def _events(events: list[Row]) -> Html | None:
         return None
     first = min(float(e["time"]) for e in events)
     rows = [
-        (
-            f"{float(e['time']) - first:.1f} s",
-            str(e["kind"]),
-            str(e["skill"] or ""),
-            str(e["detail"] or "")[:300],
-        )
+        (f"{float(e['time']) - first:.1f} s", str(e["kind"]), e["skill"] or "", str(e["detail"] or "")[:300])
         for e in events
     ]
-    return tag(
-        "section",
-        tag(
-            "details",
-            tag("summary", counted(len(rows), "event")),
-            table(("at", "event", "skill", "detail"), rows),
-        ),
-    )
+    listed = table(("at", "event", "skill", "detail"), rows)
+    return tag("section", tag("details", tag("summary", counted(len(rows), "event")), listed))
 
 
 def skill_page(site: Site, run: Run, name: str) -> Page:
     """One skill: what it says of itself, its trainings, the versions of its expert, its curve."""
-    from shoal.core.errors import DataError
-
     tables = run.skills()
     found = [s for s in tables["skill"] if s["name"] == name]
     if not found:
@@ -142,44 +126,30 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         for a in attempts
     ]
     spec = json.dumps(_json(skill.get("spec"), {}), indent=2, ensure_ascii=False)
-    slug = str(skill["slug"])
-    curve = _curve(run, slug)
+    told = {
+        "expert": skill["expert"],
+        "needs": ", ".join(map(str, _json(skill.get("dependencies"), []))) or "nothing",
+        "success in its own test": _rate(skill).strip(", ") or None,
+        "env steps used": skill["budget_used"],
+        "of": skill["budget_total"],
+    }
+    of_version = ("version", "", "made from", "kind", "rule", "won", "env steps", "", "file")
+    of_attempt = ("no.", "end", "took", "env steps", "launcher", "reason")
     body = join(
         tag("header", tag("h1", name, " ", state(str(skill["status"])))),
-        facts(
-            {
-                "expert": skill["expert"],
-                "needs": ", ".join(map(str, _json(skill.get("dependencies"), []))) or "nothing",
-                "success in its own test": _rate(skill).strip(", ") or None,
-                "env steps used": skill["budget_used"],
-                "of": skill["budget_total"],
-            }
-        ),
+        facts(told),
         tag("p", skill["reason"], class_="error") if skill["reason"] else None,
-        curve,
-        tag(
-            "section",
-            tag("h2", "Versions of its expert"),
-            table(("version", "", "made from", "kind", "rule", "won", "env steps", "", "file"), version_rows),
-        ),
-        tag(
-            "section",
-            tag("h2", "Trainings"),
-            table(("no.", "end", "took", "env steps", "launcher", "reason"), attempt_rows),
-        ),
+        _curve(run, str(skill["slug"])),
+        tag("section", tag("h2", "Versions of its expert"), table(of_version, version_rows)),
+        tag("section", tag("h2", "Trainings"), table(of_attempt, attempt_rows)),
         tag("section", tag("h2", "Specification"), tag("pre", spec)),
     )
     place = site.place(run)
     names = [str(s["name"]) for s in tables["skill"]]
     at = names.index(name)
-    return Page(
-        name,
-        body,
-        (("runs", site.link("")), (run.name, site.link(place)), (name, None)),
-        site.link(f"{place}/skill", name=names[at - 1]) if at else None,
-        site.link(f"{place}/skill", name=names[at + 1]) if at + 1 < len(names) else None,
-        site.link(place),
-    )
+    before = site.link(f"{place}/skill", name=names[at - 1]) if at else None
+    after = site.link(f"{place}/skill", name=names[at + 1]) if at + 1 < len(names) else None
+    return site.page(run, name, body, (name, None), ways=(before, after, site.link(place)))
 
 
 def _curve(run: Run, slug: str) -> Html | None:

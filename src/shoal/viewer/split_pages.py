@@ -68,38 +68,30 @@ def sample_page(site: Site, run: Run, index: int) -> Page:
         raise DataError(f"sample {index} is described wrongly ({error}); make the batch again") from error
     place = site.place(run)
     messages = json.dumps(described.get("messages"), indent=2, ensure_ascii=False)[:200_000]
+    told = {
+        "recording": str(described.get("dataset_id")),
+        "task": str(described.get("uid")),
+        "step": _step(described),
+        "prompt tokens": len(prompt["ids"]),
+        "response tokens": len(response["ids"]),
+        "trained": int(response["mask"].sum()),
+        "images": _count(described.get("images")),
+        "reward": float(response["rewards"].sum()),
+    }
+    kinds = (("read", "masked"), ("trained", ""), ("carries the reward", "up"))
     body = join(
         tag("header", tag("h1", f"Sample {index}")),
-        facts(
-            {
-                "recording": str(described.get("dataset_id")),
-                "task": str(described.get("uid")),
-                "step": _step(described),
-                "prompt tokens": len(prompt["ids"]),
-                "response tokens": len(response["ids"]),
-                "trained": int(response["mask"].sum()),
-                "images": _count(described.get("images")),
-                "reward": float(response["rewards"].sum()),
-            }
-        ),
+        facts(told),
         tag(
-            "p",
-            tag("span", "read", class_="token plain masked"),
-            tag("span", "trained", class_="token plain"),
-            tag("span", "carries the reward", class_="token plain up"),
-            class_="key-line",
+            "p", [tag("span", text, class_=f"token plain {kind}") for text, kind in kinds], class_="key-line"
         ),
         blocks,
         tag("details", tag("summary", "messages as they were cut"), tag("pre", messages)),
     )
-    return Page(
-        f"Sample {index}",
-        body,
-        (("runs", site.link("")), (run.name, site.link(place)), (f"sample {index}", None)),
-        site.link(f"{place}/sample", number=index - 1) if index else None,
-        site.link(f"{place}/sample", number=index + 1) if index + 1 < len(samples) else None,
-        site.link(place),
-    )
+    before = site.link(f"{place}/sample", number=index - 1) if index else None
+    after = site.link(f"{place}/sample", number=index + 1) if index + 1 < len(samples) else None
+    ways = before, after, site.link(place)
+    return site.page(run, f"Sample {index}", body, (f"sample {index}", None), ways=ways)
 
 
 class _Arrays:
