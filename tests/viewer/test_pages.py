@@ -280,6 +280,8 @@ def test_folders_of_runs_are_opened_in_the_order_of_names(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("")
     (tmp_path / "other").mkdir()
     assert [p.name for p in run_folders([tmp_path, tmp_path / "b"])] == ["a", "b"]
+    make_run(tmp_path / "sweep" / "seed1")
+    assert [p.name for p in run_folders([tmp_path])] == ["a", "b", "seed1"]
 
 
 def test_tokens_are_coloured_by_their_advantage_against_the_largest_of_the_group(tmp_path, opened):

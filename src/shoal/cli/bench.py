@@ -15,10 +15,9 @@ from typing import Annotated, Any, Literal
 import gymnasium
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming
+from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming, table
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
 from shoal.envs.catalogue import EnvFn, resolve
@@ -95,10 +94,10 @@ def bench(options: BenchOptions) -> int:
             f"--num-envs must be at least 1 and --seconds positive and finite, "
             f"got {options.num_envs} and {options.seconds}"
         )
-    if options.seed < 0 or (options.num_workers or 1) < 1:
-        raise ConfigError(
-            f"--seed must be at least 0 and --num-workers at least 1, got {options.seed} and {options.num_workers}"
-        )
+    if options.seed < 0:
+        raise ConfigError(f"--seed must be at least 0, got {options.seed}")
+    if options.num_workers is not None and options.num_workers < 1:
+        raise ConfigError(f"--num-workers must be at least 1, got {options.num_workers}")
     fn = resolve(
         options.env,
         env_kwargs=arguments_of(options.settings, options.env_kwargs),
@@ -256,24 +255,17 @@ def _show(
         f"{options.env}: a step takes {step:.3g} µs, of which {cpu:.3g} µs compute; an observation has "
         f"{result['observation_bytes']} bytes; {loop:,.0f} steps/s in a plain loop"
     )
-    table = Table(title=f"{options.num_envs} environments", title_justify="left")
-    table.add_column("way", no_wrap=True)
-    for column in ("steps/s", "of a plain loop", "caller's µs a step"):
-        table.add_column(column, justify="right")
-    table.add_column("same results")
+    rows = []
     for speed in speeds:
         if speed.steps_per_second is None or speed.cpu_microseconds is None:
-            table.add_row(speed.name, "-", "-", "-", "no, see below")
+            rows.append([speed.name, "-", "-", "-", "no, see below"])
         else:
-            rate = speed.steps_per_second
-            table.add_row(
-                speed.name,
-                f"{rate:,.0f}",
-                f"{rate / loop:.2f}",
-                f"{speed.cpu_microseconds:.2f}",
-                "another implementation" if speed.name == "native" else "yes",
+            rate, same = speed.steps_per_second, "another implementation" if speed.name == "native" else "yes"
+            rows.append(
+                [speed.name, f"{rate:,.0f}", f"{rate / loop:.2f}", f"{speed.cpu_microseconds:.2f}", same]
             )
-    console.print(table)
+    header = ["way", "steps/s", "of a plain loop", "caller's µs a step", "same results"]
+    table(f"{options.num_envs} environments", header, rows, text=(0, 4))
     for speed in speeds:
         if speed.problem is not None:
             console.print(f"{speed.name}: {speed.problem}", markup=False)

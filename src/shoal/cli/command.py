@@ -63,13 +63,7 @@ def loaded(entry: Entry) -> Command | Group:
 
 
 def run(entry: Entry, name: str, words: list[str]) -> int:
-    """Run a command, or one of a group, and return its exit status.
-
-    Args:
-        entry: what was named.
-        name: the words that named it.
-        words: those that follow.
-    """
+    """Run a command, or one of a group, that `name` named with the words that follow; returns its exit status."""
     what = loaded(entry)
     if isinstance(what, Group):
         if not words or words[0] in (*HELP, "help"):
@@ -151,11 +145,7 @@ def _positional_first(words: Sequence[str], parser: Any) -> list[str]:
 def help_of(command: Command, name: str, words: list[str], *, everything: bool = False) -> str:
     """What `--help` prints: all flags where they fit on a screen, else those most wanted and the names of the others.
 
-    Args:
-        command: of which it tells.
-        name: the words that name it.
-        words: others that were said, on which defaults may depend.
-        everything: tell of all flags, however many they are.
+    Defaults may depend on the other `words` that were said; `everything` tells of all flags, however many they are.
     """
     width = min(shutil.get_terminal_size((110, 24)).columns, 110)
     flags, places = [], []  # with the names of each

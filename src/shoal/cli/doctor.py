@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -51,10 +51,10 @@ examples:
 class Finding:
     """One thing that was looked at."""
 
-    name: str
     status: Status
     found: str
     advice: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,22 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
     """All findings, one after another."""
     for name, look in LOOKS.items():
         try:
-            yield look()
+            found = look()
         except Exception as error:  # a border: what cannot even be looked at is the finding
-            yield Finding(name, "failed", _in_a_line(error), ADVICE.get(name, ""))
-    yield from _extras()
+            found = Finding("failed", _in_a_line(error), ADVICE.get(name, ""))
+        yield replace(found, name=name)
+    for extra, modules in EXTRAS.items():
+        missing = ", ".join(module for module in modules if not _has(module))
+        found = Finding("ok", ", ".join(modules))
+        if missing:
+            found = Finding("missing", f"without {missing}", f'pip install "shoal[{extra}]"')
+        yield replace(found, name=f"[{extra}]")
     if self_test:
-        yield _tried("vector", _try_vector, "environments in two worker processes equal a plain loop")
+        told = "environments in two worker processes equal a plain loop"
+        yield replace(_tried(_try_vector, told), name="vector")
         if _has("torch"):
-            yield _tried("rollout", _try_rollout, "episodes of two workers equal those played one by one")
+            told = "episodes of two workers equal those played one by one"
+            yield replace(_tried(_try_rollout, told), name="rollout")
 
 
 def _in_a_line(error: Exception) -> str:
@@ -130,8 +138,8 @@ def _python() -> Finding:
     )
     if not sys.platform.startswith("linux"):
         advice = "worker processes need Linux: use backend='serial' or 'thread', or a container"
-        return Finding("system", "warning", found, advice)
-    return Finding("system", "ok", found)
+        return Finding("warning", found, advice)
+    return Finding("ok", found)
 
 
 def _cores() -> Finding:
@@ -141,10 +149,8 @@ def _cores() -> Finding:
         "" if quota is None else f", {quota:g} by the container's limit"
     )
     if quota is not None and quota < usable:
-        return Finding(
-            "cores", "warning", found, f"more than {max(1, round(quota))} busy workers wait for each other"
-        )
-    return Finding("cores", "ok", found)
+        return Finding("warning", found, f"more than {max(1, round(quota))} busy workers wait for each other")
+    return Finding("ok", found)
 
 
 def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -169,23 +175,21 @@ def _memory() -> Finding:
         "" if limit is None else f", {limit / 2**30:.1f} GiB by the container's limit"
     )
     if min(total, limit or total) < 2 * 2**30:
-        return Finding("memory", "warning", found, "torch with a few workers wants 2 GiB: use fewer workers")
-    return Finding("memory", "ok", found)
+        return Finding("warning", found, "torch with a few workers wants 2 GiB: use fewer workers")
+    return Finding("ok", found)
 
 
 def _shared_memory(folder: str = "/dev/shm") -> Finding:
     try:
         about = os.statvfs(folder)
     except OSError as error:
-        return Finding(
-            "shm", "warning", f"{folder}: {error.strerror}", "Ray needs it; shoal's own workers do not"
-        )
+        return Finding("warning", f"{folder}: {error.strerror}", "Ray needs it; shoal's own workers do not")
     size = about.f_frsize * about.f_blocks
     found = f"{folder} has {size / 2**20:,.0f} MiB, {about.f_frsize * about.f_bavail / 2**20:,.0f} free"
     if size < SMALL_SHM:
         advice = "too small for Ray and for torch's data loaders (docker run --shm-size=2g); shoal's workers need none"
-        return Finding("shm", "warning", found, advice)
-    return Finding("shm", "ok", found)
+        return Finding("warning", found, advice)
+    return Finding("ok", found)
 
 
 def _files() -> Finding:
@@ -194,9 +198,9 @@ def _files() -> Finding:
     found = f"{soft} open files allowed (up to {hard}): enough for about {workers:,} workers"
     if workers < 64:
         return Finding(
-            "files", "warning", found, f"raise the limit: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
+            "warning", found, f"raise the limit: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
         )
-    return Finding("files", "ok", found)
+    return Finding("ok", found)
 
 
 def _processes() -> Finding:
@@ -205,13 +209,11 @@ def _processes() -> Finding:
     with contextlib.suppress(OSError, ValueError):
         limits.append(int(Path("/sys/fs/cgroup/pids.max").read_text()))
     if not limits:
-        return Finding("processes", "ok", "no limit")
+        return Finding("ok", "no limit")
     found = f"at most {min(limits):,} processes and threads"
     if min(limits) < 256:
-        return Finding(
-            "processes", "warning", found, "raise it (ulimit -u, docker --pids-limit), or use few workers"
-        )
-    return Finding("processes", "ok", found)
+        return Finding("warning", found, "raise it (ulimit -u, docker --pids-limit), or use few workers")
+    return Finding("ok", found)
 
 
 def _folder() -> Finding:
@@ -227,74 +229,49 @@ def _folder() -> Finding:
             locks = second.is_taken()
             lock.release()
     except OSError as error:
-        return Finding(
-            "folder", "failed", f"{here} cannot be written: {error.strerror}", "run elsewhere, or --run-dir"
-        )
+        return Finding("failed", f"{here} cannot be written: {error.strerror}", "run elsewhere, or --run-dir")
     found = f"{here.absolute()} can be written, {free / 2**30:.1f} GiB free"
     if not locks:
-        return Finding(
-            "folder", "warning", f"{found}, no locks", "two runs in one folder are not noticed here"
-        )
+        return Finding("warning", f"{found}, no locks", "two runs in one folder are not noticed here")
     if free < 2**30:
-        return Finding(
-            "folder", "warning", found, "make room: a checkpoint of a small language model has 0.5 GiB"
-        )
-    return Finding("folder", "ok", found)
+        return Finding("warning", found, "make room: a checkpoint of a small language model has 0.5 GiB")
+    return Finding("ok", found)
 
 
 def _gpu() -> Finding:
     if not _has("torch"):
-        return Finding("gpu", "missing", "torch is not installed", 'pip install "shoal[train]"')
+        return Finding("missing", "torch is not installed", 'pip install "shoal[train]"')
     import torch
 
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
-        return Finding(
-            "gpu", "ok", f"{torch.cuda.device_count()} by CUDA {torch.version.cuda}: {', '.join(names)}"
-        )
+        return Finding("ok", f"{torch.cuda.device_count()} by CUDA {torch.version.cuda}: {', '.join(names)}")
     if getattr(torch.backends, "mps", None) is not None and torch.backends.mps.is_available():
-        return Finding("gpu", "ok", "Apple's, by device=mps")
+        return Finding("ok", "Apple's, by device=mps")
     seen = shutil.which("nvidia-smi") is not None
     advice = (
         "there is a driver: install a torch built for CUDA" if seen else "the tiny model and PPO need none"
     )
-    return Finding(
-        "gpu", "warning" if seen else "missing", f"none that torch {torch.__version__} can use", advice
-    )
+    return Finding("warning" if seen else "missing", f"none that torch {torch.__version__} can use", advice)
 
 
 def _ray() -> Finding:
     if not _has("ray"):
-        return Finding(
-            "ray", "missing", "not installed", 'for several machines: pip install "shoal[parallel]"'
-        )
+        return Finding("missing", "not installed", 'for several machines: pip install "shoal[parallel]"')
     try:
         address = find_ray_cluster()
     except ConfigError as error:
-        return Finding("ray", "failed", str(error), "until then no run on Ray can start")
+        return Finding("failed", str(error), "until then no run on Ray can start")
     return Finding(
-        "ray", "ok", f"{_version('ray')}, " + (f"cluster at {address}" if address else "started here on use")
+        "ok", f"{_version('ray')}, " + (f"cluster at {address}" if address else "started here on use")
     )
 
 
 def _tmux() -> Finding:
     path = shutil.which("tmux")
     if path is None:
-        return Finding(
-            "tmux", "missing", "not installed", "skills train in plain processes: --launcher local"
-        )
-    return Finding("tmux", "ok", path)
-
-
-def _extras() -> Iterator[Finding]:
-    for extra, modules in EXTRAS.items():
-        missing = [module for module in modules if not _has(module)]
-        if missing:
-            yield Finding(
-                f"[{extra}]", "missing", f"without {', '.join(missing)}", f'pip install "shoal[{extra}]"'
-            )
-        else:
-            yield Finding(f"[{extra}]", "ok", ", ".join(modules))
+        return Finding("missing", "not installed", "skills train in plain processes: --launcher local")
+    return Finding("ok", path)
 
 
 LOOKS: dict[str, Callable[[], Finding]] = {
@@ -310,7 +287,7 @@ ADVICE = {
 
 
 # --- the self-test
-def _tried(name: str, test: Callable[[], str], promise: str) -> Finding:
+def _tried(test: Callable[[], str], promise: str) -> Finding:
     began = time.monotonic()
     try:
         wrong = test()
@@ -318,8 +295,8 @@ def _tried(name: str, test: Callable[[], str], promise: str) -> Finding:
         wrong = _in_a_line(error)
     seconds = f"{time.monotonic() - began:.1f} s"
     if wrong:
-        return Finding(name, "failed", f"{wrong} ({seconds})", "please report it with `shoal doctor --json`")
-    return Finding(name, "ok", f"{promise} ({seconds})")
+        return Finding("failed", f"{wrong} ({seconds})", "please report it with `shoal doctor --json`")
+    return Finding("ok", f"{promise} ({seconds})")
 
 
 def _try_vector() -> str:

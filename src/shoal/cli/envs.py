@@ -279,8 +279,9 @@ def _ask(env: TextEnv[Any], words: list[str], keys: bool) -> str | None:
             key = read_key()
             if key in ("q", "\x04", "\x1b", ""):
                 return None
-            if KEYS.get(key.lower() if len(key) == 1 else key) in directions:
-                return directions[KEYS[key.lower() if len(key) == 1 else key]]
+            way = KEYS.get(key.lower() if len(key) == 1 else key)
+            if way in directions:
+                return directions[way]
             if key == "h":
                 return key
     try:
@@ -455,16 +456,8 @@ def draw(observation: str) -> Any:
     return Text(observation)
 
 
-KEYS = {
-    "\x1b[A": "up",
-    "\x1b[B": "down",
-    "\x1b[C": "right",
-    "\x1b[D": "left",
-    "w": "up",
-    "s": "down",
-    "d": "right",
-    "a": "left",
-}
+KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left"}
+KEYS |= {"w": "up", "s": "down", "d": "right", "a": "left"}
 """What arrow keys send, and the letters for keyboards without them."""
 
 

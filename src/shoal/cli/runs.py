@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,10 +44,6 @@ class RunsOptions:
 
 def list_runs(options: RunsOptions) -> None:
     """List."""
-    if not options.folder.is_dir():
-        raise DataError(
-            f"{options.folder} is not a folder: runs are in runs/ unless --run-dir (run_dir=) said otherwise"
-        )
     found = [about for path in folders(options.folder) if (about := describe(path))]
     found.sort(key=lambda about: -about["changed"])
     if options.status is not None:
@@ -85,19 +82,30 @@ def _result(about: dict[str, Any]) -> str:
 
 def folders(root: Path) -> list[Path]:
     """Run folders under `root`, at most two levels down; the inside of a run is not looked at."""
+    if not root.is_dir():
+        raise DataError(
+            f"{root} is not a folder: runs are in runs/ unless --run-dir (run_dir=) said otherwise"
+        )
     found = []
-    for path in sorted(root.iterdir()):
-        if path.is_dir() and not path.name.startswith("."):
-            inner = [] if _is_run(path) else [p for p in sorted(path.iterdir()) if p.is_dir() and _is_run(p)]
-            found += [path] if _is_run(path) else inner
+    for path in _shown(root):
+        found += [path] if is_run(path) else filter(is_run, _shown(path))
     return found
 
 
-def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in _PARTS)
+def _shown(folder: Path) -> list[Path]:
+    """The folders inside, but for hidden ones and where nobody may look."""
+    with contextlib.suppress(PermissionError):
+        return sorted(path for path in folder.iterdir() if os.path.isdir(path) and path.name[:1] != ".")
+    return []
 
 
-_PARTS = ("summary.json", "metrics.jsonl", "config.yaml", "state.db")
+def is_run(path: Path) -> bool:
+    """Whether a folder is one of a run."""
+    return any(os.path.exists(path / name) for name in PARTS)  # False too where nobody may look
+
+
+PARTS = ("summary.json", "metrics.jsonl", "config.yaml", "state.db", "trajectories", "batch")
+"""One of these makes a folder a run."""
 
 
 def describe(run: Path) -> dict[str, Any]:
@@ -109,7 +117,7 @@ def describe(run: Path) -> dict[str, Any]:
     metrics = summary["metrics"]
     name = next((key for key in RESULTS if metrics.get(key) is not None), None)
     seconds, changed, rows = summary.get("seconds"), 0.0, None
-    for part in _PARTS:
+    for part in PARTS:
         with contextlib.suppress(OSError):  # a run may be removed while it is looked at
             changed = max(changed, (run / part).stat().st_mtime)
     with contextlib.suppress(OSError):

@@ -22,6 +22,7 @@ from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import FolderLock, read_summary
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
+from shoal.viewer.markup import number
 
 _TAG = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
 
@@ -165,15 +166,9 @@ def readable(value: Any) -> str:
     >>> readable(0.123456), readable(1234567), readable(None), readable([1, 2])
     ('0.1235', '1,234,567', '-', '1, 2')
     """
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value.is_integer() and abs(value) >= 1000 else f"{value:.4g}"
-    return ", ".join(map(readable, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(readable, value))
+    return "-" if value is None else number(value)
 
 
 def _pick_file(folder: Path, wanted: str | None) -> Path | None:
@@ -223,8 +218,8 @@ def print_episode(
         f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}",
         markup=False,
     )
-    for number, turn in enumerate(trajectory.turns[:max_turns]):
-        print_turn(console, number, turn, decode)
+    for at, turn in enumerate(trajectory.turns[:max_turns]):
+        print_turn(console, at, turn, decode)
     left = len(trajectory.turns) - max_turns
     if left > 0:
         console.print(
@@ -233,10 +228,10 @@ def print_episode(
 
 
 def print_turn(
-    console: Console, number: int, turn: Turn, decode: Callable[[Sequence[int]], str] | None = None
+    console: Console, at: int, turn: Turn, decode: Callable[[Sequence[int]], str] | None = None
 ) -> None:
     """One turn (from 0): what was seen, or with `decode` the whole prompt, what was written, and what it led to."""
-    console.print(Text(f"\nturn {number + 1}", style="bold"), end="")
+    console.print(Text(f"\nturn {at + 1}", style="bold"), end="")
     told = "" if decode is None else f"  prompt of {count_of(len(turn.prompt_ids), 'token')}"
     console.print(told, markup=False)
     shown = turn.observation if decode is None else decode(turn.prompt_ids)

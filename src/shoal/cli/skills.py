@@ -190,20 +190,18 @@ def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, fl
         return None, None, None
 
 
-def status(options: StatusOptions) -> int:
+def status(options: StatusOptions, store: Store) -> None:
     """Print the state of every skill."""
-    store = Store(options.graph_path, create=False)
     if options.json:
         from shoal.skills.learning.scheduler import scheduler_state
 
         print(json.dumps(scheduler_state(store, 0), indent=2))
-        return 0
+        return
     from rich.console import Console
 
     Console().print(table(store.skills(), store))
     if not is_held(options.graph_path) and store.skills("waiting", "running", "merging"):
         print(f"no scheduler runs; go on with: {resume_command(options.graph_path)}")
-    return 0
 
 
 def resume_command(folder: Path) -> str:
@@ -211,9 +209,8 @@ def resume_command(folder: Path) -> str:
     return f"shoal skills train --resume --graph-path {shlex.quote(str(folder))}"
 
 
-def retry(options: RetryOptions) -> int:
+def retry(options: RetryOptions, store: Store) -> None:
     """Open a failed skill again, and what was blocked by it."""
-    store = Store(options.graph_path, create=False)
     if options.budget is not None and not math.isfinite(options.budget):
         raise ConfigError(f"--budget must be a number of env steps, got {options.budget}")
     budget = None if options.budget is None else int(options.budget)
@@ -224,28 +221,23 @@ def retry(options: RetryOptions) -> int:
         print(f"{store.skill(options.name).name}: may use {budget:,} env steps in all")
     if opened and not is_held(options.graph_path):
         print(f"start it with: {resume_command(options.graph_path)}")
-    return 0
 
 
-def cancel(options: CancelOptions) -> int:
+def cancel(options: CancelOptions, store: Store) -> None:
     """Give a skill up."""
-    store = Store(options.graph_path, create=False)
     row = ask_to_cancel(store, options.name)
     if not is_held(options.graph_path):
         _alone(options.graph_path, store).settle()
     print(f"cancelled: {row.name}")
-    return 0
 
 
-def stop(options: StopOptions) -> int:
+def stop(options: StopOptions, store: Store) -> None:
     """End the run of a folder."""
-    store = Store(options.graph_path, create=False)
     going = [row.name for row in store.skills("running", "merging")]
     if not ask_to_stop(store, wait=options.wait) and not options.wait:
         _alone(options.graph_path, store).settle(kill=True)
     print(f"stopped: {', '.join(going) or 'nothing was in training'}")
     print(f"go on with: {resume_command(options.graph_path)}")
-    return 0
 
 
 def _alone(folder: Path, store: Store) -> SkillScheduler:
@@ -270,9 +262,8 @@ def _log_path(store: Store, row: SkillRow) -> Path:
     return running if running.exists() else store.root / "skills" / f"{row.expert}_{row.slug}" / name
 
 
-def logs(options: LogsOptions) -> int:
+def logs(options: LogsOptions, store: Store) -> int:
     """Print what a training wrote."""
-    store = Store(options.graph_path, create=False)
     return _follow(store, store.skill(options.name), options.follow)
 
 
@@ -288,9 +279,8 @@ def _follow(store: Store, row: SkillRow, follow: bool) -> int:
             time.sleep(0.2)
 
 
-def attach(options: AttachOptions) -> int:
+def attach(options: AttachOptions, store: Store) -> int:
     """Watch a running training: its tmux session, or its output."""
-    store = Store(options.graph_path, create=False)
     row = store.skill(options.name)
     attempt = _latest(store, row)
     if attempt.state != "running":
@@ -302,11 +292,10 @@ def attach(options: AttachOptions) -> int:
     return _follow(store, row, follow=True)
 
 
-def evaluate(options: EvalOptions) -> int:
+def evaluate(options: EvalOptions, store: Store) -> None:
     """Success per skill and of the whole chain on unseen worlds."""
     from shoal.skills.learning.episodes import evaluate_chain
 
-    store = Store(options.graph_path, create=False)
     run = RunFolder(options.graph_path / "evaluations" / f"seed-{options.seed}", "skills eval", options.seed)
     report = evaluate_chain(store, options.episodes, options.seed, options.target)
     run.finish({"chain_success": report.success, **report.as_dict()})
@@ -316,7 +305,6 @@ def evaluate(options: EvalOptions) -> int:
     print(
         f"{report.success:7.3f}  whole chain, {report.episodes} unseen worlds, {report.mean_steps:.0f} steps on average"
     )
-    return 0
 
 
 def _expert(store: Store, text: str) -> int:
@@ -328,9 +316,8 @@ def _expert(store: Store, text: str) -> int:
     return row.expert
 
 
-def history(options: HistoryOptions) -> int:
+def history(options: HistoryOptions, store: Store) -> None:
     """List the versions of an expert, the head marked."""
-    store = Store(options.graph_path, create=False)
     expert = _expert(store, options.expert)
     head = store.head(expert)
     if head is None:
@@ -345,14 +332,12 @@ def history(options: HistoryOptions) -> int:
             f" {mark} {row.id:7}  {row.parent or '-':>6}  {row.frames:>10,}  {row.kind:<7}  {row.rule or '-':<11}  "
             f"{success:<21}  {row.sha256[:12]}"
         )
-    return 0
 
 
-def diff(options: DiffOptions) -> int:
+def diff(options: DiffOptions, store: Store) -> None:
     """Compare two versions of an expert."""
     from shoal.skills.learning.trainer import compare, decode
 
-    store = Store(options.graph_path, create=False)
     expert = _expert(store, options.expert)
     rows = [store.version(number) for number in (options.old, options.new)]
     for row in rows:
@@ -368,27 +353,23 @@ def diff(options: DiffOptions) -> int:
     print("array            distance  relative to the first  angle in degrees")
     for name, distance, relative, angle in compare(one, other):
         print(f"{name:<15}  {distance:8.4f}  {relative:21.4f}  {angle:16.2f}")
-    return 0
 
 
-def rollback(options: RollbackOptions) -> int:
+def rollback(options: RollbackOptions, store: Store) -> None:
     """Make an older version the head."""
     from shoal.skills.learning.run import export_views
 
-    store = Store(options.graph_path, create=False)
     expert = _expert(store, options.expert)
     store.rollback(expert, options.version)
     export_views(store)
     print(f"expert {expert} is version {options.version} again")
-    return 0
 
 
-def export(options: ExportOptions) -> int:
+def export(options: ExportOptions, store: Store) -> None:
     """Copy what is for people."""
     from shoal.skills.learning.run import export_views
     from shoal.skills.learning.scheduler import export_state, scheduler_state
 
-    store = Store(options.graph_path, create=False)
     if options.to.exists():
         raise ConfigError(f"{options.to} exists; name a folder that does not")
     export_views(store)
@@ -400,7 +381,6 @@ def export(options: ExportOptions) -> int:
             shutil.copytree(store.root / name, options.to / name)
     write_json(options.to / "scheduler_state.json", scheduler_state(store, 0))
     print(f"exported {len(store.skills('completed'))} completed skills to {options.to}")
-    return 0
 
 
 def migrate(options: MigrateOptions) -> int:
@@ -411,23 +391,28 @@ def migrate(options: MigrateOptions) -> int:
     return 2
 
 
+def _command(options: Any, run: Any, example: str) -> Command:
+    """A command about a folder that holds skills already."""
+    return Command(
+        options, lambda o: run(o, Store(o.graph_path, create=False)), f"examples:\n  shoal skills {example}"
+    )
+
+
 COMMAND = Group(
     "Train a graph of dependent skills, look at it, steer it.",
     {
         "train": ("shoal.cli.skills_train", "train a graph of skills in parallel"),
-        "status": Command(
-            StatusOptions, status, "examples:\n  shoal skills status --run-dir runs/skills --json"
-        ),
-        "stop": Command(StopOptions, stop, "examples:\n  shoal skills stop --run-dir runs/skills"),
-        "retry": Command(RetryOptions, retry, 'examples:\n  shoal skills retry "Collect Stone" --budget 2e6'),
-        "cancel": Command(CancelOptions, cancel, 'examples:\n  shoal skills cancel "Collect Stone"'),
-        "logs": Command(LogsOptions, logs, 'examples:\n  shoal skills logs "Collect Wood" --follow'),
-        "attach": Command(AttachOptions, attach, 'examples:\n  shoal skills attach "Collect Wood"'),
-        "eval": Command(EvalOptions, evaluate, "examples:\n  shoal skills eval --episodes 1024"),
-        "history": Command(HistoryOptions, history, 'examples:\n  shoal skills history "Collect Wood"'),
-        "diff": Command(DiffOptions, diff, 'examples:\n  shoal skills diff "Collect Wood" 1 3'),
-        "rollback": Command(RollbackOptions, rollback, 'examples:\n  shoal skills rollback "Collect Wood" 3'),
-        "export": Command(ExportOptions, export, "examples:\n  shoal skills export for-others/"),
+        "status": _command(StatusOptions, status, "status --run-dir runs/skills --json"),
+        "stop": _command(StopOptions, stop, "stop --run-dir runs/skills"),
+        "retry": _command(RetryOptions, retry, 'retry "Collect Stone" --budget 2e6'),
+        "cancel": _command(CancelOptions, cancel, 'cancel "Collect Stone"'),
+        "logs": _command(LogsOptions, logs, 'logs "Collect Wood" --follow'),
+        "attach": _command(AttachOptions, attach, 'attach "Collect Wood"'),
+        "eval": _command(EvalOptions, evaluate, "eval --episodes 1024"),
+        "history": _command(HistoryOptions, history, 'history "Collect Wood"'),
+        "diff": _command(DiffOptions, diff, 'diff "Collect Wood" 1 3'),
+        "rollback": _command(RollbackOptions, rollback, 'rollback "Collect Wood" 3'),
+        "export": _command(ExportOptions, export, "export for-others/"),
         "migrate": Command(MigrateOptions, migrate, "examples:\n  shoal skills migrate old-project/"),
     },
 )

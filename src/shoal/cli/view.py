@@ -14,11 +14,9 @@ import tyro
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import refuse_idle
+from shoal.cli.runs import PARTS, folders, is_run
 from shoal.core.errors import DataError
 from shoal.core.files import write_text
-
-MARKS = ("metrics.jsonl", "trajectories", "state.db", "summary.json", "batch")
-"""One of these makes a folder a run."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +96,13 @@ def _export(runs: Sequence[object], place: Path, episodes: int) -> int:
 
 
 def run_folders(asked: Sequence[Path]) -> list[Path]:
-    """The run folders that are meant: each as it is, or those inside, in the order of their names.
-
-    Raises:
-        DataError: one is no folder, or holds no run.
-    """
+    """The run folders that are meant: each as it is, or those inside; a `DataError` tells of one that holds none."""
     found: list[Path] = []
     for path in asked:
-        if not path.is_dir():
-            raise DataError(f"{path} is not a folder; runs are in runs/ unless run_dir= said otherwise")
-        inside = [path] if is_run(path) else sorted(p for p in path.iterdir() if p.is_dir() and is_run(p))
+        inside = [path] if is_run(path) else folders(path)
         if not inside:
             raise DataError(
-                f"{path} holds no run: there is none of {', '.join(MARKS)} in it or in its folders"
+                f"{path} holds no run: there is none of {', '.join(PARTS)} in it or in its folders"
             )
         found += [folder for folder in inside if folder.resolve() not in {f.resolve() for f in found}]
     return found
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder is one of a run."""
-    return any((folder / name).exists() for name in MARKS)
