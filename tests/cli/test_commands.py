@@ -20,6 +20,7 @@ from shoal.cli import command, grammar
 from shoal.cli.command import every
 from shoal.cli.main import COMMANDS, main
 from shoal.core.data import write_trajectories
+from shoal.core.errors import ConfigError
 from shoal.core.run_folder import FolderLock
 
 QUICK = [
@@ -180,6 +181,8 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("train 'run_dir=${oc.env:MY_API_KEY}'", "name the variable instead"),
         ("bench CartPole-v1 --seed=-1", "--seed must be at least 0, got -1"),
         ("bench CartPole-v1 --num-workers 0", "--num-workers must be at least 1, got 0"),
+        ("skills train --max-nodes 0", "--max-nodes must be at least 1, got 0"),
+        ("model get nosuch", "no model named 'nosuch'"),
         ("envs serve bandit --port 70000", "port must be a whole number from 0 to 65535"),
         ("envs serve bandit --port=-3", "port must be a whole number from 0 to 65535"),
         ("view RUN --port 70000", "port must be a whole number from 0 to 65535"),
@@ -538,3 +541,15 @@ def test_a_folder_that_was_removed_is_one_line(tmp_path, monkeypatch, capsys):
     gone.rmdir()
     assert "this folder was removed" in said(capsys, "runs", code=2)
     monkeypatch.chdir(tmp_path)
+
+
+def test_going_on_without_a_folder_takes_no_run_of_another_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for at, name in enumerate(("demo", "demo-2", "demo-2-kept", "demo-bandit", "demo-3x")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        os.utime(tmp_path / "runs" / name, (at, at))
+    assert grammar.newest_folder("demo").name == "demo-2"
+    assert grammar.newest_folder("demo-bandit").name == "demo-bandit"
+    for name in ("dem", "de*", "nosuch"):
+        with pytest.raises(ConfigError, match="there is no run"):
+            grammar.newest_folder(name)

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from shoal.cli import split
 from shoal.cli.main import main
 from shoal.splitting import Batch, build_qwen_processor
 from shoal.splitting.synthetic import write_gui_recordings
@@ -107,3 +108,21 @@ def test_rewards_that_do_not_fit_are_refused(folders, tmp_path, capsys, content,
     (tmp_path / "rewards.json").write_text(content)
     assert main(command(base, tmp_path, "--rewards", str(tmp_path / "rewards.json"))) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_sample_that_is_not_there_costs_only_the_page(folders, tmp_path, capsys):
+    base, _ = folders
+    assert main(command(base, tmp_path / "run", "--html", "--sample", "99")) == 2
+    assert "sample must be in [0, 8], got 99" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["metrics"]["samples"]) == ("completed", 9)
+
+
+def test_minus_one_is_a_worker_for_each_core(folders, tmp_path, monkeypatch):
+    asked = []
+    made = split.make_executor
+    monkeypatch.setattr(split, "make_executor", lambda *how: asked.append(how) or made(*how))
+    base, _ = folders
+    for cpus in ("-1", "1"):
+        assert main(command(base, tmp_path / cpus, "--num-cpus", cpus)) == 0
+    assert asked == [("thread", -1), ("serial", 1)]

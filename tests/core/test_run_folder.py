@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -282,3 +283,20 @@ def test_a_run_of_somebody_else_can_be_looked_at(tmp_path, monkeypatch):
     assert FolderLock(tmp_path / ".lock").is_taken()
     lock.release()
     assert not FolderLock(tmp_path / ".lock").is_taken()
+
+
+def test_numbers_of_numpy_are_numbers_of_metrics_and_summaries(tmp_path):
+    metrics = {
+        "mean": np.float32(0.5),
+        "n": np.int64(3),
+        "won": np.bool_(True),
+        "all": np.array([1.0, np.nan]),
+    }
+    with RunFolder(tmp_path, "train", 0) as run:
+        run.append_metrics(metrics)
+        assert run.read_metrics() == [{"mean": 0.5, "n": 3, "won": True, "all": [1.0, None]}]
+        assert (
+            run.finish(metrics)["metrics"]
+            == run_folder.read_summary(tmp_path)["metrics"]
+            == run.read_metrics()[0]
+        )

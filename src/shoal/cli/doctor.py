@@ -20,7 +20,7 @@ from typing import Literal
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import print_json
 from shoal.core.errors import ConfigError
-from shoal.core.executors import find_ray_cluster
+from shoal.core.executors import available_cpus, find_ray_cluster
 
 Status = Literal["ok", "missing", "warning", "failed"]
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -143,7 +143,7 @@ def _python() -> Finding:
 
 
 def _cores() -> Finding:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = available_cpus()
     quota = _cpu_quota()
     found = f"{usable} usable of {os.cpu_count()}" + (
         "" if quota is None else f", {quota:g} by the container's limit"

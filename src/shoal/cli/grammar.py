@@ -43,7 +43,9 @@ def newest_folder(name: str) -> Path:
         ConfigError: there is none.
     """
     first = Path("runs") / name
-    taken = [path for path in [first, *sorted(first.parent.glob(f"{name}-[0-9]*"))] if path.is_dir()]
+    numbered = re.compile(rf"{re.escape(name)}(-[0-9]+)?")
+    inside = first.parent.iterdir() if first.parent.is_dir() else ()
+    taken = [path for path in inside if numbered.fullmatch(path.name) and path.is_dir()]
     if not taken:
         raise ConfigError(f"there is no run {first} to go on with: start without --resume, or say --run-dir")
     return max(taken, key=lambda path: path.stat().st_mtime)

@@ -10,6 +10,7 @@ import tyro
 
 from shoal.cli.command import Command, Group
 from shoal.cli.grammar import hide_loading
+from shoal.core.errors import unknown_name
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class GetOptions:
 
 def get(options: GetOptions) -> None:
     """Fetch a model."""
-    from shoal.rollout.samplers.models import get_model
+    from shoal.rollout.samplers.models import KNOWN, get_model
 
+    if options.name not in KNOWN:
+        raise unknown_name("model", options.name, KNOWN)
     with contextlib.suppress(ImportError):  # what is missing is told by what needs it
         hide_loading()
     print(f"fetching {options.name} (the first time takes one to three minutes) …", flush=True)

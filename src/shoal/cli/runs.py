@@ -86,7 +86,7 @@ def folders(root: Path) -> list[Path]:
         raise DataError(
             f"{root} is not a folder: runs are in runs/ unless --run-dir (run_dir=) said otherwise"
         )
-    found = []
+    found: list[Path] = []
     for path in _shown(root):
         found += [path] if is_run(path) else filter(is_run, _shown(path))
     return found

@@ -160,6 +160,8 @@ def train(options: TrainOptions) -> int:
     path = options.skills or knowledge_base(world)
     if options.conda_env:
         print("shoal: --conda_env is ignored: trainings run in this Python", file=sys.stderr)
+    if options.max_nodes < 1:
+        raise ConfigError(f"--max-nodes must be at least 1, got {options.max_nodes}")
     if options.evaluation_worlds < 0:
         raise ConfigError(f"--evaluation-worlds must be at least 0, got {options.evaluation_worlds}")
     _refuse_what_is_ignored(options)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ import tyro
 from shoal.cli.command import Command
 from shoal.cli.grammar import counted, print_json, refuse_idle
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.executors import make_executor
+from shoal.core.executors import available_cpus, make_executor
 from shoal.core.files import read_json, write_text
 from shoal.core.run_folder import RunFolder
 
@@ -44,7 +45,7 @@ class SplitOptions:
     imports: tuple[str, ...] = ()
     """Python files or modules that register readers of your own"""
     num_cpus: int = 1
-    """trajectories at a time"""
+    """trajectories at a time; -1: one per core"""
     backend: Literal["thread", "process", "ray"] = "thread"
     """where they are split, when there is more than one at a time"""
     out: Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])] = Path("runs/split")
@@ -118,13 +119,12 @@ def split(options: SplitOptions) -> None:
     if options.resume and not options.shard_size:
         raise ConfigError("--resume goes on with lots of recordings: it needs --shard-size")
     say = _say_aside if options.json_events or options.json else print
+    work = _split_in_shards if options.shard_size else _split_at_once
     with RunFolder(options.out, "split", 0, print_json if options.json_events else None) as folder:
         try:
-            counts = (
-                _split_in_shards(options, folder) if options.shard_size else _split_at_once(options, folder)
-            )
-        except BaseException:
-            folder.finish({}, status="failed")
+            counts, write_page = work(options, folder)
+        except BaseException as error:
+            folder.finish({}, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
         summary = folder.finish({name: value for name, value in counts.items() if name != "reasons"})
     say(_table(counts, options.out / ("shards" if options.shard_size else "batch")))
@@ -133,42 +133,45 @@ def split(options: SplitOptions) -> None:
     if options.json:
         print_json(summary)
     if options.html:
+        write_page()
         say(f"look at {options.out / 'sample.html'}")
 
 
 COMMAND = Command(SplitOptions, split, MORE, WANTED)
 
 
-def _split_at_once(options: SplitOptions, folder: RunFolder) -> dict[str, Any]:
-    """One batch of everything; its counts."""
+def _executor(options: SplitOptions) -> Executor:
+    return make_executor("serial" if options.num_cpus == 1 else options.backend, options.num_cpus)
+
+
+def _split_at_once(options: SplitOptions, folder: RunFolder) -> Made:
+    """One batch of everything."""
     splitter, ids, rewards = _prepared(options)
     with counted("split", len(ids)) as progress:
-        if options.num_cpus > 1 and options.backend == "ray":
-            batch = splitter.split_parallel(ids, rewards, options.num_cpus, progress=progress)
+        if options.num_cpus != 1 and options.backend == "ray":
+            cpus = available_cpus() if options.num_cpus == -1 else options.num_cpus
+            batch = splitter.split_parallel(ids, rewards, cpus, progress=progress)
         else:
-            backend = options.backend if options.num_cpus > 1 else "serial"
-            with make_executor(backend, options.num_cpus) as executor:
+            with _executor(options) as executor:
                 batch = splitter.split(ids, rewards, executor=executor, progress=progress)
     place = batch.save(options.out / "batch")
     folder.event("batch", path=str(place))
-    if options.html:
-        _write_page(options, batch, splitter)
     skipped = [item.dataset_id for item in batch.skipped]
     counts: dict[str, Any] = batch.summary()
-    return counts | {"skipped_ids": skipped, "reasons": [item.reason for item in batch.skipped]}
+    counts |= {"skipped_ids": skipped, "reasons": [item.reason for item in batch.skipped]}
+    return counts, lambda: _write_page(options, batch, splitter)
 
 
-def _split_in_shards(options: SplitOptions, folder: RunFolder) -> dict[str, Any]:
-    """Lots of recordings, each a batch; counts of those that were made now."""
+def _split_in_shards(options: SplitOptions, folder: RunFolder) -> Made:
+    """Lots of recordings, each a batch; counts are of those that were made now."""
     from shoal.splitting.shards import read_shards, split_shards
 
     splitter, ids, rewards = _prepared(options)
     about = json.dumps(
         {name: str(value) for name, value in asdict(options).items() if name not in _NOT_RESULTS}
     )
-    backend = options.backend if options.num_cpus > 1 else "serial"
     counts: dict[str, Any] = {name: 0 for name in _COUNTS} | {"reasons": []}
-    with counted("split", len(ids)) as progress, make_executor(backend, options.num_cpus) as executor:
+    with counted("split", len(ids)) as progress, _executor(options) as executor:
         made = split_shards(
             splitter, ids, rewards, options.out / "shards", size=options.shard_size, about=about,
             executor=executor, progress=progress,
@@ -177,12 +180,14 @@ def _split_in_shards(options: SplitOptions, folder: RunFolder) -> dict[str, Any]
             folder.event("batch", path=str(place))
             for name in _COUNTS:
                 counts[name] += of_lot.get(name, 0)
-    if options.html:
+
+    def write_page() -> None:
         first = next(read_shards(options.out / "shards"), None)
         if first is None:
             raise DataError(f"{options.out / 'shards'} holds no sample that --html could show")
         _write_page(options, first, splitter)
-    return counts
+
+    return counts, write_page
 
 
 _COUNTS = (
@@ -190,17 +195,10 @@ _COUNTS = (
     "tensor_bytes", "skipped",
 )  # fmt: skip
 _NOT_RESULTS = (
-    "num_cpus",
-    "backend",
-    "out",
-    "resume",
-    "html",
-    "sample",
-    "json_events",
-    "json",
-    "ids",
-    "rewards",
-)
+    "num_cpus", "backend", "out", "resume", "html", "sample", "json_events", "json", "ids", "rewards",
+)  # fmt: skip
+Made = tuple[dict[str, Any], Callable[[], None]]
+"""Counts, and what writes the page of a sample."""
 
 
 def _write_page(options: SplitOptions, batch: Any, splitter: Any) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.core.files import read_json, write_bytes, write_json
 
@@ -220,7 +222,7 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Add one row; numbers that JSON has no word for (NaN, infinity) are written as null."""
+        """Add one row, its numbers Python's or NumPy's; those that JSON has no word for (NaN, infinity) become null."""
         self._hold()
         line = json.dumps(_finite(dict(row))).encode() + b"\n"
         with self.metrics_path.open("a+b", buffering=0) as file:
@@ -287,6 +289,8 @@ def _cpu_seconds() -> float:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
