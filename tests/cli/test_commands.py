@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.cli.recorded import trajectory, turn
 from tests.freeze.record import flags_of
@@ -181,6 +182,8 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("train 'run_dir=${oc.env:MY_API_KEY}'", "name the variable instead"),
         ("bench CartPole-v1 --seed=-1", "--seed must be at least 0, got -1"),
         ("bench CartPole-v1 --num-workers 0", "--num-workers must be at least 1, got 0"),
+        ("prove seed=1 --seed 2", "seed is given twice"),
+        ("train --config-name recorded recordings=x run_dir=a --run-dir b", "run_dir is given twice"),
         ("skills train --max-nodes 0", "--max-nodes must be at least 1, got 0"),
         ("model get nosuch", "no model named 'nosuch'"),
         ("envs serve bandit --port 70000", "port must be a whole number from 0 to 65535"),
@@ -553,3 +556,24 @@ def test_going_on_without_a_folder_takes_no_run_of_another_name(tmp_path, monkey
     for name in ("dem", "de*", "nosuch"):
         with pytest.raises(ConfigError, match="there is no run"):
             grammar.newest_folder(name)
+
+
+def test_a_number_that_json_has_no_word_for_is_null_in_results_for_programs(capsys):
+    grammar.print_json({"half_width": float("inf"), "n": np.int64(1), "rows": [{"a": float("nan")}]})
+    assert json.loads(capsys.readouterr().out) == {"half_width": None, "n": 1, "rows": [{"a": None}]}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_what_a_terminal_has_no_letter_for_is_written_by_its_number(tmp_path, monkeypatch, encoding):
+    for name in (b"na\xefve\xff", "ünï→".encode()):
+        (tmp_path / os.fsdecode(name)).mkdir()
+        (tmp_path / os.fsdecode(name) / "metrics.jsonl").write_text("")
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    for words in (["runs", str(tmp_path)], ["envs", "list"]):
+        assert main(words) == 0
+    out.flush()
+    told = out.buffer.getvalue().decode(encoding)
+    assert "2 runs in" in told
+    assert "\\udcff" in told
+    assert out.errors == "strict"

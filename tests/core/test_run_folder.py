@@ -300,3 +300,19 @@ def test_numbers_of_numpy_are_numbers_of_metrics_and_summaries(tmp_path):
             == run_folder.read_summary(tmp_path)["metrics"]
             == run.read_metrics()[0]
         )
+
+
+def test_no_command_writes_over_the_run_of_another(tmp_path, capsys):
+    with RunFolder(tmp_path, "train", 0) as run:
+        run.finish({"success": 0.5})
+    before = sorted((path, path.read_bytes()) for path in tmp_path.iterdir())
+    for words in (
+        ["split", str(tmp_path), "--out"],
+        ["bench", "CartPole-v1", "--run-dir"],
+        ["eval", "openai:M", "--env", "bandit", "--out"],
+    ):
+        assert main([*words, str(tmp_path)]) == 2
+        assert "holds a run of `shoal train`" in capsys.readouterr().err
+    assert sorted((path, path.read_bytes()) for path in tmp_path.iterdir()) == before
+    with RunFolder(tmp_path, "train", 0) as again:
+        again.finish({})

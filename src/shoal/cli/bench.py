@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
 import time
@@ -17,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming, table
+from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming, print_json, table
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
 from shoal.envs.catalogue import EnvFn, resolve
@@ -126,7 +125,7 @@ def bench(options: BenchOptions) -> int:
         known = {speed.name: speed.steps_per_second for speed in speeds}
         folder.finish({**result, "steps_per_second": max(filter(None, known.values()), default=None)})
     if options.json or options.format == "json":
-        print(json.dumps(result))
+        print_json(result)
     else:
         _show(Console(highlight=False), options, result, speeds, loop)
     return 0 if any(speed.steps_per_second for speed in speeds) else 1

@@ -13,7 +13,7 @@ import tyro
 from shoal.cli.command import Command
 from shoal.cli.grammar import Progress, hide_loading, print_json, refuse_device, refuse_idle
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.core.run_folder import RunFolder
+from shoal.core.run_folder import RunFolder, finite
 
 SERVER = "openai:"
 """What the name of a model on a server begins with."""
@@ -117,10 +117,9 @@ def evaluate(options: EvalOptions) -> int:
             refuse_device(options.device)
     if options.panel is not None:
         return _panel(options)
-    here = (
-        options.out is not None and options.out.is_dir()
-    )  # a new one is made when there is something to keep
-    folder = RunFolder(options.out, "eval", options.seed) if here and options.out else None
+    folder = None  # a new one is made when there is something to keep
+    if options.out is not None and options.out.exists():
+        folder = RunFolder(options.out, "eval", options.seed)
     trajectories, played_as = _play(options)
     result = _result(trajectories)
     if options.json or options.format == "json":
@@ -195,7 +194,7 @@ def _panel(options: EvalOptions) -> int:
         rows.append({"env": env, **_result(played)})
     table = {"panel": options.panel, "model": options.model, "repeatable": repeatable, "rows": rows}
     if folder is not None:
-        write_json(folder.path / "panel.json", table)
+        write_json(folder.path / "panel.json", finite(table))
         folder.finish({f"success/{row['env']}": row["success"] for row in rows})
     if options.json or options.format == "json":
         print_json(table)

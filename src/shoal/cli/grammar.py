@@ -21,6 +21,7 @@ import tyro
 
 from shoal.cli.command import Flag
 from shoal.core.errors import ConfigError, EnvError, ShoalError
+from shoal.core.run_folder import finite
 
 HEARTBEAT = 30.0
 """Seconds without a word, off a terminal, after which a command says that it is still at work."""
@@ -53,7 +54,7 @@ def newest_folder(name: str) -> Path:
 
 def print_json(value: Any) -> None:
     """One line of JSON on standard output: an event of `--json-events`, or the result of `--json`."""
-    print(json.dumps(value, allow_nan=False), flush=True)
+    print(json.dumps(finite(value), allow_nan=False), flush=True)
 
 
 def count_of(number: int, thing: str, things: str = "") -> str:
@@ -318,7 +319,7 @@ class AgentOptions:
         words = list(self.overrides)
         for key, value in flags.items():
             if value is not None:
-                _refuse_twice(key, words)
+                refuse_twice(key, words)
                 words.append(f"{key}={str(value).lower() if value is True else value}")
         return words
 
@@ -340,7 +341,7 @@ def composed(options: AgentOptions) -> Any:
     _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
     config = compose_config(options.config_name, [_own_key(word) for word in words], options.config_dir)
     if options.run_dir is not None:
-        _refuse_twice("run_dir", words)
+        refuse_twice("run_dir", words)
         config = replace(config, run_dir=options.run_dir)
     refuse_device(config.engine.device)
     return config
@@ -367,7 +368,8 @@ def _meant(word: str) -> str:
     return f": --config-name {word}" if word in config_names() else ""
 
 
-def _refuse_twice(key: str, overrides: Sequence[str]) -> None:
+def refuse_twice(key: str, overrides: Sequence[str]) -> None:
+    """Raise a `ConfigError` if a setting is given that a flag gives, too."""
     if any(word.partition("=")[0].lstrip("+") == key for word in overrides):
         raise ConfigError(f"{key} is given twice, as a setting and as a flag: leave one of them out")
 

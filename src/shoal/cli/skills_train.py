@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shlex
@@ -182,7 +181,9 @@ def train(options: TrainOptions) -> int:
         raise ConfigError(
             f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
         )
-    run = RunFolder(options.graph_path, "skills train", options.seed, _printer(options.json_events))
+    run = RunFolder(
+        options.graph_path, "skills train", options.seed, print_json if options.json_events else None
+    )
     launcher = make_launcher(
         options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
         folder=options.graph_path, sbatch=options.sbatch,
@@ -317,17 +318,6 @@ def _dry_run(proposer: Proposer) -> int:
         plan = " -> ".join(f"{step.skill} x{step.count}" for step in plan_for(skill.name, proposer.skills))
         print(f"{skill.name}: needs {needs}; plan {plan}")
     return 0
-
-
-def _printer(json_events: bool) -> Any:
-    if not json_events:
-        return None
-
-    def show(event: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()
-
-    return show
 
 
 def _write_config(options: TrainOptions) -> None:

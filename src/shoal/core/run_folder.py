@@ -60,7 +60,7 @@ def read_summary(run: Path) -> dict[str, Any]:
         DataError: it is broken, or not what a run writes.
         FileNotFoundError: there is none: the run has not come to its end.
     """
-    summary = _finite(read_json(run / "summary.json"))
+    summary = finite(read_json(run / "summary.json"))
     if not isinstance(summary, dict) or not isinstance(summary.setdefault("metrics", {}), dict):
         raise DataError(
             f"{run / 'summary.json'} must hold an object with 'metrics', an object too, as a run writes it; "
@@ -177,7 +177,7 @@ class RunFolder:
 
     Raises:
         WorkerError: another run is writing there.
-        ConfigError: `path` cannot be a folder.
+        ConfigError: `path` cannot be a folder, or holds the run of another command.
     """
 
     def __init__(
@@ -200,6 +200,15 @@ class RunFolder:
             raise ConfigError(f"a run folder must be a folder, got {self.path}: {error.strerror}") from error
         self._lock = FolderLock(self.path / ".lock") if lock else None
         self._hold()
+        before = None
+        with contextlib.suppress(OSError, DataError):
+            before = read_summary(self.path).get("command")
+        if before not in (None, command):
+            self.close()
+            raise ConfigError(
+                f"{self.path} holds a run of `shoal {before}`, which one of `shoal {command}` would write over: "
+                "choose another folder"
+            )
 
     def __enter__(self) -> RunFolder:
         return self
@@ -224,7 +233,7 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add one row, its numbers Python's or NumPy's; those that JSON has no word for (NaN, infinity) become null."""
         self._hold()
-        line = json.dumps(_finite(dict(row))).encode() + b"\n"
+        line = json.dumps(finite(dict(row))).encode() + b"\n"
         with self.metrics_path.open("a+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
@@ -275,7 +284,7 @@ class RunFolder:
             "seconds": round(time.monotonic() - self._wall, 3),
             "cpu_seconds": round(_cpu_seconds() - self._cpu, 3),
             "versions": installed_versions(),
-            "metrics": _finite(dict(metrics)),
+            "metrics": finite(dict(metrics)),
         }
         write_json(self.path / "summary.json", summary)
         self.close()
@@ -288,13 +297,14 @@ def _cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value with Python's numbers instead of NumPy's, and None for those that JSON has no word for."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
