@@ -138,3 +138,19 @@ def test_a_server_plays_by_its_messages_on_worker_processes(tmp_path, capsys, mo
     assert all("sesame" not in file.read_text() for file in run.rglob("*") if file.is_file())
     assert main(["train", *named, f"run_dir={tmp_path / 'train'}"]) == 2
     assert "engine.name=openai is for rollouts and evaluation" in capsys.readouterr().err
+
+
+def test_what_was_compared_is_told_to_programs_and_nothing_is_not_called_equal(tmp_path, capsys):
+    from dataclasses import replace
+
+    run = tmp_path / "run"
+    main(["rollout", *SMALL, f"run_dir={run}"])
+    capsys.readouterr()
+    assert main(["rollout", "--verify", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["equal"], told["files"][0]["episodes"], told["files"][0]["held"]) == (True, 6, "L2")
+    file = run / "trajectories" / "rollout.jsonl"
+    write_trajectories(file, [replace(one, status="env_error", error="x") for one in read_trajectories(file)])
+    assert main(["rollout", "--verify", str(run), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["equal"], told["files"][0]["left_out"], told["files"][0]["held"]) == (False, 6, None)

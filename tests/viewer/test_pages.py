@@ -384,3 +384,26 @@ def test_odd_descriptions_of_samples_hide_no_page_of_the_run(tmp_path, opened, o
     with contextlib.suppress(DataError):
         page_for(site, "run/0/sample", {"number": "0"})
     assert "Sample 0" in (text := export([run])) or "sample 0 is described wrongly" in text
+
+
+def test_settings_that_stand_for_more_than_fits_hide_no_comparison(tmp_path, opened):
+    bomb = "a0: &a0 {x: [1, 2]}\n" + "".join(
+        f"a{k}: &a{k} {{{', '.join(f'k{n}: *a{k - 1}' for n in range(9))}}}\n" for k in range(1, 12)
+    )
+    listed = "a0: &a0 [1, 2]\n" + "".join(
+        f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12)
+    )
+    runs = [make_run(tmp_path / name) for name in ("one", "two", "three")]
+    for run, text in zip(runs, (bomb, listed, "a: &a {b: *a}\n"), strict=True):
+        (run / "config.yaml").write_text(text)
+    assert "Runs compared" in compare(Site([opened(run) for run in runs]), {}).body
+
+
+def test_pages_of_like_names_are_sections_of_their_own(tmp_path, opened):
+    run = make_run(tmp_path / "run")
+    for name, reward in (("eval é", 0.25), ("eval è", 0.75)):
+        write_trajectories(run / "trajectories" / f"{name}.jsonl", [episode((reward,))])
+    text = export([opened(run)])
+    ids = re.findall(r'<div class="page" id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert {link for link in re.findall(r'href="#([^"]+)"', text)} <= set(ids)

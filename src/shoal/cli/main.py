@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -183,14 +184,21 @@ def _forget(stream: Any) -> None:
 
 @contextlib.contextmanager
 def _output(command: list[str]) -> Iterator[None]:
-    """Commands that work go on without a reader; for the others a reader that has enough is the end."""
-    before = sys.stdout, sys.stderr
+    """Commands that work go on without a reader; for the others a reader that has enough is the end.
+
+    What the terminal's encoding has no letter for is written by its number.
+    """
+    before, errors = (sys.stdout, sys.stderr), getattr(sys.stdout, "errors", None)
     goes_on = bool(command) and command[0] in GOES_ON
+    if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = _Watched(sys.stdout, goes_on), _Watched(sys.stderr, True)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
+        if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors=errors)
 
 
 @contextlib.contextmanager

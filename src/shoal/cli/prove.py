@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import Progress, count_of, new_folder, print_json, table
+from shoal.cli.grammar import Progress, count_of, new_folder, print_json, refuse_twice, table
 from shoal.core.errors import ConfigError
 
 PARTS = {
@@ -94,6 +94,8 @@ def _part(options: ProveOptions) -> Any:
     if part == "agents":
         from shoal.testing.prove_agents import agents
 
+        if options.seed is not None:
+            refuse_twice("seed", overrides)
         seed = [] if options.seed is None else [f"seed={options.seed}"]
         return agents(options.config_name or "demo", [*overrides, *seed], options.config_dir, **given)
     from shoal.testing import prove_commands

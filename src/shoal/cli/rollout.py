@@ -409,7 +409,9 @@ def _replay(
         replayed = manager.play(assignments, sampling)
     whole = [k for k, t in enumerate(saved) if t.status == "ok"]
     verdict = compare([saved[k] for k in whole], [replayed[k] for k in whole])
+    equal = bool(whole) and verdict.level >= min(promised, "L1")
     return {
-        "name": name, "promised": promised, "held": verdict.level, "equal": verdict.level >= min(promised, "L1"),
-        "episodes": len(whole), "left_out": len(saved) - len(whole), "told": str(verdict),
+        "name": name, "promised": promised, "held": verdict.level if whole else None, "equal": equal,
+        "episodes": len(whole), "left_out": len(saved) - len(whole),
+        "told": str(verdict) if whole else "nothing: no episode came to its end",
     }  # fmt: skip

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.cli.grammar import print_json
+from shoal.cli.grammar import hide_loading, print_json, refuse_device, refuse_twice
 from shoal.core.configuration import from_mapping, to_mapping
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import remove_leftovers
@@ -98,9 +98,9 @@ def train_recorded(options: Any) -> int:
         raise ConfigError(
             f"--config-dir has no effect with --config-name {options.config_name}: use key=value"
         )
-    from shoal.cli.grammar import hide_loading, refuse_device
-
     where = [] if options.run_dir is None else [f"run_dir={options.run_dir}"]
+    if where:
+        refuse_twice("run_dir", options.overrides)
     config = read_config(options.config_name, [*options.settings("device"), *where])
     refuse_device(config.device)
     if options.cfg:
@@ -159,7 +159,7 @@ def _train(config: RecordedConfig, folder: RunFolder, out: Any) -> dict[str, Any
     last.parent.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(last.parent / "processor")
     print(f"{len(samples)} samples, {trainer.steps} steps; run folder: {folder.path}", file=out)
-    row: dict[str, Any] = {}
+    row = (folder.read_metrics() or [{}])[-1]  # a run that is at its end already makes no other
     for row in trainer.train():
         folder.append_metrics(row)
         every = config.train.checkpoint_every

@@ -27,7 +27,11 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
         episodes: of each run at most; the worst, the best, failed ones and the newest.
     """
     addresses = list(dict.fromkeys(_addresses(Site(runs), episodes)))
-    site = Site(runs, only={path + query: f"#{_name(path + query)}" for path, query in addresses})
+    names: dict[str, str] = {}  # of sections, by address
+    for path, query in addresses:
+        name = _name(path + query)
+        names[path + query] = f"{name}.{len(names)}" if name in names.values() else name
+    site = Site(runs, only={address: f"#{name}" for address, name in names.items()})
     sections = []
     for path, query in addresses:
         try:
@@ -44,7 +48,7 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
                 tag("nav", tag("ol", trail), class_="bar"),
                 tag("main", page.body),
                 class_="page",
-                id=_name(path + query),
+                id=names[path + query],
                 data_title=page.title,
                 **ways,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import reprlib
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from shoal.viewer.advice import Advice, advise
 from shoal.viewer.markup import NONE, Html, Series, counted, join, line_chart, number, spark, tag
 from shoal.viewer.runs import PICTURES, Run, metric_names, points
 
+MOST_SETTINGS = 10_000
 EMBEDDED = 4 * 2**20
 """Bytes up to which a static file holds a picture."""
 PANELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
@@ -432,16 +434,22 @@ def _team_name(team: Sequence[Run]) -> str:
     return ", ".join(run.name for run in team[:3]) + (f" and {len(team) - 3} more" if len(team) > 3 else "")
 
 
-def flattened(config: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, str]:
-    """Settings as dotted names."""
+def flattened(config: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as dotted names; of a file whose aliases stand for more than settings are, the first of them."""
     found: dict[str, str] = {}
-    for key, value in config.items():
-        name = f"{path}{key}"
+    todo = [(str(key), value, 0) for key, value in config.items()]
+    while todo and len(found) < MOST_SETTINGS:
+        name, value, depth = todo.pop()
         if isinstance(value, Mapping) and value and depth < 12:
-            found |= flattened(value, f"{name}.", depth + 1)
+            todo += [(f"{name}.{key}", inner, depth + 1) for key, inner in value.items()]
         else:
-            found[name] = str(value)[:200]
+            found[name] = (_SHORT.repr(value) if isinstance(value, list | Mapping) else str(value))[:200]
     return found
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxdict = 40
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 4, 200, 200
 
 
 _OWN = ("seed", "run_dir", "resume", "resume_from", "next_step", "checkpoint_dir", "record_video")
