@@ -39,9 +39,7 @@ class BenchOptions:
     settings: Settings = ()
     """Settings of the env, such as `dim_room=[7,7]`."""
     env_kwargs: EnvKwargs = ()
-    """Arguments of the env, likewise; values are JSON or plain text."""
     wrappers: Wrappers = ()
-    """Put this around the env; may be given several times, the first is innermost."""
     num_envs: int = 32
     """Copies of the environment."""
     num_workers: int | None = None

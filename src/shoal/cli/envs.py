@@ -81,9 +81,7 @@ class Made(Named):
     """One that is made as it is elsewhere."""
 
     env_kwargs: EnvKwargs = ()
-    """Arguments of the env, likewise; values are JSON or plain text."""
     wrappers: Wrappers = ()
-    """Put this around the env; may be given several times, the first is innermost."""
 
 
 @dataclass(frozen=True)

@@ -233,13 +233,14 @@ def table(
 
 # --- what a command line says of an environment
 Settings = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]")]
-
-EnvKwargs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")]
-"""`--env-kwargs`, arguments of the environment as JSON or plain text."""
+_ARGUMENTS = "Arguments of the env, likewise; values are JSON or plain text."
+EnvKwargs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help=_ARGUMENTS)]
+_AROUND = "Put this around the env; may be given several times, the first is innermost."
 Wrappers = Annotated[
-    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="wrapper", metavar="MODULE:NAME")
+    tuple[str, ...],
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(name="wrapper", metavar="MODULE:NAME", help=_AROUND),
 ]
-"""`--wrapper`, which may be given several times."""
 
 
 @contextmanager

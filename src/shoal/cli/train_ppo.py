@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -74,11 +75,8 @@ def train(call: Call) -> int:
             _watch(rows, run, call.progress, out)
         except KeyboardInterrupt:
             rows.close()  # type: ignore[attr-defined]
-            print(
-                f"\ninterrupted; go on with: shoal train-ppo --resume-from {_kept_in(run)}",
-                file=out,
-                flush=True,
-            )
+            words = shlex.join(["shoal", "train-ppo", "--resume-from", str(_kept_in(run))])
+            print(f"\ninterrupted; go on with: {words}", file=out, flush=True)
             return 130
         _say_results(run, out)
         if call.json:
@@ -129,22 +127,18 @@ COMMAND = Command(Call, train, MORE, WANTED, _defaults)
 
 def _greet(run: PPORun, out: Any) -> None:
     ppo, options = run.ppo, run.options
-    if ppo.n_envs > 1:
-        print(f"Using {ppo.n_envs} parallel environments for training", file=out, flush=True)
-    print(f"   Start method: {options.parallel_start_method or 'default'}", file=out, flush=True)
+    lines = [f"Using {ppo.n_envs} parallel environments for training"] if ppo.n_envs > 1 else []
+    lines.append(f"   Start method: {options.parallel_start_method or 'default'}")
     preset = preset_for(options.env, options.preset) if options.resume_from is None else None
     if preset is not None:
-        print(
-            f"   Settings: preset {preset.name} ({preset.source}), where not given otherwise",
-            file=out,
-            flush=True,
-        )
+        lines.append(f"   Settings: preset {preset.name} ({preset.source}), where not given otherwise")
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
-    print(f"   {options.env}, {how}, run folder {run.path}", file=out, flush=True)
+    lines.append(f"   {options.env}, {how}, run folder {run.path}")
     if ppo.path == "compiled" and not kernels_cached():
-        print("   compiling the kernels, once on this machine: about ten seconds", file=out, flush=True)
+        lines.append("   compiling the kernels, once on this machine: about ten seconds")
     if options.resume_from:
-        print(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}", file=out, flush=True)
+        lines.append(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}")
+    print("\n".join(lines), file=out, flush=True)
 
 
 def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: Any) -> None:
@@ -227,7 +221,7 @@ def _say_results(run: PPORun, out: Any) -> None:
         f"{run.summary['seconds']:.1f} s",
         f"curves      {run.path / 'curves.png'}",
         f"checkpoint  {run.checkpoints}",
-        f"go on with  shoal train-ppo --resume-from {_kept_in(run)} {further}",
+        f"go on with  shoal train-ppo --resume-from {shlex.quote(str(_kept_in(run)))} {further}",
     ]
     print("\n".join(lines), file=out, flush=True)
 
