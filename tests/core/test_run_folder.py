@@ -1,3 +1,4 @@
+import fcntl
 import json
 import logging
 import os
@@ -247,26 +248,16 @@ def test_who_has_just_taken_a_lock_and_not_yet_signed_it_is_named(tmp_path):
     holder.release()
 
 
-def test_who_looks_whether_a_run_goes_on_never_refuses_one(tmp_path):
-    lock, looking = FolderLock(tmp_path / ".lock"), threading.Event()
+def test_who_looks_whether_a_run_goes_on_never_refuses_one(tmp_path, monkeypatch):
+    lock = FolderLock(tmp_path / ".lock")
     lock.take()
     lock.release()
-
-    def look():
-        while not looking.is_set():
-            lock.is_taken()
-
-    threads = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(200):
-            lock.take()
-            lock.release()
-    finally:
-        looking.set()
-        for thread in threads:
-            thread.join()
+    looking = os.open(tmp_path / ".lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    assert not lock.is_taken()  # two may look at once
+    monkeypatch.setattr(run_folder.time, "sleep", lambda _: os.close(looking))  # it has looked by then
+    lock.take()
+    lock.release()
 
 
 def test_a_run_of_somebody_else_can_be_looked_at(tmp_path, monkeypatch):

@@ -80,6 +80,11 @@ def test_status_history_eval_logs_and_export_tell_of_the_run(
     assert (trained / "evaluations" / "seed-12345" / "summary.json").exists()
     assert skills("export", str(tmp_path / "out"), *at) == 0
     assert (tmp_path / "out/skills/0_Collect_Wood/expert_0_policy/params.safetensors").exists()
+    before = sorted(trained.rglob("*"))
+    assert skills("export", str(trained / "skills" / "out"), *at) == 2  # it would be copied into itself
+    assert "is inside" in capsys.readouterr().err
+    assert skills("eval", "--episodes", "0", *at) == 2
+    assert sorted(trained.rglob("*")) == before
     assert skills("diff", "0", "1", "1", *at) == 0
     assert "torso/0/weight     0.0000                 0.0000" in capsys.readouterr().out
     assert skills("rollback", "0", "1", *at) == 0
@@ -198,6 +203,7 @@ def test_numbers_that_cannot_be_are_refused_before_anything_is_trained_or_change
         (["--sbatch=--partition=gpu"], "--sbatch is for --launcher slurm and does nothing with local"),
         (["--target-skill", "Collect Wood", "--llm-name", "m"], "--llm-name has skills proposed"),
         (["--target-skill", "Collect Wood", "--replay", "proposals.jsonl"], "--replay has skills proposed"),
+        (["--llm-name", "m", "--replay", "proposals.jsonl"], "both say what proposes skills"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused_by_name(

@@ -86,7 +86,10 @@ def test_points_of_a_chart_lie_where_their_values_are():
     assert places == [(46.0, 158.0), (227.0, 121.0), (408.0, 10.0)]
 
 
-@pytest.mark.parametrize("values", [[5.0], [2.0, 2.0], [0.0, 0.0, 0.0], [1e300, -1e300], [1e-300, 2e-300]])
+@pytest.mark.parametrize(
+    "values",
+    [[5.0], [2.0, 2.0], [0.0, 0.0, 0.0], [1e300, -1e300], [1e-300, 2e-300], [0.0, 5e-324], [0.0, 1e-310]],
+)
 def test_odd_curves_are_drawn(values):
     drawn = line_chart([Series("a", list(range(len(values))), values)], "a")
     assert drawn.count("<circle") == len(values)

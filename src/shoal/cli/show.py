@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,8 @@ def summary_table(run: Path, *, everything: bool = False) -> Table:
     """The summary of a run, or of an unfinished one what is known."""
     table = Table(title=str(run), show_header=False, title_justify="left")
     if not (run / "summary.json").exists():
-        rows = sum(1 for _ in (run / "metrics.jsonl").open("rb")) if (run / "metrics.jsonl").exists() else 0
+        metrics = run / "metrics.jsonl"
+        rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         running = FolderLock(run / ".lock").is_taken()
         now = "running now" if running else f"not finished; {how_to_go_on(run)}"
         table.add_row("status", f"{now}; {count_of(rows, 'row')} of metrics so far")
@@ -128,23 +130,24 @@ def summary_table(run: Path, *, everything: bool = False) -> Table:
     for key in ("seconds", "cpu_seconds"):
         if isinstance(summary.get(key), int | float):
             table.add_row({"seconds": "time", "cpu_seconds": "CPU time"}[key], duration(summary[key]))
-    metrics = flat(summary["metrics"])
-    wanted = [name for first in FIRST for name in metrics if name.split("/")[0] == first]
-    shown = list(metrics) if everything or not wanted else wanted
+    found = flat(summary["metrics"])
+    wanted = [name for first in FIRST for name in found if name.split("/")[0] == first]
+    shown = list(found) if everything or not wanted else wanted
     for name in shown:
-        table.add_row(name, readable(metrics[name]))
-    if len(shown) < len(metrics):
-        table.add_row("…", f"{count_of(len(metrics) - len(shown), 'more metric')}: --all")
+        table.add_row(name, readable(found[name]))
+    if len(shown) < len(found):
+        table.add_row("…", f"{count_of(len(found) - len(shown), 'more metric')}: --all")
     return table
 
 
 def how_to_go_on(run: Path) -> str:
     """The command that goes on with an unfinished run, as far as its files tell which one made it."""
+    place = shlex.quote(str(run))
     if (run / "state.db").exists():
-        return f"go on with: shoal skills train --resume --graph-path {run}"
+        return f"go on with: shoal skills train --resume --graph-path {place}"
     if any((run / "checkpoints").glob("step_*")):
-        return f"go on with: shoal train-ppo --resume-from {run}"
-    return f"go on with: shoal train --config-name NAME run_dir={run} resume=true"
+        return f"go on with: shoal train-ppo --resume-from {place}"
+    return f"go on with: shoal train --config-name NAME run_dir={place} resume=true"
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

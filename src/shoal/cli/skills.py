@@ -18,7 +18,7 @@ import tyro
 from shoal.cli.command import Command, Group
 from shoal.core.errors import ConfigError
 from shoal.core.files import write_json
-from shoal.core.run_folder import RunFolder
+from shoal.core.run_folder import RunFolder, finite
 from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, is_held, reopen
 from shoal.skills.jobs.store import AttemptRow
 from shoal.skills.learning.spec import SkillRow, Store
@@ -195,7 +195,7 @@ def status(options: StatusOptions, store: Store) -> None:
     if options.json:
         from shoal.skills.learning.scheduler import scheduler_state
 
-        print(json.dumps(scheduler_state(store, 0), indent=2))
+        print(json.dumps(finite(scheduler_state(store, 0)), indent=2))
         return
     from rich.console import Console
 
@@ -294,6 +294,8 @@ def attach(options: AttachOptions, store: Store) -> int:
 
 def evaluate(options: EvalOptions, store: Store) -> None:
     """Success per skill and of the whole chain on unseen worlds."""
+    if options.episodes < 1:
+        raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
     from shoal.skills.learning.episodes import evaluate_chain
 
     run = RunFolder(options.graph_path / "evaluations" / f"seed-{options.seed}", "skills eval", options.seed)
@@ -372,6 +374,8 @@ def export(options: ExportOptions, store: Store) -> None:
 
     if options.to.exists():
         raise ConfigError(f"{options.to} exists; name a folder that does not")
+    if options.to.resolve().is_relative_to(store.root.resolve()):
+        raise ConfigError(f"{options.to} is inside {store.root}, which is exported: name a folder elsewhere")
     export_views(store)
     if not is_held(options.graph_path):
         export_state(store, 0)

@@ -245,13 +245,15 @@ def _refuse_what_is_ignored(options: TrainOptions) -> None:
                 f"{flag} is for --launcher {launcher} and does nothing with {options.launcher}: leave it out, or name "
                 "that launcher"
             )
-    if not options.llm_name and _is_said(options, "--llm-url"):
-        raise ConfigError("--llm-url does nothing without --llm-name: leave it out")
     other = "--replay" if options.replay else "--llm-name" if options.llm_name else None
     if options.target_skill and other:
         raise ConfigError(
             f"--target-skill chooses from a file of skills, and {other} has skills proposed: give one of the two"
         )
+    if options.replay and _is_said(options, "--llm-name"):
+        raise ConfigError("--replay and --llm-name both say what proposes skills: give one of the two")
+    if not options.llm_name and _is_said(options, "--llm-url"):
+        raise ConfigError("--llm-url does nothing without --llm-name: leave it out")
 
 
 def _conclude(

@@ -149,9 +149,9 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     >>> ticks(0.0, 1.0)
     [0.0, 0.25, 0.5, 0.75, 1.0]
     """
-    if not low < high:
-        return [low]
     raw = (high - low) / about
+    if not raw > 1e-305:  # nothing between them that can be told apart
+        return [low]
     power = 10.0 ** math.floor(math.log10(raw))
     step = min((s * power for s in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
     first = math.ceil(low / step - 1e-9)
