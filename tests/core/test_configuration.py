@@ -93,3 +93,35 @@ class Named:
 def test_settings_that_are_no_mapping_are_named_by_their_path(values, where):
     with pytest.raises(ConfigError, match=rf"^{where} must be a mapping"):
         from_mapping(Named, values)
+
+
+@dataclass(frozen=True)
+class Many:
+    listed: list[Inner] = field(default_factory=list)
+    fixed: tuple[Inner, ...] = ()
+    maybe: dict[str, Inner] | None = None
+    deep: dict[str, list[Inner]] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"listed": [{"size": 1}, {"sise": 2}]}, r"listed\.1\.sise"),
+        ({"fixed": [{"sise": 2}]}, r"fixed\.0\.sise"),
+        ({"maybe": {"a": {"sise": 2}}}, r"maybe\.a\.sise"),
+        ({"deep": {"a": [{"sise": 2}]}}, r"deep\.a\.0\.sise"),
+    ],
+)
+def test_unknown_keys_of_settings_in_lists_and_mappings_are_errors(values, where):
+    with pytest.raises(ConfigError, match=rf"unknown key '{where}'\. Did you mean 'size'"):
+        from_mapping(Many, values)
+
+
+def test_settings_in_lists_and_mappings_become_dataclasses_and_back():
+    one = {"size": 5, "kind": "b"}
+    values = {"listed": [one], "fixed": [one, one], "maybe": {"a": one}, "deep": {"b": [one]}}
+    inner = Inner(5, "b")
+    made = from_mapping(Many, values)
+    assert made == Many([inner], (inner, inner), {"a": inner}, {"b": [inner]})
+    assert from_mapping(Many, to_mapping(made)) == made
+    assert from_mapping(Many, {"maybe": None}).maybe is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import shlex
 import sys
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, refuse_device
+from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, refuse_device, show_warnings
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
@@ -61,9 +60,7 @@ WANTED = (
 
 def train(call: Call) -> int:
     """Train, report."""
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    show_warnings()
     refuse_device(call.run.device)
     run_options = replace(call.run, run_dir=call.run.run_dir or str(new_folder(_name(call.run.env))))
     out = sys.stderr if call.json_events or call.json else sys.stdout

@@ -64,21 +64,26 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return msgspec.to_builtins(config)  # type: ignore[no-any-return]
 
 
+def _holds_settings(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) or any(map(_holds_settings, typing.get_args(hint)))
+
+
 def _convert(hint: Any, value: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        dataclass_option = [option for option in arguments if dataclasses.is_dataclass(option)]
-        if isinstance(value, Mapping) and dataclass_option:
-            return from_mapping(dataclass_option[0], value, f"{path}.")  # type: ignore[arg-type]
-    elif dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint):
         return from_mapping(hint, value, f"{path}.")  # type: ignore[arg-type]
-    elif origin is dict and len(arguments) == 2 and dataclasses.is_dataclass(arguments[1]):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} must be a mapping of names to settings, got {value!r}")
-        return {
-            str(name): from_mapping(arguments[1], item, f"{path}.{name}.")  # type: ignore[arg-type]
-            for name, item in value.items()
-        }
+    if _holds_settings(hint):  # whose unknown keys msgspec would pass over
+        if origin in (typing.Union, types.UnionType):
+            for option in filter(_holds_settings, arguments):
+                listed = typing.get_origin(option) in (list, tuple)
+                if isinstance(value, list | tuple if listed else Mapping):
+                    return _convert(option, value, path)
+        elif origin is dict:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path} must be a mapping of names to settings, got {value!r}")
+            return {str(name): _convert(arguments[1], item, f"{path}.{name}") for name, item in value.items()}
+        elif origin in (list, tuple) and isinstance(value, list | tuple):
+            return origin(_convert(arguments[0], item, f"{path}.{at}") for at, item in enumerate(value))
     plain = value.item() if isinstance(value, np.generic) else value
     try:
         return msgspec.convert(plain, hint)

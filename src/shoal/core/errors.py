@@ -83,7 +83,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of a message about an unknown name: the closest known one, and all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(str(name), names, n=1)
     guess = f" Did you mean {close[0]!r}?" if close else ""
     return f"{guess} Known: {', '.join(names) or '(none)'}"
 

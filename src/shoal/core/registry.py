@@ -33,6 +33,7 @@ _ABSENT = object()
 @contextmanager
 def all_or_nothing() -> Iterator[None]:
     """What this thread registers meanwhile is taken back if the block raises: it can then be tried again."""
+    outer = _JOURNAL.get()
     journal: list[tuple[dict[str, Any], str, Any]] = []
     token = _JOURNAL.set(journal)
     try:
@@ -44,6 +45,9 @@ def all_or_nothing() -> Iterator[None]:
             else:
                 items[name] = before
         raise
+    else:
+        if outer is not None:  # which may still fail
+            outer += journal
     finally:
         _JOURNAL.reset(token)
 
@@ -74,7 +78,7 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         try:
             return self._items[name]
-        except KeyError:
+        except (KeyError, TypeError):  # also of what can be no name, such as a list
             raise unknown_name(self.kind, name, list(self._items)) from None
 
     def __contains__(self, name: object) -> bool:
