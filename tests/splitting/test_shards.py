@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(processor_folder, make_root
     assert calm.returncode == 0, calm.stderr
     assert len(rows(tmp_path / "calm" / "shards")) == 18
     other = subprocess.run(
-        [*line, "--resume", "--window-size", "3"], env=env, capture_output=True, text=True, timeout=100
+        [*line, "--resume", "--limit-messages", "3"], env=env, capture_output=True, text=True, timeout=100
     )
     assert other.returncode != 0
     assert "begun with other recordings or settings" in other.stderr

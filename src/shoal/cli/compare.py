@@ -42,7 +42,7 @@ class CompareOptions:
     png: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """draw one curve a run, and their mean"""
     curve: Annotated[str | None, tyro.conf.arg(metavar="METRIC")] = None
-    """of metrics.jsonl; the held-out success or return if not given"""
+    """with --png: which metric of metrics.jsonl; the held-out success or return if not given"""
     json: Flag = False
     """print the comparison as JSON"""
 
