@@ -225,7 +225,7 @@ def test_in_append_mode_each_prompt_extends_the_tokens_before_it():
             {"vector": {"step_timeout": 5}, "use_parallel_envs": False},
             "vector.step_timeout needs use_parallel_envs=true",
         ),
-        ({"vector": {"make_timeout": -1}}, "vector.make_timeout must be positive seconds or null, got -1"),
+        ({"vector": {"make_timeout": -1}}, "vector.make_timeout must be positive, or null, got -1"),
     ],
 )
 def test_a_config_that_cannot_run_says_which_key_is_wrong(change, message):

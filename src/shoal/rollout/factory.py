@@ -22,6 +22,7 @@ from shoal.rollout.collector import EnvPool, role_of
 from shoal.rollout.episode import Role
 from shoal.rollout.parallel.worker import close_all
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.settings import check_settings
 from shoal.vector import make_vec
 from shoal.vector.make import BackendName as Backend
 
@@ -47,11 +48,9 @@ class EnvTag:
     """Templates of this kind of env, where they differ from `agent_proxy.prompt`."""
 
     def __post_init__(self) -> None:
-        if self.max_actions_per_turn < 1 or not self.action_sep:
-            raise ConfigError(
-                f"max_actions_per_turn must be at least 1 and action_sep not empty, got "
-                f"{self.max_actions_per_turn} and {self.action_sep!r}"
-            )
+        check_settings(self, max_actions_per_turn=1, max_actions_per_traj=1)
+        if not self.action_sep:
+            raise ConfigError("action_sep must not be empty")
         if "mode" in self.prompt:
             raise ConfigError("prompt.mode is one for all envs: set agent_proxy.prompt.mode")
         from_mapping(PromptConfig, self.prompt, "prompt.")
@@ -65,6 +64,9 @@ class EnvMix:
     n_groups: tuple[int, ...] = ()
     """As many as tags, summing to `env_groups` or to a divisor of it; empty for equal shares."""
 
+    def __post_init__(self) -> None:
+        check_settings(self)
+
 
 @dataclass(frozen=True)
 class EnvGroups:
@@ -75,10 +77,7 @@ class EnvGroups:
     env_configs: EnvMix = EnvMix()
 
     def __post_init__(self) -> None:
-        if self.env_groups < 1 or self.group_size < 1:
-            raise ConfigError(
-                f"env_groups and group_size must be at least 1, got {self.env_groups} and {self.group_size}"
-            )
+        check_settings(self, env_groups=1, group_size=1)
         self.group_tags()
 
     def group_tags(self) -> tuple[str, ...]:
@@ -120,10 +119,7 @@ class VectorConfig:
     """Seconds that the constructor of an env may take; `step_timeout` if not given."""
 
     def __post_init__(self) -> None:
-        for name in ("step_timeout", "make_timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"vector.{name} must be positive seconds or null, got {value}")
+        check_settings(self, ["step_timeout", "make_timeout"], num_workers=1)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from shoal.core.errors import ConfigError, EngineError, did_you_mean
 from shoal.rollout.drift import find_drift
 from shoal.rollout.samplers.sampler import ChatTokenizer, Message
+from shoal.rollout.samplers.settings import check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,7 @@ class PromptConfig:
     """In append mode, when the chat template would write an earlier turn otherwise than the model saw it."""
 
     def __post_init__(self) -> None:
-        if self.mode not in ("window", "append"):
-            raise ConfigError(f"prompt.mode must be 'window' or 'append', got {self.mode!r}")
-        if self.on_drift not in ("warn", "raise", "ignore"):
-            raise ConfigError(f"prompt.on_drift must be 'warn', 'raise' or 'ignore', got {self.on_drift!r}")
-        if self.history < 0:
-            raise ConfigError(f"prompt.history must be at least 0, got {self.history}")
+        check_settings(self, history=0)
         if self.mode == "append" and (self.prefill or self.closing):
             raise ConfigError(
                 "prompt.prefill and prompt.closing work in window mode only: append mode keeps the model's own tokens"

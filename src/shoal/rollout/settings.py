@@ -12,6 +12,7 @@ from shoal.rollout.factory import EnvironmentConfig, EnvTag, EsManager, VectorCo
 from shoal.rollout.parallel.server import Schedule
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.settings import check_settings
 
 Backend = Literal["auto", "serial", "threads", "processes", "loky", "ray"]
 BACKENDS = ("serial", "threads", "processes", "loky", "ray")
@@ -56,17 +57,9 @@ class ParallelConfig:
     "loky" and "ray" they then end with their process, without their `close`)."""
 
     def __post_init__(self) -> None:
-        for name in ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be positive seconds or null, got {value}")
-        for name in ("engine_retries", "engine_restarts", "env_retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("max_batch", "max_deaths", "episodes_at_once"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        limits = ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout")
+        retries = dict.fromkeys(("engine_retries", "engine_restarts", "env_retries"), 0)
+        check_settings(self, limits, **retries, max_batch=1, max_deaths=1, episodes_at_once=1)
 
 
 @dataclass(frozen=True)
@@ -98,6 +91,7 @@ class RolloutSettings:
             raise ConfigError(
                 f"parallel_n_jobs must be -1 (as many as pay) or at least 1, got {self.parallel_n_jobs}"
             )
+        check_settings(self, max_turn=1)
         try:
             self.sampling()
         except ValueError as error:
@@ -120,6 +114,9 @@ class RolloutConfig:
     custom_envs: dict[str, EnvTag] = field(default_factory=dict)
     use_parallel_envs: bool = True
     vector: VectorConfig = VectorConfig()
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     @property
     def environments(self) -> EnvironmentConfig:

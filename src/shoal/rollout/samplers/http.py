@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from shoal.core.errors import EngineError, missing_extra
 from shoal.core.seeding import stream
+from shoal.rollout.samplers.settings import check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,7 @@ class Patience:
     max_backoff: float = 8.0  # seconds between two attempts at most, also where the server asks for more
 
     def __post_init__(self) -> None:
-        if not self.timeout > 0 or self.retries < 0 or self.backoff < 0 or self.max_backoff < self.backoff:
-            raise ValueError(
-                f"expected timeout > 0, retries >= 0 and 0 <= backoff <= max_backoff, got {self}"
-            )
+        check_settings(self, ["timeout"], retries=0, backoff=0, max_backoff=self.backoff)
 
     @property
     def total(self) -> float:

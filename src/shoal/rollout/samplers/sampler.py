@@ -64,7 +64,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop must be a tuple of texts, none of them empty, got {self.stop!r}")

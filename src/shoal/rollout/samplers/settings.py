@@ -1,14 +1,63 @@
-"""Which engine a run uses: the `engine` part of the YAML."""
+"""Which engine a run uses: the `engine` part of the YAML; and how all settings of rollouts are checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
+
+from shoal.core.configuration import convert_fields
 from shoal.core.errors import ConfigError, did_you_mean
 
 EngineName = str
 """One of `shoal.rollout.samplers.registry.SAMPLERS`: tiny, huggingface, vllm, ray, openai, or a registered one."""
+
+
+MOST_SECONDS = 1e6
+"""Of a time limit; the system cannot wait much longer in one go."""
+
+
+def check_settings(settings: Any, seconds: Collection[str] = (), **least: float) -> None:
+    """Refuse settings that cannot be meant, be they of YAML or of Python.
+
+    Args:
+        settings: a dataclass; mappings and dataclasses in it have to look after themselves.
+        seconds: its time limits.
+        **least: the least that a number may be.
+
+    Raises:
+        ConfigError: a number is too small, NaN or infinite, a word unknown, or a value of another type.
+    """
+    hints, given = get_type_hints(type(settings)), {}
+    for name in (item.name for item in fields(settings)):
+        value, hint = getattr(settings, name), hints[name]
+        if is_dataclass(value) or isinstance(value, Mapping):
+            continue
+        given[name] = value
+        words = [
+            word
+            for option in (hint, *get_args(hint))
+            if get_origin(option) is Literal
+            for word in get_args(option)
+        ]
+        if isinstance(value, str) and words and value not in words:
+            known = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
+            raise ConfigError(f"{name} must be {known}, got {value!r}")
+        if not isinstance(value, int | float | np.number):
+            continue
+        end = ", or null" if type(None) in get_args(hint) else ""
+        if name in seconds and not value > 0:
+            raise ConfigError(f"{name} must be positive{end}, got {value}")
+        if name in seconds and value > MOST_SECONDS:
+            raise ConfigError(f"{name} must be at most {MOST_SECONDS:.0f} seconds{end}, got {value}")
+        if name in least and not value >= least[name]:
+            raise ConfigError(f"{name} must be at least {least[name]}{end}, got {value}")
+        if isinstance(value, float | np.floating) and not math.isfinite(value):
+            raise ConfigError(f"{name} must be a finite number{end}, got {value}")
+    convert_fields(type(settings), given, "", str)
 
 
 @dataclass(frozen=True)
@@ -38,13 +87,7 @@ class ServerConfig:
     """Attempts after the first, for connection errors, timeouts and HTTP 408, 425, 429 and 5xx."""
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or not self.timeout > 0 or self.retries < 0:
-            raise ConfigError(
-                f"engine.server: expected concurrency >= 1, timeout > 0 and retries >= 0, got "
-                f"{self.concurrency}, {self.timeout} and {self.retries}"
-            )
-        if self.context is not None and self.context < 1:
-            raise ConfigError(f"engine.server.context must be at least 1 or null, got {self.context}")
+        check_settings(self, ["timeout"], concurrency=1, retries=0, context=1)
 
 
 @dataclass(frozen=True)
@@ -61,14 +104,7 @@ class ReplicaConfig:
     retries: int = 2
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.retries < 0:
-            raise ConfigError(
-                f"engine.replicas: expected count >= 1 and retries >= 0, got {self.count}, {self.retries}"
-            )
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(
-                f"engine.replicas: timeout must be positive, or null for none, got {self.timeout}"
-            )
+        check_settings(self, ["timeout"], count=1, retries=0)
 
 
 @dataclass(frozen=True)
@@ -105,9 +141,5 @@ class EngineConfig:
         from shoal.rollout.samplers.registry import SAMPLERS  # which reads these settings
 
         if self.name not in SAMPLERS:
-            raise ConfigError(
-                f"engine.name: no engine named {self.name!r}.{did_you_mean(self.name, SAMPLERS)}"
-            )
-        for name in ("width", "layers", "heads", "context", "threads", "max_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine.{name} must be at least 1, got {getattr(self, name)}")
+            raise ConfigError(f"no engine named {self.name!r}.{did_you_mean(self.name, SAMPLERS)}")
+        check_settings(self, width=1, layers=1, heads=1, context=1, threads=1, max_batch=1)
