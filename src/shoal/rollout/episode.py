@@ -5,13 +5,13 @@ Every schedule (lockstep, asynchronous, in workers) drives the same machine, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn
 from shoal.core.errors import EngineError
-from shoal.envs.actions import Projection
+from shoal.envs.actions import Projected, Projection
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene
 from shoal.rollout.samplers.sampler import Completion, Key, Message, Request, Sampling
@@ -31,6 +31,11 @@ class Role:
     def word(self, action: int | str) -> str:
         """The env's word for an action."""
         return next((word for word, known in self.projection.lookup.items() if known == action), str(action))
+
+    def project(self, text: str, words: Sequence[str]) -> Projected:
+        """The actions in a response to an env that accepts `words` now, if it lists them."""
+        del words
+        return self.projection(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class Episode:
                 f"{str(completion.token_ids)[:200]}"
             ) from error
         self._response = self._prompter.config.response(written)
-        self._projected = self.role.projection(self._response)
+        self._projected = self.role.project(self._response, self._words)
         self._reward, self._valid, self._shown = 0.0, self._projected.valid, self._text
         self._anchor_before, self._image_before = self._anchor, self._image
         return list(self._projected.actions)

@@ -21,7 +21,7 @@ from shoal.rollout.compat.managers import (
 from shoal.rollout.compat.projections import create_projection_function
 from shoal.rollout.images import PREFIX, as_url, picture_url, png_bytes
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.samplers.scripted import RandomEngine
+from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
 from shoal.vector import MultiProcessEnvironmentContainer
 
 LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}
@@ -198,6 +198,26 @@ def test_the_loop_over_a_manager_gives_whole_episodes():
     assert {t.iteration for t in second} == {1}
     assert {t.env_seed for t in first}.isdisjoint(t.env_seed for t in second)
     assert all(t.terminated or len(t.turns) == 4 for t in first)
+
+
+def test_the_loop_tells_a_projection_what_each_env_accepts_as_steps_do():
+    told = []
+
+    def projection(texts, action_spaces):
+        told.append(action_spaces)
+        return [1] * len(texts), [True] * len(texts)
+
+    container = MultiProcessEnvironmentContainer("frozen_lake", 1, 2, 0, LAKE, backend="serial")
+    manager = EnvironmentManager(container, projection, "frozen_lake")
+    played = multi_turn_loop(manager, RandomEngine(["Left"]), Sampling(8), max_turns=1)
+    assert [t.status for t in played] == ["ok", "ok"]
+    assert told == [[["Left", "Down", "Right", "Up"]]] * 2
+    with pytest.raises(ValueError, match="max_turns must be at least 1, or None, got 0"):
+        multi_turn_loop(manager, RandomEngine(["Left"]), max_turns=0)
+    arms = make_manager("bandit", 8, 2, 0, backend="serial")
+    by_name = multi_turn_loop(arms, ScriptedEngine(lambda prompt, key: say("dragon")), Sampling(99))
+    assert all(t.success for t in by_name)
+    assert {t.turns[0].action for t in by_name} == {"1", "2"}, "the better arm is not always the same"
 
 
 def test_templates_are_data_that_settings_replace():

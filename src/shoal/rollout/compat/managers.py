@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypedDict
 
 import numpy as np
 
 from shoal.core.configuration import from_mapping
-from shoal.core.data import Trajectory
+from shoal.core.data import Status, Trajectory
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.compat.projections import as_actions, create_projection_function, takes_two
-from shoal.rollout.episode import Role
+from shoal.rollout.compat.projections import ActionSpace, as_actions, create_projection_function, takes_two
+from shoal.rollout.episode import Episode, Role
 from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
 from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.vector import MultiProcessEnvironmentContainer
@@ -117,7 +117,8 @@ class EnvironmentManager:
         if len(text_actions) != len(self._done):
             raise ValueError(f"expected {len(self._done)} responses, got {len(text_actions)}")
         active = [not over and text is not None for over, text in zip(self._done, text_actions, strict=True)]
-        actions, valids = self._project([text or "" for text in text_actions])
+        spaces = list(map(self._space, self._words, self._lookups))
+        actions, valids = self._project([text or "" for text in text_actions], spaces)
         queues = [as_actions(action) if on else [] for action, on in zip(actions, active, strict=True)]
         shown, rewards, infos, understood = self._play(queues)
         for i, on in enumerate(active):
@@ -173,12 +174,14 @@ class EnvironmentManager:
         self.close()
 
     # --- inside
-    def _project(self, texts: Sequence[str]) -> tuple[Sequence[Any], Sequence[Any]]:
-        return self.projection_f(texts, self._spaces()) if self._wants_spaces else self.projection_f(texts)
+    def _project(self, texts: Sequence[str], spaces: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Actions and whether they are valid, of responses to envs that accept `spaces` now."""
+        return self.projection_f(texts, spaces) if self._wants_spaces else self.projection_f(texts)
 
-    def _spaces(self) -> list[Any]:
-        """What the projection may choose from; an env that lists nothing accepts anything it knows."""
-        return [words or None for words in self._words]
+    def _space(self, words: Sequence[str], lookup: Mapping[str, Any]) -> ActionSpace:
+        """What the projection may choose from; an env that lists no words accepts anything it knows."""
+        del lookup
+        return list(words) or None
 
     def _play(
         self, queues: Sequence[list[Any]]
@@ -266,8 +269,10 @@ class BanditEnvironmentManager(EnvironmentManager):
 
     env_type = "bandit"
 
-    def _spaces(self) -> list[Any]:
-        return [lookup or None for lookup in self._lookups]
+    def _space(self, words: Sequence[str], lookup: Mapping[str, Any]) -> ActionSpace:
+        """The arms of that env, by number and name."""
+        del words
+        return lookup or None
 
 
 class CountdownEnvironmentManager(EnvironmentManager):
@@ -358,16 +363,19 @@ def multi_turn_loop(
         raise ConfigError(
             f"multi_turn_loop needs the envs in a MultiProcessEnvironmentContainer, got {type(container).__name__}"
         )
+    if max_turns is not None and max_turns < 1:
+        raise ValueError(f"max_turns must be at least 1, or None, got {max_turns}")
     pool, tag = container.envs, envs.env_name or "env"
     limits = (max_turns, envs.max_turns, pool.get_attr("config")[0].max_steps)
-    role = Role(
+    role = _ManagersRole(
         tag,
         pool.get_attr("instructions")[0],
-        _Batched(lookup=pool.get_attr("action_words")[0], function=envs.projection_f),
+        Projection(),
         min(limit for limit in limits if limit),
+        manager=envs,
     )
     container.iteration += 1
-    collector = TrajectoryCollector(
+    collector = _ManagersCollector(
         pool,
         [tag] * container.env_num,
         {tag: role},
@@ -379,16 +387,25 @@ def multi_turn_loop(
     return collector.collect(container.iteration, sampling or Sampling())
 
 
-@dataclass(frozen=True)
-class _Batched(Projection):
-    """A projection of single responses that asks a function over batches."""
+@dataclass(frozen=True, slots=True)
+class _ManagersRole(Role):
+    """A role whose responses a manager reads."""
 
-    function: Callable[..., Any] | None = None
+    manager: EnvironmentManager | None = None
 
-    def __call__(self, text: str) -> Projected:
-        assert self.function is not None
-        actions, valids = self.function([text])
+    def project(self, text: str, words: Sequence[str]) -> Projected:
+        assert self.manager is not None
+        actions, valids = self.manager._project([text], [self.manager._space(words, self.projection.lookup)])
         return Projected(tuple(as_actions(actions[0])), bool(valids[0]))
+
+
+class _ManagersCollector(TrajectoryCollector):
+    """Plays the envs of a manager, each with the words that it has in this episode."""
+
+    def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, tuple[Status, str]]) -> None:
+        TrajectoryCollector._begin(self, episodes, failed)
+        for episode, lookup in zip(episodes.values(), self.envs.get_attr("action_words"), strict=True):
+            episode.role = replace(episode.role, projection=Projection(lookup=lookup))
 
 
 def _success(info: Mapping[str, Any]) -> float:
