@@ -10,9 +10,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
 
 from shoal.core.errors import ConfigError, EnvError
-from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.rollout.arrays.steps import EnvSlice, VectorSteps
+from shoal.rollout.arrays.steps import EnvSlice, SeededEpisodes, VectorSteps
 
 
 class NoisePolicy:
@@ -277,3 +276,51 @@ def test_no_two_envs_or_episodes_start_alike_and_each_can_be_started_again():
     assert len(set(starts(0))) == 12
     assert starts(0) == starts(0)
     assert not set(starts(0)) & set(starts(1))
+
+
+class RewardEnv(gym.Env):
+    """Pays one thing, always, and shows another."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, reward=1.0, shown=None):
+        self.reward = reward
+        self.shown = np.zeros(2, np.float32) if shown is None else shown
+        low, high, kind = (0, 255, np.uint8) if self.shown.ndim > 1 else (-1, 1, np.float32)
+        self.observation_space = spaces.Box(low, high, self.shown.shape, kind)
+
+    def reset(self, *, seed=None, options=None):
+        return self.shown, {}
+
+    def step(self, action):
+        return self.shown, self.reward, False, False, {}
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "1.5", np.array([1.0, 2.0]), {}])
+def test_a_reward_that_is_no_finite_number_names_its_env(reward):
+    envs = EnvSlice([RewardEnv(), RewardEnv(reward)], first_index=4)
+    with pytest.raises(EnvError, match="env 5: the reward must be a finite number, got .* at step 0"):
+        collect(envs, 3)
+
+
+@pytest.mark.parametrize("reward", [2, True, np.float32(2), np.array([2.0]), np.array(2)])
+def test_a_reward_may_be_any_number(reward):
+    (rollout,) = collect(EnvSlice([RewardEnv(), RewardEnv(reward)]), 3)
+    assert rollout.rewards.tolist() == [[1.0, float(np.ravel(reward)[0])]] * 3
+
+
+def test_a_vector_env_whose_rewards_are_no_numbers_is_refused():
+    envs = SyncVectorEnv([RewardEnv, lambda: RewardEnv(float("nan"))], autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.raises(EnvError, match="env 1: the reward must be a finite number, got nan at step 0"):
+        collect(VectorSteps(envs), 2)
+
+
+@pytest.mark.parametrize("value", [0.5, 300, -1, float("nan")])
+def test_a_picture_of_what_is_no_byte_is_refused(value):
+    shown = np.full((8, 8, 3), value, np.float32 if isinstance(value, float) else np.int64)
+    with pytest.raises(EnvError, match="an observation must be of Box"):
+        EnvSlice([RewardEnv(shown=shown)]).reset()
+
+
+def test_a_picture_of_whole_numbers_will_do():
+    assert (EnvSlice([RewardEnv(shown=np.full((8, 8, 3), 7.0))]).reset() == 7).all()

@@ -191,7 +191,14 @@ def _encode_leaf(space: gym.Space, values: Array, rows: Array) -> None:
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         if values.size != rows.size:
             raise _stranger(space, values)
-        rows[:] = values.reshape(n, -1)
+        found = values.reshape(n, -1)
+        if rows.dtype == np.uint8 != found.dtype:
+            with np.errstate(invalid="ignore"):
+                rows[:] = found
+            if (rows != found).any():  # a colour that is no byte
+                raise _stranger(space, values)
+        else:
+            rows[:] = found
         return
     rows[:] = 0
     if isinstance(space, spaces.Discrete):

@@ -2,10 +2,12 @@
 
 Two collectors give the same rows: `EnvSlice` steps its own environments in a plain loop (here, or inside
 a worker that holds the policy too), `VectorSteps` steps any Gymnasium vector env in any autoreset mode.
+`SeededEpisodes` are environments whose episodes can be started again: seeds by (run, env, episode), never by worker.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +17,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from shoal.core.errors import EnvError, ShoalError
+from shoal.core.seeding import derive_seed
 from shoal.envs.spaces import ask_quickly
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 
@@ -84,6 +87,88 @@ class StepRollout:
         )
 
 
+class SeededEpisodes(gym.Wrapper):
+    """Seeds each episode by the run's seed, the env's global index and the episode's number.
+
+    So an episode is a function of those and its actions: it can be played again after a crash
+    (`resume_episode`), and no number of workers can change it. An environment with a method `action_masks` or
+    `action_mask` gets its result into `info["action_mask"]`.
+
+    Args:
+        env: one environment.
+        seed: of the run.
+        index: of this env among all of the run.
+        stream: name of the stream of seeds, "env" for training.
+    """
+
+    def __init__(self, env: gym.Env, seed: int, index: int, stream: str = "env") -> None:
+        super().__init__(env)
+        self.seed, self.index, self.stream = seed, index, stream
+        self.episode = 0  # the number of the next episode
+        own = (getattr(env.unwrapped, name, None) for name in ("action_masks", "action_mask"))
+        self._mask = next(filter(callable, own), None)
+        if self._mask is None:
+            self.step = env.step  # type: ignore[method-assign]  # one Python call less per step
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Start the next episode; a `seed` given by the caller is used instead of the derived one."""
+        chosen = derive_seed(self.seed, self.stream, self.index, self.episode) if seed is None else seed
+        self.episode += 1
+        seed = chosen & 0x7FFFFFFF
+        try:
+            answer: Any = self.env.reset(seed=seed, options=options)
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise EnvError(
+                f"{self._name} failed at the start of episode {self.episode - 1}, in reset(seed={seed}, "
+                f"options={options}): {error!r}"
+            ) from error
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
+            raise EnvError(
+                f"{self._name}: reset must return (observation, info) with a dict of infos, as Gymnasium has it; got "
+                f"{type(answer).__name__} {answer!r:.100}"
+            )
+        return answer[0], self._with_mask(answer[1])
+
+    @property
+    def _name(self) -> str:
+        return f"env {self.index} ({type(self.unwrapped).__name__})"
+
+    def step(self, action: Any) -> Any:
+        """One step, with the action mask in `info`."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated, truncated, self._with_mask(info)
+
+    def resume_episode(
+        self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Play the episode again that was under way, and return its last observation and info.
+
+        Args:
+            episodes: by env index, how many episodes had been started.
+            actions: by env index, the env's own actions since that episode's reset.
+        """
+        self.episode = int(episodes[self.index]) - 1
+        observation, info = self.reset()
+        for action in actions[self.index]:
+            observation, _, terminated, truncated, info = self.step(action)
+            if terminated or truncated:
+                break
+        return observation, info
+
+    def restart_episode(self, indices: Sequence[int]) -> tuple[Any, dict[str, Any]] | None:
+        """Break off this episode and start the next one if this env is among `indices`."""
+        return self.reset() if self.index in indices else None
+
+    def _with_mask(self, info: dict[str, Any]) -> dict[str, Any]:
+        if self._mask is None:
+            return info
+        return {**info, "action_mask": np.asarray(self._mask())}
+
+
 class EnvSlice:
     """Some environments of a run, stepped one after the other in this process.
 
@@ -140,7 +225,7 @@ class EnvSlice:
         t = i = 0
         for t in range(n_steps):
             if masked:
-                self._check_mask(t)
+                check_masks(self.action_rows, self._mask, t, self.first_index)
                 masks[t] = mask
             policy.act(obs[t], mask, noise[t], actions[t], logprobs[t])
             row = obs[t + 1]
@@ -178,7 +263,7 @@ class EnvSlice:
         self.now[:] = obs[t + 1]
         if until_done:
             cut(rollout, t + 1)
-        rollout.rewards[:] = np.asarray(rewards, np.float64).reshape(t + 1, n_envs)
+        rollout.rewards[:] = finite_rewards(rewards, n_envs, self.first_index)
         if finals:
             rollout.final_obs = np.stack(finals)
         return rollout
@@ -196,9 +281,6 @@ class EnvSlice:
     def _note_mask(self, i: int, info: dict[str, Any]) -> None:
         if self.masked:
             self._mask[i] = mask_of(info, self._mask.shape[1], self.first_index + i)
-
-    def _check_mask(self, t: int) -> None:
-        check_masks(self.action_rows, self._mask, t, self.first_index)
 
 
 class VectorSteps:
@@ -232,19 +314,15 @@ class VectorSteps:
 
     def resume(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> Array:
         """Play the episodes again that were under way, after a `reset()`."""
-        for i, (observation, info) in enumerate(self._call("resume_episode", episodes, actions)):
-            self.obs_rows.encode_one(observation, self.now[i])
-            if self.masked:
-                self._mask[i] = mask_of(info, self._mask.shape[1], i)
+        for i, begun in enumerate(self._call("resume_episode", episodes, actions)):
+            self._note_begun(i, *begun)
         return self.now
 
     def restart(self, indices: Sequence[int]) -> None:
         """Break off the episodes of these envs and start new ones."""
-        for i, answer in zip(indices, _those(self._call("restart_episode", indices)), strict=True):
-            observation, info = answer
-            self.obs_rows.encode_one(observation, self.now[i])
-            if self.masked:
-                self._mask[i] = mask_of(info, self._mask.shape[1], i)
+        answers = [answer for answer in self._call("restart_episode", indices) if answer is not None]
+        for i, begun in zip(indices, answers, strict=True):
+            self._note_begun(i, *begun)
 
     def collect(self, policy: StepPolicy, noise: Array) -> StepRollout:
         """`len(noise)` steps of every env."""
@@ -275,6 +353,7 @@ class VectorSteps:
                 forget(int(i))
             self._resetting = done if self.mode == AutoresetMode.NEXT_STEP else self._resetting
             self._note_masks(infos)
+        finite_rewards(rollout.rewards.reshape(-1), n_envs)
         self.now[:] = rollout.obs[n_steps]
         if finals:
             rollout.final_obs = np.stack(finals)
@@ -287,6 +366,11 @@ class VectorSteps:
 
     def _call(self, name: str, *arguments: Any) -> Sequence[Any]:
         return self.envs.call(name, *arguments)  # type: ignore[attr-defined,no-any-return]
+
+    def _note_begun(self, i: int, observation: Any, info: dict[str, Any]) -> None:
+        self.obs_rows.encode_one(observation, self.now[i])
+        if self.masked:
+            self._mask[i] = mask_of(info, self._mask.shape[1], i)
 
     def _note_finals(
         self, cut: Array, before: Array, row: Array, infos: dict[str, Any], finals: list[Array]
@@ -322,22 +406,36 @@ class VectorSteps:
     def _note_masks(self, infos: dict[str, Any]) -> None:
         if self.masked:
             for i in range(len(self._mask)):
-                if not self._resetting[i]:
-                    self._mask[i] = mask_of(
-                        {"action_mask": infos["action_mask"][i]} if "action_mask" in infos else {},
-                        self._mask.shape[1],
-                        i,
-                    )
-                else:
+                if self._resetting[i]:
                     self._mask[i] = 1  # the action is ignored
+                    continue
+                info = {"action_mask": infos["action_mask"][i]} if "action_mask" in infos else {}
+                self._mask[i] = mask_of(info, self._mask.shape[1], i)
+
+
+def finite_rewards(rewards: Any, n_envs: int, first_index: int = 0) -> Array:
+    """The rewards of some steps, one env after the other, as `[T, N]` float64; an `EnvError` for what is no number."""
+    try:
+        found = np.asarray(rewards)
+        if found.dtype.kind in "biuf" and found.size == len(rewards) and np.isfinite(found).all():
+            return found.astype(np.float64, copy=False).reshape(-1, n_envs)
+    except ValueError:  # of several shapes
+        pass
+    for place, reward in enumerate(rewards.tolist() if isinstance(rewards, np.ndarray) else rewards):
+        number = reward
+        if isinstance(reward, np.ndarray):
+            number = reward.item() if reward.size == 1 else None
+        if not hasattr(number, "__float__") or not math.isfinite(float(number)):
+            raise EnvError(
+                f"env {first_index + place % n_envs}: the reward must be a finite number, got {reward!r} at step "
+                f"{place // n_envs} of the rollout"
+            )
+        rewards[place] = float(number)
+    return np.asarray(rewards, np.float64).reshape(-1, n_envs)
 
 
 def _nothing(_: int) -> None:
     """What a policy without memory forgets."""
-
-
-def _those(answers: Sequence[Any]) -> list[Any]:
-    return [answer for answer in answers if answer is not None]
 
 
 def _entry(batch: Any, i: int) -> Any:

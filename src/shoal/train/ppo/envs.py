@@ -16,8 +16,8 @@ from gymnasium.envs.registration import EnvSpec
 from shoal.core.errors import ConfigError, EnvError, ShoalError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs.catalogue import Source, Wrapper, find, find_wrapper, name_of, resolve
-from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.steps import SeededEpisodes
 
 EnvSource = Source
 

@@ -9,9 +9,8 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, EnvError, missing_extra
 from shoal.core.seeding import stream
-from shoal.rollout.arrays.episodes import SeededEpisodes
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.rollout.arrays.steps import StepPolicy, mask_of
+from shoal.rollout.arrays.steps import SeededEpisodes, StepPolicy, mask_of
 
 Array = np.ndarray
 

@@ -18,8 +18,7 @@ from torch import nn
 
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
-from shoal.rollout.arrays.episodes import SeededEpisodes
-from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
+from shoal.rollout.arrays.steps import EnvSlice, SeededEpisodes, StepRollout, VectorSteps
 from shoal.train.ppo.agent import PPOAgent, make_agent
 from shoal.train.ppo.checkpoint import (
     Checkpoint,
