@@ -270,6 +270,43 @@ def test_pictures_reach_the_server_beside_their_text(serve):
         engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), images=(url, url))])
 
 
+def test_a_picture_that_is_not_there_costs_its_own_request(serve, tmp_path):
+    _, engine = serve("openai", tokenizer=None)
+    (tmp_path / "a.gif").write_bytes(b"GIF89a")
+    asked = [chat_request(engine)]
+    for image in ("/nowhere/a.png", "\0", str(tmp_path / "a.gif")):
+        prompt = engine.tokenizer.start([{"role": "user", "content": "look", "images": 1}])
+        asked.append(Request(prompt, Key(0, 0, 0, 0, 0), images=(image,)))
+    first, *others = engine.generate_each(asked)
+    assert engine.tokenizer.decode(first.token_ids).startswith("you said")
+    assert [type(other) for other in others] == [EngineError] * 3
+    assert "a picture cannot be sent (FileNotFoundError)" in str(others[0])
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "Up"}], 7, {"text": "Up"}])
+def test_what_is_no_text_is_not_taken_for_one(serve, content):
+    server, engine = serve("openai", tokenizer=None)
+    server.change = lambda reply: {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+    with pytest.raises(EngineError, match="reply is none of a chat completion"):
+        engine.generate([chat_request(engine)])
+
+
+def test_an_adapter_is_in_use_though_an_answer_was_lost_or_the_one_before_stays(serve, tmp_path, caplog):
+    server, engine = serve("vllm")
+    engine.load_adapter(tmp_path, 1)
+    lost = b'{"error": {"message": "The lora adapter \'x\' has already been loaded."}}'
+    server.faults = ["drop", (400, lost), 400]
+    engine.load_adapter(tmp_path, 2)
+    assert engine.generate([request()])[0].weights_version == 2
+    loaded = [body["lora_name"] for path, body, _ in server.seen if path == "/v1/load_lora_adapter"]
+    assert server.seen[-1][1]["model"] == loaded[-1]
+    assert "the server keeps the adapter before" in caplog.text
+    server.faults = [400]
+    with pytest.raises(EngineError, match="fault 400"):
+        engine.load_adapter(tmp_path, 3)
+    assert engine.weights_version == 2
+
+
 def test_an_adapter_is_swapped_and_the_one_before_let_go(serve, tmp_path):
     server, engine = serve("vllm")
     for version in (1, 2):
@@ -319,7 +356,7 @@ def test_what_cannot_work_is_refused_when_the_engine_is_made(serve):
         serve(server="vlm")
     with pytest.raises(ValueError, match="concurrency must be at least 1"):
         serve(concurrency=0)
-    with pytest.raises(ValueError, match="timeout > 0"):
+    with pytest.raises(ValueError, match="timeout must be positive, got nan"):
         Patience(timeout=math.nan)
 
 

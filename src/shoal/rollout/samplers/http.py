@@ -92,6 +92,7 @@ class HttpClient:
         }
         self._headers = headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._loop: _Loop | None = None
+        self._end: Callable[[], Any] | None = None
         self._lock = threading.RLock()  # a signal's handler may close while its thread is in here
 
     def post(self, path: str, body: Any, *, name: str = "") -> Any:
@@ -131,15 +132,16 @@ class HttpClient:
     def close(self) -> None:
         """End requests that are under way and close the connections; a later request opens new ones."""
         with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.end()
+            end, self._loop, self._end = self._end, None, None
+        if end is not None:
+            end()
 
     def _run(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
         """What `work` gives, with the connections of the event loop it runs in, while the calling thread waits."""
         with self._lock:
             if self._loop is None:
-                self._loop = _Loop(self)
+                self._loop = _Loop(self.patience.timeout)
+                self._end = weakref.finalize(self, self._loop.end)
             loop = self._loop
         return loop.run(work, self.url)
 
@@ -228,36 +230,37 @@ class HttpClient:
 
 
 class _Loop:
-    """An event loop in a thread, with its connections; it ends with the client that it is for."""
+    """An event loop in a thread, with its connections, and whoever waits in it."""
 
-    def __init__(self, client: HttpClient) -> None:
+    def __init__(self, timeout: float) -> None:
         try:
             import aiohttp
         except ImportError as error:
             raise missing_extra("engines on a server", "llm") from error
+        self._lock = threading.RLock()
+        self._shut = False  # then nobody comes in, so that nobody is forgotten in a loop that ends
+        self._inside: set[concurrent.futures.Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
-        self._gate = _Gate()
-        thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="shoal-http")
-        thread.start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="shoal-http")
+        self._thread.start()
 
         async def connect() -> Any:
             return aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=client.patience.timeout),
+                timeout=aiohttp.ClientTimeout(total=timeout),
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
 
         self._session = asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
-        self.end = weakref.finalize(client, _end, self._loop, thread, self._session, self._gate)
 
     def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
         """What `work` gives, called with the session."""
-        with self._gate.lock:
-            if self._gate.shut:
+        with self._lock:
+            if self._shut:
                 raise EngineError(f"the connection to {url} was closed before the request")
             future = asyncio.run_coroutine_threadsafe(work(self._session), self._loop)
-            self._gate.inside.add(future)
+            self._inside.add(future)
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
@@ -266,41 +269,31 @@ class _Loop:
             future.cancel()
             raise
         finally:
-            self._gate.inside.discard(future)
+            self._inside.discard(future)
 
+    def end(self) -> None:
+        """Cancel what is under way, close the connections, and let the thread go."""
 
-class _Gate:
-    """Who waits in an event loop; once it is shut, nobody comes in, so that nobody is forgotten in one that ends."""
+        async def finish() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._session.close()
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.shut = False
-        self.inside: set[concurrent.futures.Future[Any]] = set()
-
-
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, session: Any, gate: _Gate) -> None:
-    """Cancel what is under way, close the connections, and let the thread go."""
-
-    async def finish() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await session.close()
-
-    with gate.lock:
-        gate.shut = True
-    if threading.current_thread() is thread:  # the last reference was let go in there
-        loop.stop()
-        return
-    with contextlib.suppress(concurrent.futures.TimeoutError):
-        asyncio.run_coroutine_threadsafe(finish(), loop).result(5)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(5)
-    for future in list(gate.inside):  # of tasks that would not end
-        future.cancel()
-    if not thread.is_alive():
-        loop.close()
+        with self._lock:
+            self._shut = True
+        if threading.current_thread() is self._thread:  # the last reference was let go in there
+            self._loop.stop()
+            return
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(finish(), self._loop).result(5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        for future in list(self._inside):  # of tasks that would not end
+            future.cancel()
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 def _message(data: bytes) -> tuple[str, str]:

@@ -151,6 +151,8 @@ class OpenAIEngine:
             body = self.dialect.body(asked, self.model, self.tokenizer)
         except EngineError as error:
             return error
+        except (OSError, ValueError) as error:
+            return EngineError(f"a picture cannot be sent ({type(error).__name__}): {error}")
         if self._adapter:
             body[self._kind.adapter] = self._adapter
         return Question(self.dialect.path, body, name)
@@ -201,11 +203,20 @@ class OpenAIEngine:
         prefix = self._kind.adapter_routes
         name = check_name("adapter", f"shoal-{version}-{time.time_ns()}")
         where = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
-        self.client.post(f"{prefix}/load_lora_adapter", where)
+        try:
+            self.client.post(f"{prefix}/load_lora_adapter", where)
+        except RefusedError as error:
+            if "already" not in str(
+                error
+            ):  # an attempt whose answer was lost has loaded it: the name is of this call
+                raise
         before, self._adapter = self._adapter, name
         self.weights_version = version
         if before:
-            self.client.post(f"{prefix}/unload_lora_adapter", {"lora_name": before})
+            try:
+                self.client.post(f"{prefix}/unload_lora_adapter", {"lora_name": before})
+            except EngineError as error:  # the new one is in use: nothing depends on it
+                logger.warning("the server keeps the adapter before: %s", error)
 
     def load_folder(self, folder: Path, version: int) -> None:
         """Have the server read whole weights from a folder that it can see (SGLang)."""
@@ -447,8 +458,10 @@ def _chat_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[s
 
 def _chat_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
     choice = reply["choices"][0]
-    text = str(choice["message"]["content"] or "")
-    return Answer(tokenizer.encode(text), (), choice["finish_reason"])
+    text = choice["message"]["content"]
+    if not isinstance(text, str | None):
+        raise TypeError("the content of the message is no text")
+    return Answer(tokenizer.encode(text or ""), (), choice["finish_reason"])
 
 
 DIALECTS: dict[str, Dialect] = {

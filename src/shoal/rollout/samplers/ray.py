@@ -108,6 +108,8 @@ class RayEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order; an episode stays with its replica, whose prefixes it can use."""
+        if not self._actors:
+            raise EngineError("the replicas have ended: this engine was closed")
         shares: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
             shares.setdefault(_home(request, len(self._actors)), []).append(index)
@@ -121,12 +123,12 @@ class RayEngine:
                 try:
                     completions = ray.get(answer, timeout=self.timeout)
                 except (RayActorError, GetTimeoutError) as error:
+                    logger.warning("replica %d failed (%s); it is made anew", home, type(error).__name__)
+                    self._renew(home)  # also after the last attempt: for the next batch
                     if attempt == self.retries:
                         raise EngineError(
                             f"replica {home} failed {attempt + 1} times; the last: {type(error).__name__}: {error}"
                         ) from error
-                    logger.warning("replica %d failed (%s); it is made anew", home, type(error).__name__)
-                    self._renew(home)
                 except RayTaskError as error:
                     cause = error.cause if isinstance(error.cause, EngineError) else error
                     raise EngineError(f"replica {home}: {cause}") from error
