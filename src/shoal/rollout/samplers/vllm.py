@@ -114,6 +114,10 @@ class VllmEngine:
             )
         except ValueError as error:  # a prompt that does not fit
             raise EngineError(f"vLLM refused a request: {error}") from error
+        outputs = outputs[-len(asked) :]  # before them may stand those of a call that was broken off
+        for (request, _), output in zip(asked, outputs, strict=True):
+            if tuple(output.prompt_token_ids) != request.prompt_ids:
+                raise EngineError("vLLM gave the answer to another request")
         answers = iter(outputs)
         return [self._completion(next(answers).outputs[0]) if room else self._full() for room in rooms]
 
