@@ -170,6 +170,15 @@ def test_a_projection_of_one_argument_will_do():
     assert [info["is_action_valid"] for info in infos] == [True, True]
 
 
+def test_one_text_is_not_the_responses_of_all():
+    manager = lake(1, 3)
+    with pytest.raises(ValueError, match=r"expected 0 responses after reset\(\), got 3"):
+        manager.step(["a", "b", "c"])
+    manager.reset()
+    with pytest.raises(ValueError, match="expected 3 responses.*got one text"):
+        manager.step("abc")
+
+
 def test_pictures_are_carried_beside_or_instead_of_text():
     beside = lake(1, 1, {**LAKE, "render_mode": "rgb_array"})
     observations, _ = beside.reset()

@@ -114,8 +114,9 @@ class EnvironmentManager:
             Observations, rewards `[N]` float64, dones `[N]` bool, and infos with `is_action_valid` (both the
             response held an action and the env could do it) and `is_active` (the env was stepped).
         """
-        if len(text_actions) != len(self._done):
-            raise ValueError(f"expected {len(self._done)} responses, got {len(text_actions)}")
+        if isinstance(text_actions, str) or len(text_actions) != len(self._done):
+            got = "one text" if isinstance(text_actions, str) else len(text_actions)
+            raise ValueError(f"expected {len(self._done)} responses after reset(), got {got}")
         active = [not over and text is not None for over, text in zip(self._done, text_actions, strict=True)]
         spaces = list(map(self._space, self._words, self._lookups))
         actions, valids = self._project([text or "" for text in text_actions], spaces)
@@ -213,7 +214,7 @@ class EnvironmentManager:
 
     def _see(self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any]]) -> Observations:
         self._shown, self._infos = list(observations), [dict(info) for info in infos]
-        self._words = [list(info.get("available_actions", ())) for info in infos]
+        self._words = [list(map(str, info.get("available_actions", ()))) for info in infos]
         pictures = self._pictures(observations)
         self._texts = [
             o if isinstance(o, str) else str(info.get("text", IMAGE))
@@ -422,35 +423,33 @@ def _digest(observation: Any) -> str:
 _MOVE = "Think first, then give one move as <action>move</action>. The moves are: {actions}."
 _ANSWER = "Reason as long as you need, then give the final answer as <answer>answer</answer>."
 
+_ANSWERS = {
+    "first": "{instructions}\n\n{observation}\n\n" + _ANSWER,
+    "later": "{instructions}\n\nSo far:\n{history}\n\n{observation}\n\n" + _ANSWER,
+    "turn": "Try {step}: {action}",
+}
+
+
+def _moves(place: str, there: str) -> dict[str, str]:
+    return {
+        "first": f"{{instructions}}\n\nThe {place}:\n{{observation}}\n\n{_MOVE}",
+        "later": f"{{instructions}}\n\nYour last moves:\n{{history}}\n\nThe {place} now, after {{step}} of "
+        f"{{max_turns}} moves:\n{{observation}}\n\n{_MOVE}",
+        "turn": f"{{step}}. {there}\n{{observation}}\nyou chose {{action}}.",
+    }
+
+
 TEMPLATES: dict[str, dict[str, str]] = {
-    "sokoban": {
-        "first": "{instructions}\n\nThe room:\n{observation}\n\n" + _MOVE,
-        "later": "{instructions}\n\nYour last moves:\n{history}\n\nThe room now, after {step} of {max_turns} "
-        "moves:\n{observation}\n\n" + _MOVE,
-        "turn": "{step}. In\n{observation}\nyou chose {action}.",
-    },
-    "frozen_lake": {
-        "first": "{instructions}\n\nThe lake:\n{observation}\n\n" + _MOVE,
-        "later": "{instructions}\n\nYour last moves:\n{history}\n\nThe lake now, after {step} of {max_turns} "
-        "moves:\n{observation}\n\n" + _MOVE,
-        "turn": "{step}. On\n{observation}\nyou chose {action}.",
-    },
+    "sokoban": _moves("room", "In"),
+    "frozen_lake": _moves("lake", "On"),
     "bandit": {
         "first": "{instructions}\n\n{observation}\n\nChoose with <action>number</action>; numbers: {actions}.",
         "later": "{instructions}\n\n{history}\n\n{observation}\n\nChoose with <action>number</action>; "
         "numbers: {actions}.",
         "turn": "Pull {step}: {action}, paid {reward}.",
     },
-    "countdown": {
-        "first": "{instructions}\n\n{observation}\n\n" + _ANSWER,
-        "later": "{instructions}\n\nSo far:\n{history}\n\n{observation}\n\n" + _ANSWER,
-        "turn": "Try {step}: {action}",
-    },
-    "metamathqa": {
-        "first": "{instructions}\n\n{observation}\n\n" + _ANSWER,
-        "later": "{instructions}\n\nSo far:\n{history}\n\n{observation}\n\n" + _ANSWER,
-        "turn": "Try {step}: {action}",
-    },
+    "countdown": _ANSWERS,
+    "metamathqa": _ANSWERS,
     "webshop": {
         "first": "{instructions}\n\nThe page:\n{observation}\n\nYou can do: {actions}\n\n"
         "Think first, then give one of them as <action>…</action>.",
