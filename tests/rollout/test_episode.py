@@ -8,11 +8,10 @@ from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError
 from shoal.envs import make
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.drift import find_drift
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.prompts import PromptConfig, Prompter, find_drift
 from shoal.rollout.samplers.sampler import Completion, Request, Sampling
 from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
 from shoal.rollout.samplers.tokenizers import ChatCodec, TemplateTokenizer
@@ -264,3 +263,12 @@ def test_arrays_that_are_no_pictures_are_refused():
     episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Prompter(append(), ChatCodec()), Sampling(20))
     with pytest.raises(ValueError, match="a picture must be"):
         episode.begin(*env.reset(seed=0))
+
+
+def test_actions_that_are_listed_as_numbers_are_shown():
+    env = make("frozen_lake", **LAKE)
+    role = Role("Lake", env.instructions, env.projection, 5)
+    episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Prompter(PromptConfig(), ChatCodec()), Sampling(8))
+    observation, info = env.reset(seed=0)
+    episode.begin(observation, info | {"available_actions": [0, 7]})
+    assert "0, 7" in ChatCodec().decode(episode.request().prompt_ids)

@@ -67,5 +67,7 @@ def test_a_verdict_counts_what_is_equal():
     assert (verdict.level, verdict.same_episodes) == ("L0", 3)
     assert "member 2, turn 2, token 1: response token is" in verdict.first
     assert verdict.first in str(verdict)
+    spoken = trajectory(turns=(turn(), turn(logprobs=())), member=1)  # of a server that takes messages
+    assert compare(one, [one[0], spoken, *one[2:]]).level == "L1"
     verdict = compare(one, one[:3])
     assert (verdict.level, verdict.episodes, verdict.first) == ("L0", 4, "4 episodes against 3")

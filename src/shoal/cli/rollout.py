@@ -264,7 +264,7 @@ def _lockstep_here(config: Any, engine: Engine) -> Any:
     from shoal.rollout.factory import make_roles, make_set
     from shoal.rollout.settings import rollout_config
 
-    plain = replace(rollout_config(config).environments, use_parallel_envs=False)
+    plain = replace(rollout_config(config), use_parallel_envs=False)
     side = make_set(plain, plain.es_manager.train)
     roles = make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn)
     prompt = config.agent_proxy.prompt

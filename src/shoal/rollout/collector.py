@@ -91,26 +91,15 @@ class TrajectoryCollector:
             first = self.collect(iteration, sampling, first_group=groups.start, n_groups=n - groups.start)
             return first + self.collect(iteration, sampling, first_group=n, n_groups=groups.stop - n)
         slots = {g: slot_of(g, self.tags) for g in groups}
-        where = [slots[g] * self.group_size + member for g in groups for member in range(self.group_size)]
-        episodes = dict(
-            zip(
-                where,
-                (
-                    Episode(
-                        place_of(self.seed, iteration, g, member),
-                        self.roles[self.tags[slots[g]]],
-                        self.prompter,
-                        sampling,
-                    )
-                    for g in groups
-                    for member in range(self.group_size)
-                ),
-                strict=True,
-            )
-        )
+        episodes: dict[int, Episode] = {}
+        for g in groups:
+            role = self.roles[self.tags[slots[g]]]
+            for member in range(self.group_size):
+                place = place_of(self.seed, iteration, g, member)
+                episodes[slots[g] * self.group_size + member] = Episode(place, role, self.prompter, sampling)
         failed: dict[int, tuple[Status, str]] = {}
         self._begin(episodes, failed)
-        live = [i for i in where if i not in failed]
+        live = [i for i in episodes if i not in failed]
         while live:
             asked: dict[int, Request] = {}
             for i in live:
@@ -127,7 +116,7 @@ class TrajectoryCollector:
                         actions[i] = todo
             self._act(actions, episodes, failed)
             live = [i for i in live if i not in failed and not episodes[i].over]
-        return [episodes[i].trajectory(*failed.get(i, ("ok", None))) for i in where]
+        return [episode.trajectory(*failed.get(i, ("ok", None))) for i, episode in episodes.items()]
 
     def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, tuple[Status, str]]) -> None:
         """Reset all envs; where one fails, each alone."""

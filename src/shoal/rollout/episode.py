@@ -13,7 +13,7 @@ from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.images import picture_url
-from shoal.rollout.prompts import PastTurn, Prompter, Scene
+from shoal.rollout.prompts import PastTurn, Prompter, Scene, first_difference
 from shoal.rollout.samplers.sampler import Completion, Key, Message, Request, Sampling
 
 
@@ -192,8 +192,7 @@ class Episode:
             return
         known = self._before[0] + self._before[1]
         if self._prompt[: len(known)] != known:
-            pairs = zip(known, self._prompt, strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(known), len(self._prompt)))
+            at = first_difference(known, self._prompt)
             part = "prompt" if at < len(self._before[0]) else "response"
             decode = self._prompter.tokenizer.decode
             raise EngineError(
@@ -208,9 +207,9 @@ class Episode:
         else:
             self._text, picture = str(info.get("text", "")), observation
         self._image = None if picture is None else picture_url(picture)
-        self._words = list(info.get("available_actions", ()))
+        self._words = list(map(str, info.get("available_actions", ())))
         self._anchor = str(info.get("anchor", self._text or self._image))
-        for text in (self._text, self._anchor, *map(str, self._words)):
+        for text in (self._text, self._anchor, *self._words):
             _text(text)
 
 

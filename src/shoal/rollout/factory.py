@@ -10,8 +10,8 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
@@ -26,6 +26,7 @@ from shoal.rollout.samplers.settings import check_settings
 from shoal.vector import make_vec
 from shoal.vector.make import BackendName as Backend
 
+C = TypeVar("C")
 CLOSE_SECONDS = 10.0
 """For which the end of an env that was made to look at it is waited for."""
 
@@ -131,6 +132,9 @@ class EnvironmentConfig:
     use_parallel_envs: bool = True
     vector: VectorConfig = VectorConfig()
 
+    def __post_init__(self) -> None:
+        check_settings(self)
+
 
 @dataclass(frozen=True)
 class EnvironmentSet:
@@ -206,6 +210,14 @@ def several(projection: Projection, kind: EnvTag) -> Projection:
     return replace(projection, separator=kind.action_sep, max_actions=kind.max_actions_per_turn)
 
 
+def part_of(kind: type[C], config: Any) -> C:
+    """A config dataclass out of an object or a mapping that has more than its fields."""
+    names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    if isinstance(config, Mapping):
+        return from_mapping(kind, {name: config[name] for name in config if name in names})
+    return kind(**{name: getattr(config, name) for name in names})
+
+
 def validate_environment_config(config: Any) -> EnvironmentConfig:
     """The checked config; a `ConfigError` says which key is wrong, what was expected and what came.
 
@@ -214,12 +226,7 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
     """
     proxy = getattr(config, "agent_proxy", None)
     parallel, prompt = getattr(proxy, "parallel", None), getattr(proxy, "prompt", PromptConfig())
-    if isinstance(config, Mapping):
-        known = {"es_manager", "custom_envs", "use_parallel_envs", "vector"}
-        config = from_mapping(EnvironmentConfig, {key: config[key] for key in config if key in known})
-    checked = EnvironmentConfig(
-        config.es_manager, config.custom_envs, config.use_parallel_envs, config.vector
-    )
+    checked = part_of(EnvironmentConfig, config)
     if checked.vector.step_timeout is not None and not checked.use_parallel_envs:
         raise ConfigError(
             "vector.step_timeout needs use_parallel_envs=true: with false the caller steps the envs, and cannot "

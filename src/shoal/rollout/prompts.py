@@ -12,10 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shoal.core.errors import ConfigError, EngineError, did_you_mean
-from shoal.rollout.drift import find_drift
 from shoal.rollout.samplers.sampler import ChatTokenizer, Message
 from shoal.rollout.samplers.settings import check_settings
 
@@ -152,7 +151,10 @@ class Prompter:
         drift = find_drift(self.tokenizer, chat, prompt_ids)
         if drift is None:
             return
-        message = f"the chat template does not write this chat as the model saw it: {drift}"
+        message = (
+            f"the chat template does not write this chat as the model saw it: in {drift.piece} the model saw "
+            f"{drift.seen!r}, the template writes {drift.written!r}"
+        )
         if self.config.on_drift == "raise":
             raise EngineError(f"{message}; use prompt.mode=window, or prompt.on_drift=warn to go on")
         self._drift_checks = 0
@@ -208,3 +210,48 @@ def fill(template: str, fields: dict[str, str]) -> str:
     '{b} x'
     """
     return _FIELD.sub(lambda match: fields[match[1]], template)
+
+
+# --- where a chat template would write a chat otherwise than the model saw it
+class Drift(NamedTuple):
+    """The first place where the two differ."""
+
+    piece: str  # which part of the chat it lies in
+    seen: str  # what the model saw there, from a few characters before
+    written: str  # what the template writes there
+
+
+def find_drift(tokenizer: Any, chat: Sequence[Message], prompt_ids: Sequence[int]) -> Drift | None:
+    """Compare `prompt_ids` with the template's text for `chat`; None when they agree.
+
+    A template that cuts thoughts or a newline out of earlier turns makes the model see, in append mode, chats that it
+    was not trained on. Texts are compared, not tokens: a model may spell a word with other tokens than the tokenizer
+    would, and those tokens are kept. Tokenizers without a template (which cannot `render`) never drift.
+    """
+    if not hasattr(tokenizer, "render"):
+        return None
+    seen, written = tokenizer.spell(prompt_ids), tokenizer.render(chat)
+    if seen == written:
+        return None
+    at = first_difference(seen, written)
+    shown = slice(max(0, at - 10), at + 30)
+    return Drift(_piece(seen, chat, at), seen[shown], written[shown])
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Where two sequences part; the length of the shorter one, where it is the beginning of the other."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _piece(text: str, chat: Sequence[Message], at: int) -> str:
+    """Name the part of `text` that character `at` stands in: a message, or what the template puts around it."""
+    start = 0
+    for number, message in enumerate(chat):
+        begin = text.find(message["content"], start)
+        start = begin + len(message["content"])
+        if 0 <= at < begin:
+            return f"what the template puts before message {number} ({message['role']})"
+        if begin < 0 or at < start:
+            return f"message {number} ({message['role']})"
+    return "what the template puts after the last message"

@@ -3,63 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError
-from shoal.rollout.factory import EnvironmentConfig, EnvTag, EsManager, VectorConfig
-from shoal.rollout.parallel.server import Schedule
+from shoal.rollout.factory import EnvironmentConfig, part_of
+from shoal.rollout.parallel.worker import Backend as Backend
+from shoal.rollout.parallel.worker import ParallelConfig
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import check_settings
-
-Backend = Literal["auto", "serial", "threads", "processes", "loky", "ray"]
-BACKENDS = ("serial", "threads", "processes", "loky", "ray")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How a parallel rollout is run; nothing here changes a trajectory."""
-
-    backend: Backend = "auto"
-    """Where workers run; "auto" is "processes"."""
-    schedule: Schedule = "adaptive"
-    """When the engine runs: "greedy" (whenever something waits), "adaptive" (it may wait for what is expected
-    at once), or "barrier" (lockstep)."""
-    episodes_at_once: int | None = None
-    """Of one worker; its whole share if not given."""
-    max_batch: int = 4096
-    """Requests that the engine gets at once, at most."""
-    step_timeout: float | None = None
-    """Seconds after which an env that does not answer is given up and its episode ends as "timeout"; with
-    `make_timeout` those of `vector` if neither is given."""
-    make_timeout: float | None = None
-    """Seconds that the constructor of an env may take; `step_timeout` if not given."""
-    episode_timeout: float | None = None
-    """Seconds after which an episode ends as "timeout"."""
-    request_timeout: float | None = None
-    """Seconds within which the engine must answer a request."""
-    engine_timeout: float | None = None
-    """Seconds of one call of the engine, after which it counts as hung."""
-    engine_retries: int = 1
-    """Further attempts for a request that the engine failed to answer."""
-    engine_restarts: int = 3
-    """Times that an engine which crashed or hangs begins anew, where it can (vllm, ray, openai)."""
-    env_retries: int = 1
-    """Times an episode starts again, in a fresh env, after its env failed."""
-    max_deaths: int = 3
-    """Workers that may die while they play one episode alone; then it ends as "env_error"."""
-    ray_options: dict[str, Any] = field(default_factory=dict)
-    """Of each worker's Ray task: `num_cpus`, `resources`, `runtime_env`, …"""
-    keep_envs: bool = False
-    """Keep envs in their workers for the next rollout instead of making new ones, until the manager is closed (on
-    "loky" and "ray" they then end with their process, without their `close`)."""
-
-    def __post_init__(self) -> None:
-        limits = ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout")
-        retries = dict.fromkeys(("engine_retries", "engine_restarts", "env_retries"), 0)
-        check_settings(self, limits, **retries, max_batch=1, max_deaths=1, episodes_at_once=1)
 
 
 @dataclass(frozen=True)
@@ -105,32 +58,17 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(EnvironmentConfig):
     """What a rollout reads; a whole training config has these fields too."""
 
     seed: int = 0
     agent_proxy: RolloutSettings = RolloutSettings()
-    es_manager: EsManager = EsManager()
-    custom_envs: dict[str, EnvTag] = field(default_factory=dict)
-    use_parallel_envs: bool = True
-    vector: VectorConfig = VectorConfig()
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    @property
-    def environments(self) -> EnvironmentConfig:
-        """The part that says which envs there are."""
-        return EnvironmentConfig(self.es_manager, self.custom_envs, self.use_parallel_envs, self.vector)
 
 
 def rollout_config(config: Any) -> RolloutConfig:
     """The rollout's part of a config: an object or mapping with these keys, training ones among them."""
     if isinstance(config, Mapping):
-        own = {item.name for item in fields(RolloutConfig)}
-        values = {key: config[key] for key in config if key in own}
-        proxy = values.get("agent_proxy", {})
+        proxy = config.get("agent_proxy", {})
         training = {"format_penalty", "reward_normalization", "overlong_buffer", "overlong_penalty"}
-        values["agent_proxy"] = {key: proxy[key] for key in proxy if key not in training}
-        return from_mapping(RolloutConfig, values)
-    return RolloutConfig(**{item.name: getattr(config, item.name) for item in fields(RolloutConfig)})
+        config = {**config, "agent_proxy": {key: proxy[key] for key in proxy if key not in training}}
+    return part_of(RolloutConfig, config)

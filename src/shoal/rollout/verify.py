@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.data import Trajectory
+from shoal.rollout.prompts import first_difference
 from shoal.rollout.samplers.sampler import Level
+
+_PLACES = ("iteration", "group", "member", "turn", "token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +28,13 @@ class Difference:
     token: int | None = None  # from 0, of the prompt or the response
 
     def __str__(self) -> str:
-        names = ("iteration", "group", "member", "turn", "token")
-        place = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        place = [f"{name} {getattr(self, name)}" for name in _PLACES if getattr(self, name) is not None]
         where = ", ".join([*([self.file] if self.file else []), *place])
         return f"{where}: {self.what} is {_short(self.one)} and {_short(self.other)}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = ("what", "file", "iteration", "group", "member", "turn", "token")
-        told = {name: getattr(self, name) for name in names}
+        told = {name: getattr(self, name) for name in ("what", "file", *_PLACES)}
         return {**told, "one": _short(self.one), "other": _short(self.other)}
 
 
@@ -63,7 +64,7 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
                            ("log-probability", "logprobs")):  # fmt: skip
             a, b = getattr(left, name), getattr(right, name)
             if a != b and not (tokens_only and name == "logprobs"):
-                at = _parting(a, b)
+                at = first_difference(a, b)
                 return found(what, _at(a, at), _at(b, at), number, at)
         for name in ("response", "finish", "action", "action_is_valid", "reward", "anchor"):
             if getattr(left, name) != getattr(right, name):
@@ -74,11 +75,6 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
         if getattr(one, name) != getattr(other, name):
             return found(name, getattr(one, name), getattr(other, name))
     return None
-
-
-def _parting(one: Sequence[Any], other: Sequence[Any]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _at(values: Sequence[Any], at: int) -> Any:
@@ -121,7 +117,7 @@ def compare(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> Verdict:
                 break
             turns += 1
             same_logprobs += left.logprobs == right.logprobs
-            pairs = zip(left.logprobs, right.logprobs, strict=True)
+            pairs = zip(left.logprobs, right.logprobs, strict=False)  # messages have none
             largest = max([largest, *(abs(x - y) for x, y in pairs)])
     exact = first is None
     level: Level = "L2" if exact and same_logprobs == turns else "L1" if exact else "L0"

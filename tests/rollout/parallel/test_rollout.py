@@ -69,6 +69,14 @@ def test_trajectories_are_equal_on_loky(calm):
     assert play("loky", n_jobs=2)[0] == calm
 
 
+def test_a_serial_rollout_tells_how_busy_its_engine_was(calm):
+    played, report = play("serial")
+    assert played == calm
+    assert report.batches == sum(len(t.turns) for t in played)
+    assert 0 < report.engine_seconds <= report.seconds
+    assert report.metrics()["engine_busy"] > 0
+
+
 def test_the_barrier_runs_one_batch_a_turn_and_the_lock_one_request():
     engine = HashEngine()
     play("threads", parallel={"schedule": "barrier"}, engine=engine)
@@ -369,6 +377,8 @@ def test_settings_that_cannot_run_are_refused():
         ParallelRolloutManager(config(), HashEngine(), backend="proceses")
     with pytest.raises(ConfigError, match="n_jobs must be -1"):
         ParallelRolloutManager(config(), HashEngine(), n_jobs=0)
+    with pytest.raises(ConfigError, match="side must be 'train' or 'val', got 'test'"):
+        ParallelRolloutManager(config(), HashEngine(), side="test")
     with pytest.raises(ConfigError, match="make_timeout must be positive"):
         ParallelRolloutManager(config(parallel={"make_timeout": -1}), HashEngine())
     with pytest.raises(ConfigError, match="step_timeout must be positive"):

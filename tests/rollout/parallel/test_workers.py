@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,18 @@ def test_a_worker_that_is_idle_gets_the_next_task():
         for _ in range(5):
             executor.submit(int).result(timeout=60)
         assert len(executor.pids()) == 1
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_programs_that_a_task_started_end_with_its_worker(wait):
+    executor = WorkerExecutor(1)
+    started = lambda: subprocess.Popen(["sleep", "1000"], start_new_session=True).pid  # noqa: E731
+    program = Path("/proc", str(executor.submit(started).result(timeout=60)), "stat")
+    executor.shutdown(wait=wait)
+    end = time.monotonic() + 20
+    while program.exists() and program.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end, "it outlives the worker"
+        time.sleep(0.05)
 
 
 def test_a_shutdown_that_does_not_wait_also_ends_a_worker_that_just_starts(monkeypatch):

@@ -12,7 +12,6 @@ import logging
 import os
 import pickle
 import queue
-import select
 import socket
 import sys
 import threading
@@ -30,16 +29,25 @@ from shoal.core.processes import (
     Channel,
     ChannelClosedError,
     RemoteTraceback,
-    Zygote,
+    WorkerProcess,
     by_value,
     describe_exit,
     kill_group,
+    settle,
 )
-from shoal.rollout.parallel.worker import KEPT, Connect, InCaller, Played, Share, close_all, play_share
+from shoal.rollout.parallel.worker import (
+    KEPT,
+    Connect,
+    InCaller,
+    ParallelConfig,
+    Played,
+    Share,
+    close_all,
+    play_share,
+)
 
-if TYPE_CHECKING:  # a worker process needs neither
+if TYPE_CHECKING:  # a worker process does not need it
     from shoal.rollout.parallel.server import SharedLLMInferenceManager
-    from shoal.rollout.settings import ParallelConfig
 
 R = TypeVar("R")
 PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
@@ -54,14 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pool:
-    """Starts workers when they are first needed and keeps them for the next rollout.
-
-    Args:
-        backend: "threads", "processes", "loky" or "ray".
-        n_workers: at most.
-        settings: of the rollout.
-        inference: gives the shared engine.
-    """
+    """Starts at most `n_workers` when they are first needed and keeps them for the next rollout."""
 
     def __init__(
         self,
@@ -299,14 +300,14 @@ class WorkerExecutor(Executor):
         for pause in PAUSES:
             try:
                 return _Process()
-            except (WorkerDiedError, OSError) as error:
+            except (WorkerDiedError, ConfigError, OSError) as error:
                 if self._killed:
                     raise
                 logger.warning("%s; it is tried again in %g s", error, pause)
                 time.sleep(pause)
         try:
             return _Process()
-        except (WorkerDiedError, OSError) as error:
+        except (WorkerDiedError, ConfigError, OSError) as error:
             raise WorkerError(f"no worker process can be started: {error}") from error
 
     def _let_go(self, number: int, patience: float = 0.0) -> None:
@@ -316,47 +317,25 @@ class WorkerExecutor(Executor):
 
 
 class _Process:
-    """One worker process."""
+    """A worker process, which runs one task at a time."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours, 0.1)
-        self._zygote = Zygote.running()
-        request = {"do": "start", "method": "forkserver", "entry": f"{__name__}:worker_main"}
-        try:
-            self.pid = int(self._zygote.ask(request, [theirs.fileno(), 2])["pid"])
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        try:
-            self._pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            kill_group(self.pid)
-            ours.close()
-            raise
-        self._poll = select.poll()
-        self._poll.register(self._pidfd, select.POLLIN)
+        self._worker = WorkerProcess(f"{__name__}:worker_main")
+        self._worker.start()
+        self.pid, self.alive = self._worker.pid, self._worker.alive
         self._heard = time.monotonic()
         self._heartbeat_timeout: float | None = None
-        with contextlib.suppress(ChannelClosedError, WorkerError):
-            surroundings = list(sys.path), list(sys.argv), dict(os.environ), os.getcwd()
-            self._channel.send(cloudpickle.dumps(surroundings), self._check)
-
-    def alive(self) -> bool:
-        """Whether it runs."""
-        return not self._poll.poll(0)
 
     def call(self, data: bytes, heartbeat_timeout: float | None) -> tuple[bool, Any, bool]:
         """Run one task: (whether it returned, its result or exception, whether the process is used up)."""
         self._heartbeat_timeout, self._heard = heartbeat_timeout, time.monotonic()
+        channel = self._worker.channel
         try:
-            self._channel.send(data, self._check)
-            while (answer := self._channel.receive(self._check)) is None:
+            channel.send(data, self._check)
+            while (answer := channel.receive(self._check)) is None:
                 self._heard = time.monotonic()
         except ChannelClosedError:
-            self._poll.poll(1000)
+            self._worker.wait(1.0)
             raise WorkerDiedError(f"worker process {self.pid} {describe_exit(self.end())}") from None
         ok, value, trace, recycle = answer
         if not ok and trace:
@@ -365,7 +344,7 @@ class _Process:
 
     def _check(self) -> None:
         timeout = self._heartbeat_timeout
-        if self._poll.poll(0):
+        if not self.alive():
             raise WorkerDiedError(f"worker process {self.pid} {describe_exit(self.end())}")
         if timeout is not None and time.monotonic() - self._heard > timeout:
             self.end()
@@ -374,21 +353,13 @@ class _Process:
             )
 
     def end(self, patience: float = 0.0) -> int | None:
-        """Kill it if need be, or when it does not end by itself in so many seconds, and return its exit code."""
-        if self._pidfd < 0:
-            return None
+        """Kill it, unless it ends by itself in so many seconds, with what its envs started; return its exit code."""
         if patience:
-            self._channel.close()
-            self._poll.poll(1000 * patience)
-        kill_group(self.pid)
-        try:
-            code: int | None = self._zygote.ask({"do": "reap", "pid": self.pid, "wait": True})["code"]
-        except WorkerDiedError:
-            code = None
-        self._channel.close()
-        os.close(self._pidfd)
-        self._pidfd = -1
-        return code
+            self._worker.channel.close()
+            self._worker.wait(patience)
+        self._worker.reap()
+        self._worker.release()
+        return self._worker.exit_code
 
 
 # --- in a worker process
@@ -406,12 +377,7 @@ def worker_main(descriptor: int, log: int) -> int:
     busy = threading.Event()
     threading.Thread(target=_beat, args=(channel, lock, busy), daemon=True).start()
     try:
-        path, argv, environ, folder = channel.receive()
-        sys.path[:], sys.argv[:] = path, argv
-        os.environ.clear()
-        os.environ.update(environ)
-        with contextlib.suppress(OSError):
-            os.chdir(folder)
+        settle(channel.receive())
         while True:
             task = channel.receive_bytes()
             busy.set()

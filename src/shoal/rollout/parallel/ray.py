@@ -5,6 +5,7 @@ Workers leave requests and wait; a thread beside the engine fetches all that is 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -39,9 +40,6 @@ class _Counter:
     """The actor: an async one, so that thousands may wait at once."""
 
     def __init__(self) -> None:
-        import asyncio
-
-        self._asyncio = asyncio
         self._inbox: list[tuple[int, bytes]] = []
         self._news: list[tuple[list[Key], bytes | None]] = []  # who entered; who left, with a report
         self._waiting: dict[int, Any] = {}
@@ -50,7 +48,7 @@ class _Counter:
 
     async def ask(self, data: bytes) -> bytes:
         number, self._next = self._next, self._next + 1
-        future = self._asyncio.get_running_loop().create_future()
+        future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         self._inbox.append((number, data))
         self._arrived.set()
@@ -76,8 +74,8 @@ class _Counter:
                 future.set_result(data)
         if not self._inbox and not self._news:
             self._arrived.clear()
-            with contextlib.suppress(TimeoutError, self._asyncio.TimeoutError):
-                await self._asyncio.wait_for(self._arrived.wait(), seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), seconds)
         inbox, self._inbox = self._inbox, []
         news, self._news = self._news, []
         return inbox, news
@@ -103,7 +101,7 @@ class Mailbox:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(_Counter).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
         self.actor = actor.remote()
-        self.ticket = Ticket(self.actor)
+        self.ticket = RayLink(self.actor)
         self.gone = False
         """Whether the actor was lost: another one is needed."""
         self._answers: list[tuple[int, bytes]] = []
@@ -161,26 +159,17 @@ class Mailbox:
         self._thread.join(5.0)
 
 
-class Ticket:
-    """How a worker on any node reaches the mailbox."""
+class RayLink:
+    """A worker's link to the shared engine on a Ray cluster, from any node; any number of threads may ask at once."""
 
     def __init__(self, actor: Any) -> None:
-        self.actor = actor
+        self._actor = actor
+        self._reports: list[Any] = []
 
     def connect(self, asker: int) -> RayLink:
-        """A link through the actor."""
+        """A link of the worker's own."""
         del asker
-        return RayLink(self.actor)
-
-
-class RayLink:
-    """A worker's link to the shared engine on a Ray cluster; any number of threads may ask at once."""
-
-    def __init__(self, actor: Any) -> None:
-        import ray
-
-        self._ray, self._actor = ray, actor
-        self._reports: list[Any] = []
+        return RayLink(self._actor)
 
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
         """One completion a request, in order."""
@@ -201,9 +190,11 @@ class RayLink:
         self._get(self._reports, DELIVERY_SECONDS)
 
     def _get(self, references: Any, timeout: float | None) -> Any:
+        import ray
+
         try:
-            return self._ray.get(references, timeout=timeout)
-        except self._ray.exceptions.GetTimeoutError as error:
+            return ray.get(references, timeout=timeout)
+        except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(f"the engine did not answer within {timeout} s") from error
-        except self._ray.exceptions.RayError as error:
+        except ray.exceptions.RayError as error:
             raise LinkLostError(f"the shared engine is gone ({error})") from error

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Future, wait
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import (
@@ -37,7 +37,7 @@ from shoal.rollout.parallel.pool import Pool, heartbeat_timeout
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.worker import (
     Assignment,
-    Limits,
+    Backend,
     LocalLink,
     Played,
     Share,
@@ -45,8 +45,8 @@ from shoal.rollout.parallel.worker import (
     play_share,
 )
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Engine, Restartable, Sampling
-from shoal.rollout.settings import BACKENDS, Backend, rollout_config
+from shoal.rollout.samplers.sampler import Engine, Sampling
+from shoal.rollout.settings import rollout_config
 
 logger = logging.getLogger(__name__)
 OTHER_ROLLOUT_SECONDS = 10.0
@@ -114,6 +114,8 @@ class ParallelRolloutManager:
             limits = self.config.vector
             self.settings = replace(own, step_timeout=limits.step_timeout, make_timeout=limits.make_timeout)
         environments = validate_environment_config(self.config)
+        if side not in ("train", "val"):
+            raise ConfigError(f"side must be 'train' or 'val', got {side!r}")
         groups = getattr(environments.es_manager, side)
         self.engine = engine
         self.tags: tuple[str, ...] = groups.group_tags()
@@ -128,21 +130,14 @@ class ParallelRolloutManager:
         self._workers = available_cpus() if self.n_jobs == -1 else self.n_jobs
         chosen = backend or self.settings.backend
         self.backend: str = "processes" if chosen == "auto" else chosen
-        if self.backend not in BACKENDS:
+        if self.backend not in get_args(Backend):
             raise ConfigError(
-                f"no rollout backend named {self.backend!r}.{did_you_mean(self.backend, BACKENDS)}"
+                f"no rollout backend named {self.backend!r}.{did_you_mean(self.backend, get_args(Backend))}"
             )
         kinds = environments.custom_envs
         self._env_fns: dict[str, Callable[[], Any]] = {
             tag: resolve_text(kinds[tag].env_type, kinds[tag].env_config) for tag in self.roles
         }
-        self._limits = Limits(
-            self.settings.step_timeout,
-            self.settings.episode_timeout,
-            self.settings.request_timeout,
-            self.settings.env_retries,
-            self.settings.make_timeout,
-        )
         self._inference: SharedLLMInferenceManager | None = None
         self._pool = Pool(self.backend, self._workers, self.settings, lambda: self.inference)
         self._reports: Events = queue.SimpleQueue()
@@ -189,7 +184,7 @@ class ParallelRolloutManager:
                 engine_timeout=settings.engine_timeout,
                 request_timeout=settings.request_timeout,
                 retries=settings.engine_retries,
-                restart=self._restarted if isinstance(self.engine, Restartable) else None,
+                restart=self._restarted if hasattr(self.engine, "restart") else None,
                 max_restarts=settings.engine_restarts,
                 silence=heartbeat_timeout(self.settings)
                 if self.backend == "loky"
@@ -199,8 +194,7 @@ class ParallelRolloutManager:
         return self._inference
 
     def _restarted(self) -> Engine:
-        assert isinstance(self.engine, Restartable)
-        self.engine.restart()
+        self.engine.restart()  # type: ignore[attr-defined]
         return self.engine
 
     def worker_pids(self) -> list[int]:
@@ -282,8 +276,9 @@ class ParallelRolloutManager:
             self.settings.engine_retries,
             self._at_engine,
         )
-        share = self._share(assignments, sampling, threads=1)
-        self.report.worker_cpu_seconds = play_share(share, link, self._pool.here).cpu_seconds
+        share, report = self._share(assignments, sampling, threads=1), self.report
+        report.worker_cpu_seconds = play_share(share, link, self._pool.here).cpu_seconds
+        report.engine_seconds, report.batches = link.engine_seconds, link.batches
         return results
 
     def _play_on_workers(self, assignments: list[Assignment], sampling: Sampling) -> dict[int, Trajectory]:
@@ -313,7 +308,7 @@ class ParallelRolloutManager:
             self.config.agent_proxy.prompt,
             self.engine.tokenizer,
             sampling,
-            self._limits,
+            self.settings,
             threads,
             lockstep=self.settings.schedule == "barrier",
             kinds={tag: (self._name, tag) for tag in tags} if self.settings.keep_envs else None,
@@ -327,14 +322,8 @@ class ParallelRolloutManager:
 class _Rollout:
     """One rollout on workers while it runs: which episodes are open, and on which workers.
 
-    Args:
-        whole: what a worker would get that plays all episodes; its number tells its reports from those of another
-            rollout, which was interrupted.
-        pool: where workers run.
-        inference: the engine, which is told the episodes that a lost worker left open.
-        events: what workers report, and what happens to them.
-        report: where it is told how the rollout goes.
-        max_deaths: workers that may be lost while they play one episode alone.
+    `whole` is what a worker would get that plays all episodes; its number tells its reports from those of another
+    rollout, which was interrupted. The engine is told the episodes that a lost worker left open.
     """
 
     def __init__(

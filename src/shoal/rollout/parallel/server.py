@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Literal
+from typing import get_args
 
 import msgspec
 
@@ -33,6 +33,7 @@ from shoal.rollout.parallel.transport import (
     Left,
     LinkLostError,
     Result,
+    Schedule,
     episode_of,
 )
 from shoal.rollout.samplers.sampler import (
@@ -46,8 +47,6 @@ from shoal.rollout.samplers.sampler import (
 )
 
 logger = logging.getLogger(__name__)
-Schedule = Literal["adaptive", "greedy", "barrier"]
-SCHEDULES = ("adaptive", "greedy", "barrier")
 Report = Callable[[Hashable, bytes], None]
 QUICK = 1e-3
 """Seconds of an engine call that nothing else need be done meanwhile."""
@@ -188,8 +187,8 @@ class Batcher:
     """
 
     def __init__(self, schedule: Schedule = "greedy", max_batch: int = 4096) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"no schedule named {schedule!r}.{did_you_mean(schedule, SCHEDULES)}")
+        if schedule not in get_args(Schedule):
+            raise ValueError(f"no schedule named {schedule!r}.{did_you_mean(schedule, get_args(Schedule))}")
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.schedule, self.max_batch = schedule, max_batch
@@ -367,8 +366,7 @@ class _Call:
 class _Runner:
     """A thread for calls that take their time; it can be left behind, for Python cannot stop an engine that hangs.
 
-    Args:
-        on_done: called from the thread with every call that is over and was not given up.
+    `on_done` is called from the thread with every call that is over and was not given up.
     """
 
     def __init__(self, on_done: Callable[[_Call], None]) -> None:
@@ -519,7 +517,7 @@ class SharedLLMInferenceManager:
 
         if not requests:
             return []
-        items = self._submit(threading.get_ident(), requests, reply)
+        items = self.submit(threading.get_ident(), requests, reply)
         if not done.wait(timeout):
             self._withdraw(items)
             raise TimeoutError(f"the engine did not answer within {timeout} s")
@@ -527,13 +525,8 @@ class SharedLLMInferenceManager:
 
     def submit(
         self, asker: Hashable, requests: Sequence[Request], reply: Callable[[int, Result], None]
-    ) -> None:
-        """Queue requests; `reply(place, result)` is called for each from the engine's thread and must not wait."""
-        self._submit(asker, requests, reply)
-
-    def _submit(
-        self, asker: Hashable, requests: Sequence[Request], reply: Callable[[int, Result], None]
     ) -> list[Waiting]:
+        """Queue requests; `reply(place, result)` is called for each from the engine's thread and must not wait."""
         deadline = self._deadline()
         items = [Waiting(asker, n, request, reply, deadline) for n, request in enumerate(requests)]
 

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -32,6 +32,8 @@ from shoal.core.errors import EngineError, WorkerDiedError
 from shoal.rollout.samplers.sampler import Completion, Key, Request
 
 logger = logging.getLogger(__name__)
+Schedule = Literal["adaptive", "greedy", "barrier"]
+"""When the engine runs: with what is expected so soon that it pays, whenever something waits, or in lockstep."""
 Result = Completion | Exception
 EpisodeName = tuple[int, int, int, int]
 HEADER = struct.Struct("<I")

@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import msgspec
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.episode import Episode, EpisodeId, Role
-from shoal.rollout.parallel.transport import Link
+from shoal.rollout.parallel.transport import Link, Schedule
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import (
     ChatTokenizer,
@@ -36,14 +36,69 @@ from shoal.rollout.samplers.sampler import (
     Sampling,
     generate_each,
 )
+from shoal.rollout.samplers.settings import check_settings
 
 logger = logging.getLogger(__name__)
 
-
+Backend = Literal["auto", "serial", "threads", "processes", "loky", "ray"]
 MAKE = "make"
 
 
 # --- what a worker is given, and what it reports
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a parallel rollout is run; nothing here changes a trajectory."""
+
+    backend: Backend = "auto"
+    """Where workers run; "auto" is "processes"."""
+    schedule: Schedule = "adaptive"
+    """When the engine runs: "greedy" (whenever something waits), "adaptive" (it may wait for what is expected
+    at once), or "barrier" (lockstep)."""
+    episodes_at_once: int | None = None
+    """Of one worker; its whole share if not given."""
+    max_batch: int = 4096
+    """Requests that the engine gets at once, at most."""
+    step_timeout: float | None = None
+    """Seconds after which an env that does not answer is given up and its episode ends as "timeout"; with
+    `make_timeout` those of `vector` if neither is given."""
+    make_timeout: float | None = None
+    """Seconds that the constructor of an env may take; `step_timeout` if not given."""
+    episode_timeout: float | None = None
+    """Seconds after which an episode ends as "timeout"."""
+    request_timeout: float | None = None
+    """Seconds within which the engine must answer a request."""
+    engine_timeout: float | None = None
+    """Seconds of one call of the engine, after which it counts as hung."""
+    engine_retries: int = 1
+    """Further attempts for a request that the engine failed to answer."""
+    engine_restarts: int = 3
+    """Times that an engine which crashed or hangs begins anew, where it can (vllm, ray, openai)."""
+    env_retries: int = 1
+    """Times an episode starts again, in a fresh env, after its env failed."""
+    max_deaths: int = 3
+    """Workers that may die while they play one episode alone; then it ends as "env_error"."""
+    ray_options: dict[str, Any] = field(default_factory=dict)
+    """Of each worker's Ray task: `num_cpus`, `resources`, `runtime_env`, …"""
+    keep_envs: bool = False
+    """Keep envs in their workers for the next rollout instead of making new ones, until the manager is closed (on
+    "loky" and "ray" they then end with their process, without their `close`)."""
+
+    def __post_init__(self) -> None:
+        limits = ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout")
+        retries = dict.fromkeys(("engine_retries", "engine_restarts", "env_retries"), 0)
+        check_settings(self, limits, **retries, max_batch=1, max_deaths=1, episodes_at_once=1)
+
+    def seconds_for(self, doing: str) -> float | None:
+        """Seconds that an env may take for what it does."""
+        return self.make_timeout if doing == MAKE and self.make_timeout is not None else self.step_timeout
+
+    @property
+    def deadlines(self) -> list[float]:
+        """Those that somebody has to keep an eye on."""
+        kept = self.step_timeout, self.make_timeout, self.episode_timeout
+        return [seconds for seconds in kept if seconds is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """One episode to play; `index` is its place among all of the rollout."""
@@ -51,27 +106,6 @@ class Assignment:
     index: int
     place: EpisodeId
     tag: str
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When an episode is given up; None waits for ever."""
-
-    step_seconds: float | None = None
-    episode_seconds: float | None = None
-    request_seconds: float | None = None
-    env_retries: int = 1  # times an episode starts again in a fresh env after its env failed
-    make_seconds: float | None = None  # of a constructor; None: those of a step
-
-    def of(self, doing: str) -> float | None:
-        """Seconds that an env may take for what it does."""
-        return self.make_seconds if doing == MAKE and self.make_seconds is not None else self.step_seconds
-
-    @property
-    def deadlines(self) -> list[float]:
-        """Those that somebody has to keep an eye on."""
-        kept = self.step_seconds, self.make_seconds, self.episode_seconds
-        return [seconds for seconds in kept if seconds is not None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +120,7 @@ class Share:
     prompt: PromptConfig
     tokenizer: ChatTokenizer
     sampling: Sampling
-    limits: Limits = Limits()
+    settings: ParallelConfig = ParallelConfig()
     threads: int | None = None
     """Episodes played at once; all of them if not given."""
     lockstep: bool = False
@@ -114,7 +148,6 @@ class Connect(Protocol):
 class Played:
     """How a share went."""
 
-    indices: tuple[int, ...]
     cpu_seconds: float
     hung: int  # threads left behind in an env that does not answer
 
@@ -161,9 +194,8 @@ class EnvShelf:
     def clear(self) -> list[Any]:
         """The idle envs, which nobody else gets any more."""
         with self._lock:
-            envs = [env for idle in self._idle.values() for env in idle]
-            self._idle.clear()
-        return envs
+            idle, self._idle = self._idle, {}
+        return [env for envs in idle.values() for env in envs]
 
 
 KEPT = EnvShelf()
@@ -172,10 +204,6 @@ KEPT = EnvShelf()
 
 class EnvFailedError(Exception):
     """An env raised, or answered what it must not."""
-
-
-class StoppedError(WorkerError):
-    """Nobody wants these episodes any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,15 +217,19 @@ class Player:
     """What the env is at, and since when."""
     abandoned: bool = False
 
-    def overdue(self, now: float, limits: Limits) -> str | None:
+    def overdue(self, now: float, settings: ParallelConfig) -> str | None:
         """Why this player's episode has to be given up, if it has."""
         inside = self.inside
         if self.episode is None:
             return None
-        if inside is not None and (seconds := limits.of(inside[0])) is not None and now - inside[1] > seconds:
+        if (
+            inside is not None
+            and (seconds := settings.seconds_for(inside[0])) is not None
+            and now - inside[1] > seconds
+        ):
             return f"{inside[0]} did not answer within {seconds:g} s"
-        if limits.episode_seconds is not None and now - self.began > limits.episode_seconds:
-            return f"the episode did not end within {limits.episode_seconds:g} s"
+        if settings.episode_timeout is not None and now - self.began > settings.episode_timeout:
+            return f"the episode did not end within {settings.episode_timeout:g} s"
         return None
 
     def in_env(self, doing: str, call: Callable[[], Any]) -> Any:
@@ -311,7 +343,6 @@ class _Worker:
         self.shelf = EnvShelf() if share.kinds is None else here.kept
         self.todo = deque(share.assignments)
         self.open = len(self.todo)
-        self.done: list[int] = []
         self.players: list[Player] = []
         self.first: tuple[Assignment, ...] = ()  # those that begin together
         self.error: BaseException | None = None
@@ -321,12 +352,12 @@ class _Worker:
     def run(self) -> Played:
         cpu = time.process_time()
         n_threads = min(self.share.threads or len(self.todo), len(self.todo))
-        limits = self.share.limits
+        settings = self.share.settings
         self.first = self.share.assignments[:n_threads]
         if self.share.lockstep:
             self.link.entered([assignment.place.key() for assignment in self.first])
         try:
-            if n_threads == 1 and not limits.deadlines:
+            if n_threads == 1 and not settings.deadlines:
                 self._play_all(Player())
             else:
                 self._start_threads(n_threads)
@@ -334,10 +365,10 @@ class _Worker:
         finally:
             self.todo.clear()
             if self.share.kinds is None:
-                self.hung += close_all(self.shelf.clear(), limits.step_seconds)
+                self.hung += close_all(self.shelf.clear(), settings.step_timeout)
         if self.error is not None:
             raise self.error
-        return Played(tuple(self.done), time.process_time() - cpu, self.hung)
+        return Played(time.process_time() - cpu, self.hung)
 
     def _start_threads(self, n: int) -> None:
         """Start so many threads, or as many as the system allows."""
@@ -364,14 +395,14 @@ class _Worker:
 
     def _supervise(self) -> None:
         """Wait for the end, and give up on envs that do not answer."""
-        limits = self.share.limits
-        look = min(limits.deadlines) / 4 if limits.deadlines else None
+        settings = self.share.settings
+        look = min(settings.deadlines) / 4 if settings.deadlines else None
         with self.changed:
             while self.open and self.error is None:
                 self.changed.wait(look)
                 now = time.monotonic()
                 for player in list(self.players) if look is not None else ():
-                    why = player.overdue(now, limits)
+                    why = player.overdue(now, settings)
                     if why is not None:
                         self._abandon(player, why)
 
@@ -417,7 +448,6 @@ class _Worker:
         return assignment
 
     def _report(self, assignment: Assignment, trajectory: Trajectory) -> None:
-        self.done.append(assignment.index)
         self.open -= 1
         report = encode_report(self.share.rollout, assignment.index, trajectory)
         self.link.left(assignment.place.key(), report)
@@ -425,7 +455,7 @@ class _Worker:
 
     def _play_with_retries(self, assignment: Assignment, player: Player) -> Trajectory:
         player.assignment = assignment
-        for attempt in range(self.share.limits.env_retries + 1):
+        for attempt in range(self.share.settings.env_retries + 1):
             trajectory = self._play(assignment, player)
             if trajectory.status != "env_error" or player.abandoned:
                 break
@@ -479,8 +509,8 @@ class _Worker:
 
     def _ask(self, request: Request) -> Completion:
         if self.stop.is_set():
-            raise StoppedError("the rollout was ended before this episode")
-        return self.link.generate([request], self.share.limits.request_seconds)[0]
+            raise WorkerError("the rollout was ended before this episode")
+        return self.link.generate([request], self.share.settings.request_timeout)[0]
 
 
 @dataclass
@@ -494,6 +524,8 @@ class LocalLink:
     on_report: Callable[[Any, bytes], None]
     retries: int = 1
     turn: threading.Lock = field(default_factory=threading.Lock)
+    engine_seconds: float = 0.0
+    batches: int = 0
 
     def connect(self, asker: int) -> LocalLink:
         """This object."""
@@ -504,7 +536,10 @@ class LocalLink:
         """Ask the engine, again if it fails."""
         del timeout
         with self.turn:
+            began = time.perf_counter()
             answers = generate_each(self.engine, requests, retries=self.retries)
+            self.engine_seconds += time.perf_counter() - began
+            self.batches += 1
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
-from pathlib import Path
-from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -26,7 +25,7 @@ Level = Literal["L0", "L1", "L2"]
 Finish = Literal["stop", "length", "context"]
 """How a response ends: at a token or text that ends it, at its limit (or the context's), or before it began, since the
 prompt leaves no room in the context; then it has no tokens."""
-FINISHES = ("stop", "length", "context")
+FINISHES = get_args(Finish)
 ROUNDING = 1e-3
 """By how much a log-probability may be above 0: what servers compute in bfloat16 may be, a little."""
 
@@ -221,7 +220,9 @@ class Sampler(Protocol):
     It may have more: `context`, the longest prompt and response together, in tokens, with which `max_tokens` is capped
     to the room that is left, and a prompt that leaves none is answered by no tokens and finish "context"; `vocabulary`,
     how many tokens its network knows; `generate_each(requests)` with an exception in the place of each answer that it
-    has not; `load_weights(weights, version)`; `restart()`; `close()`.
+    has not; `load_weights(weights, version)`, by name, and `load_adapter(folder, version)`, of LoRA, where `version`
+    marks the completions that they produce; `restart()`, called from another thread, which leaves behind what hangs or
+    broke and goes on with the last weights; `close()`.
     """
 
     @property
@@ -330,37 +331,6 @@ class Capabilities:
         return self.token_ids and self.logprobs
 
 
-@runtime_checkable
-class TakesWeights(Protocol):
-    """An engine whose weights can be replaced."""
-
-    weights_version: int
-
-    def load_weights(self, weights: Any, version: int) -> None:
-        """Take over weights by name; `version` marks the completions they produce."""
-        ...
-
-
-@runtime_checkable
-class Restartable(Protocol):
-    """An engine that can begin anew after it crashed or hung."""
-
-    def restart(self) -> None:
-        """Leave behind what hangs or broke and go on with the last weights; called from another thread."""
-        ...
-
-
-@runtime_checkable
-class TakesAdapters(Protocol):
-    """An engine that can swap a LoRA adapter while it runs."""
-
-    weights_version: int
-
-    def load_adapter(self, folder: Path, version: int) -> None:
-        """Take over the adapter in a folder (`adapter_config.json`, `adapter_model.safetensors`)."""
-        ...
-
-
 def capabilities_of(engine: Engine) -> Capabilities:
     """What an engine states of itself, or what can be seen of one that states nothing."""
     stated = getattr(engine, "capabilities", None)
@@ -371,8 +341,8 @@ def capabilities_of(engine: Engine) -> Capabilities:
         token_ids=True,
         logprobs=True,
         gradients=hasattr(getattr(engine, "model", None), "parameters"),
-        weights=isinstance(engine, TakesWeights),
-        adapters=isinstance(engine, TakesAdapters),
+        weights=hasattr(engine, "load_weights"),
+        adapters=hasattr(engine, "load_adapter"),
         images=bool(getattr(engine.tokenizer, "takes_images", False)),
     )
 
