@@ -229,6 +229,8 @@ def group_numbers(first_group: int, n_groups: int | None, n_tags: int) -> range:
     count = n_tags if n_groups is None else n_groups
     if not 1 <= count <= n_tags:
         raise ValueError(f"n_groups must be in [1, {n_tags}], the number of tags, got {count}")
+    if first_group < 0:
+        raise ValueError(f"first_group must be at least 0, got {first_group}")
     return range(first_group, first_group + count)
 
 

@@ -118,3 +118,9 @@ def test_every_own_env_is_made_by_gymnasium_too(name):
     assert observation == shoal.envs.make(name, max_steps=7).reset(seed=11)[0]
     env.step(env.unwrapped.invalid_action)
     assert env.unwrapped.config.max_steps == 7
+
+
+@pytest.mark.parametrize("options", [{"max_actions": 3}, {"max_actions": 0}, {"separator": ""}])
+def test_options_that_would_say_nothing_are_refused(options):
+    with pytest.raises(ValueError, match="more than one need a separator, got"):
+        create_projection_function("sokoban", **options)

@@ -385,6 +385,21 @@ def test_settings_that_cannot_run_are_refused():
         ParallelRolloutManager(config(parallel={"step_timeout": 0}), HashEngine())
 
 
+@pytest.mark.parametrize("backend", ["serial", "processes"])
+def test_numbers_that_cannot_reach_workers_are_refused_on_every_backend(backend):
+    with ParallelRolloutManager(config(), HashEngine(), seed=2**64, backend=backend) as manager:
+        with pytest.raises(
+            ValueError, match=r"must be in \[-2\*\*63, 2\*\*64\) to reach workers, got 18446744"
+        ):
+            manager.collect(0)
+        manager.seed = 2**64 - 1
+        with pytest.raises(ValueError, match="to reach workers"):
+            manager.collect(-(2**64))
+        with pytest.raises(ValueError, match="first_group must be at least 0, got -1"):
+            manager.collect(0, first_group=-1)
+        assert all(t.status == "ok" for t in manager.collect(0))
+
+
 def test_no_process_is_left_behind():
     with ParallelRolloutManager(config(), HashEngine()) as manager:
         manager.collect(0)

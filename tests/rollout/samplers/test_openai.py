@@ -356,6 +356,8 @@ def test_what_cannot_work_is_refused_when_the_engine_is_made(serve):
         serve(server="vlm")
     with pytest.raises(ValueError, match="concurrency must be at least 1"):
         serve(concurrency=0)
+    with pytest.raises(ValueError, match="context must be at least 1, or None, got 0"):
+        serve(context=0)
     with pytest.raises(ValueError, match="timeout must be positive, got nan"):
         Patience(timeout=math.nan)
 

@@ -405,7 +405,8 @@ class _ManagersCollector(TrajectoryCollector):
 
     def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, tuple[Status, str]]) -> None:
         TrajectoryCollector._begin(self, episodes, failed)
-        for episode, lookup in zip(episodes.values(), self.envs.get_attr("action_words"), strict=True):
+        pool: Any = self.envs
+        for episode, lookup in zip(episodes.values(), pool.get_attr("action_words"), strict=True):
             episode.role = replace(episode.role, projection=Projection(lookup=lookup))
 
 

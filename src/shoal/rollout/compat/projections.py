@@ -45,6 +45,10 @@ def create_projection_function(
     >>> function(["<action>up</action>", "<action>down</action>", "left"])
     ([1, 2, 0], [True, True, False])
     """
+    if max_actions < 1 or separator == "" or (max_actions > 1 and separator is None):
+        raise ValueError(
+            f"max_actions must be at least 1, and more than one need a separator, got {max_actions} and {separator!r}"
+        )
     base = GENERIC if env_type == "generic" else env_class(env_type).projection
     style: Style = lenient if isinstance(lenient, str) else "lenient" if lenient else "strict"
     projection = replace(base, style=style, separator=separator, max_actions=max_actions, tags=tuple(tags))

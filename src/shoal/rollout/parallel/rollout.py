@@ -238,6 +238,11 @@ class ParallelRolloutManager:
             assignments: which episodes, of the config's kinds of env, numbered without gaps from 0.
             sampling: how tokens are picked.
         """
+        for number in {n for a in assignments for n in (a.place.seed, a.place.iteration)}:
+            if not -(2**63) <= number < 2**64:
+                raise ValueError(
+                    f"a seed or iteration must be in [-2**63, 2**64) to reach workers, got {number}"
+                )
         closes = self._closes
         with self._playing:  # one rollout at a time, whoever asks
             self._player = threading.get_ident()

@@ -79,6 +79,8 @@ class OpenAIEngine:
             )
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        if context is not None and context < 1:
+            raise ValueError(f"context must be at least 1, or None, got {context}")
         self.client = HttpClient(url, patience or Patience(), api_key)
         self.tokenizer: ChatTokenizer = tokenizer if tokenizer is not None else ChatCodec()
         try:
