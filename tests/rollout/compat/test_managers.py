@@ -1,8 +1,10 @@
 import base64
 import io
 
+import gymnasium
 import numpy as np
 import pytest
+from gymnasium.spaces import Discrete, Text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -227,6 +229,33 @@ def test_the_loop_tells_a_projection_what_each_env_accepts_as_steps_do():
     by_name = multi_turn_loop(arms, ScriptedEngine(lambda prompt, key: say("dragon")), Sampling(99))
     assert all(t.success for t in by_name)
     assert {t.turns[0].action for t in by_name} == {"1", "2"}, "the better arm is not always the same"
+
+
+class Counts(gymnasium.Env):
+    """A plain environment of text: it has no config, words or instructions."""
+
+    observation_space, action_space = Text(9), Discrete(9)
+
+    def reset(self, *, seed=None, options=None):
+        self.sum = 0
+        return "0", {}
+
+    def step(self, action):
+        self.sum += int(action)
+        return str(self.sum), float(action), False, False, {}
+
+
+def test_the_loop_plays_environments_that_know_nothing_of_shoal():
+    container = MultiProcessEnvironmentContainer(Counts, 1, 2, 0, backend="serial")
+    manager = EnvironmentManager(
+        container, lambda texts: ([len(text) for text in texts], [True] * len(texts))
+    )
+    engine = ScriptedEngine(lambda prompt, key: "ab")
+    with pytest.raises(ConfigError, match="no max_steps of their own: say max_turns"):
+        multi_turn_loop(manager, engine)
+    played = multi_turn_loop(manager, engine, max_turns=3)
+    assert [[turn.observation for turn in t.turns] for t in played] == [["0", "2", "4"]] * 2
+    assert all(t.truncated and t.reward == 6.0 for t in played)
 
 
 def test_templates_are_data_that_settings_replace():

@@ -367,10 +367,12 @@ def multi_turn_loop(
     if max_turns is not None and max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, or None, got {max_turns}")
     pool, tag = container.envs, envs.env_name or "env"
-    limits = (max_turns, envs.max_turns, pool.get_attr("config")[0].max_steps)
+    limits = (max_turns, envs.max_turns, getattr(envs._ask("config", None)[0], "max_steps", None))
+    if not any(limits):
+        raise ConfigError("these envs have no max_steps of their own: say max_turns")
     role = _ManagersRole(
         tag,
-        pool.get_attr("instructions")[0],
+        str(envs._ask("instructions", "")[0]),
         Projection(),
         min(limit for limit in limits if limit),
         manager=envs,
@@ -405,8 +407,8 @@ class _ManagersCollector(TrajectoryCollector):
 
     def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, tuple[Status, str]]) -> None:
         TrajectoryCollector._begin(self, episodes, failed)
-        pool: Any = self.envs
-        for episode, lookup in zip(episodes.values(), pool.get_attr("action_words"), strict=True):
+        manager: Any = next(iter(self.roles.values())).manager  # type: ignore[attr-defined]
+        for episode, lookup in zip(episodes.values(), manager._ask("action_words", {}), strict=True):
             episode.role = replace(episode.role, projection=Projection(lookup=lookup))
 
 

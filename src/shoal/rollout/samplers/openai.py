@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,14 +33,13 @@ from shoal.rollout.samplers.sampler import (
     Sampling,
     room_left,
 )
+from shoal.rollout.samplers.settings import LogprobsMode, Server
 from shoal.rollout.samplers.tokenizers import ChatCodec
 
 logger = logging.getLogger(__name__)
 
-Server = Literal["auto", "vllm", "sglang", "llama.cpp", "openai"]
 FULL = "context_length_exceeded"
 """What OpenAI's API calls a prompt that leaves no room in the context."""
-LogprobsMode = Literal["raw", "processed"]
 
 
 class OpenAIEngine:

@@ -49,14 +49,8 @@ class _Replica:
         context = getattr(engine, "context", None)
         return _Facts(engine.tokenizer, engine.level, capabilities_of(engine), context, vocabulary_of(engine))
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return list(self.engine.generate(requests))
-
-    def load_weights(self, weights: Any, version: int) -> None:
-        self.engine.load_weights(weights, version)
-
-    def load_adapter(self, folder: Path, version: int) -> None:
-        self.engine.load_adapter(folder, version)
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.engine, method)(*arguments)
 
 
 class RayEngine:
@@ -116,7 +110,7 @@ class RayEngine:
         done: dict[int, Completion] = {}
         for attempt in range(self.retries + 1):
             asked = {
-                home: self._actors[home].generate.remote([requests[i] for i in share])
+                home: self._actors[home].call.remote("generate", [requests[i] for i in share])
                 for home, share in shares.items()
             }
             for home, answer in asked.items():
@@ -158,7 +152,7 @@ class RayEngine:
         self._actors = []
 
     def _tell(self, method: str, what: Any, version: int) -> None:
-        told = [getattr(actor, method).remote(what, version) for actor in self._actors]
+        told = [actor.call.remote(method, what, version) for actor in self._actors]
         for home, answer in enumerate(told):
             try:
                 ray.get(answer, timeout=self.timeout)
@@ -176,7 +170,7 @@ class RayEngine:
         if self._last is not None:
             method, what, version = self._last
             try:
-                ray.get(getattr(self._actors[home], method).remote(what, version), timeout=self.timeout)
+                ray.get(self._actors[home].call.remote(method, what, version), timeout=self.timeout)
             except (RayActorError, RayTaskError, GetTimeoutError) as error:
                 raise EngineError(
                     f"replica {home}, made anew, does not take the last weights: {type(error).__name__}: {error}"

@@ -12,6 +12,8 @@ import numpy as np
 from shoal.core.configuration import convert_fields
 from shoal.core.errors import ConfigError, did_you_mean
 
+Server = Literal["auto", "vllm", "sglang", "llama.cpp", "openai"]
+LogprobsMode = Literal["raw", "processed"]
 EngineName = str
 """One of `shoal.rollout.samplers.registry.SAMPLERS`: tiny, huggingface, vllm, ray, openai, or a registered one."""
 
@@ -71,13 +73,13 @@ class ServerConfig:
     model of this machine."""
     context: int | None = None
     """Longest prompt and response together, in tokens; what the server says if not given."""
-    kind: Literal["auto", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
+    kind: Server = "auto"
     """What runs there; "auto" asks it."""
     api_key_env: str | None = None
     """The environment variable that holds the key; the key itself is never written anywhere."""
     tokenizer: str | None = None
     """A model folder (or a name that `shoal model get` knows) for exact tokens; messages travel without it."""
-    logprobs: Literal["raw", "processed"] | None = None
+    logprobs: LogprobsMode | None = None
     """Which log-probabilities it was started to give; the default of its kind if not given."""
     concurrency: int = 64
     """Requests under way at once."""
