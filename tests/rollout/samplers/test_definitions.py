@@ -71,7 +71,7 @@ def test_settings_of_samplers_have_their_bounds():
     assert ReplicaConfig(retries=0).retries == 0
     assert EngineConfig().max_batch == 32
     for wrong in ({"retries": -1}, {"count": 0}):
-        with pytest.raises(ConfigError, match="count >= 1 and retries >= 0"):
+        with pytest.raises(ConfigError, match=r"(retries must be at least 0|count must be at least 1), got"):
             ReplicaConfig(**wrong)
 
 
