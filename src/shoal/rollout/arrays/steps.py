@@ -353,7 +353,8 @@ class VectorSteps:
                 forget(int(i))
             self._resetting = done if self.mode == AutoresetMode.NEXT_STEP else self._resetting
             self._note_masks(infos)
-        finite_rewards(rollout.rewards.reshape(-1), n_envs)
+        if not np.isfinite(rollout.rewards).all():
+            finite_rewards(rollout.rewards.ravel().tolist(), n_envs)
         self.now[:] = rollout.obs[n_steps]
         if finals:
             rollout.final_obs = np.stack(finals)
@@ -413,15 +414,14 @@ class VectorSteps:
                 self._mask[i] = mask_of(info, self._mask.shape[1], i)
 
 
-def finite_rewards(rewards: Any, n_envs: int, first_index: int = 0) -> Array:
+def finite_rewards(rewards: list[Any], n_envs: int, first_index: int = 0) -> Array:
     """The rewards of some steps, one env after the other, as `[T, N]` float64; an `EnvError` for what is no number."""
     try:
-        found = np.asarray(rewards)
-        if found.dtype.kind in "biuf" and found.size == len(rewards) and np.isfinite(found).all():
-            return found.astype(np.float64, copy=False).reshape(-1, n_envs)
-    except ValueError:  # of several shapes
+        if math.isfinite(sum(rewards)):  # text has no sum, which is sooner known than its type
+            return np.asarray(rewards, np.float64).reshape(-1, n_envs)
+    except (TypeError, ValueError):  # arrays of some size among them
         pass
-    for place, reward in enumerate(rewards.tolist() if isinstance(rewards, np.ndarray) else rewards):
+    for place, reward in enumerate(rewards):
         number = reward
         if isinstance(reward, np.ndarray):
             number = reward.item() if reward.size == 1 else None
