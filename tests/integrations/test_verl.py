@@ -34,7 +34,7 @@ from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.train.agent.advantages import token_gae, turn_advantages
 from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.losses import aggregation_weights, clipped_token_loss
+from shoal.train.agent.losses import aggregation_weights, clipped_surrogate, ratio_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -178,7 +178,7 @@ def test_the_clipped_loss_of_verl_and_of_shoal_is_the_same(how, verls):
     )
     expected, _ = core_algos.compute_policy_loss_vanilla(old, new, advantages, mask, verls, config)
     flat = mask.bool()
-    losses = clipped_token_loss(new[flat], old[flat], advantages[flat], 0.2, 0.28, 3.0)
+    losses = clipped_surrogate(ratio_of(new[flat] - old[flat]), advantages[flat], 0.2, 0.28, 3.0)
     weights = torch.from_numpy(np.concatenate(aggregation_weights(lengths, how)))
     torch.testing.assert_close((losses * weights).sum(), expected, atol=1e-6, rtol=1e-6)
 

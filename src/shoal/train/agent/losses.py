@@ -76,10 +76,7 @@ def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[
 
 @policy_loss("clip")
 def _clip_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
-    logprobs, old, advantages, _ = tokens
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    losses = clipped_token_loss(logprobs, old, advantages, low, high, config.dual_clip)
-    return PolicyLoss(losses, _outside((logprobs - old).exp(), low, high))
+    return _clipped(ratio_of(tokens.logprobs - tokens.old_logprobs), tokens, config)
 
 
 def _no_dual_clip(config: Algorithm) -> Iterator[str]:
@@ -96,10 +93,8 @@ def _no_dual_clip(config: Algorithm) -> Iterator[str]:
     conflicts=_no_dual_clip,
 )
 def _gspo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
-    logprobs, old, advantages, rows = tokens
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    losses = sequence_clipped_loss(logprobs, old, advantages, rows, low, high)
-    return PolicyLoss(losses, _outside(sequence_ratios(logprobs - old, rows), low, high))
+    """GSPO (arXiv:2507.18071): equal for the tokens of a sequence with one advantage."""
+    return _clipped(sequence_ratios(tokens.logprobs - tokens.old_logprobs, tokens.rows), tokens, config)
 
 
 def _no_lower_bound(config: Algorithm) -> Iterator[str]:
@@ -113,68 +108,42 @@ def _no_lower_bound(config: Algorithm) -> Iterator[str]:
 
 @policy_loss("cispo", conflicts=_no_lower_bound)
 def _cispo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
-    logprobs, old, advantages, _ = tokens
-    losses = truncated_weight_loss(logprobs, old, advantages, config.clip_ratio_high)
-    return PolicyLoss(losses, (logprobs - old).exp() > 1 + config.clip_ratio_high)
+    """CISPO (arXiv:2506.13585): every token keeps its gradient, its importance weight is cut from above."""
+    ratio, most = (tokens.logprobs - tokens.old_logprobs).detach().exp(), 1 + config.clip_ratio_high
+    return PolicyLoss(-ratio.clamp(max=most) * tokens.advantages * tokens.logprobs, ratio > most)
 
 
-def _outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return (ratio > 1 + high) | (ratio < 1 - low)
+def _clipped(ratio: Tensor, tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    losses = clipped_surrogate(ratio, tokens.advantages, low, high, config.dual_clip)
+    return PolicyLoss(losses, (ratio > 1 + high) | (ratio < 1 - low))
 
 
 # --- the mathematics
-def clipped_token_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with DAPO's two clips (arXiv:2503.14476).
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with DAPO's two clips (arXiv:2503.14476): `[N]`.
 
     Args:
-        logprobs: `[N]` under the weights being trained.
-        old_logprobs: `[N]` under the weights that sampled the tokens.
+        ratio: `[N]` of probabilities: under the weights being trained against those that sampled, see `ratio_of`.
         advantages: `[N]`.
-        clip_low: how far below 1 the probability ratio still counts.
+        clip_low: how far below 1 the ratio still counts.
         clip_high: how far above 1.
         dual_clip: bound on the loss of a token with negative advantage, in multiples of it and above 1
             (arXiv:1912.09729); None for no bound.
-
-    Returns:
-        `[N]`.
     """
-    return _clip(ratio_of(logprobs - old_logprobs), advantages, clip_low, clip_high, dual_clip)
-
-
-def sequence_clipped_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    rows: Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> Tensor:
-    """GSPO (arXiv:2507.18071): the ratio of a sequence is the geometric mean of its tokens' ratios.
-
-    Args:
-        logprobs: `[N]` under the weights being trained.
-        old_logprobs: `[N]` under the weights that sampled.
-        advantages: `[N]`.
-        rows: `[N]` which sequence each token belongs to; a sequence must not be cut between micro-batches.
-        clip_low: how far below 1 the sequence's ratio still counts (the paper uses 3e-4).
-        clip_high: how far above 1 (4e-4).
-
-    Returns:
-        `[N]`, equal for the tokens of a sequence with one advantage.
-    """
-    ratio = sequence_ratios(logprobs - old_logprobs, rows)
-    return _clip(ratio, advantages, clip_low, clip_high, None)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
 def sequence_ratios(gaps: Tensor, rows: Tensor) -> Tensor:
-    """`[N]` the ratio of each token's sequence under GSPO, from `log p - log old` of the tokens."""
+    """`[N]` GSPO's ratio of each token's sequence: the geometric mean of its tokens', from their `log p - log old`.
+
+    `rows` `[N]` tells the sequence of each token; no sequence must be cut between micro-batches.
+    """
     count = torch.zeros(int(rows.max()) + 1, dtype=gaps.dtype, device=rows.device).index_add(
         0, rows, torch.ones_like(gaps)
     )
@@ -187,15 +156,7 @@ def ratio_of(gaps: Tensor) -> Tensor:
     return gaps.clamp(max=FURTHEST).exp()
 
 
-def truncated_weight_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cap: float) -> Tensor:
-    """CISPO (arXiv:2506.13585): every token keeps its gradient, its importance weight is cut at `1 + cap`."""
-    weight = (logprobs - old_logprobs).detach().exp().clamp(max=1 + cap)
-    return -weight * advantages * logprobs
-
-
-def rollout_correction(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float, method: Literal["truncate", "mask"]
-) -> Tensor:
+def rollout_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float, method: str) -> Tensor:
     """`[N]` importance weights for tokens that another engine sampled than the one that trains.
 
     `truncate` bounds the weight by `cap` (truncated importance sampling); `mask` gives 0 to tokens whose weight
@@ -254,10 +215,3 @@ def aggregation_weights(
     else:
         each = [1 / (n * constant)] * n
     return [np.full(length, weight, dtype=np.float32) for length, weight in zip(lengths, each, strict=True)]
-
-
-def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    if dual is None:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
