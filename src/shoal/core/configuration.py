@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -59,9 +60,36 @@ def _hints(kind: type) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in dataclasses.fields(kind)}
 
 
+def check_fields(config: Any, path: str = "") -> None:
+    """Refuse what the types of a dataclass do not allow, in one that was made in Python, and numbers without end.
+
+    Raises:
+        ConfigError: an unknown word, a value of the wrong type, NaN or infinity; the message has the path of the key.
+    """
+    for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
+        value, where = getattr(config, name), f"{path}{name}"
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, hint):  # type: ignore[arg-type]
+                raise ConfigError(f"{where} must be {hint.__name__} settings, got {value!r}")  # type: ignore[union-attr]
+            check_fields(value, f"{where}.")
+        elif isinstance(value, float | np.floating) and not math.isfinite(value):
+            raise ConfigError(f"{where} must be a finite number, got {value}")
+        elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+            for key, item in value.items():
+                check_fields(item, f"{where}.{key}.")
+        else:
+            _convert(hint, value, where)
+
+
 def to_mapping(config: Any) -> dict[str, Any]:
     """The nested plain values of a config dataclass, as YAML or JSON can hold them."""
-    return msgspec.to_builtins(config)  # type: ignore[no-any-return]
+    return msgspec.to_builtins(config, enc_hook=_plain)  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a config cannot hold {value!r}: it must be something that YAML can")
 
 
 def _holds_settings(hint: Any) -> bool:
@@ -71,6 +99,9 @@ def _holds_settings(hint: Any) -> bool:
 def _convert(hint: Any, value: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):  # type: ignore[arg-type]
+            check_fields(value, f"{path}.")
+            return value
         return from_mapping(hint, value, f"{path}.")  # type: ignore[arg-type]
     if _holds_settings(hint):  # whose unknown keys msgspec would pass over
         if origin in (typing.Union, types.UnionType):
@@ -84,7 +115,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return {str(name): _convert(arguments[1], item, f"{path}.{name}") for name, item in value.items()}
         elif origin in (list, tuple) and isinstance(value, list | tuple):
             return origin(_convert(arguments[0], item, f"{path}.{at}") for at, item in enumerate(value))
-    plain = value.item() if isinstance(value, np.generic) else value
+    plain = _plain(value) if isinstance(value, np.generic) else value
     try:
         return msgspec.convert(plain, hint)
     except TypeError:  # a type that msgspec does not know, such as a function: the config looks after it

@@ -1,15 +1,30 @@
 """Every config that comes with shoal plays and learns, with a small model in the place of a large one."""
 
 import importlib.util
+import math
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from tests.train.agent.tiny_model import write_tiny_model
 
 from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import names
-from shoal.train.agent.config import AgentConfig, compose_config, config_names
+from shoal.rollout.factory import EnvTag
+from shoal.rollout.settings import ParallelConfig
+from shoal.train.agent.config import (
+    AgentConfig,
+    AgentProxy,
+    Algorithm,
+    Critic,
+    EngineConfig,
+    KLPenalty,
+    RewardNormalization,
+    compose_config,
+    config_names,
+)
 from shoal.train.agent.trainer import AgentTrainer
 
 TINY = ["engine.width=16", "engine.layers=1", "engine.heads=2"]
@@ -111,3 +126,63 @@ def test_a_weight_of_step_advantages_is_a_number(value):
 def test_a_replica_is_given_some_time(value):
     with pytest.raises(ConfigError, match="timeout must be positive, or null"):
         AgentConfig.read({"engine": {"name": "ray", "replicas": {"timeout": value}}})
+
+
+MADE_IN_PYTHON = {
+    "algorithm.lr_schedule: Invalid enum value": {"algorithm": Algorithm(lr_schedule="linaer")},
+    "algorithm.loss_aggregation: Invalid enum value": {"algorithm": Algorithm(loss_aggregation="mean")},
+    "algorithm.kl.estimator: Invalid enum value": {"algorithm": Algorithm(kl=KLPenalty(0.1, "k4"))},
+    "algorithm.critic.whitening: Invalid enum value": {"algorithm": Algorithm(critic=Critic(whitening="n"))},
+    "algorithm.dual_clip must be a finite number, got inf": {"algorithm": Algorithm(dual_clip=math.inf)},
+    "algorithm.critic.value_clip must be a finite": {
+        "algorithm": Algorithm(critic=Critic(value_clip=math.inf))
+    },
+    "agent_proxy.parallel.step_timeout must be a finite": {
+        "agent_proxy": AgentProxy(parallel=ParallelConfig(step_timeout=math.inf))
+    },
+    "agent_proxy.parallel.backend: Invalid enum value": {
+        "agent_proxy": AgentProxy(parallel=ParallelConfig(backend="thread"))
+    },
+    "agent_proxy.reward_normalization.grouping: Invalid": {
+        "agent_proxy": AgentProxy(reward_normalization=RewardNormalization("group"))
+    },
+    "engine.dtype: Invalid enum value": {"engine": EngineConfig("huggingface", "m", dtype="float16")},
+    "custom_envs.lake.max_actions_per_traj: Expected": {
+        "custom_envs": {"lake": EnvTag("frozen_lake", max_actions_per_traj=2.5)}
+    },
+    "seed: Expected `int`": {"seed": 0.5},
+    "algorithm must be Algorithm settings": {"algorithm": {"epochs": 2}},
+}
+
+
+@pytest.mark.parametrize("message", MADE_IN_PYTHON)
+def test_what_a_file_may_not_say_a_config_made_in_python_may_not_either(message):
+    with pytest.raises(ConfigError, match=message):
+        AgentConfig(**MADE_IN_PYTHON[message])
+
+
+def test_a_config_made_in_python_takes_what_numpy_counts():
+    config = AgentConfig(seed=np.int64(3), algorithm=Algorithm(gamma=np.float32(0.5), epochs=np.int32(2)))
+    assert config.comparable()["seed"] == 3
+
+
+def test_a_hydra_app_of_the_users_own_finds_itself_again(tmp_path):
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    (tmp_path / "app.yaml").write_text("defaults: [defaults, _self_]\nrate: 1\n")
+    ConfigStore.instance().store(name="defaults", node={"mine": 2})
+    try:
+        with initialize_config_dir(str(tmp_path), version_base=None):
+            assert compose_config("demo").engine.name == "tiny"
+            with pytest.raises(ConfigError):
+                compose_config("demo", ["no.such.setting=1"])
+            assert dict(compose("app")) == {"mine": 2, "rate": 1}
+    finally:
+        ConfigStore.instance().repo.pop("defaults.yaml")
+
+
+def test_configs_are_composed_by_several_threads_at_once():
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda seed: compose_config("demo", [f"seed={seed}"]).seed, range(6)))
+    assert found == list(range(6))

@@ -12,13 +12,14 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from shoal.core.configuration import from_mapping, to_mapping
+from shoal.core.configuration import check_fields, from_mapping, to_mapping
 from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
 from shoal.core.registry import Registry, all_or_nothing
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
@@ -34,7 +35,7 @@ GROUP = "shoal.extensions"
 """The group of entry points in which installed packages name modules that register what is theirs."""
 OWN = "over-the-defaults"
 """What Hydra is asked for in the place of a config that has no defaults list."""
-_IMPORTS = threading.RLock()
+_IMPORTS, _COMPOSING = threading.RLock(), threading.Lock()
 MOST_BYTES, MOST_VALUES = 2**20, 20_000
 """Of a config file; more is a mistake or an attack (aliases of aliases), and takes minutes to compose."""
 _BY_NAME: Any = None
@@ -258,11 +259,6 @@ class Algorithm:
         """What the estimator asks beside the policy: a "critic", a "teacher", or "nothing"."""
         return ESTIMATORS[self.adv_estimator].needs
 
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the estimator works with values."""
-        return self.needs == "critic"
-
 
 @dataclass(frozen=True)
 class Lora:
@@ -402,7 +398,9 @@ class AgentConfig:
     """Modules, and files that end in .py, to import first: they register advantages, losses, samplers and envs."""
 
     def __post_init__(self) -> None:
-        refuse_ignored(self)
+        check_fields(self)
+        for conflict in (*_of_model(self), *_of_algorithm(self.algorithm), *_of_rewards(self)):
+            raise ConfigError(conflict)  # one setting would be ignored because of another
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> AgentConfig:
@@ -497,16 +495,6 @@ def _import_file(path: Path) -> None:
         raise
 
 
-def refuse_ignored(config: AgentConfig) -> None:
-    """Check the settings of a run against each other.
-
-    Raises:
-        ConfigError: one of them would be ignored because of another; the message names both and the way out.
-    """
-    for conflict in (*_of_model(config), *_of_algorithm(config.algorithm), *_of_rewards(config)):
-        raise ConfigError(conflict)
-
-
 def refuse_without_signal(config: AgentConfig) -> None:
     """Check that groups can differ within, where that is what is learned from; a mere rollout may do without.
 
@@ -579,18 +567,17 @@ def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
             f"algorithm.loss_constant={algorithm.loss_constant} has no effect with loss_aggregation="
             f"{algorithm.loss_aggregation}: set loss_aggregation to constant, or leave loss_constant out"
         )
-    if algorithm.step_advantage_weight != 1 and estimator not in ("gigpo", "graphgpo"):
-        yield (
-            f"algorithm.step_advantage_weight={algorithm.step_advantage_weight} is gigpo's and graphgpo's, and has "
-            f"no effect with adv_estimator={estimator}: leave it out"
-        )
-    if algorithm.graph_discount != 0.1 and estimator != "graphgpo":
-        yield (
-            f"algorithm.graph_discount={algorithm.graph_discount} is graphgpo's and has no effect with "
-            f"adv_estimator={estimator}: leave it out"
-        )
-    if algorithm.gigpo != GiGPO() and estimator != "gigpo":
-        yield f"algorithm.gigpo has no effect with adv_estimator={estimator}: leave it out"
+    for name, value, plain, readers in (
+        ("step_advantage_weight", algorithm.step_advantage_weight, 1, ("gigpo", "graphgpo")),
+        ("graph_discount", algorithm.graph_discount, 0.1, ("graphgpo",)),
+        ("gigpo.episode_reward", algorithm.gigpo.episode_reward, GiGPO().episode_reward, ("gigpo",)),
+        ("gigpo.statistics", algorithm.gigpo.statistics, GiGPO().statistics, ("gigpo",)),
+    ):
+        if value != plain and estimator not in readers:
+            whose = " and ".join(f"{reader}'s" for reader in readers)
+            yield (
+                f"algorithm.{name}={value} is {whose}, and has no effect with adv_estimator={estimator}: leave it out"
+            )
     if (algorithm.teacher is None) == (algorithm.needs == "teacher"):
         yield (
             f"algorithm.teacher={algorithm.teacher} and adv_estimator={estimator} do not fit: name the folder of a "
@@ -656,7 +643,6 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     """
     from hydra import compose, initialize_config_dir, initialize_config_module
     from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -664,21 +650,21 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     own = [path.stem for path in folder.glob("*.yaml")] if folder else []
     if name not in config_names() and name not in own:
         raise unknown_name("config", name, [*config_names(), *own])
-    GlobalHydra.instance().clear()
-    ConfigStore.instance().store(name="defaults", node=_defaults())
     try:
-        if folder is None:
-            with initialize_config_module("shoal.configs", version_base=None):
-                composed = compose(name, overrides=list(overrides))
-        else:
-            with initialize_config_dir(str(folder.resolve()), version_base=None):
-                composed = compose(
-                    _with_defaults(name, folder),
-                    overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"],
-                    return_hydra_config=True,
-                )
-                OmegaConf.set_struct(composed, False)
-                composed.pop("hydra")
+        with _own_hydra():
+            ConfigStore.instance().store(name="defaults", node=_defaults())
+            if folder is None:
+                with initialize_config_module("shoal.configs", version_base=None):
+                    composed = compose(name, overrides=list(overrides))
+            else:
+                with initialize_config_dir(str(folder.resolve()), version_base=None):
+                    composed = compose(
+                        _with_defaults(name, folder),
+                        overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"],
+                        return_hydra_config=True,
+                    )
+                    OmegaConf.set_struct(composed, False)
+                    composed.pop("hydra")
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
     except MissingConfigException as error:
         raise ConfigError(f"config {name!r} needs one that is not there: {error}") from error
@@ -688,6 +674,21 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     if isinstance(kinds, dict):
         values["custom_envs"] = {tag: kind for tag, kind in kinds.items() if kind is not None}
     return AgentConfig.read(_without_open(values))
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Hydra, of which a program has one, for this thread; an app of the user's finds its own again after."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    with _COMPOSING:
+        before, stored = GlobalHydra.instance().hydra, dict(ConfigStore.instance().repo)
+        GlobalHydra.instance().clear()
+        try:
+            yield
+        finally:  # there may be another instance by now
+            GlobalHydra.instance().hydra, ConfigStore.instance().repo = before, stored
 
 
 def _without_open(values: dict[str, Any]) -> dict[str, Any]:
