@@ -1,3 +1,6 @@
+import sys
+import types
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,6 +8,8 @@ from hypothesis import strategies as st
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError
 from shoal.integrations.rows import bridge_config, require_whole_episodes, token_rows
+from shoal.integrations.trl import TRLRollout
+from shoal.integrations.verl import to_dataproto
 
 tokens = st.lists(st.integers(0, 50), min_size=1, max_size=4).map(tuple)
 
@@ -52,6 +57,50 @@ def test_rewards_stand_at_the_last_token_of_their_turn():
     assert row.mask == [1, 1, 0, 1, 1, 1]
     assert row.rewards == [0, 0.5, 0, 0, 0, 2.0]
     assert (row.first_turn, row.turn_lengths) == (0, (2, 3))
+
+
+@given(
+    st.lists(
+        st.tuples(tokens, st.lists(st.integers(0, 50), max_size=3).map(tuple), st.integers(-3, 3).map(float)),
+        min_size=1, max_size=6,
+    ),
+    st.booleans(),
+)  # fmt: skip
+def test_no_reward_of_a_turn_without_tokens_is_lost(parts, grows):
+    trajectory = make_trajectory(parts, grows)
+    rows = list(token_rows(trajectory))
+    if rows:
+        assert sum(sum(row.rewards) for row in rows) == trajectory.reward
+    for row in rows:
+        assert all(mask for reward, mask in zip(row.rewards, row.mask, strict=True) if reward)
+    assert sum(row.n_turns for row in rows) == (len(parts) if rows else 0)
+    assert [row.first_turn for row in rows] == [sum(r.n_turns for r in rows[:i]) for i in range(len(rows))]
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    """What `to_dataproto` needs of verl, where it is not installed."""
+    made = types.SimpleNamespace(from_single_dict=lambda fields, meta_info: fields)
+    monkeypatch.setitem(sys.modules, "verl", types.SimpleNamespace(DataProto=made))
+
+
+@pytest.mark.parametrize("numbers", [[1.0], [1.0, 2.0, 3.0], [[1.0], [2.0]], 1.0])
+def test_advantages_that_are_not_one_a_turn_are_refused(verl, numbers):
+    trajectory = make_trajectory([((1, 2), (3, 4), 0.5), ((5,), (6, 7, 8), 2.0)], grows=True)
+    spread = to_dataproto([trajectory], 0, advantages=[[1.0, 2.0]])["advantages"]
+    assert spread.tolist() == [[1, 1, 0, 2, 2, 2]]
+    with pytest.raises(ValueError, match="one number a turn: the episode of group 2, member 1 has 2 turns"):
+        to_dataproto([trajectory], 0, advantages=[numbers])
+    failed = make_trajectory([((1, 2), (3, 4), 0.5)], grows=True, status="env_error")
+    to_dataproto([failed, trajectory], 0, advantages=[[], [1.0, 2.0]])  # what is left out needs none
+
+
+def test_a_kind_of_env_that_is_called_like_held_out_rows_of_another_is_refused():
+    kinds = {"lake": {"env_type": "frozen_lake"}, "lake held-out": {"env_type": "sokoban"}}
+    settings = {"agent_proxy": {"prompt": {"mode": "append"}}}
+    with pytest.raises(ConfigError, match="'lake' and 'lake held-out': .*another name"):
+        TRLRollout({"custom_envs": kinds, **settings})
+    TRLRollout({"custom_envs": {"lake held-out": kinds["lake held-out"]}, **settings}).close()
 
 
 def test_a_config_that_is_not_one_row_an_episode_is_refused():

@@ -24,7 +24,9 @@ class TokenRow:
     response_ids: list[int]  # what the model wrote and what it was told in between
     mask: list[int]  # 1 where the model wrote
     logprobs: list[float]  # of the written tokens as sampled, 0 elsewhere
-    rewards: list[float]  # what a turn was paid, at the turn's last token, 0 elsewhere
+    rewards: list[
+        float
+    ]  # what a turn was paid, at its last token or, if it has none, at the one before; else 0
     first_turn: int
     turn_lengths: tuple[int, ...]  # tokens that the model wrote in each turn of the row
 
@@ -44,11 +46,11 @@ def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
         for place, logprob in zip(sample.places, sample.columns["rollout_logprobs"], strict=True):
             mask[place - start], logprobs[place - start] = 1, float(logprob)
         first, written = taken, 0
-        while taken < len(trajectory.turns) and written < len(sample.places):
-            turn = trajectory.turns[taken]
+        for turn in trajectory.turns[first:]:
+            if written == len(sample.places) and turn.response_ids:
+                break
             written += len(turn.response_ids)
-            if written:
-                rewards[int(sample.places[written - 1]) - start] += turn.reward
+            rewards[int(sample.places[max(written - 1, 0)]) - start] += turn.reward
             taken += 1
         lengths = tuple(len(turn.response_ids) for turn in trajectory.turns[first:taken])
         ids = list(sample.ids)
@@ -58,7 +60,7 @@ def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
 def bridge_config(config: Any) -> RolloutConfig:
     """The rollout's settings for a trainer that picks the episodes itself: `custom_envs` may stand alone."""
     if isinstance(config, Mapping) and "es_manager" not in config:
-        tags = list(config.get("custom_envs", {}))
+        tags = list(config.get("custom_envs") or {})
         groups = {"env_groups": max(1, len(tags)), "group_size": 1, "env_configs": {"tags": tags}}
         config = {**config, "es_manager": {"train": groups, "val": groups}}
     checked = rollout_config(config)

@@ -41,6 +41,12 @@ class TRLRollout:
     def __init__(self, config: Any, *, backend: Backend | None = None, max_batch: int = 64) -> None:
         self.config = bridge_config(config)
         require_whole_episodes(self.config)
+        for tag in self.config.custom_envs:
+            if f"{tag}{HELD_OUT}" in self.config.custom_envs:
+                raise ConfigError(
+                    f"custom_envs has {tag!r} and {tag + HELD_OUT!r}: rows of the second would be called like held-out "
+                    f"rows of the first; give one of them another name"
+                )
         self.trajectories: list[Trajectory] = []
         """The episodes of the last call, in the order of the rows."""
         self._backend = backend

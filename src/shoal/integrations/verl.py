@@ -53,6 +53,12 @@ def to_dataproto(
         raise ValueError(
             f"advantages must be one sequence a trajectory, {len(trajectories)}, got {len(advantages)}"
         )
+    for trajectory, numbers in zip(trajectories, () if advantages is None else advantages, strict=False):
+        if trajectory.status == "ok" and np.shape(numbers) != (len(trajectory.turns),):
+            raise ValueError(
+                f"advantages must be one number a turn: the episode of group {trajectory.group}, member "
+                f"{trajectory.member} has {len(trajectory.turns)} turns, got the shape {np.shape(numbers)}"
+            )
     rows = [
         (trajectory, row, None if advantages is None else advantages[index])
         for index, trajectory in enumerate(trajectories)

@@ -95,8 +95,16 @@ def turn_advantages(
     cells = _cells(trajectories, proxy.reward_normalization.grouping)
     played = Played(trajectories, returns, cells, algorithm, proxy)
     found = ESTIMATORS[algorithm.adv_estimator].compute(played)
-    if np.ndim(found[0] if len(found) else 0.0) == 0:
+    told = f"adv_estimator={algorithm.adv_estimator} must give"
+    if len(found) != len(returns):
+        raise ValueError(f"{told} {len(returns)} results, one an episode, got {len(found)}")
+    if all(np.ndim(value) == 0 for value in found):
         found = [np.full(len(r), value) for r, value in zip(returns, found, strict=True)]
+    for own, like in zip(found, returns, strict=True):
+        if np.shape(own) != np.shape(like) or not np.isfinite(np.asarray(own, dtype=np.float64)).all():
+            raise ValueError(
+                f"{told} one finite number an episode, or one a turn, for an episode of {len(like)} turns, got {own!r}"
+            )
     shaping = shaping_of(trajectories, proxy)
     return [np.asarray(a, dtype=np.float64) + s for a, s in zip(found, shaping, strict=True)]
 
@@ -116,6 +124,13 @@ def critic_advantages(
         compute([turn.reward for turn in t.turns], known, algorithm)
         for t, known in zip(trajectories, values, strict=True)
     ]
+    for known, pair in zip(values, pairs, strict=True):
+        for given in pair:
+            if [np.shape(tokens) for tokens in given] != [np.shape(tokens) for tokens in known]:
+                raise ValueError(
+                    f"adv_estimator={algorithm.adv_estimator} must give advantages and targets of one number a token, "
+                    f"{[len(tokens) for tokens in known]} by turn, got {given!r}"
+                )
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     mean, spread = every.mean(), every.std(ddof=int(bessel)) + 1e-8
@@ -472,17 +487,11 @@ def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = No
     """Rewards less their group's mean, and their group's standard deviation, both `[B]`."""
     values = np.asarray(rewards, dtype=np.float64)
     _, index = np.unique(np.asarray(groups), return_inverse=True)
-    if counts is None:
-        count = np.bincount(index)
-        centred = values - (np.bincount(index, values) / count)[index]
-        spread = np.sqrt(np.bincount(index, centred**2) / np.maximum(count - 1, 1))[index]
-        rounding = _equal(values, index) & (spread > EPSILON)
-    else:
-        weights = np.asarray(counts, dtype=np.float64)
-        total = np.bincount(index, weights)
-        centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
-        spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))[index]
-        rounding = _equal(values, index, weights > 0) & (spread > EPSILON)
+    weights = np.ones(len(values)) if counts is None else np.asarray(counts, dtype=np.float64)
+    total = np.bincount(index, weights)
+    centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
+    spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))[index]
+    rounding = _equal(values, index, weights > 0) & (spread > EPSILON)
     return np.where(rounding, 0.0, centred), np.where(rounding, 0.0, spread)
 
 
@@ -536,18 +545,19 @@ def token_gae(
     Returns:
         Advantages and returns (what the critic shall learn), per turn `[tokens]`.
     """
-    advantages: list[Array] = []
-    carried, following = 0.0, 0.0  # advantage and value of the next token
-    for reward, known in zip(reversed(rewards), reversed(values), strict=True):
-        turn = np.zeros(len(known))
-        for place in range(len(known) - 1, -1, -1):
-            last = place == len(known) - 1
-            discount = gamma if last else 1.0
-            delta = (reward if last else 0.0) + discount * following - known[place]
-            carried = delta + discount * gae_lambda * carried
-            turn[place], following = carried, known[place]
-        advantages.append(turn)
-    advantages.reverse()
+    steps = [max(len(known), 1) for known in values]
+    found = iter(
+        _gae(
+            [paid for n, r in zip(steps, rewards, strict=True) for paid in (*[0.0] * (n - 1), r)],
+            [value for known in values for value in (known if len(known) else [None])],
+            [discount for n in steps for discount in (*[1.0] * (n - 1), gamma)],
+            gae_lambda,
+        )
+    )
+    advantages = [
+        np.array(list(itertools.islice(found, n))[: len(known)])
+        for n, known in zip(steps, values, strict=True)
+    ]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
@@ -555,11 +565,10 @@ def turn_gae(
     rewards: Sequence[float], values: Sequence[Array], gamma: float, gae_lambda: float
 ) -> tuple[list[Array], list[Array]]:
     """GAE with every turn as a step, valued at its first token; all tokens of a turn share its advantage."""
-    first = [float(known[0]) for known in values]
-    advantages = _gae(rewards, first, gamma, gae_lambda)
+    first = [float(known[0]) if len(known) else None for known in values]
+    advantages = _gae(rewards, first, [gamma] * len(values), gae_lambda)
     shared = [np.full(len(known), a) for a, known in zip(advantages, values, strict=True)]
-    targets = [np.full(len(known), a + v) for a, v, known in zip(advantages, first, values, strict=True)]
-    return shared, targets
+    return shared, [a + known[:1] for a, known in zip(shared, values, strict=True)]
 
 
 def bi_level_gae(
@@ -574,11 +583,10 @@ def bi_level_gae(
     A turn is valued at its last token. Its advantage, from GAE over turns, becomes the advantage of that token; from
     there GAE runs back over the tokens of the turn, without reward and discount.
     """
-    turns = _gae(rewards, [float(known[-1]) for known in values], gamma, gae_lambda)
+    last = [float(known[-1]) if len(known) else None for known in values]
     advantages: list[Array] = []
-    for advantage, known in zip(turns, values, strict=True):
-        tokens = np.zeros(len(known))
-        tokens[-1] = carried = advantage
+    for carried, known in zip(_gae(rewards, last, [gamma] * len(values), gae_lambda), values, strict=True):
+        tokens = np.full(len(known), carried)
         for place in range(len(known) - 2, -1, -1):
             carried = known[place + 1] - known[place] + token_lambda * carried
             tokens[place] = carried
@@ -586,11 +594,20 @@ def bi_level_gae(
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-def _gae(rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float) -> list[float]:
+def _gae(
+    rewards: Sequence[float], values: Sequence[float | None], discounts: Sequence[float], gae_lambda: float
+) -> list[float]:
+    """One advantage a step. One without a value is a turn without tokens: it pays the step before it."""
     advantages: list[float] = []
     carried = following = 0.0
-    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        carried = reward + gamma * following - value + gamma * gae_lambda * carried
-        advantages.append(carried)
-        following = value
+    later, past = 0.0, 1.0  # what turns without tokens paid that come next, and the discount over them
+    for reward, value, discount in zip(reversed(rewards), reversed(values), reversed(discounts), strict=True):
+        paid, ahead = reward + discount * later, discount * past
+        if value is None:
+            later, past = paid, ahead
+            advantages.append(0.0)
+        else:
+            carried = paid + ahead * following - value + ahead * gae_lambda * carried
+            following, later, past = value, 0.0, 1.0
+            advantages.append(carried)
     return advantages[::-1]

@@ -1,0 +1,441 @@
+"""Every registered estimator and loss against loops written from the papers, on batches with all that is odd.
+
+Episodes without turns, turns without tokens, groups of one, equal rewards: the oracles below share no code with shoal.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.core.data import Trajectory, Turn
+from shoal.train.agent.advantages import (
+    ESTIMATORS,
+    Estimator,
+    bi_level_gae,
+    critic_advantages,
+    teacher_advantages,
+    token_gae,
+    turn_advantages,
+    turn_gae,
+)
+from shoal.train.agent.config import AgentProxy, Algorithm, GiGPO, RewardNormalization
+from shoal.train.agent.losses import LOSSES, Tokens, aggregation_weights
+
+SEEDS = range(40)
+
+
+def random_batch(seed):
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for group in range(int(rng.integers(1, 5))):
+        alike = rng.random() < 0.3
+        for member in range(int(rng.integers(1, 5))):
+            turns, context = [], (1,)
+            for _ in range(int(rng.integers(0, 4))):
+                written = tuple(rng.integers(5, 9, int(rng.integers(0, 4))).tolist())
+                reward = 0.5 if alike else float(rng.choice([0.0, 0.0, 1.0, 0.25]))
+                anchor, valid = str(rng.integers(3)), bool(rng.random() < 0.7)
+                turns.append(
+                    Turn("", context, written, (-1.0,) * len(written), "", "a", valid, reward, anchor)
+                )
+                context = (*context, *written, 2)
+            env, won = ("lake", "maze")[group % 2], bool(rng.random() < 0.5)
+            trajectories.append(Trajectory(env, 0, group, member, 0, tuple(turns), won, won, not won))
+    return trajectories
+
+
+# --- the definitions, as loops
+def mean_of(values):
+    return math.fsum(values) / len(values)
+
+
+def deviation(values):
+    if len(values) < 2 or max(values) - min(values) < 1e-9:
+        return 0.0
+    mean = mean_of(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def returns_of(trajectory, gamma):
+    paid = [turn.reward for turn in trajectory.turns]
+    return [math.fsum(gamma ** (k - t) * paid[k] for k in range(t, len(paid))) for t in range(len(paid))]
+
+
+def mates(values, cells, i):
+    return [v for v, cell in zip(values, cells, strict=True) if cell == cells[i]]
+
+
+def compared(values, cells, method):
+    """`method` of `reward_normalization`, episode by episode."""
+    found = []
+    for i, value in enumerate(values):
+        group = mates(values, cells, i)
+        spread = deviation(group)
+        if method == "identity":
+            found.append(value)
+        elif spread == 0:
+            found.append(0.0)
+        else:
+            less = value - mean_of(group)
+            scaled = less if method == "mean" else less / spread
+            found.append(min(max(scaled, -1.0), 3.0) if method == "asym_clip" else scaled)
+    return found
+
+
+def cells_of(trajectories, grouping):
+    return [{"state": t.group, "inductive": t.env, "batch": 0}[grouping] for t in trajectories]
+
+
+def per_turn(trajectories, values):
+    return [[value] * len(t.turns) for t, value in zip(trajectories, values, strict=True)]
+
+
+def by_visits(trajectories, worths, method):
+    """GiGPO's step part: turns of a group that met one state, compared by what each was worth."""
+    places = [(i, t, turn.anchor) for i, tr in enumerate(trajectories) for t, turn in enumerate(tr.turns)]
+    found = [[0.0] * len(tr.turns) for tr in trajectories]
+    for i, t, anchor in places:
+        same = [worths[j][u] for j, u, other in places
+                if other == anchor and trajectories[j].group == trajectories[i].group]  # fmt: skip
+        spread = deviation(same)
+        if spread:
+            found[i][t] = (worths[i][t] - mean_of(same)) / (1.0 if method == "mean" else spread)
+    return found
+
+
+def added(episodes, steps, weight):
+    return [[e + weight * s for s in own] for e, own in zip(episodes, steps, strict=True)]
+
+
+def expected_turns(name, trajectories, algorithm, proxy):
+    settings = proxy.reward_normalization
+    method, gamma = settings.method, algorithm.gamma
+    cells = cells_of(trajectories, settings.grouping)
+    all_returns = [returns_of(t, gamma) for t in trajectories]
+    first = [r[0] if r else 0.0 for r in all_returns]
+    if name == "grpo":
+        return per_turn(trajectories, compared(first, cells, method))
+    if name == "dr_grpo":
+        return per_turn(trajectories, compared(first, cells, "mean"))
+    if name == "rloo":
+        found = []
+        for i, value in enumerate(first):
+            group = mates(first, cells, i)
+            others = len(group) - 1
+            found.append(value - (math.fsum(group) - value) / others if others else 0.0)
+        return per_turn(trajectories, found)
+    if name == "maxrl":
+        found = []
+        for i, value in enumerate(first):
+            group = mates(first, cells, i)
+            mean = mean_of(group)
+            found.append((value - mean) / mean if deviation(group) else 0.0)
+        return per_turn(trajectories, found)
+    if name == "reinforce":
+        return per_turn(trajectories, first)
+    if name in ("reinforce_pp", "reinforce_pp_baseline"):
+        if name.endswith("baseline"):
+            first = [value - mean_of(mates(first, cells, i)) for i, value in enumerate(first)]
+        return per_turn(trajectories, compared(first, [0] * len(first), "mean_std"))
+    if name == "reinforce_pp_tokens":
+        tokens = [r for t, own in zip(trajectories, all_returns, strict=True)
+                  for turn, r in zip(t.turns, own, strict=True) for _ in turn.response_ids]  # fmt: skip
+        mean, variance = (mean_of(tokens), deviation(tokens) ** 2) if tokens else (0.0, 0.0)
+        return [[(r - mean) / math.sqrt(variance + 1e-8) for r in own] for own in all_returns]
+    if name == "gigpo":
+        steps = by_visits(trajectories, all_returns, method)
+        if algorithm.gigpo.episode_reward == "sum":
+            first = [math.fsum(turn.reward for turn in t.turns) for t in trajectories]
+        if algorithm.gigpo.statistics == "episodes":
+            episodes = compared(first, cells, method)
+        else:  # as over a list in which each episode stands once a turn
+            copies = [(i, v) for i, v in enumerate(first) for _ in trajectories[i].turns]
+            flat = compared([v for _, v in copies], [cells[i] for i, _ in copies], method)
+            of = {i: a for (i, _), a in zip(copies, flat, strict=True)}
+            episodes = [of.get(i, 0.0) for i in range(len(first))]
+        return added(episodes, steps, algorithm.step_advantage_weight)
+    assert name == "graphgpo"
+    return added(
+        compared(first, cells, method),
+        by_graph(trajectories, algorithm, method),
+        algorithm.step_advantage_weight,
+    )
+
+
+def by_graph(trajectories, algorithm, method):
+    """GraphGPO's step part: distances found by relaxing every edge until none is shorter."""
+    found = [[0.0] * len(t.turns) for t in trajectories]
+    for group in {t.group for t in trajectories}:
+        edges = []
+        for i, t in enumerate(trajectories):
+            if t.group == group:
+                states = [turn.anchor for turn in t.turns] + ["GOAL" if t.success else f"lost {i}"]
+                edges += [(i, k, states[k], states[k + 1]) for k in range(len(t.turns))]
+        distance = {"GOAL": 0}
+        for _ in edges:
+            for _, _, before, after in edges:
+                if after in distance:
+                    distance[before] = min(distance.get(before, math.inf), distance[after] + 1)
+        if not any(after == "GOAL" for *_, after in edges):
+            continue
+        unsolved = max(distance.values()) + 1
+        for i, k, before, after in edges:
+            worth = algorithm.graph_discount ** (distance.get(after, unsolved) + 1)
+            same = [
+                algorithm.graph_discount ** (distance.get(a, unsolved) + 1)
+                for *_, b, a in edges
+                if b == before
+            ]
+            if len(same) > 1 and max(same) > min(same) * (1 + 1e-9):
+                mean = mean_of(same)
+                spread = math.sqrt(math.fsum((s - mean) ** 2 for s in same) / (len(same) - 1))
+                found[i][k] = (worth - mean) / (1.0 if method == "mean" else spread)
+    return found
+
+
+PLAIN = sorted(name for name in ESTIMATORS if ESTIMATORS[name].needs == "nothing")
+
+
+def variants(name):
+    methods = ["mean_std", "mean", "asym_clip", "identity"] if ESTIMATORS[name].normalized else ["mean_std"]
+    groupings = ["state", "inductive", "batch"] if ESTIMATORS[name].grouped else ["state"]
+    kinds = (
+        [GiGPO(r, s) for r in ("return", "sum") for s in ("episodes", "steps")]
+        if name == "gigpo"
+        else [GiGPO()]
+    )
+    return [(m, g, kind) for m in methods for g in groupings for kind in kinds]
+
+
+def test_every_estimator_is_examined_here():
+    assert {*PLAIN, "gae", "turn_gae", "bi_level_gae", "distillation"} == {
+        name for name in ESTIMATORS if ESTIMATORS[name].compute.__module__.startswith("shoal.")
+    }
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_estimator_is_what_its_paper_says(name):
+    for seed in SEEDS:
+        trajectories = random_batch(seed)
+        for method, grouping, kind in variants(name):
+            algorithm = Algorithm(adv_estimator=name, gamma=(1.0, 0.9)[seed % 2], gigpo=kind)
+            if name in ("gigpo", "graphgpo"):
+                algorithm = Algorithm(
+                    adv_estimator=name, gamma=(1.0, 0.9)[seed % 2], gigpo=kind, step_advantage_weight=0.7
+                )
+            proxy = AgentProxy(reward_normalization=RewardNormalization(grouping, method))
+            found = turn_advantages(trajectories, algorithm, proxy)
+            wanted = expected_turns(name, trajectories, algorithm, proxy)
+            for turns, own, t in zip(found, wanted, trajectories, strict=True):
+                said = [bool(turn.response_ids) or name != "reinforce_pp_tokens" for turn in t.turns]
+                np.testing.assert_allclose(
+                    np.array(turns)[said],
+                    np.array(own)[said],
+                    rtol=1e-6,
+                    atol=1e-6,
+                    err_msg=f"{seed} {method}",
+                )
+
+
+@pytest.mark.parametrize("name", ["grpo", "gae", "distillation"])
+def test_shaping_is_added_after_the_normalisation_turn_by_turn(name):
+    for seed in SEEDS:
+        trajectories = [t for t in random_batch(seed) if any(turn.response_ids for turn in t.turns)]
+        if not trajectories:
+            continue
+        rng = np.random.default_rng(seed)
+        values, others = (
+            [[rng.normal(size=len(turn.response_ids)) for turn in t.turns] for t in trajectories]
+            for _ in range(2)
+        )
+        algorithm = Algorithm(adv_estimator=name)
+        plain = AgentProxy(max_tokens=4)
+        shaped = AgentProxy(max_tokens=4, format_penalty=0.3, overlong_buffer=2, overlong_penalty=0.5)
+        if name == "grpo":
+            pair = [turn_advantages(trajectories, algorithm, proxy) for proxy in (plain, shaped)]
+        elif name == "gae":
+            pair = [critic_advantages(trajectories, values, algorithm, proxy)[0] for proxy in (plain, shaped)]
+        else:
+            pair = [teacher_advantages(trajectories, values, others, algorithm, p) for p in (plain, shaped)]
+        turns = [turn for t in trajectories for turn in t.turns]
+        invalid = mean_of([float(not turn.action_is_valid) for turn in turns])
+        long = [-min(max((len(turn.response_ids) - 2) / 2, 0.0), 1.0) for turn in turns]
+        bonus = iter([
+            -0.3 * (float(not turn.action_is_valid) - invalid) + 0.5 * (own - mean_of(long))
+            for turn, own in zip(turns, long, strict=True)
+        ])  # fmt: skip
+        for before, after in zip(*pair, strict=True):
+            for one, other in zip(before, after, strict=True):
+                np.testing.assert_allclose(np.asarray(other) - np.asarray(one), next(bonus), atol=1e-9)
+
+
+# --- critics
+def random_episode(rng):
+    counts = [int(rng.integers(0, 4)) for _ in range(int(rng.integers(1, 7)))]
+    return rng.normal(size=len(counts)).tolist(), [rng.normal(size=n) for n in counts]
+
+
+@pytest.mark.parametrize("compute", [token_gae, turn_gae, bi_level_gae])
+def test_with_lambda_1_a_target_is_the_discounted_sum_of_all_that_is_paid_from_its_turn_on(compute):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        rewards, values = random_episode(rng)
+        gamma = float(rng.uniform(0.5, 1))
+        advantages, targets = compute(rewards, values, gamma, 1.0)
+        for t, known in enumerate(values):
+            later = math.fsum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards)))
+            assert advantages[t].shape == targets[t].shape == known.shape
+            np.testing.assert_allclose(targets[t], np.full(len(known), later), atol=1e-9)
+
+
+@pytest.mark.parametrize("compute", [token_gae, turn_gae, bi_level_gae])
+def test_with_lambda_0_an_advantage_looks_one_step_ahead_over_turns_without_tokens(compute):
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        rewards, values = random_episode(rng)
+        gamma = float(rng.uniform(0.5, 1))
+        place = {token_gae: (0, -1), turn_gae: (0, 0), bi_level_gae: (-1, -1)}[compute]
+        advantages, _ = compute(rewards, values, gamma, 0.0, *([0.0] if compute is bi_level_gae else []))
+        for t, known in enumerate(values):
+            if not len(known):
+                continue
+            ahead = next((k for k in range(t + 1, len(values)) if len(values[k])), len(values))
+            paid = math.fsum(gamma ** (k - t) * rewards[k] for k in range(t, ahead))
+            bootstrap = gamma ** (ahead - t) * values[ahead][place[0]] if ahead < len(values) else 0.0
+            assert advantages[t][-1] == pytest.approx(paid + bootstrap - known[place[1]], abs=1e-9)
+
+
+def test_token_gae_is_the_sum_of_decayed_errors_over_turns_without_tokens_too():
+    rng = np.random.default_rng(2)
+    for _ in range(100):
+        rewards, values = random_episode(rng)
+        gamma, decay = rng.uniform(0.5, 1, 2)
+        steps = [(t, k) for t, known in enumerate(values) for k in range(len(known))]
+        found = np.concatenate(token_gae(rewards, values, gamma, decay)[0])
+        errors, factors = [], []
+        for number, (t, k) in enumerate(steps):
+            after, ahead = (steps[number + 1] if number + 1 < len(steps) else (len(values), 0)), 0.0
+            if after[0] < len(values):
+                ahead = values[after[0]][after[1]]
+            paid = math.fsum(gamma ** (j - t) * rewards[j] for j in range(t, after[0]))
+            factors.append(gamma ** (after[0] - t))
+            errors.append(paid + factors[-1] * ahead - values[t][k])
+        for first in range(len(steps)):
+            total, factor = 0.0, 1.0
+            for number in range(first, len(steps)):
+                total, factor = total + factor * errors[number], factor * factors[number] * decay
+            assert found[first] == pytest.approx(total, abs=1e-9)
+
+
+@pytest.mark.parametrize("whitening", ["population", "sample"])
+def test_advantages_of_a_critic_are_whitened_over_the_tokens_of_the_batch(whitening):
+    for seed in SEEDS:
+        trajectories = random_batch(seed)
+        rng = np.random.default_rng(seed)
+        values = [[rng.normal(size=len(turn.response_ids)) for turn in t.turns] for t in trajectories]
+        algorithm = Algorithm(adv_estimator="gae", gamma=0.9)
+        algorithm = Algorithm(
+            adv_estimator="gae", gamma=0.9, critic=type(algorithm.critic)(whitening=whitening)
+        )
+        raw = [token for t, known in zip(trajectories, values, strict=True)
+               for tokens in token_gae([turn.reward for turn in t.turns], known, 0.9, 0.95)[0]
+               for token in tokens]  # fmt: skip
+        if len(raw) < 2:
+            continue
+        found, _ = critic_advantages(trajectories, values, algorithm, AgentProxy())
+        flat = [token for turns in found for tokens in turns for token in tokens]
+        spread = deviation(raw) * (1.0 if whitening == "sample" else math.sqrt((len(raw) - 1) / len(raw)))
+        np.testing.assert_allclose(flat, [(r - mean_of(raw)) / (spread + 1e-8) for r in raw], atol=1e-7)
+
+
+# --- losses
+def padded_loss(name, new, old, advantages, mask, config):
+    """The papers' formulas over rows `[B, L]` with a mask."""
+    ratio, count = (new - old).exp(), mask.sum(1).clamp(min=1)
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    if name == "gspo":
+        ratio = (((new - old) * mask).sum(1) / count).exp()[:, None].expand_as(new)
+    if name == "cispo":
+        tokens = -torch.where(ratio.detach() > 1 + high, 1 + high, ratio.detach()) * advantages * new
+    else:
+        clipped = ratio.clip(1 - low, 1 + high)
+        tokens = torch.maximum(-ratio * advantages, -clipped * advantages)
+        if config.dual_clip is not None:
+            bounded = torch.minimum(tokens, -advantages * config.dual_clip)
+            tokens = torch.where(advantages < 0, bounded, tokens)
+    tokens = tokens * mask
+    if config.loss_aggregation == "token_mean":
+        return tokens.sum() / mask.sum()
+    if config.loss_aggregation == "sequence_mean":
+        return (tokens.sum(1) / count).mean()
+    return tokens.sum() / (len(mask) * config.loss_constant)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("how", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("dual", [None, 1.5])
+def test_a_loss_and_its_gradient_are_those_of_the_formula_over_masked_rows(name, how, dual):
+    if dual is not None and name != "clip":
+        return
+    for seed in SEEDS:
+        rng = torch.Generator().manual_seed(seed)
+        mask = (torch.rand(5, 7, generator=rng, dtype=torch.float64) < 0.6).double()
+        mask[:, 0] = 1  # a sample has a trained token
+        old = -torch.rand(5, 7, generator=rng, dtype=torch.float64) * 3
+        shift = torch.randn(5, 7, generator=rng, dtype=torch.float64) * (0.5 if name != "gspo" else 0.2)
+        whole = torch.randn(5, 1, generator=rng, dtype=torch.float64).expand(5, 7)
+        advantages = whole if name == "gspo" else torch.randn(5, 7, generator=rng, dtype=torch.float64)
+        new = (old + shift).requires_grad_()
+        constant = {"loss_constant": 6.0} if how == "constant" else {}
+        config = Algorithm(
+            policy_loss=name,
+            loss_aggregation=how,
+            clip_ratio_low=0.1,
+            clip_ratio_high=0.2,
+            dual_clip=dual,
+            **constant,
+        )
+        wanted = padded_loss(name, new, old, advantages, mask, config)
+        (gradient,) = torch.autograd.grad(wanted, new)
+        chosen, flat = mask.bool(), (old + shift)[mask.bool()].requires_grad_()
+        rows = torch.arange(5)[:, None].expand(5, 7)[chosen]
+        losses, _ = LOSSES[name].compute(Tokens(flat, old[chosen], advantages[chosen], rows), config)
+        lengths = mask.sum(1).long().tolist()
+        weights = torch.from_numpy(np.concatenate(aggregation_weights(lengths, how, config.loss_constant)))
+        found = (losses * weights).sum()
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            torch.autograd.grad(found, flat)[0], gradient[chosen], rtol=1e-6, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize(
+    "gives",
+    [
+        lambda played: [0.0],
+        lambda played: [np.zeros(1) for _ in played.trajectories],
+        lambda played: [math.nan for _ in played.trajectories],
+        lambda played: [[0.0] * (len(t.turns) + 1) for t in played.trajectories],
+    ],
+)
+def test_an_estimator_of_the_users_own_that_gives_something_else_is_named(gives, monkeypatch):
+    monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(gives))
+    turn = Turn("", (1,), (2,), (-1.0,), "", "a", True, 1.0, "s")
+    pair = [Trajectory("lake", 0, 0, member, 0, (turn, turn), True, True, False) for member in range(2)]
+    with pytest.raises(ValueError, match="adv_estimator=mine must give"):
+        turn_advantages(pair, Algorithm(adv_estimator="mine"), AgentProxy())
+
+
+def test_an_estimator_with_a_critic_that_gives_another_shape_is_named(monkeypatch):
+    def mine(rewards, values, algorithm):
+        return [known[:1] for known in values], values
+
+    monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(mine, needs="critic"))
+    turn = Turn("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
+    one = [Trajectory("lake", 0, 0, 0, 0, (turn,), True, True, False)]
+    with pytest.raises(
+        ValueError, match="adv_estimator=mine must give advantages and targets of one number a token"
+    ):
+        critic_advantages(one, [[np.zeros(2)]], Algorithm(adv_estimator="mine"), AgentProxy())
