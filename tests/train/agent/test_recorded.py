@@ -234,6 +234,26 @@ def test_a_checkpoint_that_does_not_tell_its_settings_goes_on(model, batch, tmp_
     assert trainer.step == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"objective": "grpo", "policy_loss": "cispo", "clip_ratio_low": 0.1},
+            "^clip_ratio_low=0.1 has no effect",
+        ),
+        ({"clip_ratio_low": 0.1}, "^clip_ratio_low=0.1 has no effect with objective=supervised"),
+        ({"clip_ratio_high": 0.1}, "^clip_ratio_high=0.1 has no effect with objective=supervised"),
+        ({"objective": "reinforce"}, "objective: Invalid enum value"),
+        ({"loss_aggregation": "mean"}, "loss_aggregation: Invalid enum value"),
+        ({"batching": "pack"}, "batching: Invalid enum value"),
+        ({"checkpoint_every": -1}, "checkpoint_every must be 0 or positive"),
+    ],
+)
+def test_settings_without_effect_or_meaning_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RecordedTraining(**settings)
+
+
 def test_the_name_of_a_loss_sets_what_its_paper_sets():
     gspo, clip = RecordedTraining(objective="grpo", policy_loss="gspo"), RecordedTraining(objective="grpo")
     assert (gspo.loss_aggregation, gspo.clip_ratio_low, gspo.clip_ratio_high) == ("sequence_mean", 3e-4, 4e-4)

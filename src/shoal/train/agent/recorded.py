@@ -18,17 +18,20 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from shoal.core.configuration import check_fields
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.core.seeding import derive_seed, stream
 from shoal.train.agent.advantages import group_relative
 from shoal.train.agent.batch import Batching, Row, plan_batches
-from shoal.train.agent.config import Algorithm, refuse_not_positive
+from shoal.train.agent.config import Algorithm, refuse_negative, refuse_not_positive
 from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights
 from shoal.train.agent.policy import MasterAdamW, trained_parameters
 from shoal.train.agent.update import refuse_diverged
+from shoal.train.agent.weights import fill_optimizer, whole_optimizer
 
 logger = logging.getLogger(__name__)
 Objective = Literal["supervised", "grpo"]
@@ -65,16 +68,22 @@ class RecordedTraining:
         refuse_not_positive(
             self, "epochs", "minibatch_size", "micro_batch_tokens", "learning_rate", "max_grad_norm"
         )
-        if self.objective not in ("supervised", "grpo"):
-            raise ConfigError(f"objective must be supervised or grpo, got {self.objective!r}")
-        if self.objective == "supervised" and self.policy_loss != "clip":
-            raise ConfigError(
-                f"policy_loss={self.policy_loss} has no effect with objective=supervised: leave it out, or set "
-                f"objective to grpo"
-            )
         algorithm = self.algorithm()
         for name in ("loss_aggregation", "clip_ratio_low", "clip_ratio_high"):
             object.__setattr__(self, name, getattr(algorithm, name))
+        check_fields(self)
+        refuse_negative(self, "checkpoint_every")
+        if self.objective == "grpo":
+            conflicts = LOSSES[self.policy_loss].conflicts
+            for conflict in () if conflicts is None else conflicts(algorithm):
+                raise ConfigError(conflict.replace("algorithm.", ""))
+            return
+        for name in ("policy_loss", "clip_ratio_low", "clip_ratio_high"):
+            if getattr(self, name) != getattr(Algorithm(), name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} has no effect with objective=supervised: leave it out, or set "
+                    f"objective to grpo"
+                )
 
     def algorithm(self) -> Algorithm:
         """The settings that policy losses read."""
@@ -228,13 +237,8 @@ class RecordedTrainer:
     def __init__(
         self, model: Any, samples: Sequence[Recorded], config: RecordedTraining, pad_id: int, seed: int = 0
     ) -> None:
-        self.model, self.samples, self.config, self.pad_id, self.seed = (
-            model,
-            list(samples),
-            config,
-            pad_id,
-            seed,
-        )
+        self.model, self.samples, self.config = model, list(samples), config
+        self.pad_id, self.seed = pad_id, seed
         self.step = 0
         self.optimizer = MasterAdamW(
             [{"params": trained_parameters(model), "lr": config.learning_rate}], config.weight_decay
@@ -273,7 +277,7 @@ class RecordedTrainer:
             if config.objective == "supervised":
                 losses, clipped = -logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
             else:
-                old = _joined([_known(minibatch[i].old_logprobs) for i in order], device)
+                old = _joined([minibatch[i].old_logprobs for i in order], device)
                 advantages = _joined([minibatch[i].advantages for i in order], device)
                 tokens = Tokens(logprobs, old, advantages, rows.samples)
                 losses, clipped = LOSSES[config.policy_loss].compute(tokens, self._algorithm)
@@ -293,18 +297,9 @@ class RecordedTrainer:
 
     def save(self, folder: Path) -> None:
         """Write all that comes after this step; the folder appears whole or not at all."""
-        from safetensors.torch import save_file
-
-        state = self.optimizer.state_dict()["state"]
-        moments = {
-            f"{number}.{name}": value
-            for number, values in state.items()
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        }
         with write_folder(folder) as new:
             self.model.save_pretrained(new / "model")
-            save_file({**moments, **self.optimizer.masters()}, new / "optimizer.safetensors")
+            save_file(whole_optimizer(self.optimizer), new / "optimizer.safetensors")
             state = {"step": self.step, "steps": self.steps, "seed": self.seed, "samples": self._digest()}
             write_json(new / "state.json", {**state, "settings": self.config.comparable()})
 
@@ -314,8 +309,6 @@ class RecordedTrainer:
         Raises:
             DataError: it is of another run.
         """
-        from safetensors.torch import load_file
-
         verify_folder(folder)
         state = read_json(folder / "state.json")
         if (state.get("steps"), state.get("seed")) != (self.steps, self.seed):
@@ -334,18 +327,7 @@ class RecordedTrainer:
         kept = type(self.model).from_pretrained(folder / "model")
         self.model.load_state_dict(kept.state_dict())
         self.step = int(state["step"])
-        saved, optimizer = load_file(folder / "optimizer.safetensors"), self.optimizer.state_dict()
-        moments: dict[int, dict[str, Tensor]] = {}
-        for name, value in saved.items():
-            number, _, kind = name.partition(".")
-            if kind != "master":
-                moments.setdefault(int(number), {})[kind] = value
-        self.optimizer.load_state_dict(optimizer | {"state": moments})
-        masters = self.optimizer.masters()
-        if masters:
-            with torch.no_grad():
-                for name, value in masters.items():
-                    value.copy_(saved[name])
+        fill_optimizer(self.optimizer, load_file(folder / "optimizer.safetensors"))
 
     def _digest(self) -> str:
         """Of the samples in their order, but for their images."""
@@ -357,13 +339,8 @@ class RecordedTrainer:
         return found.hexdigest()
 
 
-def _joined(arrays: Sequence[np.ndarray], device: str) -> Tensor:
+def _joined(arrays: Sequence[Any], device: str) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays)).to(device)
-
-
-def _known(values: np.ndarray | None) -> np.ndarray:
-    assert values is not None
-    return values
 
 
 # --- answers
