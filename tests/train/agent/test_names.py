@@ -8,12 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.train.agent.tiny_model import write_tiny_model
 
+import shoal.train.agent.trainer as trainer_module
 from shoal.core.errors import ConfigError
 from shoal.core.registry import Registry
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.advantages import ESTIMATORS
 from shoal.train.agent.config import AgentConfig, Algorithm, comparable, compose_config, import_extensions
 from shoal.train.agent.losses import LOSSES
+from shoal.train.agent.policy import load_policy, load_teacher, policy_of
+from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.agent.update import prepare_samples
 
 QUICK = [
@@ -119,8 +124,6 @@ def own(tmp_path):
 
 
 def test_a_file_of_the_user_registers_an_advantage_and_a_loss_and_trains_with_them(own, tmp_path):
-    from shoal.train.agent.trainer import AgentTrainer
-
     settings = [
         f"imports=[{own}]", "algorithm.adv_estimator=best_of", "algorithm.policy_loss=plain",
         "trainer.iterations=1", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
@@ -145,8 +148,6 @@ def test_an_import_that_fails_is_named(tmp_path):
 
 
 def test_the_examples_of_contributing_train(tmp_path):
-    from shoal.train.agent.trainer import AgentTrainer
-
     text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
     (code,) = [
         block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "@advantage" in block
@@ -168,8 +169,6 @@ def test_the_examples_of_contributing_train(tmp_path):
 
 def test_a_teacher_is_distilled_into_a_student(tmp_path):
     """The student comes nearer to a teacher that has learned, without any reward."""
-    from shoal.train.agent.trainer import AgentTrainer
-
     with AgentTrainer(
         compose_config("demo", [*QUICK, "warmup.steps=40", f"run_dir={tmp_path / 'teacher'}"])
     ) as trainer:
@@ -187,6 +186,75 @@ def test_a_teacher_is_distilled_into_a_student(tmp_path):
             samples = prepare_samples(episodes, trainer._learner)
             gaps.append(float(np.mean([sample.columns["advantages"].mean() for sample in samples])))
     assert gaps[-1] > gaps[0] + 0.5  # minus the reverse KL
+
+
+def save_tiny(folder, words, width=16):
+    folder.mkdir()
+    policy = policy_of(TinyEngine(words, TinyShape(width=width, layers=1, heads=2, context=256)))
+    policy.save(folder)
+    return policy
+
+
+def test_a_teacher_whose_words_are_others_is_refused(tmp_path):
+    """As many words, none of which stands in the text that tokenizers are compared by."""
+    student = save_tiny(tmp_path / "student", ["Hoist", "Belay"])
+    save_tiny(tmp_path / "larger", ["Hoist", "Belay"], width=32)
+    save_tiny(tmp_path / "other", ["Furl", "Reef"])
+    save_tiny(tmp_path / "swapped", ["Belay", "Hoist"])
+    save_tiny(tmp_path / "fewer", ["Hoist"])
+    save_tiny(tmp_path / "more", ["Hoist", "Belay", "Luff"])
+    for name in ("student", "larger"):
+        load_teacher(str(tmp_path / name), student)
+    for name in ("other", "swapped", "fewer", "more"):
+        with pytest.raises(ConfigError, match="another vocabulary"):
+            load_teacher(str(tmp_path / name), student)
+
+
+def test_a_teacher_may_have_room_for_more_tokens_than_the_student_has(tmp_path):
+    """As Qwen2.5 7B has for 0.5B, whose tokens are the same."""
+    write_tiny_model(tmp_path / "small")
+    policy, _ = load_policy(tmp_path / "small")
+    (tmp_path / "roomy").mkdir()
+    policy.module.resize_token_embeddings(policy.module.config.vocab_size + 64)
+    policy.save(tmp_path / "roomy")
+    small, roomy = (str(tmp_path / name) for name in ("small", "roomy"))
+    load_teacher(roomy, load_policy(tmp_path / "small")[0])
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        load_teacher(small, load_policy(tmp_path / "roomy")[0])
+
+
+@pytest.mark.parametrize("reads", ["rows of one sample", "rows of several"])
+def test_samples_lie_for_a_teacher_as_it_can_read_them(tmp_path, monkeypatch, reads):
+    """The student packs its samples, and lets those of a group go on from one prompt; not every network can."""
+    teacher = save_tiny(tmp_path / "teacher", ["Up", "Down", "Left", "Right"])
+    hidden = teacher.hidden
+
+    def limited(ids, lengths, where, begins=None):
+        if reads == "rows of one sample":
+            begins = None
+        elif begins is not None and begins.ndim == 3:
+            begins = begins[0]
+        return hidden(ids, lengths, where, begins)
+
+    monkeypatch.setattr(trainer_module, "load_teacher", lambda folder, policy: teacher)
+    monkeypatch.setattr(teacher, "hidden", limited)
+    monkeypatch.setattr(type(teacher), "shares_prefixes", property(lambda self: self is not teacher))
+    settings = [
+        "algorithm.adv_estimator=distillation",
+        "algorithm.teacher=somewhere",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    found = {}
+    for batching in ("auto", "padded"):
+        config = compose_config("demo", [*QUICK, *settings, f"algorithm.batching={batching}"])
+        with AgentTrainer(config) as trainer:
+            episodes = trainer._collector.collect(0, config.agent_proxy.sampling())
+            samples = prepare_samples(episodes, trainer._learner)
+            found[batching] = np.concatenate([sample.columns["advantages"] for sample in samples])
+    np.testing.assert_allclose(found["auto"], found["padded"], atol=1e-5)
+    if reads == "rows of one sample":
+        with pytest.raises(ConfigError, match="packed is wrong for the teacher"):
+            AgentTrainer(compose_config("demo", [*QUICK, *settings, "algorithm.batching=packed"]))
 
 
 def test_a_teacher_is_asked_for_where_there_is_none_and_refused_where_it_does_nothing():

@@ -68,15 +68,6 @@ def row_cost(width: int) -> float:
     return width * (1 + width / LONG_ROW)
 
 
-def cells(plan: Sequence[Sequence[Row]], lengths: Sequence[int]) -> int:
-    """Tokens that go through the network under a plan, padding included.
-
-    >>> cells([[[0], [1]], [[2]]], [3, 5, 4])
-    14
-    """
-    return sum(len(batch) * max(_filled(row, lengths) for row in batch) for batch in plan)
-
-
 def _filled(row: Row, lengths: Sequence[int]) -> int:
     return sum(lengths[i] for i in row)
 

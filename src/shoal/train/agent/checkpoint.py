@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,7 @@ def _fill(
     if snapshot.critic is not None:
         single, twins = without_twins(snapshot.critic)
         save_file(single, folder / "critic.safetensors", twins)
-    state = {
-        "iteration": progress.iteration,
-        "best_success": progress.best_success,
-        "episodes": progress.episodes,
-        "tokens": progress.tokens,
-        "weights_version": policy.weights_version,
-        "config": config,
-    }
+    state = {**asdict(progress), "weights_version": policy.weights_version, "config": config}
     (folder / "state.json").write_text(json.dumps(state, indent=2))
 
 
@@ -154,9 +147,9 @@ def load_checkpoint(
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
     policy.load_weights(policy.read(path / "engine"), state["weights_version"])
     if critic is not None:
-        fill(critic, load_file(path / "critic.safetensors"))
+        fill(critic.state_dict(keep_vars=True), load_file(path / "critic.safetensors"))
     fill_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
-    return Progress(state["iteration"], state["best_success"], state["episodes"], state["tokens"])
+    return Progress(**{item.name: state[item.name] for item in fields(Progress)})
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:

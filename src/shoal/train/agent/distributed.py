@@ -30,15 +30,12 @@ from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
 from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.rollout.samplers.settings import ReplicaConfig
-from shoal.train.agent.policy import Around, Critic, Policy
-from shoal.train.agent.weights import cut_like, whole_weights
+from shoal.train.agent.policy import Around, Critic, Policy, of_inner
+from shoal.train.agent.weights import whole_weights
 
 if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-
-    from shoal.train.agent.lora import LoraPolicy
-    from shoal.train.agent.policy import Critic
 
 
 T = TypeVar("T")
@@ -248,7 +245,6 @@ class ShardedPolicy(Around):
     def __init__(self, policy: Policy, processes: Processes) -> None:
         super().__init__(policy)
         _try(policy.logits, policy)  # it finds out what its network is like while that is whole
-        self._shares_prefixes = policy.shares_prefixes
         self._scores = _Scores(policy)
         self._parts = _shard(self._scores, policy.module, [], processes)
         self._root = self._parts[-1]
@@ -258,11 +254,6 @@ class ShardedPolicy(Around):
     def head(self) -> None:
         """A part of the pass of all processes: scores are made at once."""
         return None
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """As found while the network was whole."""
-        return self._shares_prefixes
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -276,10 +267,7 @@ class ShardedPolicy(Around):
             self._root.set_reshard_after_forward(True)
             self._forget()
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """The base model for as long as this lasts."""
-        inner: Any = self.inner
-        return inner.without_adapters()  # type: ignore[no-any-return]
+    without_adapters = of_inner("without_adapters")
 
     # --- training
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
@@ -299,22 +287,13 @@ class ShardedPolicy(Around):
     # --- files
     def gathered(self, keep: bool) -> dict[str, Tensor]:
         """Whole weights for `save`, asked for by all processes and given to those that `keep` them."""
-        return whole_weights(self.module, keep, trained_only=hasattr(self.inner, "adapter_parameters"))
+        return whole_weights(self.module, keep, trained_only=hasattr(self.inner, "without_adapters"))
 
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write what `load_policy` needs, with weights from `gathered`."""
         if weights is None:
             raise ValueError("the weights lie in shards: gather them in all processes, and pass them")
         self.inner.save(folder, weights)
-
-    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Take over weights by name, which every process has whole."""
-        own = dict(self.module.state_dict(keep_vars=True))
-        if hasattr(self.inner, "adapter_parameters"):
-            own |= self.inner.adapter_parameters()
-        fit = {n for n, value in weights.items() if n in own and own[n].shape == value.shape}
-        cut = {n: cut_like(value, own[n]) if n in fit else value for n, value in weights.items()}
-        super().load_weights(cut, version)
 
 
 def shard_critic(critic: Critic, policy: Policy, processes: Processes) -> None:
@@ -402,23 +381,22 @@ def _try(network: Any, policy: Policy) -> None:
 
 
 class Reference:
-    """The frozen weights that a KL penalty holds on to: those of the start of the run, kept in its folder.
+    """The weights that a KL penalty holds on to: those of the start of the run, kept in its folder.
 
     Args:
-        folder: where its weights are kept for a run that is resumed.
-        policy: what is copied, with a whole network.
-        processes: of the run; the first one writes the folder, and all hold shards of the copy where networks do.
+        policy: with these weights.
+        folder: where they are kept for a run that is resumed; None where they never change.
+        writes: whether this process writes the folder.
     """
 
-    def __init__(self, folder: Path, policy: Policy, processes: Processes = ALONE) -> None:
-        self._folder = folder
-        self._writes = processes.first
-        frozen = policy.twin()
-        frozen.module.requires_grad_(False)
-        self.policy: Policy = ShardedPolicy(frozen, processes) if processes.sharded else frozen
+    def __init__(self, policy: Policy, folder: Path | None = None, writes: bool = True) -> None:
+        self.policy = policy
+        self._folder, self._writes = folder, writes
 
     def keep(self, policy: Policy) -> None:
         """Take over the present weights of `policy`, in memory and on disk."""
+        if self._folder is None:
+            return
         self.policy.module.load_state_dict(policy.module.state_dict())
         weights = policy.gathered(self._writes) if isinstance(policy, ShardedPolicy) else None
         if self._writes:
@@ -427,39 +405,25 @@ class Reference:
 
     def load(self) -> None:
         """Read back what `keep` wrote."""
-        weights = self.policy.read(verify_folder(self._folder))
-        self.policy.load_weights(weights, self.policy.weights_version)
+        if self._folder is not None:
+            weights = self.policy.read(verify_folder(self._folder))
+            self.policy.load_weights(weights, self.policy.weights_version)
 
 
-class BaseReference:
-    """The base model under LoRA adapters as the reference: the same network with them switched off.
-
-    Args:
-        policy: the adapted one.
-    """
-
-    def __init__(self, policy: LoraPolicy | ShardedPolicy) -> None:
-        self.policy: Policy = _Base(policy)
-
-    def keep(self, policy: Policy) -> None:
-        """Nothing to keep: the base never changes."""
-
-    def load(self) -> None:
-        """Nothing to load: the base is loaded with the policy."""
-
-
-class _Base(Around):
-    """The policy without its adapters."""
+class BasePolicy(Around):
+    """The base model under LoRA adapters: the same network with them switched off."""
 
     inner: Any
 
-    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+    def logits(self, *read: Any) -> Tensor:
+        """The inner one's, without adapters."""
         with self.inner.without_adapters():
-            return super().logits(ids, lengths, where, begins)
+            return self.inner.logits(*read)  # type: ignore[no-any-return]
 
-    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+    def hidden(self, *read: Any) -> Tensor:
+        """The inner one's, without adapters."""
         with self.inner.without_adapters():
-            return super().hidden(ids, lengths, where, begins)
+            return self.inner.hidden(*read)  # type: ignore[no-any-return]
 
 
 class SharedCollector:
@@ -581,8 +545,8 @@ def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
 def _spoiled(trajectory: Trajectory) -> DivergedError:
     return DivergedError(
         f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
-        f"{trajectory.member}): its weights are spoiled. Lower the learning rate (algorithm.learning_rate, "
-        f"or warmup.learning_rate at the start); resume=true goes on from the last checkpoint"
+        f"{trajectory.member}): its weights are spoiled. Begin anew in another run_dir with a lower learning rate "
+        f"(algorithm.learning_rate, or warmup.learning_rate at the start): resume=true takes the same settings alone"
     )
 
 

@@ -59,11 +59,9 @@ def signal_metrics(
 ) -> dict[str, float]:
     """How many groups of those played say something, and how many are learned from."""
     whole, gamma = [t for t in trajectories if t.status == "ok"], config.algorithm.gamma
-    groups = [t.group for t in whole]
-    signal = has_signal([discounted(t, gamma) for t in whole], groups)
-    with_signal = {group for group, kept in zip(groups, signal, strict=True) if kept}
+    with_signal = _differing([discounted(t, gamma) for t in whole], whole)
     row = {
-        "groups_with_signal": len(with_signal) / max(1, len(set(groups))),
+        "groups_with_signal": len(with_signal) / max(1, len({t.group for t in whole})),
         "groups_shaping_only": shaping_only(whole, gamma) if config.agent_proxy.format_penalty else 0.0,
         "groups_trained": float(len({t.group for t in learned})),
     }
@@ -93,13 +91,15 @@ def shaping_only(whole: Sequence[Trajectory], gamma: float = 1.0) -> float:
     """Share of groups whose members earned the same return of the task and differ by turns without a valid action."""
     if not whole:
         return 0.0
-    groups = [t.group for t in whole]
+    rewarded = _differing([discounted(t, gamma) for t in whole], whole)
     invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
-    by_reward = has_signal([discounted(t, gamma) for t in whole], groups)
-    by_format = has_signal(invalid, groups)
-    rewarded = {g for g, kept in zip(groups, by_reward, strict=True) if kept}
-    shaped = {g for g, kept in zip(groups, by_format, strict=True) if kept} - rewarded
-    return len(shaped) / len(set(groups))
+    return len(_differing(invalid, whole) - rewarded) / len({t.group for t in whole})
+
+
+def _differing(values: Sequence[float], whole: Sequence[Trajectory]) -> set[int]:
+    """The groups whose episodes have different values."""
+    groups = [t.group for t in whole]
+    return {group for group, kept in zip(groups, has_signal(values, groups), strict=True) if kept}
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class LoraPolicy(HuggingFacePolicy):
                 self.module.add_adapter(settings, _NAME)  # type: ignore[operator]
             except ValueError as error:
                 raise ConfigError(f"model.lora does not fit this model: {error}") from error
-        for parameter in self.adapter_parameters().values():
+        for parameter in self.own_weights().values():
             parameter.data = parameter.data.float()  # small updates would be lost in bfloat16
         self.module.eval()
 
@@ -73,7 +73,7 @@ class LoraPolicy(HuggingFacePolicy):
         """Not where adapters drop out: each sample has a draw of its own."""
         return super().merges_equals and not dropouts(self.module)
 
-    def adapter_parameters(self) -> dict[str, nn.Parameter]:
+    def own_weights(self) -> dict[str, nn.Parameter]:
         """The trained parameters by the names they have in an adapter file."""
         return {
             "base_model.model." + name.replace(f".{_NAME}.", "."): parameter
@@ -112,17 +112,6 @@ class LoraPolicy(HuggingFacePolicy):
         from safetensors.torch import load_file
 
         return dict(load_file(folder / ADAPTER))
-
-    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Take over adapter weights by name."""
-        own = self.adapter_parameters()
-        if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
-            wrong = sorted(own.keys() ^ weights.keys())[:3] or "their shapes"
-            raise DataError(f"these adapters are of another network: {wrong} do not match")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name])
-        self.weights_version = version
 
 
 def add_lora(policy: Policy, lora: Lora, base: str | None, seed: int) -> LoraPolicy:

@@ -7,9 +7,9 @@ import copy
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError
 from shoal.core.files import read_json
 from shoal.rollout.samplers.models import resolve_model
 from shoal.rollout.samplers.registry import make_engine
@@ -28,6 +28,7 @@ from shoal.rollout.samplers.settings import EngineConfig
 from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
 from shoal.train.agent.losses import entropy_of
+from shoal.train.agent.weights import fill
 
 logger = logging.getLogger(__name__)
 
@@ -102,64 +103,39 @@ class Policy(ABC):
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, by the names that `load_weights` wants."""
 
-    @abstractmethod
-    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Take over weights by name."""
+    def own_weights(self) -> Mapping[str, Tensor]:
+        """What is saved and taken over, by name."""
+        return self.module.state_dict(keep_vars=True)
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over weights by name, which every process has whole; of tied ones, one is enough."""
+        fill(self.own_weights(), weights)
+        self.weights_version = version
+
+
+def of_inner(name: str) -> Any:
+    """For the body of a class like `Around`: what the policy inside has by that name."""
+    return property(lambda self: getattr(self.inner, name))
 
 
 class Around(Policy):
-    """A policy around another one, whose network and files it shares."""
+    """A policy around another one, whose network and files it shares: what it does not do itself, that one does."""
 
     def __init__(self, inner: Policy) -> None:
         super().__init__(inner.module, inner.tokenizer, inner.pad_id)
         self.inner = inner
         self.weights_version = inner.weights_version
 
-    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """The inner one's."""
-        return self.inner.logits(ids, lengths, where, begins)
-
-    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """The inner one's."""
-        return self.inner.hidden(ids, lengths, where, begins)
-
-    @property
-    def width(self) -> int:
-        """The inner one's."""
-        return self.inner.width
-
-    @property
-    def head(self) -> nn.Module | None:
-        """The inner one's."""
-        return self.inner.head
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """The inner one's."""
-        return self.inner.shares_prefixes
-
-    @property
-    def merges_equals(self) -> bool:
-        """The inner one's."""
-        return self.inner.merges_equals
-
-    @property
-    def context(self) -> int | None:
-        """The inner one's."""
-        return self.inner.context
-
-    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """The inner one's files."""
-        self.inner.save(folder, weights)
-
-    def read(self, folder: Path) -> dict[str, Tensor]:
-        """The weights that `save` wrote."""
-        return self.inner.read(folder)
-
-    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Take over weights by name."""
-        self.inner.load_weights(weights, version)
-        self.weights_version = version
+    logits = of_inner("logits")
+    hidden = of_inner("hidden")
+    width = of_inner("width")
+    head = of_inner("head")
+    shares_prefixes = of_inner("shares_prefixes")
+    merges_equals = of_inner("merges_equals")
+    context = of_inner("context")
+    save = of_inner("save")
+    read = of_inner("read")
+    own_weights = of_inner("own_weights")
 
 
 class TinyPolicy(Policy):
@@ -218,24 +194,11 @@ class TinyPolicy(Policy):
         """The weights that `save` wrote."""
         return dict(load_file(folder / "model.safetensors"))
 
-    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Take over weights by name."""
-        try:
-            self.module.load_state_dict(weights)
-        except RuntimeError as error:
-            raise DataError(f"these weights are of another network: {error}") from error
-        self.weights_version = version
-
 
 class HuggingFacePolicy(Policy):
     """A causal language model of `transformers` and its tokenizer (a `TemplateTokenizer`)."""
 
     module: Any
-
-    def __init__(self, module: nn.Module, tokenizer: Any, pad_id: int) -> None:
-        super().__init__(module, tokenizer, pad_id)
-        self._shares_prefixes: bool | None = None
-        self._plain_head: bool | None = None  # found at the first use
 
     def freeze_all_but_last(self, layers: int) -> None:
         """Leave only the last `layers` decoder layers and the final norm trainable."""
@@ -247,11 +210,7 @@ class HuggingFacePolicy(Policy):
             part.requires_grad_(True)
 
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
-
-        With `begins [B, T]` a row holds several samples: attention stays within them and positions start anew. With
-        `[3, B, T]` a sample may go on from a prefix before it, of which the other two tell the first place and the end.
-        """
+        """See `Policy.logits`."""
         if self.head is not None:
             return self.head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
         before = where[:, 1:]
@@ -262,22 +221,30 @@ class HuggingFacePolicy(Policy):
     @property
     def head(self) -> nn.Module | None:
         """The output layer, unless the model scales or caps scores: with it, they are made for trained tokens alone."""
-        if self._plain_head is None:
-            self._plain_head = self._head_alone_scores()
         return self.module.get_output_embeddings() if self._plain_head else None  # type: ignore[operator, no-any-return]
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether samples in a row may go on from what they share: full attention that takes a mask of ours."""
-        if self._shares_prefixes is None:
-            config = self.module.config.get_text_config()  # type: ignore[union-attr, operator]
-            kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-            masked = getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
-            self._shares_prefixes = masked and kinds == {"full_attention"} and self._prefixes_change_nothing()
-        return self._shares_prefixes
+    @cached_property
+    def _plain_head(self) -> bool:
+        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them)."""
+        head = getattr(self.module, "get_output_embeddings", lambda: None)()
+        if head is None:
+            return False
+        ids = torch.tensor([[self.pad_id, self.pad_id]], device=next(self.module.parameters()).device)
+        with torch.no_grad():
+            scores = self.module(input_ids=ids, use_cache=False).logits
+            hidden = self.module.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+            return torch.equal(head(hidden), scores)
 
-    def _prefixes_change_nothing(self) -> bool:
-        """Try it: two samples with a prefix in one row, and each in a row of its own."""
+    @cached_property
+    def shares_prefixes(self) -> bool:  # type: ignore[override]
+        """Whether samples in a row may go on from what they share: full attention that takes a mask of ours.
+
+        It is tried: two samples with a prefix in one row, and each in a row of its own.
+        """
+        config = self.module.config.get_text_config()  # type: ignore[union-attr, operator]
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if self._implementation not in ("sdpa", "eager") or kinds != {"full_attention"}:
+            return False
         device = next(self.module.parameters()).device
         apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
         joined = torch.tensor([[1, 2, 3, 4, 4, 3, 0]], device=device)
@@ -308,19 +275,8 @@ class HuggingFacePolicy(Policy):
     def _implementation(self) -> str:
         return str(getattr(self.module.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
 
-    def _head_alone_scores(self) -> bool:
-        """Whether scores are the output layer of hidden states and nothing else (some models scale or cap them)."""
-        head = getattr(self.module, "get_output_embeddings", lambda: None)()
-        if head is None:
-            return False
-        ids = torch.tensor([[self.pad_id, self.pad_id]], device=next(self.module.parameters()).device)
-        with torch.no_grad():
-            scores = self.module(input_ids=ids, use_cache=False).logits
-            hidden = self.module.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
-            return torch.equal(head(hidden), scores)
-
     def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Hidden states `[N, width]` that predict the tokens at the true places of `where`."""
+        """See `Policy.hidden`."""
         decoder: Any = self.module.get_decoder()  # type: ignore[operator]
         out = decoder(**self._reading(ids, lengths, begins), use_cache=False)
         return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
@@ -349,15 +305,6 @@ class HuggingFacePolicy(Policy):
         from shoal.rollout.samplers.huggingface import read_weights
 
         return read_weights(folder, self.module)
-
-    def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Take over weights by name; tied weights may be left out."""
-        missing, unexpected = self.module.load_state_dict(weights, strict=False)
-        tied = set(getattr(self.module, "_tied_weights_keys", None) or ())
-        if unexpected or set(missing) - tied:
-            wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
-            raise DataError(f"these weights are of another network: {wrong} do not match")
-        self.weights_version = version
 
 
 def _reads(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> dict[str, Tensor]:
@@ -479,13 +426,24 @@ def load_teacher(folder: str, student: Policy) -> Policy:
     teacher, _ = load_policy(resolve_model(folder), device=device)
     sizes = [next(p for p in one.module.parameters() if p.dim() == 2).shape[0] for one in (teacher, student)]
     text = "The quick brown fox: 3 + 4 = 7? <action>Up</action>"
-    if sizes[0] != sizes[1] or teacher.tokenizer.encode(text) != student.tokenizer.encode(text):
+    known, wanted = _vocabulary(teacher), _vocabulary(student)
+    other = [token for number, token in wanted.items() if known.get(number, token) != token]
+    if other or sizes[0] < sizes[1] or teacher.tokenizer.encode(text) != student.tokenizer.encode(text):
         raise ConfigError(
             f"algorithm.teacher={folder} has another vocabulary than the model that is trained ({sizes[0]} and "
-            f"{sizes[1]} tokens): choose a teacher of the same family"
+            f"{sizes[1]} tokens{f', of which {other[0]!r} is another one' if other else ''}): choose a teacher of the "
+            f"same family"
         )
     teacher.module.requires_grad_(False)
     return teacher
+
+
+def _vocabulary(policy: Policy) -> dict[int, str]:
+    """The tokens by their numbers."""
+    tokenizer = policy.tokenizer
+    if hasattr(tokenizer, "tokens"):
+        return dict(enumerate(tokenizer.tokens))
+    return {number: token for token, number in tokenizer.tokenizer.get_vocab().items()}
 
 
 # --- passes
@@ -720,11 +678,11 @@ LENGTHS = (23, 14, 9)
 """Tokens of the samples of the trial: the last two share a row, behind each other."""
 
 
-def safe_batching(policy: Policy, wanted: Batching) -> Batching:
-    """`wanted`, or what is right for this model: `auto` becomes `bucketed` where packing would be wrong.
+def safe_batching(policy: Policy, wanted: Batching, model: str = "this model") -> Batching:
+    """`wanted`, or what is right for a `model`: `auto` becomes `bucketed` where packing would be wrong.
 
     Raises:
-        ConfigError: `packed` is asked for, and this model does not keep samples of a row apart.
+        ConfigError: `packed` is asked for, and the model does not keep samples of a row apart.
     """
     if wanted not in ("auto", "packed"):
         return wanted
@@ -732,10 +690,8 @@ def safe_batching(policy: Policy, wanted: Batching) -> Batching:
     if fault is None:
         return wanted
     if wanted == "packed":
-        raise ConfigError(
-            f"algorithm.batching=packed is wrong for this model: {fault}; set bucketed (or auto)"
-        )
-    logger.warning("samples are not packed into rows (algorithm.batching=bucketed): %s", fault)
+        raise ConfigError(f"algorithm.batching=packed is wrong for {model}: {fault}; set bucketed (or auto)")
+    logger.warning("samples are not packed into rows (algorithm.batching=bucketed) by %s: %s", model, fault)
     return "bucketed"
 
 

@@ -35,7 +35,7 @@ from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint, take_snapshot
 from shoal.train.agent.config import AgentConfig, Algorithm, refuse_without_signal
 from shoal.train.agent.distributed import (
-    BaseReference,
+    BasePolicy,
     Processes,
     Reference,
     ShardedPolicy,
@@ -120,8 +120,12 @@ class AgentTrainer:
             begun.callback(close_engine, sampler)
         policy = policy_of(sampler) if policy is None else policy
         self.sampler = sampler
-        batching = safe_batching(policy, config.algorithm.batching)
-        algorithm = replace(config.algorithm, batching=batching)
+        algorithm, teacher = config.algorithm, None
+        batching = safe_batching(policy, algorithm.batching)
+        if algorithm.teacher:
+            teacher = load_teacher(algorithm.teacher, policy)
+            batching = safe_batching(teacher, batching, "the teacher")
+        algorithm = replace(algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
         self.records = Records(config, on_event, writes=self.processes.first)
         begun.callback(self.records.close)
@@ -137,14 +141,14 @@ class AgentTrainer:
             config.agent_proxy,
             self.critic,
             self._reference.policy if self._reference else None,
-            load_teacher(algorithm.teacher, policy) if algorithm.teacher else None,
+            teacher,
             config.seed,
             self.processes,
             token_budget(config, self.train_envs.tags),
             config.trainer.log_entropy,
         )
         self.progress = Progress(0, 0.0, 0, 0)
-        self._clock = EngineClock()
+        self._timed = TimedSampler(sampler)
         self._collector = self._make_collector("train", config.seed)
         begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
@@ -164,7 +168,14 @@ class AgentTrainer:
 
     def describe(self) -> str:
         """One line: what is trained, on what."""
-        return describe(self.config, self.policy, list(self.train_envs.roles), self.processes)
+        size = sum(parameter.numel() for parameter in self.policy.module.parameters())
+        config, groups, processes = self.config, self.config.es_manager.train, self.processes
+        several = f", {processes.count} processes" if processes.count > 1 else ""
+        several += " (sharded)" if processes.sharded else ""
+        return (
+            f"{config.engine.name} engine with {size / 1e6:.2f}M parameters, {config.algorithm.adv_estimator}, "
+            f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}{several}"
+        )
 
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
@@ -195,12 +206,12 @@ class AgentTrainer:
     def train_iteration(self) -> dict[str, Any]:
         """One round of rollouts and one update; returns its metrics."""
         config, iteration = self.config, self.progress.iteration
-        self._clock.lap()
+        self._timed.lap()
         clock = time.perf_counter()
         trajectories, learned, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
         if "engine_busy" not in rollouts:
-            rollouts["engine_busy"] = round(self._clock.lap() / rollout_seconds, 4)
+            rollouts["engine_busy"] = round(self._timed.lap() / rollout_seconds, 4)
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         learning, samples = self._learn(trajectories, learned, iteration)
         row |= learning
@@ -229,22 +240,18 @@ class AgentTrainer:
         """Advantages of the groups to learn from, and one update from them; its metrics, and what it read."""
         config = self.config
         row = signal_metrics(trajectories, learned, config)
-        self._warn_of_shaping(row["groups_shaping_only"])
+        if row["groups_shaping_only"] > 0.5 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%.0f%% of groups differ by the format penalty alone: they teach the format and nothing of the "
+                "task. Lower agent_proxy.format_penalty or add warm-up steps.",
+                100 * row["groups_shaping_only"],
+            )
         if not learned:
             return row, []
         set_rates(self.optimizer, config.algorithm, iteration / config.trainer.iterations)
         samples = prepare_samples(learned, self._learner)
         return (row | update(self._learner, samples, iteration) if samples else row), samples
-
-    def _warn_of_shaping(self, share: float) -> None:
-        """Say once when most groups differ by the format penalty alone."""
-        if share > 0.5 and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%.0f%% of groups differ by the format penalty alone: they teach the format and nothing of the "
-                "task. Lower agent_proxy.format_penalty or add warm-up steps.",
-                100 * share,
-            )
 
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
@@ -268,13 +275,11 @@ class AgentTrainer:
         return row
 
     def _resume(self) -> Iterator[dict[str, Any]]:
-        folder = self.records.folder.path
+        folder = self.records.folder.path / "checkpoints"  # the first process puts it in order for all
+        newest = self.processes.together(lambda: newest_checkpoint(folder) if self.processes.first else None)
+        assert newest[0] is not None
         self.progress = load_checkpoint(
-            newest_checkpoint(folder / "checkpoints"),
-            self.policy,
-            self.critic,
-            self.optimizer,
-            self.config.comparable(),
+            newest[0], self.policy, self.critic, self.optimizer, self.config.comparable()
         )
         self._sync.changed()
         if self._reference is not None:
@@ -299,7 +304,7 @@ class AgentTrainer:
             manager = ParallelRolloutManager(self.config, self.sampler, side=which, seed=seed)
             return SharedCollector(manager, self.processes, self._in_sync)
         side = self.train_envs if which == "train" else self.val_envs
-        collector = lockstep_collector(self.config, side, self.sampler, self._clock, seed)
+        collector = lockstep_collector(self.config, side, self._timed, seed)
         return SharedCollector(collector, self.processes, self._in_sync)
 
     @contextmanager
@@ -336,20 +341,25 @@ def make_networked(config: AgentConfig, roles: dict[str, Role], processes: Proce
 
 def make_networks(
     config: AgentConfig, policy: Policy, kept: Path, processes: Processes
-) -> tuple[Policy, Critic | None, Reference | BaseReference | None]:
+) -> tuple[Policy, Critic | None, Reference | None]:
     """The policy as it is trained, and the networks beside it: a critic, and what a KL penalty holds on to.
 
     Each is cut into shards once it is made, where they are to be, so that no more than two are whole at a time.
     """
-    critic = Critic(policy) if config.algorithm.needs_critic else None
+    critic = Critic(policy) if config.algorithm.needs == "critic" else None
     if critic is not None and processes.sharded:
         shard_critic(critic, policy, processes)
     penalty, lora = config.algorithm.kl.coef, config.model.lora.rank
-    copied = Reference(kept, policy, processes) if penalty and not lora else None
+    reference = None
+    if penalty and not lora:
+        frozen = policy.twin()
+        frozen.module.requires_grad_(False)
+        cut = ShardedPolicy(frozen, processes) if processes.sharded else frozen
+        reference = Reference(cut, kept, processes.first)
     trained: Policy = ShardedPolicy(policy, processes) if processes.sharded else policy
     if penalty and lora:
-        return trained, critic, BaseReference(trained)  # type: ignore[arg-type]
-    return trained, critic, copied
+        reference = Reference(BasePolicy(trained))
+    return trained, critic, reference
 
 
 def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -> MasterAdamW:
@@ -379,28 +389,16 @@ def token_budget(config: AgentConfig, tags: Sequence[str]) -> int:
     return proxy.max_tokens * turns
 
 
-def describe(config: AgentConfig, policy: Policy, kinds: Sequence[str], processes: Processes) -> str:
-    """One line: what is trained, on what."""
-    size = sum(parameter.numel() for parameter in policy.module.parameters())
-    groups, algorithm = config.es_manager.train, config.algorithm.adv_estimator
-    several = f", {processes.count} processes" if processes.count > 1 else ""
-    several += " (sharded)" if processes.sharded else ""
-    return (
-        f"{config.engine.name} engine with {size / 1e6:.2f}M parameters, {algorithm}, "
-        f"{groups.env_groups} groups of {groups.group_size} on {', '.join(kinds)}{several}"
-    )
-
-
 def lockstep_collector(
-    config: AgentConfig, side: EnvironmentSet, sampler: Sampler, clock: EngineClock, seed: int
+    config: AgentConfig, side: EnvironmentSet, sampler: Sampler, seed: int
 ) -> TrajectoryCollector:
-    """Plays the envs of one side in this process; `clock` measures the engine."""
+    """Plays the envs of one side in this process."""
     return TrajectoryCollector(
         side.pool,
         side.tags,
         make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn),
         side.group_size,
-        clock.around(sampler),
+        sampler,
         config.agent_proxy.prompt,
         seed,
     )
@@ -448,30 +446,22 @@ def play_groups(
     return played, learned, row
 
 
-class EngineClock:
-    """Adds up the seconds that engines spend on completions."""
+class TimedSampler(EngineAround):
+    """The same sampler, which adds up the seconds that it spends on completions."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, sampler: Sampler) -> None:
+        super().__init__(sampler)
+        self._seconds = 0.0
 
     def lap(self) -> float:
         """The seconds since the last lap."""
-        seconds, self.seconds = self.seconds, 0.0
+        seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def around(self, sampler: Sampler) -> Sampler:
-        """The same sampler, timed."""
-        return _Timed(sampler, self)
-
-
-class _Timed(EngineAround):
-    def __init__(self, sampler: Sampler, clock: EngineClock) -> None:
-        super().__init__(sampler)
-        self._clock = clock
-
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """The sampler's, timed."""
         began = time.perf_counter()
         try:
             return super().generate(requests)
         finally:
-            self._clock.seconds += time.perf_counter() - began
+            self._seconds += time.perf_counter() - began

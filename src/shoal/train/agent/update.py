@@ -196,7 +196,7 @@ def refuse_diverged(norm: Tensor, of: str) -> float:
     if not math.isfinite(size):
         raise DivergedError(
             f"the gradient of the {of} is {size} (its norm): training diverged, and the weights are those from before "
-            f"it. Lower the learning rate; resume=true goes on from the last checkpoint"
+            f"it. Begin anew in another run_dir with a lower learning rate: resume=true takes the same settings alone"
         )
     return size
 
@@ -275,7 +275,9 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     old: Sequence[np.ndarray] = [sample.columns["rollout_logprobs"] for sample in samples]
     if algorithm.rollout_correction.method != "none":
         sampled, old = old, _ask(policy, samples, learner)
-        columns["correction"] = [_correction(o, s, algorithm) for o, s in zip(old, sampled, strict=True)]
+        pairs = zip(map(torch.from_numpy, old), map(torch.from_numpy, sampled), strict=True)
+        cap, method = algorithm.rollout_correction.cap, algorithm.rollout_correction.method
+        columns["correction"] = [rollout_correction(o, s, cap, method).numpy() for o, s in pairs]
     columns["old_logprobs"] = old
     if learner.reference is not None:
         columns["reference_logprobs"] = _ask(learner.reference, samples, learner)
@@ -289,7 +291,11 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
         told = _by_turn(trajectories, _ask(learner.teacher, samples, learner))
         advantages = _flatten(teacher_advantages(trajectories, known, told, algorithm, proxy))
     else:
-        advantages = _spread(trajectories, turn_advantages(trajectories, algorithm, proxy))
+        counts = [len(turn.response_ids) for t in trajectories for turn in t.turns]
+        of_turns = turn_advantages(trajectories, algorithm, proxy)
+        advantages = np.repeat(
+            np.concatenate(of_turns), counts
+        )  # of a turn: that of each token of its response
     columns["advantages"] = split_tokens(samples, advantages)
     for name, of_samples in columns.items():
         samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
@@ -323,6 +329,9 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
     algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
     device = str(next(policy.module.parameters()).device)
     shortest = min(samples, key=lambda sample: len(sample.ids))
+    read = (
+        policy if isinstance(network, Critic) else network
+    )  # a critic has the policy's shape, a teacher its own
 
     def compute(micro: MicroBatch) -> Tensor:
         if isinstance(network, Critic):
@@ -338,26 +347,13 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
             policy.pad_id,
             device,
             algorithm.batching,
-            policy.shares_prefixes,
-            policy.merges_equals,
+            read.shares_prefixes,
+            read.merges_equals,
             processes.in_step,
             shortest,
         )
 
     return processes.spread([len(sample.ids) for sample in samples], of)
-
-
-def _correction(old: np.ndarray, sampled: np.ndarray, algorithm: Algorithm) -> np.ndarray:
-    settings = algorithm.rollout_correction
-    method = "mask" if settings.method == "mask" else "truncate"
-    weights = rollout_correction(torch.from_numpy(old), torch.from_numpy(sampled), settings.cap, method)  # type: ignore[arg-type]
-    return weights.numpy()
-
-
-def _spread(trajectories: Sequence[Trajectory], turns: Sequence[Array]) -> np.ndarray:
-    """One advantage a turn, repeated for each token of its response."""
-    counts = [len(turn.response_ids) for t in trajectories for turn in t.turns]
-    return np.repeat(np.concatenate(turns), counts)
 
 
 def _by_turn(trajectories: Sequence[Trajectory], of_samples: Sequence[np.ndarray]) -> list[list[Array]]:

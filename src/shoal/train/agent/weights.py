@@ -64,17 +64,14 @@ def whole_weights(module: nn.Module, keep: bool = True, trained_only: bool = Fal
 
 def whole_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Tensor]:
     """State tensors as `<number of the parameter>.<name>`."""
-    found: dict[str, Tensor] = {}
-    for index, values in optimizer.state_dict()["state"].items():
-        for name, value in values.items():
-            gathered = whole(value)
-            if keep:
-                found[f"{index}.{name}"] = gathered
-    for name, master in getattr(optimizer, "masters", dict)().items():
-        gathered = whole(master)
-        if keep:
-            found[name] = gathered
-    return found
+    held = {
+        f"{index}.{name}": value
+        for index, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+    held |= getattr(optimizer, "masters", dict)()
+    gathered = ((name, whole(value)) for name, value in held.items())
+    return {name: value for name, value in gathered if keep}
 
 
 _TAKEN: set[int] = set()
@@ -152,22 +149,19 @@ def without_twins(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
 
 @torch.no_grad()
-def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put weights by name in place; of tied ones, one is enough.
+def fill(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Put weights by name in place of `own`; of tied ones, one is enough.
 
     Raises:
-        DataError: they are of another network.
+        DataError: they are of another network; all is as it was.
     """
-    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    filled: set[int] = set()
     wrong = [n for n, value in weights.items() if n not in own or own[n].shape != value.shape]
-    if not wrong:
-        for name, value in weights.items():
-            own[name].copy_(cut_like(value, own[name]))
-            filled.add(id(own[name]))
-        wrong = [name for name, tensor in own.items() if id(tensor) not in filled]
+    filled = {id(own[n]) for n in weights if n in own}
+    wrong += [name for name, tensor in own.items() if id(tensor) not in filled]
     if wrong:
         raise DataError(f"these weights are of another network: {sorted(wrong)[:3]} do not match")
+    for name, value in weights.items():
+        own[name].copy_(cut_like(value, own[name]))
 
 
 def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
