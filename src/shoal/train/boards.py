@@ -35,9 +35,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
-        for name, value in row.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(name, value, step)
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
@@ -91,15 +90,18 @@ class WandB:
         if self._init is not None:
             if self._run is None:
                 self._open()
-            numbers = {
-                name: value
-                for name, value in row.items()
-                if isinstance(value, int | float) and not isinstance(value, bool)
-            }
-            self._run.log(numbers, step=step)
+            self._run.log(_numbers(row), step=step)
 
     def close(self) -> None:
         """End the run; may be called twice."""
         if self._run is not None:
             self._run.finish()
             self._run = None
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in row.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -10,7 +10,8 @@ from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import Lora, compose_config
-from shoal.train.agent.lora import LoraPolicy, load_lora, weights_sha256
+from shoal.train.agent.distributed import BasePolicy
+from shoal.train.agent.lora import LoraPolicy, add_lora, load_lora, weights_sha256
 from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -105,3 +106,20 @@ def test_equal_samples_are_computed_once_unless_adapters_drop_out(dropout):
     policy = LoraPolicy(policy_of(make_engine()), Lora(rank=2, dropout=dropout), "base", 0)
     assert policy.shares_prefixes
     assert policy.merges_equals == (dropout == 0)
+
+
+def test_adapters_that_a_given_policy_lacks_are_refused(base, tmp_path):
+    config = compose_config("base", [*SETTINGS, f"engine.model={base}", f"run_dir={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=2 has no effect on a policy that is given"):
+        AgentTrainer(config, sampler=HuggingFaceEngine.load(base))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_base_of_a_given_policy_with_adapters_is_what_the_penalty_holds_on_to(base, tmp_path):
+    config = compose_config(
+        "base", [*SETTINGS, f"engine.model={base}", f"run_dir={tmp_path / 'run'}", "model.lora.rank=0"]
+    )
+    sampler = HuggingFaceEngine.load(base)
+    policy = add_lora(policy_of(sampler), Lora(2), str(base), 0)
+    with AgentTrainer(config, policy=policy, sampler=sampler) as trainer:
+        assert isinstance(trainer._learner.reference, BasePolicy)

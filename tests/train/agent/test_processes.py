@@ -96,6 +96,34 @@ def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
         ]
 
 
+OTHERWISE = {
+    "distillation": [
+        "algorithm.adv_estimator=distillation", "algorithm.kl.coef=0", "algorithm.epochs=2", "warmup.steps=0",
+    ],
+    "refilled and filtered groups": [
+        "algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "algorithm.policy_loss=gspo",
+        "algorithm.filter_groups.max_num_gen_batches=3", "algorithm.rollout_filter_ratio=0.5",
+        "agent_proxy.max_turn=8", "warmup.expert=0.8",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "sharding"),
+    [("distillation", "none"), ("distillation", "full"), ("refilled and filtered groups", "full")],
+)
+def test_two_processes_train_otherwise_as_one_does(alone, tmp_path, how, sharding):
+    settings = [*OTHERWISE[how], "trainer.iterations=2", f"trainer.sharding={sharding}"]
+    if how == "distillation":
+        settings.append(f"algorithm.teacher={list_checkpoints(alone / 'checkpoints')[-1] / 'engine'}")
+    for name, n in (("one", 1), ("two", 2)):
+        done = launch(tmp_path / name, n, *settings)
+        assert done.returncode == 0, done.stderr
+    assert any(row.get("gradient_steps") for row in rows_of(tmp_path / "one"))
+    same_run(tmp_path / "one", tmp_path / "two", 1e-5, files=("model.safetensors",))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_shared_engine_that_answers_workers_trains_the_same(alone, tmp_path, sharding):

@@ -254,6 +254,15 @@ def test_settings_without_effect_or_meaning_are_refused(settings, message):
         RecordedTraining(**settings)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"max_tokens": 0}, {"temperature": float("nan")}, {"temperature": -1.0}]
+)
+def test_answers_without_a_token_or_a_temperature_are_refused(model, batch, settings):
+    """No answer was ever full with `max_tokens=0`: it was written without end."""
+    with pytest.raises(ValueError, match="max_tokens must be at least 1 and temperature 0 or above"):
+        answer(model, batch.samples()[:1], 0, [], **settings)
+
+
 def test_the_name_of_a_loss_sets_what_its_paper_sets():
     gspo, clip = RecordedTraining(objective="grpo", policy_loss="gspo"), RecordedTraining(objective="grpo")
     assert (gspo.loss_aggregation, gspo.clip_ratio_low, gspo.clip_ratio_high) == ("sequence_mean", 3e-4, 4e-4)

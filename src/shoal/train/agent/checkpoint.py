@@ -87,11 +87,7 @@ def save_checkpoint(
 
 
 def _fill(
-    folder: Path,
-    policy: Policy,
-    snapshot: Snapshot,
-    progress: Progress,
-    config: dict[str, Any],
+    folder: Path, policy: Policy, snapshot: Snapshot, progress: Progress, config: dict[str, Any]
 ) -> None:
     (folder / "engine").mkdir()
     policy.save(folder / "engine", snapshot.policy)

@@ -369,6 +369,10 @@ def answer(
         temperature: 0 takes the likeliest token.
         seed: of the tokens that are drawn, by the number of the prompt and of the token.
     """
+    if max_tokens < 1 or not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"max_tokens must be at least 1 and temperature 0 or above, got {max_tokens} and {temperature}"
+        )
     found: list[tuple[list[int], list[float]]] = []
     for first in range(0, len(prompts), AT_A_TIME):
         some = prompts[first : first + AT_A_TIME]

@@ -81,8 +81,6 @@ class Records:
         self._board.add(row, row["iteration"])
         self._wandb.add(row, row["iteration"])
         if "heldout_success" in row:
-            from shoal.train.agent.records import write_curves
-
             write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
 
     def keep_trajectories(
@@ -95,26 +93,12 @@ class Records:
             write_advantages(self.folder.path / "advantages" / f"{name}.jsonl", advantages)
         write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
 
-    def save(
-        self,
-        policy: Policy,
-        snapshot: Snapshot,
-        progress: Progress,
-        *,
-        best: bool = False,
-    ) -> None:
+    def save(self, policy: Policy, snapshot: Snapshot, progress: Progress, *, best: bool = False) -> None:
         """Commit a checkpoint, as the best one too if it is the best so far."""
         if not self._writes:
             return
-        path = save_checkpoint(
-            self._checkpoints,
-            policy,
-            snapshot,
-            progress,
-            self._config.comparable(),
-            self._config.trainer.keep_checkpoints,
-            best=best,
-        )
+        settings, keep = self._config.comparable(), self._config.trainer.keep_checkpoints
+        path = save_checkpoint(self._checkpoints, policy, snapshot, progress, settings, keep, best=best)
         self.folder.event("checkpoint", step=progress.iteration, path=str(path))
 
     def finish(self, progress: Progress) -> None:

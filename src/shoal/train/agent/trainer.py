@@ -121,6 +121,16 @@ class AgentTrainer:
         policy = policy_of(sampler) if policy is None else policy
         self.sampler = sampler
         algorithm, teacher = config.algorithm, None
+        if config.model.lora.rank and not hasattr(policy, "without_adapters"):
+            raise ConfigError(
+                f"model.lora.rank={config.model.lora.rank} has no effect on a policy that is given without adapters: "
+                f"give shoal.train.agent.lora.add_lora(policy, ...), or set it to 0"
+            )
+        if algorithm.gradient_checkpointing and not can_checkpoint(policy.module):
+            raise ConfigError(
+                "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
+                "twice: leave it out"
+            )
         batching = safe_batching(policy, algorithm.batching)
         if algorithm.teacher:
             teacher = load_teacher(algorithm.teacher, policy)
@@ -324,11 +334,6 @@ def make_networked(config: AgentConfig, roles: dict[str, Role], processes: Proce
     device = processes.device(config.engine.device)
     policy, sampler = make_policy(replace(config.engine, device=device), words, config.seed)
     try:
-        if config.algorithm.gradient_checkpointing and not can_checkpoint(policy.module):
-            raise ConfigError(
-                "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
-                "twice: leave it out"
-            )
         if not config.model.lora.rank:
             return policy, sampler
         from shoal.train.agent.lora import add_lora
@@ -349,7 +354,7 @@ def make_networks(
     critic = Critic(policy) if config.algorithm.needs == "critic" else None
     if critic is not None and processes.sharded:
         shard_critic(critic, policy, processes)
-    penalty, lora = config.algorithm.kl.coef, config.model.lora.rank
+    penalty, lora = config.algorithm.kl.coef, hasattr(policy, "without_adapters")
     reference = None
     if penalty and not lora:
         frozen = policy.twin()
