@@ -67,18 +67,22 @@ def check_fields(config: Any, path: str = "") -> None:
         ConfigError: an unknown word, a value of the wrong type, NaN or infinity; the message has the path of the key.
     """
     for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
-        value, where = getattr(config, name), f"{path}{name}"
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, hint):  # type: ignore[arg-type]
-                raise ConfigError(f"{where} must be {hint.__name__} settings, got {value!r}")  # type: ignore[union-attr]
-            check_fields(value, f"{where}.")
-        elif isinstance(value, float | np.floating) and not math.isfinite(value):
-            raise ConfigError(f"{where} must be a finite number, got {value}")
-        elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
-            for key, item in value.items():
-                check_fields(item, f"{where}.{key}.")
-        else:
-            _convert(hint, value, where)
+        _check(hint, getattr(config, name), f"{path}{name}")
+
+
+def _check(hint: Any, value: Any, path: str) -> None:
+    arguments = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, hint):  # type: ignore[arg-type]
+            raise ConfigError(f"{path} must be {hint.__name__} settings, got {value!r}")  # type: ignore[union-attr]
+        check_fields(value, f"{path}.")
+    elif isinstance(value, Mapping) and len(arguments) == 2 and dataclasses.is_dataclass(arguments[1]):
+        for name, item in value.items():
+            _check(arguments[1], item, f"{path}.{name}")
+    elif isinstance(value, float | np.floating) and not math.isfinite(value):
+        raise ConfigError(f"{path} must be a finite number, got {value}")
+    else:
+        _convert(hint, value, path)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

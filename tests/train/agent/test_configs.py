@@ -152,6 +152,7 @@ MADE_IN_PYTHON = {
     },
     "seed: Expected `int`": {"seed": 0.5},
     "algorithm must be Algorithm settings": {"algorithm": {"epochs": 2}},
+    "custom_envs.lake must be EnvTag settings": {"custom_envs": {"lake": {"env_type": "frozen_lake"}}},
 }
 
 
@@ -164,6 +165,10 @@ def test_what_a_file_may_not_say_a_config_made_in_python_may_not_either(message)
 def test_a_config_made_in_python_takes_what_numpy_counts():
     config = AgentConfig(seed=np.int64(3), algorithm=Algorithm(gamma=np.float32(0.5), epochs=np.int32(2)))
     assert config.comparable()["seed"] == 3
+    tag = EnvTag(
+        "frozen_lake", env_config={"kind": EnvTag, "of": [1], "limit": math.inf}
+    )  # what an env takes is its own
+    assert AgentConfig(custom_envs={"lake": tag}).custom_envs["lake"] is tag
 
 
 def test_a_hydra_app_of_the_users_own_finds_itself_again(tmp_path):
