@@ -11,7 +11,7 @@ import pytest
 from tests.train.agent.tiny_model import write_tiny_model
 
 import shoal.train.agent.trainer as trainer_module
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.registry import Registry
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.advantages import ESTIMATORS
@@ -208,6 +208,14 @@ def test_a_teacher_whose_words_are_others_is_refused(tmp_path):
     for name in ("other", "swapped", "fewer", "more"):
         with pytest.raises(ConfigError, match="another vocabulary"):
             load_teacher(str(tmp_path / name), student)
+
+
+def test_a_folder_without_a_model_says_where_there_is_one(tmp_path):
+    with pytest.raises(DataError, match=r"neither config\.json nor engine\.json$"):
+        load_policy(tmp_path)
+    save_tiny(tmp_path / "engine", ["Up"])
+    with pytest.raises(DataError, match="the one of this checkpoint is .*engine"):
+        load_policy(tmp_path)
 
 
 def test_a_teacher_may_have_room_for_more_tokens_than_the_student_has(tmp_path):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
 from shoal.rollout.samplers.models import resolve_model
 from shoal.rollout.samplers.registry import make_engine
@@ -388,11 +388,17 @@ def load_policy(
         folder: what `Policy.save` or transformers wrote.
         device: where the network lives.
         config: of the run, for what its sampler is set to beside its weights.
+
+    Raises:
+        DataError: the folder holds no model.
     """
     options = {} if config is None else {"max_batch": config.max_batch, **config.template}
     described: dict[str, Any] = {}
-    if (folder / "engine.json").exists() or not (folder / "config.json").exists():  # a bare model has none
+    if (folder / "engine.json").exists():
         described = read_json(folder / "engine.json")
+    elif not (folder / "config.json").exists():  # which a bare model has
+        hint = f"; the one of this checkpoint is {folder / 'engine'}" if (folder / "engine").is_dir() else ""
+        raise DataError(f"{folder} is no model folder: it has neither config.json nor engine.json{hint}")
     sampler: Any
     if described.get("engine") == "tiny":
         from shoal.rollout.samplers.tiny import TinyEngine
