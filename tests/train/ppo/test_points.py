@@ -76,6 +76,21 @@ def test_squashed_actions_fill_their_bounds_and_the_policy_acts_as_in_training(t
         assert policy.action_space.contains(policy(seen, rng=np.random.default_rng(0)))
 
 
+@pytest.mark.parametrize("more", [{}, {"sde": True, "normalize_obs": True}])
+def test_onnx_gives_squashed_actions_as_the_policy_does(tmp_path, more):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    with PPO(Watched, squash=True, **more, **SMALL) as ppo:
+        ppo.learn(64).save(tmp_path)
+    policy = load_policy(tmp_path)
+    session = runtime.InferenceSession(
+        str(policy.export_onnx(tmp_path / "policy.onnx")), providers=["CPUExecutionProvider"]
+    )
+    rows = np.random.default_rng(0).standard_normal((7, 2)).astype(np.float32) * 3
+    (got,) = session.run(None, {"observation": rows})
+    np.testing.assert_allclose(got, [policy(row) for row in rows], atol=1e-6)
+
+
 def test_a_squashed_run_goes_on_exactly(tmp_path):
     with PPO(Watched, squash=True, **SMALL) as ppo:
         ppo.learn(96).save(tmp_path)

@@ -462,13 +462,16 @@ def copied(tensor: Tensor) -> np.ndarray:
 
 
 class ExportedPolicy(nn.Module):
-    """Raw observation rows to action parameters, normalisation included."""
+    """Raw observation rows to action parameters, normalisation and squashing into `bounds` (low, high) included."""
 
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, network: Any, mean: Tensor | None, scale: Tensor | None) -> None:
+    def __init__(
+        self, network: Any, mean: Tensor | None, scale: Tensor | None, bounds: tuple[Tensor, Tensor] | None
+    ) -> None:
         super().__init__()
+        self.bounds = bounds
         self.network = network
         self.normalizes = mean is not None
         self.n_parameters: int | None = None
@@ -483,7 +486,11 @@ class ExportedPolicy(nn.Module):
             n = len(self.mean)  # pictures stand behind the numbers, and stay as they are
             numbers = ((observation[:, :n] - self.mean) * self.scale).clamp(-10.0, 10.0)
             observation = torch.cat([numbers, observation[:, n:]], dim=1)
-        return self.network.policy(observation)[:, : self.n_parameters]  # type: ignore[no-any-return]
+        parameters: Tensor = self.network.policy(observation)[:, : self.n_parameters]
+        if self.bounds is None:
+            return parameters
+        low, high = self.bounds
+        return (low + 0.5 * (parameters.tanh() + 1.0) * (high - low)).maximum(low).minimum(high)
 
 
 def write_onnx(policy: ExportedPolicy, n_inputs: int, path: Path) -> Path:

@@ -137,8 +137,9 @@ class Policy:
 
         Normalisation is part of the graph. Rows are what `ObservationRows` makes: for a flat Box, the
         observation itself; with images, the numbers and then the pixels, all as floats. For choices take
-        the largest parameter of each group; for points they are the action. All of it is float32, also of a
-        policy trained with `precision="bfloat16"`.
+        the largest parameter of each group; for points they are the action, before it is clipped to its bounds
+        or, with `squash=True`, squashed into them. All of it is float32, also of a policy trained with
+        `precision="bfloat16"`.
         """
         try:
             import onnx  # noqa: F401
@@ -157,8 +158,15 @@ class Policy:
         for part in module.modules():
             if isinstance(part, Encoder):
                 part.halved = False
+        bounds = None
+        if self._squashes:
+            bounds = tuple(
+                torch.from_numpy(np.asarray(bound, np.float32).reshape(-1))
+                for bound in (self.action_space.low, self.action_space.high)
+            )
         pixels = sum(leaf.stop - leaf.start for leaf in self.rows.leaves if leaf.is_image)
-        return write_onnx(ExportedPolicy(module, mean, scale), self.rows.n_numbers + pixels, Path(path))
+        exported = ExportedPolicy(module, mean, scale, bounds)
+        return write_onnx(exported, self.rows.n_numbers + pixels, Path(path))
 
 
 def load_policy(path: Path | str, network: Any = None) -> Policy:
