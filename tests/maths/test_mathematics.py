@@ -221,11 +221,23 @@ def test_rewards_are_scaled_by_the_deviation_of_their_discounted_sum():
     np.testing.assert_allclose(scaled, np.full((3, 1), math.sqrt(18)), rtol=1e-5)
 
 
+def test_steps_spent_on_resets_are_no_rewards():
+    # gamma 0.5, rewards 1, 1, then a step of a reset, 1: sums 1, 1.5, 1, as above
+    norm = RewardNormalizer(1, 0.5)
+    done, valid = np.array([[[False], [True], [False], [False]], [[True], [True], [False], [True]]])
+    scaled = norm(column(1, 1, 0, 1), done, valid)
+    np.testing.assert_allclose(scaled, np.array([[1], [1], [0], [1]]) * math.sqrt(18), rtol=1e-5)
+    assert norm.moments.count == 3
+    norm(column(0), ~valid[:1], ~valid[:1])  # nothing but a reset
+    assert norm.moments.count == 3
+
+
 def test_explained_variance_of_perfect_useless_and_undefined_critics():
     returns = np.array([1.0, 2.0, 4.0])
     assert explained_variance(returns, returns) == 1.0
     assert explained_variance(np.zeros(3), returns) == 0.0
     assert math.isnan(explained_variance(returns, np.ones(3)))
+    assert math.isnan(explained_variance(returns[:0], returns[:0]))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -59,5 +59,5 @@ def next_values_of(values: Array, truncated: Array, final_values: Array) -> Arra
 
 def explained_variance(values: Array, returns: Array) -> float:
     """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant one; NaN if undefined."""
-    variance = float(np.var(returns))
+    variance = float(np.var(returns)) if returns.size else 0.0
     return float("nan") if variance == 0 else float(1.0 - np.var(returns - values) / variance)

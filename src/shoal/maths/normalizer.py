@@ -23,6 +23,8 @@ class RunningMoments:
 
     def add(self, rows: Array) -> None:
         """Take `[B, size]` rows in."""
+        if not len(rows):
+            return
         rows = rows.astype(np.float64, copy=False)
         n = len(rows)
         mean = rows.mean(axis=0)
@@ -48,7 +50,7 @@ class ObservationNormalizer:
         return np.clip(scaled, -CLIP, CLIP, out=scaled)
 
     def update(self, rows: Array) -> None:
-        """Take the raw observations of a finished rollout in."""
+        """Take the raw observations `[..., size]` that a finished rollout acted on in."""
         self.moments.add(rows.reshape(-1, rows.shape[-1]))
         self.refresh()
 
@@ -66,13 +68,13 @@ class RewardNormalizer:
         self.moments = RunningMoments(1)
         self.sums = np.zeros(n_envs)
 
-    def __call__(self, rewards: Array, done: Array) -> Array:
-        """Take `[T, N]` rewards in, then scale them."""
+    def __call__(self, rewards: Array, done: Array, valid: Array | None = None) -> Array:
+        """Take `[T, N]` rewards in, then scale them; where not `valid`, a step was spent on a reset and paid nothing."""
         history = np.empty_like(rewards)
         for t in range(len(rewards)):
             self.sums = self.sums * self.gamma + rewards[t]
             history[t] = self.sums
             self.sums = np.where(done[t], 0.0, self.sums)
-        self.moments.add(history.reshape(-1, 1))
+        self.moments.add((history if valid is None else history[valid]).reshape(-1, 1))
         scaled = rewards / np.sqrt(self.moments.variance + 1e-8)
         return np.clip(scaled, -CLIP, CLIP)

@@ -1068,6 +1068,43 @@ def test_units_of_numpy_are_saved_as_others_are(tmp_path):
     assert PPO.load(ppo.save(tmp_path), CountingEnv).config == PPOConfig(hidden=(8, 4))
 
 
+def test_steps_spent_on_resets_count_nowhere():
+    trainer = PPOTrainer(normalize_reward=True, normalize_obs=True, n_steps=12, gamma=0.5, hidden=(4,))
+    envs = SyncVectorEnv([partial(CountingEnv, 3)] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)
+    assert (
+        trainer.train_episode_vectorized(envs)["steps"] == 18
+    )  # of 24: each third step is followed by a reset
+    assert {e.step for e in trainer.log.recent} == {0 + 6, 6 + 6, 12 + 6}
+    rewards, seen = trainer.agent.reward_norm.moments, trainer.agent.obs_norm.moments
+    assert (rewards.count, rewards.mean) == (18, pytest.approx((1 + 1.5 + 1.75) / 3))
+    assert (seen.count, seen.mean[0]) == (18, pytest.approx((0 + 1 + 2) / 3))
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_a_rollout_of_nothing_but_resets_changes_nothing(path):
+    trainer = PPOTrainer(n_steps=1, hidden=(4,), path=path, normalize_reward=True, normalize_obs=True)
+    envs = SyncVectorEnv([partial(CountingEnv, 1)], autoreset_mode=AutoresetMode.NEXT_STEP)
+    assert trainer.train_episode_vectorized(envs)["n_minibatches"] == 4
+    before = trainer.agent.state()
+    metrics = trainer.train_episode_vectorized(envs)
+    assert (metrics["n_minibatches"], metrics["steps"], metrics["n_completed_episodes"]) == (0, 1, 0)
+    for one, two in zip(before[:2], trainer.agent.state()[:2], strict=True):
+        assert_equal(one, two)
+
+
+def test_the_sums_of_rewards_are_those_of_the_episodes_under_way(tmp_path, monkeypatch):
+    trainer = PPOTrainer(normalize_reward=True, n_steps=2, gamma=0.5, hidden=(4,))
+    for envs in [SyncVectorEnv([CountingEnv] * 2) for _ in range(2)]:  # each in the middle of its episodes
+        trainer.train_episode_vectorized(envs)
+    assert trainer.agent.reward_norm.moments.mean == pytest.approx((1 + 1.5) / 2)
+    monkeypatch.setattr(ppo_module, "REPLAY_LIMIT", 3)
+    with PPO(CountingEnv, n_envs=2, backend="serial", normalize_reward=True, n_steps=4, batch_size=8) as ppo:
+        ppo.learn(8)
+        assert (ppo.agent.reward_norm.sums > 0).all()
+        ppo.save(tmp_path)  # breaks off the episodes
+        assert (ppo.agent.reward_norm.sums == 0).all()
+
+
 def test_an_evaluation_of_no_episodes_is_refused():
     with pytest.raises(ConfigError, match="episodes must be at least 1, got 0"):
         PPO(CountingEnv, preset="none", backend="serial").evaluate(0)

@@ -102,6 +102,12 @@ class PPOAgent:
         if self.memory is not None:
             self.memory[i] = 0
 
+    def broken_off(self, i: int) -> None:
+        """The episode under way in env `i` has no more steps: neither it nor its rewards are remembered."""
+        self.forget(i)
+        if self.reward_norm is not None:
+            self.reward_norm.sums[i] = 0.0
+
     def remembered(self) -> Array | None:
         """A copy of what is remembered of every env."""
         return None if self.memory is None else self.memory.copy()
@@ -112,14 +118,13 @@ class PPOAgent:
         one.memory = self.learner.no_memory(1) if isinstance(self.learner, RecurrentLearner) else None
         return one
 
-    def set_envs(self, n_envs: int) -> None:
-        """Learn from rollouts of another number of environments from now on."""
-        if n_envs != self.n_envs:
-            self.n_envs = n_envs
-            if self.reward_norm is not None:
-                self.reward_norm.sums = np.zeros(n_envs)
-            if isinstance(self.learner, RecurrentLearner):
-                self.memory = self.learner.no_memory(n_envs)
+    def attend(self, n_envs: int, memory: Array | None, sums: Array | None) -> None:
+        """Go on with other environments: what is remembered of them and the sums of their rewards, or None."""
+        self.n_envs = n_envs
+        if isinstance(self.learner, RecurrentLearner):
+            self.memory = self.learner.no_memory(n_envs) if memory is None else memory
+        if self.reward_norm is not None:
+            self.reward_norm.sums = np.zeros(n_envs) if sums is None else sums
 
     @property
     def noise_size(self) -> int:
@@ -167,8 +172,9 @@ class PPOAgent:
     def _improve(self, rollout: StepRollout, progress: float) -> dict[str, float]:
         config, learner = self.config, self.learner
         n_steps, n_envs = rollout.rewards.shape
-        done = rollout.done
-        rewards = rollout.rewards if self.reward_norm is None else self.reward_norm(rollout.rewards, done)
+        done, rewards = rollout.done, rollout.rewards
+        if self.reward_norm is not None:
+            rewards = self.reward_norm(rewards, done, rollout.valid)
         rewards = rewards.astype(np.float32)
         obs = self._seen(rollout.obs)
         final_obs = self._seen(rollout.final_obs)
@@ -193,11 +199,13 @@ class PPOAgent:
                 "undone. Lower the learning rate, or normalise observations and rewards"
             )
         if self.obs_norm is not None:
-            self.obs_norm.update(self.obs_rows.numbers(rollout.obs[:-1]))
+            acted_on = rollout.obs[:-1] if rollout.valid is None else rollout.obs[:-1][rollout.valid]
+            self.obs_norm.update(self.obs_rows.numbers(acted_on))
         self.iteration += 1
+        learned_from = slice(None) if batch.valid is None else batch.valid.reshape(-1)
         return {
             **stats._asdict(),
-            "explained_variance": explained_variance(batch.values, batch.returns),
+            "explained_variance": explained_variance(batch.values[learned_from], batch.returns[learned_from]),
             "learning_rate": rates.learning_rate,
             "clip_range": rates.clip,
             "ent_coef": rates.ent_coef,
@@ -263,7 +271,9 @@ class PPOAgent:
             target_kl=config.target_kl,
             normalize_advantage=config.normalize_advantage,
             adam_eps=config.adam_eps,
-            batch_size=min(config.batch_size, n_samples),  # room is made for a minibatch, however large
+            batch_size=max(
+                1, min(config.batch_size, n_samples)
+            ),  # room is made for a minibatch, however large
         )
 
     def state(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:

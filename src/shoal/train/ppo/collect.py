@@ -68,7 +68,8 @@ class EpisodeLog:
             for t, i in np.argwhere(done).tolist():
                 length = int(self.lengths[i]) + _count(valid, begins[i], t + 1, i)
                 reward = float(self.returns[i] + rewards[begins[i] : t + 1, i].sum())
-                ended.append(Episode(i, reward, length, self.n_steps + (t + 1) * n_envs))
+                step = self.n_steps + ((t + 1) * n_envs if valid is None else int(valid[: t + 1].sum()))
+                ended.append(Episode(i, reward, length, step))
                 self.returns[i], self.lengths[i] = 0.0, 0
                 self.started[i] += 1
                 self._actions[i].clear()
@@ -82,7 +83,7 @@ class EpisodeLog:
                 self.returns[i] += rewards[begins[i] :, i].sum()
         else:
             self.returns += rewards.sum(axis=0)
-        self.n_steps += n_steps * n_envs
+        self.n_steps += n_steps * n_envs if valid is None else int(valid.sum())
         self.n_episodes += len(ended)
         self.recent.extend(ended)
         return ended
@@ -242,7 +243,7 @@ class Experience:
     def _broken_off(self, envs: list[int]) -> None:
         self.log.restarted(envs)
         for i in envs:
-            self.agent.forget(i)
+            self.agent.broken_off(i)
 
     def _env_actions(self, i: int) -> list[Any]:
         rows = self.log.actions_since_reset(i)

@@ -5,9 +5,8 @@ For whole runs with workers, evaluation and exact resume there is `PPO`; the mat
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +39,16 @@ class Selected(NamedTuple):
     action: Any
     logprob: float
     value: float
+
+
+@dataclasses.dataclass(slots=True)
+class Known:
+    """Environments that a trainer learns from, and what is under way there."""
+
+    collector: EnvSlice | VectorSteps
+    log: EpisodeLog
+    memory: Array | None = None  # [N, S] what a recurrent policy remembers
+    sums: Array | None = None  # [N] of the rewards, where they are normalised
 
 
 class HasVectorEnv(Protocol):
@@ -85,9 +94,7 @@ class PPOTrainer:
         self._own_network = network
         self._agent: PPOAgent | None = None
         self._spaces: tuple[gym.Space, gym.Space] | None = None
-        self._collectors: dict[int, EnvSlice | VectorSteps] = {}  # by id of the env they step
-        self._logs: dict[int, EpisodeLog] = {}
-        self._memories: dict[int, Array] = {}  # of a recurrent policy, by id of the env
+        self._known: dict[int, Known] = {}  # by id of the env
         self._selecting: PPOAgent | None = None  # who answers `select_action`, with a memory of its own
         self.log = EpisodeLog(1, replayable=False)  # all episodes, whatever env they came from
         if observation_space is not None and action_space is not None:
@@ -113,28 +120,9 @@ class PPOTrainer:
 
         An episode longer than 10,000 steps (or the env's time limit) is learned from in parts.
         """
-        with self._whole(id(env)):
-            return self._train_episode(env)
-
-    def _train_episode(self, env: gym.Env) -> dict[str, float]:
-        known = self._collectors.get(id(env))
-        if not isinstance(known, EnvSlice):
-            self._meet(env.observation_space, env.action_space, 1)
-            seeded = SeededEpisodes(env, self.seed, 0)
-            seeded.episode = self.num_episodes
-            _, info = seeded.reset()
-            known = EnvSlice([seeded], masked="action_mask" in info)
-            seeded.episode -= 1
-            known.reset()
-            self._collectors[id(env)] = known
-        self.agent.set_envs(1)
         limit = env.spec.max_episode_steps if env.spec is not None else None
-        noise = self.agent.noise(min(limit or LONGEST_EPISODE, LONGEST_EPISODE))
-        self._recall(id(env))
-        remembered = self.agent.remembered()
-        rollout = known.collect(self.agent, noise, until_done=True)
-        rollout.memory = remembered
-        return self._learn(id(env), rollout)
+        n_steps = min(limit or LONGEST_EPISODE, LONGEST_EPISODE)
+        return self._train(env, self._meet_env, 1, n_steps, until_done=True)
 
     def train_episode_vectorized(self, vec_env: VectorEnv | HasVectorEnv) -> dict[str, float]:
         """Collect `n_steps` of every environment, then update; returns the metrics.
@@ -144,43 +132,59 @@ class PPOTrainer:
         """
         if not isinstance(vec_env, VectorEnv):  # a ParallelEnv is a vector env with another face
             vec_env = vec_env.envs
-        with self._whole(id(vec_env)):
-            return self._train_vectorized(vec_env)
+        return self._train(vec_env, self._meet_vector_env, vec_env.num_envs, self.config.n_steps)
 
-    def _train_vectorized(self, vec_env: VectorEnv) -> dict[str, float]:
-        known = self._collectors.get(id(vec_env))
-        if not isinstance(known, VectorSteps):
-            self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
-            seeds: Any = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
-            try:
-                _, infos = vec_env.reset(seed=seeds)
-            except gym.error.Error:  # written as one (gymnasium's own CartPole): one generator for all
-                seeds = seeds[0]
-                _, infos = vec_env.reset(seed=seeds)
-            known = VectorSteps(vec_env, masked="action_mask" in infos, seed=seeds)
-            known.reset()
-            self._collectors[id(vec_env)] = known
-        self.agent.set_envs(vec_env.num_envs)
-        self._recall(id(vec_env))
-        remembered = self.agent.remembered()
-        rollout = known.collect(self.agent, self.agent.noise(self.config.n_steps))
-        rollout.memory = remembered
-        return self._learn(id(vec_env), rollout)
+    def _meet_env(self, env: gym.Env) -> EnvSlice:
+        self._meet(env.observation_space, env.action_space, 1)
+        seeded = SeededEpisodes(env, self.seed, 0)
+        seeded.episode = self.num_episodes
+        _, info = seeded.reset()
+        seeded.episode -= 1
+        return EnvSlice([seeded], masked="action_mask" in info)
 
-    @contextlib.contextmanager
-    def _whole(self, key: int) -> Iterator[None]:
-        """What fails in between, Ctrl-C too, leaves these envs within episodes we did not see: they begin new ones."""
+    def _meet_vector_env(self, vec_env: VectorEnv) -> VectorSteps:
+        self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
+        seeds: Any = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
         try:
-            yield
-        except BaseException:
-            for known in (self._collectors, self._logs, self._memories):
-                known.pop(key, None)  # type: ignore[attr-defined]
-            raise
+            _, infos = vec_env.reset(seed=seeds)
+        except gym.error.Error:  # written as one (gymnasium's own CartPole): one generator for all
+            seeds = seeds[0]
+            _, infos = vec_env.reset(seed=seeds)
+        return VectorSteps(vec_env, masked="action_mask" in infos, seed=seeds)
 
-    def _recall(self, key: int) -> None:
-        """Go on from what was remembered of these envs, or from nothing."""
-        if (memory := self.agent.memory) is not None:
-            self.agent.memory = self._memories.setdefault(key, np.zeros_like(memory))
+    def _train(
+        self, env: Any, meet: Callable[[Any], EnvSlice | VectorSteps], n_envs: int, n_steps: int, **how: bool
+    ) -> dict[str, float]:  # fmt: skip
+        """A rollout, an update and its metrics.
+
+        What fails in between, Ctrl-C too, leaves these envs within episodes we did not see: they begin new ones.
+        """
+        known = self._known.pop(id(env), None)
+        if known is None:
+            known = Known(meet(env), EpisodeLog(n_envs, replayable=False))
+            known.collector.reset()
+        agent = self.agent
+        agent.attend(n_envs, known.memory, known.sums)
+        remembered = agent.remembered()
+        rollout = known.collector.collect(agent, agent.noise(n_steps), **how)
+        rollout.memory = remembered
+        metrics = self.update(rollout)
+        ended = known.log.add(rollout)
+        known.memory, known.sums = agent.memory, agent.reward_norm and agent.reward_norm.sums
+        self._known[id(env)] = known
+        self.log.n_steps += rollout.rewards.size if rollout.valid is None else int(rollout.valid.sum())
+        self.log.n_episodes += len(ended)
+        self.log.recent.extend(ended)
+        return {
+            "reward": float(np.mean([e.reward for e in ended])) if ended else float("nan"),
+            "length": float(np.mean([e.length for e in ended])) if ended else float("nan"),
+            "reward_mean": self.log.mean_reward,
+            "n_completed_episodes": len(ended),
+            "n_envs": n_envs,
+            "episodes": self.log.n_episodes,
+            "steps": self.log.n_steps,
+            **metrics,
+        }
 
     def update(self, rollout: StepRollout) -> dict[str, float]:
         """One PPO update from a rollout that this policy collected."""
@@ -276,9 +280,7 @@ class PPOTrainer:
         self.config, self.seed = config, agent.seed
         self.total_episodes = training.get("num_episodes")
         self.log.load_state(training, self.log.state()[1])
-        self._collectors.clear()
-        self._logs.clear()
-        self._memories.clear()
+        self._known.clear()
         self._selecting = None
 
     def _meet(self, obs: gym.Space, act: gym.Space, n_envs: int) -> None:
@@ -293,24 +295,6 @@ class PPOTrainer:
             network=self._own_network, path=self.path, device=self.device,
         )  # fmt: skip
         self._spaces = (obs, act)
-
-    def _learn(self, key: int, rollout: StepRollout) -> dict[str, float]:
-        metrics = self.update(rollout)
-        n_envs = rollout.rewards.shape[1]
-        ended = self._logs.setdefault(key, EpisodeLog(n_envs, replayable=False)).add(rollout)
-        self.log.n_steps += rollout.rewards.size
-        self.log.n_episodes += len(ended)
-        self.log.recent.extend(ended)
-        return {
-            "reward": float(np.mean([e.reward for e in ended])) if ended else float("nan"),
-            "length": float(np.mean([e.length for e in ended])) if ended else float("nan"),
-            "reward_mean": self.log.mean_reward,
-            "n_completed_episodes": len(ended),
-            "n_envs": n_envs,
-            "episodes": self.log.n_episodes,
-            "steps": self.log.n_steps,
-            **metrics,
-        }
 
 
 def _refuse_squashing(config: PPOConfig) -> None:
