@@ -11,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.maths import distributions
-from shoal.maths.gae import explained_variance, gae, next_values_of
 from shoal.maths.initial_weights import orthogonal
-from shoal.maths.losses import clipped_policy_loss, clipped_surrogate, normalized, value_loss
 from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer, RunningMoments
-from shoal.maths.schedules import decayed
+from shoal.maths.updates import (
+    clipped_policy_loss,
+    clipped_surrogate,
+    decayed,
+    explained_variance,
+    gae,
+    next_values_of,
+    normalized,
+    value_loss,
+)
 
 
 def column(*values: float) -> np.ndarray:

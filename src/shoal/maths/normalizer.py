@@ -69,7 +69,7 @@ class RewardNormalizer:
         self.sums = np.zeros(n_envs)
 
     def __call__(self, rewards: Array, done: Array, valid: Array | None = None) -> Array:
-        """Take `[T, N]` rewards in, then scale them; where not `valid`, a step was spent on a reset and paid nothing."""
+        """Take `[T, N]` rewards in, then scale them; a step that is not `valid` was spent on a reset."""
         history = np.empty_like(rewards)
         for t in range(len(rewards)):
             self.sums = self.sums * self.gamma + rewards[t]

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import DataError
-from shoal.maths.adam import Adam
 from shoal.maths.distributions import sample
-from shoal.maths.gae import gae
-from shoal.skills.learning.trainer import Network, Shape
+from shoal.maths.updates import gae
+from shoal.skills.learning.trainer import Adam, Network, Shape
 
 torch = pytest.importorskip("torch")
 SHAPE = Shape(7, 5, 4)

@@ -11,12 +11,11 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.maths.gae import gae
+from shoal.maths.updates import gae
 from shoal.rollout.arrays.spaces import ActionRows
 from shoal.train.ppo.compiled import kernels
-from shoal.train.ppo.compiled.learner import CompiledLearner
 from shoal.train.ppo.compiled.network import NO_MASKS, YIELD, Pace, UpdateBatch, UpdateRates
-from shoal.train.ppo.learner import TorchLearner
+from shoal.train.ppo.learner import CompiledLearner, TorchLearner
 from shoal.train.ppo.networks import MLPActorCritic
 
 SPACES = {
@@ -150,7 +149,7 @@ def test_padding_of_odd_layer_sizes_stays_zero_through_updates():
     ones = np.ones(64, np.float32)
     batch = UpdateBatch(obs, chosen, logprobs, obs[:, 0].copy(), ones, ones, masks, np.arange(64)[None])
     fast.update(batch, UpdateRates(1e-2, 0.2, 0.0, 0.01, 0.5, 0.5, 0.0, True, 1e-5, 16))
-    flat = fast.compiled.weights.copy()
+    flat = fast.weights.copy()
     for view in fast._places.values():
         view(flat)[...] = 0
     assert not flat.any()
@@ -259,12 +258,12 @@ def test_an_update_that_a_second_thread_helps_with_has_the_same_bytes(monkeypatc
     found = []
     for assisted in (False, True):
         fast, _, actions = learners(SPACES[kind], 5, (64, 48))
-        fast.compiled.assisted = assisted
+        fast.assisted = assisted
         batch = a_rollout(fast, actions, 500, 5, epochs=4)
         rates = UpdateRates(3e-3, 0.2, 0.2, 0.01, 0.5, 0.5, target_kl, True, 1e-5, 64)
         told = [fast.update(batch, rates) for _ in range(3)]
         assert (told[0].n_minibatches < 32) == (target_kl > 0)
-        found.append((told, fast.compiled.weights.tobytes(), fast.compiled.second.tobytes()))
+        found.append((told, fast.weights.tobytes(), fast.second.tobytes()))
     assert found[0] == found[1]
     assert len(helped) == 3
 
@@ -272,7 +271,7 @@ def test_an_update_that_a_second_thread_helps_with_has_the_same_bytes(monkeypatc
 def test_a_thread_that_helps_finds_the_critics_gradient_of_the_minibatch_it_took():
     """The first thread stands still after it has opened minibatch 6: the second of the second of two epochs."""
     fast, _, actions = learners(SPACES["discrete"], 5, (64, 48))
-    net, batch = fast.compiled, a_rollout(fast, actions, 200, 5, epochs=2)
+    net, batch = fast, a_rollout(fast, actions, 200, 5, epochs=2)
     rates = UpdateRates(1e-3, 0.2, 0.0, 0.0, 0.5, 0.0, 0.0, True, 1e-5, 64)
     settings = np.zeros(9, np.float32)
     settings[kernels.VALUE] = rates.vf_coef
@@ -303,7 +302,7 @@ def test_a_thread_that_helps_finds_the_critics_gradient_of_the_minibatch_it_took
 
 def test_a_thread_that_helps_ends_with_an_update_that_is_interrupted(monkeypatch):
     fast, _, actions = learners(SPACES["box"], 5, (64, 48))
-    fast.compiled.assisted = True
+    fast.assisted = True
     batch = a_rollout(fast, actions, 500, 5, epochs=4)
     rates = UpdateRates(3e-3, 0.2, 0.2, 0.01, 0.5, 0.5, 0.0, True, 1e-5, 64)
     start, started = threading.Thread.start, []
@@ -321,7 +320,7 @@ def test_a_thread_that_helps_ends_with_an_update_that_is_interrupted(monkeypatch
 
 def test_an_update_waits_for_the_critics_half_that_another_thread_took():
     fast, _, actions = learners(SPACES["discrete"], 5, (64, 48))
-    net, batch = fast.compiled, a_rollout(fast, actions, 64, 5, epochs=1)
+    net, batch = fast, a_rollout(fast, actions, 64, 5, epochs=1)
     stats, counters, told = np.zeros(8, np.float32), np.zeros(64, np.int64), []
     counters[kernels.TAKEN] = 1
     waits = threading.Thread(target=lambda: told.append(kernels.update(

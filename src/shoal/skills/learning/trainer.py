@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError, DataError, did_you_mean, missing_extra
 from shoal.core.seeding import stream
-from shoal.maths.adam import Adam
 from shoal.maths.distributions import log_softmax, sample
-from shoal.maths.gae import gae
 from shoal.maths.initial_weights import orthogonal
-from shoal.maths.losses import clipped_surrogate
+from shoal.maths.updates import clipped_surrogate, gae
 from shoal.skills.learning.spec import MAX_HORIZON, Skill, Step
 from shoal.skills.learning.worlds import (
     Bank,
@@ -743,6 +741,27 @@ class Network:
             float(-surrogate.mean()), float(((values - returns) ** 2).mean()), float(entropy.mean())
         )
         return out, losses
+
+
+class Adam:
+    """Adam (arXiv:1412.6980): moments of a flat vector of float32, and the step that they lead to."""
+
+    def __init__(self, size: int) -> None:
+        self.mean = np.zeros(size, np.float32)
+        self.square = np.zeros(size, np.float32)
+        self.count = 0
+
+    def step(self, flat: Floats, gradient: Floats, lr: float, max_norm: float) -> None:
+        """Move `flat` in place, by a gradient whose norm is clipped to `max_norm`."""
+        norm = float(np.sqrt(np.dot(gradient, gradient)))
+        if norm > max_norm:
+            gradient = gradient * np.float32(max_norm / norm)
+        self.count += 1
+        self.mean += np.float32(0.1) * (gradient - self.mean)
+        self.square += np.float32(0.001) * (gradient * gradient - self.square)
+        rate = np.float32(lr / (1 - 0.9**self.count))
+        spread = np.sqrt(self.square * np.float32(1 / (1 - 0.999**self.count)))
+        flat -= rate * self.mean / (spread + np.float32(1e-5))
 
 
 def _views(flat: Floats, shape: Shape) -> list[Floats]:

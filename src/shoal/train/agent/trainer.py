@@ -22,7 +22,7 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
-from shoal.maths.schedules import decayed
+from shoal.maths.updates import decayed
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles

@@ -15,9 +15,8 @@ from torch import nn
 
 from shoal.core.errors import DivergedError, EnvError
 from shoal.core.seeding import stream
-from shoal.maths.gae import explained_variance, next_values_of
 from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
-from shoal.maths.schedules import decayed
+from shoal.maths.updates import decayed, explained_variance, next_values_of
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates

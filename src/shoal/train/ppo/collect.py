@@ -21,8 +21,8 @@ from shoal.core.processes import StartMethod
 from shoal.rollout.arrays.spaces import ActionRows
 from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.ppo.agent import PPOAgent
-from shoal.train.ppo.compiled.learner import CompiledLearner
 from shoal.train.ppo.envs import EnvFactory, EnvFacts
+from shoal.train.ppo.learner import CompiledLearner
 from shoal.train.ppo.workers import WorkerSteps
 
 Array = np.ndarray
@@ -213,7 +213,7 @@ class Experience:
         self.workers = self._choose_workers(total_timesteps)
         learner = self.agent.learner
         if isinstance(learner, CompiledLearner):  # the cores of the workers are free while it learns
-            learner.compiled.assisted = min(self.workers, available_cpus()) > 1
+            learner.assisted = min(self.workers, available_cpus()) > 1
         collector = self._make_collector()
         if isinstance(collector, WorkerSteps):
             self.workers = collector.envs.num_envs  # fewer where smaller shares would end no sooner
@@ -257,7 +257,7 @@ class Experience:
         if isinstance(learner, CompiledLearner):
             return WorkerSteps(
                 self.factory, self.facts, n_envs=self.n_envs, n_steps=self.agent.config.n_steps,
-                num_workers=self.workers, network=learner.compiled, start_method=self.start_method,
+                num_workers=self.workers, network=learner, start_method=self.start_method,
             )  # fmt: skip
         from shoal.vector import make_vec
 

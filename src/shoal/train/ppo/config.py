@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from shoal.core.errors import ConfigError, did_you_mean
-from shoal.maths.schedules import Decay
+from shoal.maths.updates import Decay
 
 Activation = Literal["tanh", "relu"]
 Recurrence = Literal["none", "lstm", "gru"]

@@ -7,10 +7,9 @@ checkpoint of one is a checkpoint of the other.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,16 +17,16 @@ from torch import Tensor
 
 from shoal.core.errors import ConfigError
 from shoal.maths import distributions
-from shoal.maths.gae import gae
-from shoal.maths.losses import clipped_policy_loss, normalized, value_loss
+from shoal.maths.updates import clipped_policy_loss, gae, normalized, value_loss
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.rollout.arrays.steps import StepPolicy, StepRollout
-from shoal.train.ppo.compiled.learner import CompiledLearner
+from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.ppo.compiled.network import (
+    CompiledNetwork,
     UpdateBatch,
     UpdateRates,
     UpdateStats,
     kernels_available,
+    n_parameters,
 )
 from shoal.train.ppo.networks import (
     ActorCritic,
@@ -35,47 +34,14 @@ from shoal.train.ppo.networks import (
     Pieces,
     RecurrentActorCritic,
     SDEActorCritic,
+    as_tensors,
     copied,
     pieces_of,
 )
 
-logger = logging.getLogger(__name__)
 Array = np.ndarray
 Arrays = dict[str, Array]
 Tensors = dict[str, Tensor]
-
-
-class Learner(StepPolicy, Protocol):
-    """What the PPO loop asks of the mathematics; it acts on normalised observations."""
-
-    @property
-    def network(self) -> ActorCritic:
-        """The torch module with the current weights."""
-        ...
-
-    def values(self, obs: Array) -> Array:
-        """The critic's values of normalised observations."""
-
-    def gae(
-        self, rewards: Array, values: Array, next_values: Array, terminated: Array, done: Array,
-        gamma: float, gae_lambda: float,
-    ) -> Array:  # fmt: skip
-        """Advantages `[T, N]`."""
-
-    def update(self, batch: UpdateBatch, rates: UpdateRates) -> UpdateStats:
-        """All epochs over one rollout."""
-
-    def snapshot(self) -> Any:
-        """A cheap copy of everything an update changes, for `restore`."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Undo the update since `snapshot`."""
-
-    def state(self) -> tuple[Arrays, Arrays]:
-        """(weights, optimizer moments) by name, copied."""
-
-    def load_state(self, weights: Arrays, optimizer: Arrays) -> None:
-        """What `state` gave."""
 
 
 class Minibatch(NamedTuple):
@@ -233,9 +199,7 @@ class TorchLearner:
 
     def load_state(self, weights: Arrays, optimizer: Arrays) -> None:
         """What `state` gave."""
-        self.network.load_state_dict(
-            {name: torch.from_numpy(value.copy()) for name, value in weights.items()}
-        )
+        self.network.load_state_dict(as_tensors(weights))
         self.load_moments(optimizer)
 
     def load_moments(self, optimizer: Arrays) -> None:
@@ -372,6 +336,72 @@ def _runs(begins: Array) -> Iterator[tuple[int, int, int]]:
     for i in range(begins.shape[1]):
         cuts = [0, *(int(t) for t in np.flatnonzero(begins[1:, i]) + 1), len(begins)]
         yield from ((i, first, last) for first, last in itertools.pairwise(cuts))
+
+
+class CompiledLearner(CompiledNetwork):
+    """PPO by the compiled kernels; the torch module is filled when somebody asks for `network` or `state`."""
+
+    def __init__(self, network: MLPActorCritic) -> None:
+        super().__init__(network.shape)
+        self._network = network
+        self._places = _places(network, self)
+        self._take(self.weights, {name: copied(p) for name, p in network.named_parameters()})
+
+    @property
+    def network(self) -> MLPActorCritic:
+        """The torch module with the current weights."""
+        self._network.load_state_dict(as_tensors(self._named(self.weights)))
+        return self._network
+
+    def state(self) -> tuple[Arrays, Arrays]:
+        """(weights, optimizer moments) by name, as `TorchLearner` has them."""
+        moments = {f"exp_avg.{name}": value for name, value in self._named(self.first).items()}
+        moments |= {f"exp_avg_sq.{name}": value for name, value in self._named(self.second).items()}
+        return self._named(self.weights), {**moments, "step": np.array(self.count, np.int64)}
+
+    def load_state(self, weights: Arrays, optimizer: Arrays) -> None:
+        """What `state` gave."""
+        self._take(self.weights, weights)
+        for key, flat in (("exp_avg", self.first), ("exp_avg_sq", self.second)):
+            self._take(flat, {name: optimizer[f"{key}.{name}"] for name in weights})
+        self.count = int(optimizer["step"])
+
+    def _named(self, flat: Array) -> Arrays:
+        return {name: view(flat).copy() for name, view in self._places.items()}
+
+    def _take(self, flat: Array, named: Arrays) -> None:
+        for name, view in self._places.items():
+            view(flat)[...] = named[name]
+
+
+def _places(network: MLPActorCritic, compiled: CompiledNetwork) -> dict[str, Any]:
+    """For each parameter of the module, a function from a flat array to its view there, in torch's shape."""
+    places: dict[str, Any] = {}
+    for part, dims, at in (("actor", compiled.actor, 0), ("critic", compiled.critic, compiled.critic_at)):
+        linear = [layer for layer in getattr(network, part) if hasattr(layer, "weight")]
+        for i, layer in enumerate(linear):
+            units, inputs = layer.weight.shape
+            padded_in, padded_out = int(dims[i]), int(dims[i + 1])
+            name = f"{part}.{2 * i}"
+            last = i == len(linear) - 1
+            places[f"{name}.weight"] = _weight_view(at, padded_in, padded_out, inputs, units, last)
+            bias_at = at + padded_in * padded_out
+            places[f"{name}.bias"] = lambda flat, a=bias_at, n=units: flat[a : a + n]
+            at += n_parameters(np.array([padded_in, padded_out]))
+    if network.log_std is not None:
+        size = network.log_std.numel()
+        places["log_std"] = lambda flat, a=compiled.std_at, n=size: flat[a : a + n]
+    return places
+
+
+def _weight_view(at: int, padded_in: int, padded_out: int, inputs: int, units: int, last: bool) -> Any:
+    end = at + padded_in * padded_out
+    if last:  # stored as [outputs, inputs]
+        return lambda flat: flat[at:end].reshape(padded_out, padded_in)[:units, :inputs]
+    return lambda flat: flat[at:end].reshape(padded_in, padded_out)[:inputs, :units].T
+
+
+Learner = TorchLearner | CompiledLearner
 
 
 def fits_kernels(network: ActorCritic, device: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -454,6 +454,11 @@ def _warn_of_tables(rows: ObservationRows) -> None:
 def n_weights(network: nn.Module) -> int:
     """How many numbers a network learns."""
     return int(np.sum([p.numel() for p in network.parameters()]))
+
+
+def as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Named arrays as tensors that share their memory; a module that loads them copies."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def copied(tensor: Tensor) -> np.ndarray:

@@ -107,9 +107,7 @@ class Policy:
 
     def module(self) -> Any:
         """The torch network with these weights."""
-        import torch
-
-        from shoal.train.ppo.networks import build_network
+        from shoal.train.ppo.networks import as_tensors, build_network
 
         described = self._checkpoint.policy
         if (
@@ -127,9 +125,7 @@ class Policy:
             hidden=tuple(described["hidden"]), sde=described["network"] == "SDEActorCritic", **built
         )
         module = build_network(self.rows, self.actions, config, seed=0, network=self._network)
-        module.load_state_dict(
-            {name: torch.from_numpy(value) for name, value in self._checkpoint.weights.items()}
-        )
+        module.load_state_dict(as_tensors(self._checkpoint.weights))
         return module.eval()
 
     def export_onnx(self, path: Path | str) -> Path:

@@ -28,10 +28,10 @@ from shoal.train.ppo.checkpoint import (
     save_checkpoint,
 )
 from shoal.train.ppo.collect import EpisodeLog, Experience
-from shoal.train.ppo.compiled.learner import CompiledLearner
 from shoal.train.ppo.config import PPOConfig, check_call, choose_device, read_config
 from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo.evaluation import Evaluation, evaluate
+from shoal.train.ppo.learner import CompiledLearner
 from shoal.train.ppo.networks import ActorCritic, n_weights
 from shoal.train.ppo.presets import NO_PRESET, preset_for
 

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,21 +118,15 @@ def kernels_cached() -> bool:
     return any(folder.glob("kernels.update-*.nbi"))
 
 
-@dataclass
 class CompiledNetwork:
     """Parameters and Adam's moments in flat arrays, and the kernels bound to them."""
 
-    shape: NetworkShape
-    weights: Array = field(init=False)
-    first: Array = field(init=False)
-    second: Array = field(init=False)
-    count: int = 0  # Adam steps taken
-    assisted: bool = False  # a second thread helps with updates; the result is the same
-
-    def __post_init__(self) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         from shoal.train.ppo.compiled import kernels
 
-        self._kernels = kernels
+        self.shape, self._kernels = shape, kernels
+        self.count = 0  # Adam steps taken
+        self.assisted = False  # a second thread helps with updates; the result is the same
         padded = [-(-units // 16) * 16 for units in self.shape.hidden]
         self.actor = np.array([self.shape.inputs, *padded, self.shape.outputs], np.int64)
         self.critic = np.array([self.shape.inputs, *padded, 1], np.int64)
@@ -229,7 +223,7 @@ class CompiledNetwork:
         self, rewards: Array, values: Array, next_values: Array, terminated: Array, done: Array,
         gamma: float, gae_lambda: float,
     ) -> Array:  # fmt: skip
-        """`shoal.maths.gae.gae` in float32."""
+        """`shoal.maths.updates.gae` in float32."""
         advantages = np.empty_like(rewards)
         self._kernels.gae(rewards, values, next_values, terminated, done, gamma, gae_lambda, advantages)
         return advantages
