@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
 Array = np.ndarray
@@ -34,6 +36,19 @@ class RunningMoments:
         self.mean = self.mean + apart * (n / total)
         self.count = total
 
+    def state(self, name: str) -> dict[str, Array]:
+        """Copies by name, for a checkpoint."""
+        return {
+            f"{name}.count": np.array(self.count),
+            f"{name}.mean": self.mean.copy(),
+            f"{name}.square": self.square.copy(),
+        }
+
+    def load_state(self, name: str, state: Mapping[str, Array]) -> None:
+        """What `state` gave."""
+        self.count = float(state[f"{name}.count"])
+        self.mean, self.square = state[f"{name}.mean"].copy(), state[f"{name}.square"].copy()
+
 
 class ObservationNormalizer:
     """Observations to mean 0 and deviation 1, clipped to 10. Before the first rollout it changes nothing."""
@@ -52,6 +67,16 @@ class ObservationNormalizer:
     def update(self, rows: Array) -> None:
         """Take the raw observations `[..., size]` that a finished rollout acted on in."""
         self.moments.add(rows.reshape(-1, rows.shape[-1]))
+        self.refresh()
+
+    def state(self) -> dict[str, Array]:
+        """Copies by name, for a checkpoint."""
+        return self.moments.state("obs")
+
+    def load_state(self, state: Mapping[str, Array], of_numbers: Callable[[Array], Array]) -> None:
+        """What `state` gave; `of_numbers` chooses among the columns of older checkpoints."""
+        self.moments.load_state("obs", state)
+        self.moments.mean, self.moments.square = map(of_numbers, (self.moments.mean, self.moments.square))
         self.refresh()
 
     def refresh(self) -> None:
@@ -78,3 +103,12 @@ class RewardNormalizer:
         self.moments.add((history if valid is None else history[valid]).reshape(-1, 1))
         scaled = rewards / np.sqrt(self.moments.variance + 1e-8)
         return np.clip(scaled, -CLIP, CLIP)
+
+    def state(self) -> dict[str, Array]:
+        """Copies by name, for a checkpoint."""
+        return {**self.moments.state("reward"), "reward.sums": self.sums.copy()}
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """What `state` gave."""
+        self.moments.load_state("reward", state)
+        self.sums = state["reward.sums"].copy()

@@ -21,17 +21,14 @@ from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
 from shoal.train.ppo.config import PPOConfig
-from shoal.train.ppo.learner import Learner, RecurrentLearner, make_learner
+from shoal.train.ppo.learner import RecurrentLearner, make_learner
 from shoal.train.ppo.networks import build_network
 
 Array = np.ndarray
 
 
-def make_agent(
-    observation_space: gym.Space, action_space: gym.Space, config: PPOConfig, *, n_envs: int, seed: int,
-    network: nn.Module | None = None, path: str = "auto", device: str = "cpu",
-) -> PPOAgent:  # fmt: skip
-    """An agent with first weights for these spaces.
+class PPOAgent:
+    """A policy that learns from rollouts.
 
     Args:
         observation_space: of one environment.
@@ -43,35 +40,24 @@ def make_agent(
         path: "compiled", "torch" or "auto".
         device: where the torch path computes.
     """
-    obs_rows, action_rows = ObservationRows(observation_space), ActionRows(action_space)
-    built = build_network(obs_rows, action_rows, config, seed=seed, network=network)
-    learner = make_learner(built, action_rows, path=path, device=device, adam_eps=config.adam_eps)
-    return PPOAgent(learner, obs_rows, action_rows, config, n_envs, seed)
-
-
-class PPOAgent:
-    """A policy that learns from rollouts.
-
-    Args:
-        learner: the mathematics.
-        obs_rows: how observations become rows.
-        action_rows: what the rows of actions mean.
-        config: how to learn.
-        n_envs: columns of the rollouts.
-        seed: of the run.
-    """
 
     def __init__(
-        self, learner: Learner, obs_rows: ObservationRows, action_rows: ActionRows, config: PPOConfig,
-        n_envs: int, seed: int,
+        self, observation_space: gym.Space, action_space: gym.Space, config: PPOConfig, *, n_envs: int, seed: int,
+        network: nn.Module | None = None, path: str = "auto", device: str = "cpu",
     ) -> None:  # fmt: skip
-        self.learner, self.obs_rows, self.action_rows = learner, obs_rows, action_rows
+        self.obs_rows, self.action_rows = ObservationRows(observation_space), ActionRows(action_space)
+        built = build_network(self.obs_rows, self.action_rows, config, seed=seed, network=network)
+        self.learner = make_learner(
+            built, self.action_rows, path=path, device=device, adam_eps=config.adam_eps
+        )
         self.config, self.n_envs, self.seed = config, n_envs, seed
         self.iteration = 0
-        self.memory = learner.no_memory(n_envs) if isinstance(learner, RecurrentLearner) else None
-        normalizable = config.normalize_obs and obs_rows.n_numbers > 0
-        self.obs_norm = ObservationNormalizer(obs_rows.n_numbers) if normalizable else None
+        n_numbers = self.obs_rows.n_numbers if config.normalize_obs else 0
+        self.obs_norm = ObservationNormalizer(n_numbers) if n_numbers else None
         self.reward_norm = RewardNormalizer(n_envs, config.gamma) if config.normalize_reward else None
+        self.memory: Array | None = None
+        """`[N, S]` what a recurrent policy remembers of its envs."""
+        self.attend(n_envs)
 
     def act(
         self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
@@ -114,10 +100,11 @@ class PPOAgent:
     def alone(self) -> PPOAgent:
         """The same policy for one env of its own, with a memory of its own."""
         one = copy.copy(self)
-        one.memory = self.learner.no_memory(1) if isinstance(self.learner, RecurrentLearner) else None
+        one.reward_norm = None
+        one.attend(1)
         return one
 
-    def attend(self, n_envs: int, memory: Array | None, sums: Array | None) -> None:
+    def attend(self, n_envs: int, memory: Array | None = None, sums: Array | None = None) -> None:
         """Go on with other environments: what is remembered of them and the sums of their rewards, or None."""
         self.n_envs = n_envs
         if isinstance(self.learner, RecurrentLearner):
@@ -132,21 +119,20 @@ class PPOAgent:
         return self.action_rows.size if log_std is None else log_std.numel()
 
     def noise(self, n_steps: int) -> Array:
-        """The chance of this iteration's rollout, `[T, N, noise_size]`: uniform for choices, normal for points."""
+        """The chance of this iteration's rollout, `[T, N, noise_size]`."""
         if self.config.sde:
             held = self.config.sde_every or n_steps
             draws = [
-                stream(self.seed, "exploration", self.iteration, k).standard_normal(
-                    (self.n_envs, self.noise_size), np.float32
-                )
+                self.draw(stream(self.seed, "exploration", self.iteration, k), self.n_envs)
                 for k in range(-(-n_steps // held))
             ]
             return np.repeat(np.stack(draws), held, axis=0)[:n_steps]
-        chance = stream(self.seed, "actions", self.iteration)
-        shape = (n_steps, self.n_envs, self.noise_size)
-        if self.action_rows.is_discrete:
-            return chance.random(shape, dtype=np.float32)
-        return chance.standard_normal(shape, dtype=np.float32)
+        return self.draw(stream(self.seed, "actions", self.iteration), n_steps, self.n_envs)
+
+    def draw(self, chance: np.random.Generator, *shape: int) -> Array:
+        """Noise `[*shape, noise_size]` for actions: uniform for choices, normal for points."""
+        drawn = chance.random if self.action_rows.is_discrete else chance.standard_normal
+        return drawn((*shape, self.noise_size), np.float32)
 
     def improve(self, rollout: StepRollout, progress: float) -> dict[str, float]:
         """One PPO update; returns its metrics.
@@ -160,12 +146,12 @@ class PPOAgent:
             DivergedError: NaN or infinity in the losses; the weights are those from before.
         """
         check_finite(rollout, self.obs_rows)
-        before, iteration = self._snapshot(), self.iteration
+        learned, statistics = self.learner.snapshot(), self._statistics()
         try:
             return self._improve(rollout, progress)
         except BaseException:  # Ctrl-C too: half an update must not be saved
-            self._restore(before)
-            self.iteration = iteration
+            self.learner.restore(learned)
+            self._load_statistics(statistics)
             raise
 
     def _improve(self, rollout: StepRollout, progress: float) -> dict[str, float]:
@@ -210,27 +196,11 @@ class PPOAgent:
             "ent_coef": rates.ent_coef,
         }
 
-    def _snapshot(self) -> Any:
-        norms = [norm and (*vars(norm.moments).values(), getattr(norm, "sums", None)) for norm in self._norms]
-        return self.learner.snapshot(), norms
-
-    def _restore(self, snapshot: Any) -> None:
-        learned, norms = snapshot
-        self.learner.restore(learned)
-        for norm, kept in zip(self._norms, norms, strict=True):
-            if norm is not None:
-                norm.moments.count, norm.moments.mean, norm.moments.square, sums = kept
-                if sums is None:
-                    norm.refresh()
-                else:
-                    norm.sums = sums
-
-    @property
-    def _norms(self) -> tuple[Any, Any]:
-        return self.obs_norm, self.reward_norm
-
     def _seen(self, obs: Array) -> Array:
-        return seen_rows(self.obs_rows, self.obs_norm, obs)
+        """What the network gets of raw observation rows: their numbers normalised, their images as they are."""
+        if self.obs_norm is None or self.obs_norm.moments.count == 0:
+            return obs
+        return self.obs_rows.with_numbers(obs, self.obs_norm(self.obs_rows.numbers(obs)))
 
     def _batch(
         self, rollout: StepRollout, obs: Array, advantages: Array, returns: Array, values: Array
@@ -277,47 +247,29 @@ class PPOAgent:
 
     def state(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
         """(weights, optimizer, statistics) as named arrays: with the config, all of the agent."""
-        weights, optimizer = self.learner.state()
-        statistics: dict[str, Array] = {"iteration": np.array(self.iteration, np.int64)}
-        if self.obs_norm is not None:
-            statistics |= _moments("obs", self.obs_norm.moments)
-        if self.reward_norm is not None:
-            statistics |= _moments("reward", self.reward_norm.moments)
-            statistics["reward.sums"] = self.reward_norm.sums.copy()
-        return weights, optimizer, statistics
+        return *self.learner.state(), self._statistics()
 
     def load_state(
         self, weights: dict[str, Array], optimizer: dict[str, Array], statistics: dict[str, Array]
     ) -> None:
         """What `state` gave."""
         self.learner.load_state(weights, optimizer)
-        self.iteration = int(statistics["iteration"])
-        for name, norm in (("obs", self.obs_norm), ("reward", self.reward_norm)):
-            if norm is not None:
-                norm.moments.count = float(statistics[f"{name}.count"])
-                norm.moments.mean = statistics[f"{name}.mean"].copy()
-                norm.moments.square = statistics[f"{name}.square"].copy()
+        self._load_statistics(statistics)
+
+    def _statistics(self) -> dict[str, Array]:
+        statistics: dict[str, Array] = {"iteration": np.array(self.iteration, np.int64)}
         if self.obs_norm is not None:
-            moments = self.obs_norm.moments
-            moments.mean, moments.square = map(self.obs_rows.of_numbers, (moments.mean, moments.square))
-            self.obs_norm.refresh()
+            statistics |= self.obs_norm.state()
         if self.reward_norm is not None:
-            self.reward_norm.sums = statistics["reward.sums"].copy()
+            statistics |= self.reward_norm.state()
+        return statistics
 
-
-def _moments(name: str, moments: Any) -> dict[str, Array]:
-    return {
-        f"{name}.count": np.array(moments.count),
-        f"{name}.mean": moments.mean.copy(),
-        f"{name}.square": moments.square.copy(),
-    }
-
-
-def seen_rows(rows: ObservationRows, norm: ObservationNormalizer | None, obs: Array) -> Array:
-    """What a network gets of raw observation rows: their numbers normalised, their images as they are."""
-    if norm is None or norm.moments.count == 0:
-        return obs
-    return rows.with_numbers(obs, norm(rows.numbers(obs)))
+    def _load_statistics(self, statistics: dict[str, Array]) -> None:
+        self.iteration = int(statistics["iteration"])
+        if self.obs_norm is not None:
+            self.obs_norm.load_state(statistics, self.obs_rows.of_numbers)
+        if self.reward_norm is not None:
+            self.reward_norm.load_state(statistics)
 
 
 def check_finite(rollout: StepRollout, rows: ObservationRows) -> None:

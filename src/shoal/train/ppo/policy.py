@@ -35,10 +35,7 @@ class Policy:
         self.norm: ObservationNormalizer | None = None
         if described["normalize_obs"]:
             self.norm = ObservationNormalizer(self.rows.n_numbers)
-            self.norm.moments.count = float(checkpoint.statistics["obs.count"])
-            self.norm.moments.mean = self.rows.of_numbers(checkpoint.statistics["obs.mean"])
-            self.norm.moments.square = self.rows.of_numbers(checkpoint.statistics["obs.square"])
-            self.norm.refresh()
+            self.norm.load_state(checkpoint.statistics, self.rows.of_numbers)
         self._checkpoint = checkpoint
         self._network = network
         self._module: Any = None

@@ -9,16 +9,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.core.processes import StartMethod
+from shoal.core.seeding import stream
 from shoal.envs.catalogue import Wrapper, wrapper_name
-from shoal.train.ppo.agent import make_agent
+from shoal.rollout.arrays.steps import SeededEpisodes, mask_of
+from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.checkpoint import (
     Checkpoint,
     check_same,
@@ -30,7 +32,6 @@ from shoal.train.ppo.checkpoint import (
 from shoal.train.ppo.collect import EpisodeLog, Experience
 from shoal.train.ppo.config import PPOConfig, check_call, choose_device, read_config
 from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
-from shoal.train.ppo.evaluation import Evaluation, evaluate
 from shoal.train.ppo.learner import CompiledLearner
 from shoal.train.ppo.networks import ActorCritic, n_weights
 from shoal.train.ppo.presets import NO_PRESET, preset_for
@@ -97,7 +98,7 @@ class PPO:
         )  # fmt: skip
         self.facts = try_env(self.factory)
         self.device = choose_device(device)
-        self.agent = make_agent(
+        self.agent = PPOAgent(
             self.facts.observation_space, self.facts.action_space, self.config, n_envs=n_envs, seed=seed,
             network=network, path=path, device=self.device,
         )  # fmt: skip
@@ -316,6 +317,78 @@ class PPO:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+class Evaluation(NamedTuple):
+    """How a policy did."""
+
+    returns: list[float]
+    lengths: list[int]
+
+    @property
+    def mean(self) -> float:
+        """Mean return."""
+        return float(np.mean(self.returns))
+
+    @property
+    def std(self) -> float:
+        """Population deviation of the returns."""
+        return float(np.std(self.returns))
+
+
+LONGEST_EVALUATION = 100_000
+"""Steps of one episode; an error beyond, since an environment without end would never return."""
+
+
+def evaluate(
+    player: PPOAgent, env: SeededEpisodes, *, episodes: int, deterministic: bool, frames: list[Any] | None
+) -> Evaluation:  # fmt: skip
+    """Play episodes 0, 1, … of `env`'s stream and report their returns.
+
+    Args:
+        player: the policy, for one env.
+        env: a single environment that nothing else uses.
+        episodes: how many.
+        deterministic: the likeliest action instead of a drawn one.
+        frames: filled with what `env.render()` shows, for a video.
+    """
+    if episodes < 1:
+        raise ConfigError(f"episodes must be at least 1, got {episodes}")
+    rows, actions = player.obs_rows, player.action_rows
+    obs = np.zeros((1, rows.size), rows.dtype)
+    shape = (1, actions.size)
+    chosen, logprob = np.zeros(shape, actions.dtype), np.zeros(1, np.float32)
+    returns, lengths = [], []
+    for episode in range(episodes):
+        env.episode = episode
+        observation, info = env.reset()
+        player.forget(0)
+        chance = stream(env.seed, env.stream, "actions", episode)
+        total, length, masks = 0.0, 0, np.zeros((1, 0), np.uint8)
+        masked = actions.is_discrete and "action_mask" in info
+        while True:
+            if frames is not None:
+                frames.append(env.render())
+            rows.encode_one(observation, obs[0])
+            if masked:
+                masks = mask_of(info, actions.n_parameters, 0).reshape(1, -1).astype(np.uint8)
+                if any(actions.forbidden(masks)):
+                    raise EnvError(
+                        f"evaluation episode {episode}, step {length}: the action mask allows no action"
+                    )
+            player.act(obs, masks, player.draw(chance, 1), chosen, logprob, deterministic)
+            observation, reward, terminated, truncated, info = env.step(actions.to_env(chosen)[0])
+            total, length = total + float(reward), length + 1
+            if terminated or truncated:
+                break
+            if length >= LONGEST_EVALUATION:
+                raise EnvError(
+                    f"evaluation episode {episode} did not end in {LONGEST_EVALUATION} steps; give the "
+                    "environment a time limit (gymnasium.wrappers.TimeLimit)"
+                )
+        returns.append(total)
+        lengths.append(length)
+    return Evaluation(returns, lengths)
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:

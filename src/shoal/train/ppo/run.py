@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError
+from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError, missing_extra
 from shoal.core.files import read_json, remove_leftovers, verify_folder, write_text
 from shoal.core.processes import StartMethod
 from shoal.core.run_folder import FolderLock, RunFolder
@@ -32,7 +32,6 @@ from shoal.train.ppo.checkpoint import (
     save_checkpoint,
 )
 from shoal.train.ppo.config import PPOConfig, read_config
-from shoal.train.ppo.evaluation import write_video
 from shoal.train.ppo.ppo import PPO, Metrics
 
 
@@ -481,3 +480,20 @@ def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> 
         if axis.lines:
             axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
+
+
+def write_video(path: Path, frames: list[Any], fps: float = 30.0) -> Path:
+    """Write frames `[H, W, 3]` as an animated GIF; every second one is kept when there are many."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise missing_extra("recording video", "vision") from error
+    stride = max(1, len(frames) // 300)
+    pictures = [Image.fromarray(np.asarray(frame, np.uint8)) for frame in frames[::stride]]
+    if not pictures:
+        raise EnvError("the environment rendered no frames")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pictures[0].save(
+        path, save_all=True, append_images=pictures[1:], duration=max(20, int(1000 * stride / fps)), loop=0
+    )
+    return path

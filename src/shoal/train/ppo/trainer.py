@@ -18,7 +18,7 @@ from torch import nn
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
 from shoal.rollout.arrays.steps import EnvSlice, SeededEpisodes, StepRollout, VectorSteps
-from shoal.train.ppo.agent import PPOAgent, make_agent
+from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.checkpoint import (
     Checkpoint,
     checkpoint_folder,
@@ -219,10 +219,6 @@ class PPOTrainer:
         actions = np.zeros(shape, agent.action_rows.dtype)
         logprob = np.zeros(1, np.float32)
         chance = stream(self.seed, "select", agent.iteration, draw)
-        if agent.action_rows.is_discrete:
-            noise = chance.random((1, agent.noise_size), dtype=np.float32)
-        else:
-            noise = chance.standard_normal((1, agent.noise_size), dtype=np.float32)
         masks = np.zeros((1, 0), np.uint8) if mask is None else np.asarray(mask, np.uint8).reshape(1, -1)
         if mask is not None and masks.size != agent.action_rows.n_parameters:
             raise ValueError(
@@ -231,7 +227,7 @@ class PPOTrainer:
         if masks.size and any(agent.action_rows.forbidden(masks)):
             raise ValueError("the action mask allows no action")
         value = agent.value_of(row)
-        agent.act(row, masks, noise, actions, logprob, deterministic)
+        agent.act(row, masks, agent.draw(chance, 1), actions, logprob, deterministic)
         return Selected(agent.action_rows.to_env(actions)[0], float(logprob[0]), value)
 
     def save(self, root: Path | str) -> Path:
@@ -264,7 +260,7 @@ class PPOTrainer:
             )
         training, config = saved.training, read_config(saved.training["config"])
         _refuse_squashing(config)
-        agent = make_agent(
+        agent = PPOAgent(
             obs, act, config, n_envs=int(training["n_envs"]), seed=int(training["seed"]),
             network=self._own_network, path=self.path, device=self.device,
         )  # fmt: skip
@@ -290,7 +286,7 @@ class PPOTrainer:
                     f"the environment has spaces {obs} and {act}, this trainer learns {self._spaces}"
                 )
             return
-        self._agent = make_agent(
+        self._agent = PPOAgent(
             obs, act, self.config, n_envs=n_envs, seed=self.seed,
             network=self._own_network, path=self.path, device=self.device,
         )  # fmt: skip
