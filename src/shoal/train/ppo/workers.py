@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -23,23 +24,6 @@ from shoal.train.ppo.compiled.network import CompiledNetwork, NetworkShape
 from shoal.train.ppo.envs import EnvFactory, EnvFacts
 
 Array = np.ndarray
-
-
-class SharePolicy:
-    """The compiled actor inside a worker, with the normaliser's statistics of this rollout."""
-
-    def __init__(self, shape: NetworkShape) -> None:
-        self.network = CompiledNetwork(shape)
-        self.norm = ObservationNormalizer(shape.inputs)
-        self.normalizes = False
-
-    def act(
-        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
-        deterministic: bool = False,
-    ) -> None:  # fmt: skip
-        """Write actions and log-probabilities."""
-        seen = self.norm(obs) if self.normalizes else obs
-        self.network.act(seen, masks, noise, actions, logprobs, deterministic)
 
 
 class ShareEnv(gym.Env):
@@ -60,11 +44,27 @@ class ShareEnv(gym.Env):
         masked: bool,
     ) -> None:  # fmt: skip
         self.slice = EnvSlice([factory(first + i) for i in range(n_envs)], first_index=first, masked=masked)
-        self.policy = SharePolicy(shape)
-        self.n_steps = n_steps
+        self.network = CompiledNetwork(shape)
+        self.norm: ObservationNormalizer | None = None
         obs, acts = self.slice.obs_rows, self.slice.action_rows
-        self.observation_space = experience_space(n_steps, room, obs, acts, masked)
-        self.action_space = order_space(n_steps, room, acts, self.policy.network.weights.size, obs.size)
+        masks = {"masks": _box((n_steps, room, acts.n_parameters), np.uint8)} if masked else {}
+        self.observation_space = spaces.Dict({
+            "obs": _box((n_steps + 1, room, obs.size), obs.dtype),
+            "actions": _box((n_steps, room, acts.size), acts.dtype),
+            "logprobs": _box((n_steps, room), np.float32),
+            "rewards": _box((n_steps, room), np.float64),
+            "terminated": _box((n_steps, room), np.uint8),
+            "truncated": _box((n_steps, room), np.uint8),
+            "final_obs": _box((n_steps * room, obs.size), obs.dtype),  # for every step being truncated
+            **masks,
+        })  # fmt: skip
+        self.action_space = spaces.Dict({
+            "weights": _box((self.network.weights.size,), np.float32),
+            "noise": _box((n_steps, room, acts.size), np.float32),
+            "mean": _box((obs.size,), np.float32),
+            "scale": _box((obs.size,), np.float32),
+            "normalize": _box((1,), np.uint8),
+        })  # fmt: skip
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -75,19 +75,28 @@ class ShareEnv(gym.Env):
 
     def step(self, action: dict[str, Array]) -> Any:
         """One rollout."""
-        policy = self.policy
-        policy.network.weights[:] = action["weights"]
-        policy.normalizes = bool(action["normalize"][0])
-        policy.norm.moments.count = 1.0 if policy.normalizes else 0.0
-        policy.norm.mean, policy.norm.scale = action["mean"], action["scale"]
+        self.network.weights[:] = action["weights"]
+        self.norm = None
+        if action["normalize"][0]:
+            self.norm = ObservationNormalizer(self.slice.obs_rows.size)
+            self.norm.moments.count = 1.0
+            self.norm.mean, self.norm.scale = action["mean"], action["scale"]
         n_envs = len(self.slice.envs)
-        rollout = self.slice.collect(policy, np.ascontiguousarray(action["noise"][:, :n_envs]))
+        rollout = self.slice.collect(self, np.ascontiguousarray(action["noise"][:, :n_envs]))
         experience = self._nothing()
-        for name in ("obs", "actions", "logprobs", "rewards", "terminated", "truncated", "masks"):
-            if name in experience:
-                experience[name][:, :n_envs] = getattr(rollout, name)
+        for name, room in experience.items():
+            if name != "final_obs":
+                room[:, :n_envs] = getattr(rollout, name)
         experience["final_obs"][: len(rollout.final_obs)] = rollout.final_obs
         return experience, 0.0, False, False, {}
+
+    def act(
+        self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        """Write actions and log-probabilities, as the agent does."""
+        seen = obs if self.norm is None else self.norm(obs)
+        self.network.act(seen, masks, noise, actions, logprobs, deterministic)
 
     def resume_share(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> None:
         """Play the episodes again that were under way."""
@@ -114,53 +123,11 @@ class ShareEnv(gym.Env):
         return {name: np.zeros(space.shape, space.dtype) for name, space in parts.items()}
 
 
-def experience_space(
-    n_steps: int, n_envs: int, obs: ObservationRows, actions: ActionRows, masked: bool
-) -> spaces.Dict:
-    """The space of a share's rollout; `final_obs` has room for every step being truncated."""
-    shapes: dict[str, tuple[tuple[int, ...], Any]] = {
-        "obs": ((n_steps + 1, n_envs, obs.size), obs.dtype),
-        "actions": ((n_steps, n_envs, actions.size), actions.dtype),
-        "logprobs": ((n_steps, n_envs), np.float32),
-        "rewards": ((n_steps, n_envs), np.float64),
-        "terminated": ((n_steps, n_envs), np.uint8),
-        "truncated": ((n_steps, n_envs), np.uint8),
-        "final_obs": ((n_steps * n_envs, obs.size), obs.dtype),
-    }
-    if masked:
-        shapes["masks"] = ((n_steps, n_envs, actions.n_parameters), np.uint8)
-    return spaces.Dict({name: _box(shape, dtype) for name, (shape, dtype) in shapes.items()})
-
-
-def order_space(n_steps: int, n_envs: int, actions: ActionRows, n_weights: int, n_inputs: int) -> spaces.Dict:
-    """The space of what a share is told: weights, noise and the normaliser's statistics."""
-    return spaces.Dict(
-        {
-            "weights": _box((n_weights,), np.float32),
-            "noise": _box((n_steps, n_envs, actions.size), np.float32),
-            "mean": _box((n_inputs,), np.float32),
-            "scale": _box((n_inputs,), np.float32),
-            "normalize": _box((1,), np.uint8),
-        }
-    )
-
-
 def _box(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
     if np.issubdtype(dtype, np.floating):
         return spaces.Box(-np.inf, np.inf, shape, dtype)
     info = np.iinfo(dtype)
     return spaces.Box(info.min, info.max, shape, dtype)
-
-
-class ShareMaker:
-    """A picklable function that makes a `ShareEnv` in its worker."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __call__(self) -> ShareEnv:
-        """The env, made where it runs."""
-        return ShareEnv(*self.arguments)
 
 
 class WorkerSteps:
@@ -188,17 +155,12 @@ class WorkerSteps:
         self.share = -(-n_envs // num_workers)
         n_shares = -(-n_envs // self.share)
         # Every share has the same room, as a vector env needs; the last one may have fewer envs.
-        makers = [ShareMaker(factory, first, min(self.share, n_envs - first), self.share, n_steps,
-                             network.shape, facts.masked)
+        makers = [partial(ShareEnv, factory, first, min(self.share, n_envs - first), self.share, n_steps,
+                          network.shape, facts.masked)
                   for first in range(0, n_envs, self.share)]  # fmt: skip
         self.envs = make_vec(
-            makers,
-            n_shares,
-            backend="process",
-            num_workers=n_shares,
-            start_method=start_method,
-            check_nan=False,
-        )
+            makers, n_shares, backend="process", num_workers=n_shares, start_method=start_method, check_nan=False
+        )  # fmt: skip
 
     def reset(self) -> Array:
         """Start an episode in every env."""
@@ -222,9 +184,7 @@ class WorkerSteps:
         norm = getattr(policy, "obs_norm", None)
         active = norm is not None and norm.moments.count > 0
         size = self.obs_rows.size
-        mean, scale = np.zeros(size, np.float32), np.ones(size, np.float32)
-        if norm is not None and active:
-            mean, scale = norm.mean, norm.scale
+        mean, scale = (norm.mean, norm.scale) if active else (np.zeros(size, np.float32),) * 2
         orders = {
             "weights": np.tile(self.network.weights, (n_shares, 1)),
             "noise": np.stack(np.split(padded, n_shares, axis=1)),
@@ -232,8 +192,7 @@ class WorkerSteps:
             "scale": np.tile(scale, (n_shares, 1)),
             "normalize": np.full((n_shares, 1), active, np.uint8),
         }
-        experience = self.envs.step(orders)[0]
-        return self._merge(experience)
+        return self._merge(self.envs.step(orders)[0])
 
     def close(self) -> None:
         """End the workers."""
@@ -260,9 +219,5 @@ class WorkerSteps:
             for row, (t, i) in enumerate(np.argwhere(truncated)):
                 places.append((t, k * self.share + i))
                 rows.append(experience["final_obs"][k][row])
-        order = sorted(range(len(rows)), key=places.__getitem__)
-        return (
-            np.stack([rows[j] for j in order])
-            if rows
-            else np.zeros((0, self.obs_rows.size), self.obs_rows.dtype)
-        )
+        finals = np.array(rows, self.obs_rows.dtype).reshape(len(rows), self.obs_rows.size)
+        return finals[sorted(range(len(rows)), key=places.__getitem__)]

@@ -1,11 +1,11 @@
 """Compiled pieces of PPO on multilayer perceptrons: forward, backward, action heads, losses, Adam, GAE.
 
-Plain functions over flat float32 arrays, compiled by numba on first use and cached. The few inner loops that a plain
-loop leaves slow are LLVM vectors of 16 floats, which LLVM maps on whatever the CPU has (AVX-512, AVX2, NEON), with
-fused multiply-adds in a fixed order: a row's result never depends on the rows computed beside it. A network is `dims`, an
-int64 array `[inputs, hidden_1, ..., hidden_L, outputs]` with hidden sizes padded to multiples of 16; its
-parameters lie one after the other from an offset on: `W [in, out]` and `b [out]` for each hidden layer, then
-`W [outputs, hidden_L]` and `b [outputs]`. Padded units hold zeros and keep them.
+Plain functions over flat float32 arrays, compiled by numba on first use and cached. The few inner loops that a
+plain loop leaves slow are LLVM vectors of 16 floats, which LLVM maps on whatever the CPU has (AVX-512, AVX2,
+NEON), with fused multiply-adds in a fixed order: a row's result never depends on the rows computed beside it. A
+network is `dims`, an int64 array `[inputs, hidden_1, ..., hidden_L, outputs]` with hidden sizes padded to
+multiples of 16; its parameters lie one after the other from an offset on: `W [in, out]` and `b [out]` for each
+hidden layer, then `W [outputs, hidden_L]` and `b [outputs]`. Padded units hold zeros and keep them.
 
 An update is one call: every epoch and minibatch of it, without Python in between. A second thread may take the critic's
 half of a minibatch while the first is at the actor's (`assist`). The halves meet in nothing but Adam, so one thread or
