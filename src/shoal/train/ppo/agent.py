@@ -87,6 +87,12 @@ class PPOAgent:
         if self.memory is not None:
             self.memory[i] = 0
 
+    def go_on_with(self, config: PPOConfig) -> None:
+        """Learn by other settings from now on; those of `BUILT_IN` must be the same."""
+        self.config = config
+        if self.reward_norm is not None:
+            self.reward_norm.gamma = config.gamma
+
     def broken_off(self, i: int) -> None:
         """The episode under way in env `i` has no more steps: neither it nor its rewards are remembered."""
         self.forget(i)

@@ -7,8 +7,10 @@ episodes keeps the actions that are needed to play those again that are under wa
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +20,6 @@ import numpy as np
 from shoal.core.errors import EnvError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.executors import available_cpus
 from shoal.core.processes import StartMethod
-from shoal.rollout.arrays.spaces import ActionRows
 from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.envs import EnvFactory, EnvFacts
@@ -36,6 +37,14 @@ class Episode:
     reward: float  # undiscounted sum
     length: int
     step: int  # env steps of the run when it ended
+
+
+def mean_of(episodes: Collection[Episode]) -> dict[str, float]:
+    """Their mean reward and length; NaN of none."""
+    return {
+        what: float(np.mean([getattr(episode, what) for episode in episodes])) if episodes else math.nan
+        for what in ("reward", "length")
+    }
 
 
 class EpisodeLog:
@@ -99,20 +108,19 @@ class EpisodeLog:
         """Envs whose present episode has more steps than `limit`."""
         return [int(i) for i in np.flatnonzero(self.lengths > limit)]
 
-    def actions_since_reset(self, i: int) -> Array:
-        """`[steps, A]` rows of actions of env `i` in its present episode."""
-        parts = self._actions[i]
-        return np.concatenate(parts) if parts else np.zeros((0, 0), np.float32)
+    def actions_since_reset(self) -> dict[int, Array]:
+        """`[steps, A]` rows of actions of each env that has taken some in its present episode."""
+        return {i: np.concatenate(parts) for i, parts in enumerate(self._actions) if parts}
 
     @property
     def mean_reward(self) -> float:
         """Over the last 100 episodes; NaN before the first."""
-        return float(np.mean([episode.reward for episode in self.recent])) if self.recent else float("nan")
+        return mean_of(self.recent)["reward"]
 
     @property
     def mean_length(self) -> float:
         """Over the last 100 episodes; NaN before the first."""
-        return float(np.mean([episode.length for episode in self.recent])) if self.recent else float("nan")
+        return mean_of(self.recent)["length"]
 
     def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """(JSON values, arrays) for a checkpoint."""
@@ -121,14 +129,8 @@ class EpisodeLog:
             "n_steps": self.n_steps,
             "recent": [[e.env, e.reward, e.length, e.step] for e in self.recent],
         }
-        arrays = {
-            "started": self.started.copy(),
-            "returns": self.returns.copy(),
-            "lengths": self.lengths.copy(),
-        }
-        arrays |= {
-            f"actions.{i}": self.actions_since_reset(i) for i in range(self.n_envs) if self._actions[i]
-        }
+        arrays = {name: getattr(self, name).copy() for name in ("started", "returns", "lengths")}
+        arrays |= {f"actions.{i}": actions for i, actions in self.actions_since_reset().items()}
         return values, arrays
 
     def load_state(self, values: dict[str, Any], arrays: dict[str, Array]) -> None:
@@ -138,11 +140,11 @@ class EpisodeLog:
             (Episode(int(e), float(reward), int(n), int(step)) for e, reward, n, step in values["recent"]),
             maxlen=100,
         )  # fmt: skip
-        self.started, self.returns = arrays["started"].copy(), arrays["returns"].copy()
-        self.lengths = arrays["lengths"].copy()
-        self._actions = [
-            [arrays[f"actions.{i}"]] if f"actions.{i}" in arrays else [] for i in range(self.n_envs)
-        ]
+        self.started, self.returns, self.lengths = (
+            arrays[name].copy() for name in ("started", "returns", "lengths")
+        )
+        kept = [arrays.get(f"actions.{i}") for i in range(self.n_envs)]
+        self._actions = [[] if actions is None else [actions] for actions in kept]
 
 
 def _count(valid: Array | None, start: int, stop: int, i: int) -> int:
@@ -163,18 +165,17 @@ class Experience:
         facts: of one of them.
         agent: who acts.
         log: of the episodes, from which an interrupted one is played again.
-        action_rows: between rows of arrays and actions of the environment.
         backend: "serial", "process" or "auto".
         num_workers: worker processes; None for one per core.
         start_method: of them.
     """
 
     def __init__(
-        self, factory: EnvFactory, facts: EnvFacts, agent: PPOAgent, log: EpisodeLog, action_rows: ActionRows,
-        *, n_envs: int, backend: str, num_workers: int | None, start_method: StartMethod | None,
+        self, factory: EnvFactory, facts: EnvFacts, agent: PPOAgent, log: EpisodeLog, *, backend: str,
+        num_workers: int | None, start_method: StartMethod | None,
     ) -> None:  # fmt: skip
         self.factory, self.facts, self.agent, self.log = factory, facts, agent, log
-        self.action_rows, self.n_envs = action_rows, n_envs
+        self.n_envs = log.n_envs
         self.backend, self.num_workers, self.start_method = backend, num_workers, start_method
         self.workers = 0
         self.collector: Collector | None = None
@@ -186,12 +187,13 @@ class Experience:
     def collect(self, total_timesteps: int | None) -> StepRollout:
         """The next rollout; workers that died are started again, at most three times in a row."""
         n_steps = self.agent.config.n_steps
-        noise, remembered = self.agent.noise(n_steps), self.agent.remembered()
+        noise, before = self.agent.noise(n_steps), self.agent.remembered()
         for attempt in range(MAX_RECOVERIES + 1):
             try:
                 if self.collector is None:
                     self._start(total_timesteps)
                 assert self.collector is not None
+                remembered = self.agent.remembered()  # less that of episodes which could not be played again
                 rollout = self.collector.collect(self.agent, noise)
                 rollout.memory = remembered
                 return rollout
@@ -206,7 +208,7 @@ class Experience:
                     "nothing is lost", RuntimeWarning, stacklevel=3,
                 )  # fmt: skip
                 self.close()
-                self.agent.memory = None if remembered is None else remembered.copy()
+                self.agent.memory = None if before is None else before.copy()
         raise AssertionError("unreachable")
 
     def _start(self, total_timesteps: int | None) -> None:
@@ -227,7 +229,9 @@ class Experience:
     def _begin(self, collector: Collector) -> None:
         collector.reset()
         if self.goes_on and self.agent.iteration > 0:
-            histories = [self._env_actions(i) for i in range(self.n_envs)]
+            taken = self.log.actions_since_reset()
+            to_env = self.agent.action_rows.to_env
+            histories = [to_env(taken[i]) if i in taken else [] for i in range(self.n_envs)]
             now = collector.resume(self.log.started.tolist(), histories)
             if self.now is not None and self.now.dtype == now.dtype:  # it was float32 with images once
                 strangers = [i for i in range(self.n_envs) if not np.array_equal(now[i], self.now[i])]
@@ -244,10 +248,6 @@ class Experience:
         self.log.restarted(envs)
         for i in envs:
             self.agent.broken_off(i)
-
-    def _env_actions(self, i: int) -> list[Any]:
-        rows = self.log.actions_since_reset(i)
-        return self.action_rows.to_env(rows) if len(rows) else []
 
     def _make_collector(self) -> Collector:
         masked = self.facts.masked

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
 
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.maths.updates import Decay
@@ -95,27 +94,31 @@ class PPOConfig:
     """Steps between its draws; 0 for one draw a rollout."""
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            if (given := getattr(self, name)) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {given!r}")
         for field in dataclasses.fields(self):
-            if isinstance(given := getattr(self, field.name), np.generic):  # a checkpoint has no word for it
+            name, given = field.name, getattr(self, field.name)
+            if isinstance(given, np.generic):  # a checkpoint has no word for it
                 given = given.item()
-                object.__setattr__(self, field.name, given)
-            if isinstance(given, float) and not math.isfinite(given):
-                off = "; 0 is off" if field.name in ("clip_range_vf", "max_grad_norm", "target_kl") else ""
-                raise ConfigError(f"{field.name} must be finite, got {given}{off}")
-        if isinstance(self.hidden, int | float | str):
-            raise ConfigError(f"hidden must be a tuple of units, one for each layer, got {self.hidden!r}")
-        units = (u.item() if isinstance(u, np.generic) else u for u in self.hidden)
-        object.__setattr__(self, "hidden", tuple(units))
-        whole = {name: getattr(self, name) for name in ("n_steps", "batch_size", "n_epochs", "memory_units")}
-        for name, given in [*whole.items(), *(("hidden", u) for u in self.hidden)]:
-            if not isinstance(given, int):
-                raise ConfigError(f"{name} must be of whole numbers, got {given!r}")
-        for name, given in whole.items():
-            if given < 1:
-                raise ConfigError(f"{name} must be at least 1, got {given}")
+            if name == "hidden":
+                given = _units(given)
+            elif name in CHOICES:
+                if given not in CHOICES[name]:
+                    raise ConfigError(f"{name} must be one of {', '.join(CHOICES[name])}, got {given!r}")
+            elif field.type == "bool":
+                if given not in (False, True):
+                    raise ConfigError(f"{name} must be True or False, got {given!r}")
+                given = bool(given)
+            elif field.type == "int":
+                if not isinstance(given, int) or isinstance(given, bool):
+                    raise ConfigError(f"{name} must be of whole numbers, got {given!r}")
+            elif not isinstance(given, int | float) or isinstance(given, bool):
+                raise ConfigError(f"{name} must be a number, got {given!r}")
+            elif not math.isfinite(given):
+                off = "; 0 is off" if name in ("clip_range_vf", "max_grad_norm", "target_kl") else ""
+                raise ConfigError(f"{name} must be finite, got {given}{off}")
+            object.__setattr__(self, name, given)
+        for name in ("n_steps", "batch_size", "n_epochs", "memory_units"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
@@ -123,12 +126,27 @@ class PPOConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("clip_range_vf", "ent_coef", "vf_coef", "max_grad_norm", "target_kl", "sde_every"):
-            if not getattr(self, name) >= 0:
+            if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not self.hidden or min(self.hidden) < 1:
-            raise ConfigError(f"hidden must name at least one layer of at least one unit, got {self.hidden}")
 
 
+def _units(given: Any) -> tuple[int, ...]:
+    if isinstance(given, int | float | str) or given is None:
+        raise ConfigError(f"hidden must be a tuple of units, one for each layer, got {given!r}")
+    units = tuple(u.item() if isinstance(u, np.generic) else u for u in given)
+    for unit in units:
+        if not isinstance(unit, int):
+            raise ConfigError(f"hidden must be of whole numbers, got {unit!r}")
+    if not units or min(units) < 1:
+        raise ConfigError(f"hidden must name at least one layer of at least one unit, got {units}")
+    return units
+
+
+BUILT_IN = (
+    "hidden", "activation", "log_std_init", "recurrent", "memory_units", "cnn", "precision", "squash", "sde",
+    "normalize_obs", "normalize_reward",
+)  # fmt: skip
+"""The settings of which a policy and its statistics are made: a run that goes on keeps them."""
 BACKENDS = ("auto", "serial", "process")
 
 
@@ -138,13 +156,15 @@ def choose_device(device: str) -> str:
     Raises:
         ConfigError: it is not there, or no device.
     """
+    import torch
+
+    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available, "cpu": lambda: True}
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return next(name for name, is_there in there.items() if is_there())
     name = device.partition(":")[0]
-    if name not in ("cpu", "cuda", "mps"):
+    if name not in there:
         raise ConfigError(f"device must be cpu, cuda, mps or auto, got {device!r}")
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there[name]:
+    if not there[name]():
         raise ConfigError(f"device {device!r} is not available here; use --device auto")
     return device
 
@@ -164,18 +184,20 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"no PPO setting named {name!r}.{did_you_mean(name, known)}")
 
 
-def check_call(
-    n_envs: int, backend: str, num_workers: int | None, start_method: str | None, settings: Mapping[str, Any]
-) -> None:
-    """Raise a `ConfigError` for arguments of `PPO` that cannot be."""
-    check_settings(settings)
-    if not isinstance(n_envs, int | np.integer):
-        raise ConfigError(f"n_envs must be a whole number, got {n_envs!r}")
-    if n_envs < 1:
-        raise ConfigError(f"n_envs must be at least 1, got {n_envs}")
+def check_whole(name: str, given: Any, least: int | None = None) -> int:
+    """`given` as Python's own whole number; a `ConfigError` if it is none, or smaller than `least`."""
+    if isinstance(given, bool) or not isinstance(given, int | np.integer):
+        raise ConfigError(f"{name} must be a whole number, got {given!r}")
+    if least is not None and given < least:
+        raise ConfigError(f"{name} must be at least {least}, got {given}")
+    return int(given)
+
+
+def check_places(backend: str, num_workers: int | None, start_method: str | None) -> None:
+    """Raise a `ConfigError` for places of environments that cannot be."""
     if backend not in BACKENDS:
         raise ConfigError(f"no backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
-    if num_workers is not None and num_workers < 0:
+    if num_workers is not None and check_whole("num_workers", num_workers) < 0:
         raise ConfigError(f"num_workers must not be negative, got {num_workers}")
     if backend == "process" and num_workers == 0:
         raise ConfigError("backend='process' needs at least one worker, got num_workers=0")

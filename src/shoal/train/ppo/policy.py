@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, missing_extra
-from shoal.maths.distributions import EXPLORED_LEAST
+from shoal.maths.distributions import EXPLORED_LEAST, choose
 from shoal.maths.normalizer import ObservationNormalizer
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.train.ppo.checkpoint import Checkpoint, load_checkpoint, read_space
@@ -59,40 +59,46 @@ class Policy:
             observation: of the env's observation space.
             mask: allowed actions, for an env with action masks.
             rng: draw from the distribution instead of taking its mode.
+
+        Raises:
+            ValueError: the observation is not finite, or the mask is none for these actions or allows none.
         """
         row = np.zeros((1, self.rows.size), self.rows.dtype)
         self.rows.encode_one(observation, row[0])
+        if not np.isfinite(self.rows.numbers(row)).all():
+            raise ValueError(f"an observation must be finite, got {observation}")
+        masks, actions = mask_row(self.actions, mask), self.actions
         parameters = self.parameters(row)[0]
-        if self.actions.is_discrete:
-            chosen = _choose(parameters, self.actions.groups, mask, rng)
+        if actions.is_discrete:
+            noise = np.zeros(actions.size) if rng is None else rng.random(actions.size)
+            logits = parameters[None].astype(np.float64)
+            chosen = choose(logits, noise[None], actions.groups, masks, deterministic=rng is None)[0][0]
         else:
             log_std = self._checkpoint.weights["log_std"]
-            size = self.actions.size
+            size = actions.size
             mean, deviation = parameters[:size], np.exp(log_std)
             if log_std.ndim == 2:  # state-dependent exploration: the features stand behind the means
                 deviation = np.sqrt(parameters[size:] ** 2 @ deviation**2 + EXPLORED_LEAST)
             noise = rng.standard_normal(size) if rng is not None else 0.0
             chosen = (mean + deviation * noise).astype(np.float32)
-        action = self.actions.to_env(chosen[None])[0]
+        action = actions.to_env(chosen[None])[0]
         return squashed(self.action_space, action) if self._squashes else action
 
     def parameters(self, rows: Array) -> Array:
         """Logits or means for raw observation rows `[B, D]`."""
-        seen = (
-            self.rows.with_numbers(rows, self.norm(self.rows.numbers(rows)))
-            if self.norm is not None
-            else rows
-        )
+        seen = rows
+        if self.norm is not None:
+            seen = self.rows.with_numbers(rows, self.norm(self.rows.numbers(rows)))
         if self._module is not None:
             import torch
 
             with torch.inference_mode():
-                if self._memory is not None:
-                    remembered = self._memory.expand(len(seen), -1)
-                    answer, _, memory = self._module.step(torch.from_numpy(np.asarray(seen)), remembered)
-                    self._memory = memory[-1:]
-                    return answer.numpy()  # type: ignore[no-any-return]
-                return self._module.policy(torch.from_numpy(np.asarray(seen))).numpy()  # type: ignore[no-any-return]
+                tensor = torch.from_numpy(np.asarray(seen))
+                if self._memory is None:
+                    return self._module.policy(tensor).numpy()  # type: ignore[no-any-return]
+                answer, _, memory = self._module.step(tensor, self._memory.expand(len(seen), -1))
+                self._memory = memory[-1:]
+                return answer.numpy()  # type: ignore[no-any-return]
         weights = self._checkpoint.weights
         layers = sorted({int(name.split(".")[1]) for name in weights if name.startswith("actor.")})
         tanh = self._checkpoint.policy["activation"] == "tanh"
@@ -107,19 +113,13 @@ class Policy:
         from shoal.train.ppo.networks import as_tensors, build_network
 
         described = self._checkpoint.policy
-        if (
-            described["network"]
-            not in ("MLPActorCritic", "CNNActorCritic", "RecurrentActorCritic", "SDEActorCritic")
-            and self._network is None
-        ):
-            raise ConfigError(f"this policy has its own network: pass network={described['network']}()")
-        built = {
-            key: described[key]
-            for key in ("activation", "cnn", "precision", "recurrent", "memory_units")
-            if key in described
-        }
+        kind = described["network"]
+        ours = ("MLPActorCritic", "CNNActorCritic", "RecurrentActorCritic", "SDEActorCritic")
+        if kind not in ours and self._network is None:
+            raise ConfigError(f"this policy has its own network: pass network={kind}()")
+        known = ("hidden", "activation", "cnn", "precision", "recurrent", "memory_units")
         config = PPOConfig(
-            hidden=tuple(described["hidden"]), sde=described["network"] == "SDEActorCritic", **built
+            sde=kind == "SDEActorCritic", **{key: described[key] for key in known if key in described}
         )
         module = build_network(self.rows, self.actions, config, seed=0, network=self._network)
         module.load_state_dict(as_tensors(self._checkpoint.weights))
@@ -172,19 +172,15 @@ def load_policy(path: Path | str, network: Any = None) -> Policy:
     return Policy(load_checkpoint(path), network)
 
 
-def _choose(logits: Array, groups: tuple[int, ...], mask: Any, rng: np.random.Generator | None) -> Array:
-    if mask is not None:
-        allowed = np.asarray(mask, bool).reshape(-1)
-        logits = np.where(allowed, logits, -np.inf)
-    chosen, start = [], 0
-    for size in groups:
-        part = logits[start : start + size].astype(np.float64)
-        if not np.isfinite(part.max()):
-            raise ValueError("the action mask allows no action")
-        if rng is None:
-            chosen.append(int(part.argmax()))
-        else:
-            weight = np.exp(part - part.max())
-            chosen.append(int(rng.choice(size, p=weight / weight.sum())))
-        start += size
-    return np.array(chosen, np.int64)
+def mask_row(actions: ActionRows, mask: Any) -> Array:
+    """A caller's mask for one action as a row of masks; without entries for None."""
+    if mask is None:
+        return np.zeros((1, 0), np.uint8)
+    row = np.asarray(mask).reshape(1, -1).astype(bool)
+    if not actions.is_discrete:
+        raise ValueError("mask is for choices, and these actions are continuous")
+    if row.size != actions.n_parameters:
+        raise ValueError(f"mask must have {actions.n_parameters} entries, one per action, got {row.size}")
+    if any(actions.forbidden(row)):
+        raise ValueError("the action mask allows no action")
+    return row.astype(np.uint8)

@@ -29,8 +29,15 @@ from shoal.train.ppo.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from shoal.train.ppo.collect import EpisodeLog, Experience
-from shoal.train.ppo.config import PPOConfig, check_call, choose_device, read_config
+from shoal.train.ppo.collect import EpisodeLog, Experience, mean_of
+from shoal.train.ppo.config import (
+    PPOConfig,
+    check_places,
+    check_settings,
+    check_whole,
+    choose_device,
+    read_config,
+)
 from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo.learner import CompiledLearner
 from shoal.train.ppo.networks import ActorCritic, n_weights
@@ -79,9 +86,9 @@ class PPO:
     ) -> None:  # fmt: skip
         tuned = preset_for(env if isinstance(env, str) else "", preset) or NO_PRESET
         n_envs = tuned.n_envs if n_envs is None else n_envs
-        check_call(n_envs, backend, num_workers, start_method, settings)
-        if not isinstance(seed, int | np.integer):
-            raise ConfigError(f"seed must be a whole number, got {seed!r}")
+        check_settings(settings)
+        self.n_envs, self.seed = n_envs, seed = check_whole("n_envs", n_envs, 1), check_whole("seed", seed)
+        check_places(backend, num_workers, start_method)
         base = config if config is not None else PPOConfig(**tuned.settings)
         self.config = dataclasses.replace(base, **settings)
         self.preset = tuned.name if config is None else None
@@ -89,7 +96,6 @@ class PPO:
             logger.info(
                 "%s with the settings of its preset (%s); preset='none' takes none", env, tuned.source
             )
-        self.n_envs, self.seed = n_envs, seed = int(n_envs), int(seed)  # NumPy's do not go into a checkpoint
         self.factory = EnvFactory(
             env, seed, {**tuned.env_kwargs, **(env_kwargs or {})},
             wrappers=tuple(wrappers) or tuned.wrappers,
@@ -107,8 +113,8 @@ class PPO:
         self.log = EpisodeLog(n_envs)
         self._booked = 0  # updates whose rollouts are in the log
         self._experience = Experience(
-            self.factory, self.facts, self.agent, self.log, self.action_rows, n_envs=n_envs,
-            backend=backend, num_workers=num_workers, start_method=start_method,
+            self.factory, self.facts, self.agent, self.log, backend=backend, num_workers=num_workers,
+            start_method=start_method,
         )  # fmt: skip
 
     @property
@@ -146,10 +152,11 @@ class PPO:
         self, total_timesteps: int | None = None, *, num_episodes: int | None = None
     ) -> Iterator[Metrics]:
         """`learn`, one update at a time: yields the metrics of each."""
-        if (total_timesteps or 0) < 1 and (num_episodes or 0) < 1:
-            raise ConfigError(
-                f"give total_timesteps or num_episodes, at least 1, got {total_timesteps} and {num_episodes}"
-            )
+        if total_timesteps is None and num_episodes is None:
+            raise ConfigError("say how long to train: total_timesteps or num_episodes")
+        for name, given in (("total_timesteps", total_timesteps), ("num_episodes", num_episodes)):
+            if given is not None and not given >= 1:
+                raise ConfigError(f"{name} must be at least 1, got {given}")
         seconds, first_step = 0.0, self.log.n_steps
         while self.progress(total_timesteps, num_episodes) < 1.0:
             progress = self.progress(total_timesteps, num_episodes)
@@ -172,8 +179,7 @@ class PPO:
                 "episodes": self.log.n_episodes,
                 "seconds": seconds,
                 "steps_per_second": (self.log.n_steps - first_step) / max(seconds, 1e-9),
-                "reward": float(np.mean([e.reward for e in ended])) if ended else math.nan,
-                "length": float(np.mean([e.length for e in ended])) if ended else math.nan,
+                **mean_of(ended),
                 "reward_mean": self.log.mean_reward,
                 "length_mean": self.log.mean_length,
                 "n_completed_episodes": len(ended),
@@ -370,6 +376,8 @@ def evaluate(
             if frames is not None:
                 frames.append(env.render())
             rows.encode_one(observation, obs[0])
+            if not np.isfinite(rows.numbers(obs)).all():
+                raise EnvError(f"evaluation episode {episode}, step {length}: the observation must be finite")
             if masked:
                 masks = mask_of(info, actions.n_parameters, 0).reshape(1, -1).astype(np.uint8)
                 if any(actions.forbidden(masks)):
@@ -378,6 +386,10 @@ def evaluate(
                     )
             player.act(obs, masks, player.draw(chance, 1), chosen, logprob, deterministic)
             observation, reward, terminated, truncated, info = env.step(actions.to_env(chosen)[0])
+            if not math.isfinite(reward):
+                raise EnvError(
+                    f"evaluation episode {episode}, step {length}: reward must be finite, got {reward}"
+                )
             total, length = total + float(reward), length + 1
             if terminated or truncated:
                 break

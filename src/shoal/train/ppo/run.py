@@ -31,7 +31,7 @@ from shoal.train.ppo.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from shoal.train.ppo.config import PPOConfig, read_config
+from shoal.train.ppo.config import BUILT_IN, PPOConfig, read_config
 from shoal.train.ppo.ppo import PPO, Metrics
 
 
@@ -335,24 +335,27 @@ class PPORun:
                 f"--seed {options.seed} --n-envs {options.n_envs}; leave them out to continue"
             )
         saved = load_checkpoint(options.resume_from).policy
+        changed = [
+            f.name for f in dataclasses.fields(PPOConfig)
+            if getattr(ppo.config, f.name) != getattr(self.config, f.name)
+        ]  # fmt: skip
         for flag, was, now in (
-            ("--env-kwargs", saved["env_kwargs"], places["env_kwargs"]),
-            ("--atari", saved.get("atari", False), options.atari),
-            ("--frame-stack", saved.get("frame_stack", 0), options.frame_stack),
+            ("env-kwargs", saved["env_kwargs"], places["env_kwargs"]),
+            ("atari", saved.get("atari", False), options.atari),
+            ("frame-stack", saved.get("frame_stack", 0), options.frame_stack),
+            *((name, getattr(ppo.config, name), getattr(self.config, name)) for name in BUILT_IN),
         ):
             if was != now:
                 raise ConfigError(
-                    f"the checkpoint was made with {flag} {was}, got {now}; leave it out to continue"
+                    f"the checkpoint was made with --{flag.replace('_', '-')} {was}, got {now}; leave it out to "
+                    "continue"
                 )
-        if ppo.config != self.config:
-            changed = [
-                f.name for f in dataclasses.fields(PPOConfig)
-                if getattr(ppo.config, f.name) != getattr(self.config, f.name)
-            ]  # fmt: skip
+        if changed:
             logger.warning(
                 "continuing with changed %s: no longer the same run bit for bit", ", ".join(changed)
             )
-            ppo.config = ppo.agent.config = self.config
+            ppo.config = self.config
+            ppo.agent.go_on_with(self.config)
         return ppo
 
     def _best_so_far(self) -> float:

@@ -26,8 +26,9 @@ from shoal.train.ppo.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from shoal.train.ppo.collect import EpisodeLog
-from shoal.train.ppo.config import PPOConfig, choose_device, read_config
+from shoal.train.ppo.collect import EpisodeLog, mean_of
+from shoal.train.ppo.config import PPOConfig, check_whole, choose_device, read_config
+from shoal.train.ppo.policy import mask_row
 
 Array = np.ndarray
 LONGEST_EPISODE = 10_000
@@ -85,12 +86,9 @@ class PPOTrainer:
         base = config or PPOConfig()
         self.config = read_config({**dataclasses.asdict(base), **settings})
         _refuse_squashing(self.config)
-        self.device, self.seed, self.path, self.total_episodes = (
-            choose_device(device),
-            seed,
-            path,
-            num_episodes,
-        )
+        self.device, self.path = choose_device(device), path
+        self.seed = check_whole("seed", seed)
+        self.total_episodes = None if num_episodes is None else check_whole("num_episodes", num_episodes, 1)
         self._own_network = network
         self._agent: PPOAgent | None = None
         self._spaces: tuple[gym.Space, gym.Space] | None = None
@@ -176,8 +174,7 @@ class PPOTrainer:
         self.log.n_episodes += len(ended)
         self.log.recent.extend(ended)
         return {
-            "reward": float(np.mean([e.reward for e in ended])) if ended else float("nan"),
-            "length": float(np.mean([e.length for e in ended])) if ended else float("nan"),
+            **mean_of(ended),
             "reward_mean": self.log.mean_reward,
             "n_completed_episodes": len(ended),
             "n_envs": n_envs,
@@ -219,13 +216,7 @@ class PPOTrainer:
         actions = np.zeros(shape, agent.action_rows.dtype)
         logprob = np.zeros(1, np.float32)
         chance = stream(self.seed, "select", agent.iteration, draw)
-        masks = np.zeros((1, 0), np.uint8) if mask is None else np.asarray(mask, np.uint8).reshape(1, -1)
-        if mask is not None and masks.size != agent.action_rows.n_parameters:
-            raise ValueError(
-                f"mask must have {agent.action_rows.n_parameters} entries, one per action, got {masks.size}"
-            )
-        if masks.size and any(agent.action_rows.forbidden(masks)):
-            raise ValueError("the action mask allows no action")
+        masks = mask_row(agent.action_rows, mask)
         value = agent.value_of(row)
         agent.act(row, masks, agent.draw(chance, 1), actions, logprob, deterministic)
         return Selected(agent.action_rows.to_env(actions)[0], float(logprob[0]), value)
