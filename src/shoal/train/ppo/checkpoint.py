@@ -8,7 +8,8 @@ needs).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,6 @@ def list_checkpoints(root: Path | str) -> list[Path]:
 
 def prune_checkpoints(root: Path | str, keep: int) -> None:
     """Remove the oldest checkpoints beyond `keep`."""
-    import shutil
-
     for folder in list_checkpoints(root)[:-keep]:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -140,20 +139,23 @@ def _read(path: Path) -> Arrays:
 
 
 def describe_policy(
-    observation_space: spaces.Space,
-    action_space: spaces.Space,
-    network: Any,
-    config: PPOConfig,
-    normalize_obs: bool,
-    env: str = "",
-    env_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Sequence[str] = (),
-    atari: bool = False,
-    frame_stack: int = 0,
-) -> dict[str, Any]:
-    """What weights mean, as JSON: the `policy` of a checkpoint."""
+    observation_space: spaces.Space, action_space: spaces.Space, network: Any, config: PPOConfig,
+    normalize_obs: bool, env: str = "", env_kwargs: Mapping[str, Any] | None = None, **around: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What weights mean, as JSON: the `policy` of a checkpoint.
+
+    Args:
+        observation_space: of the env, with all that is `around` it.
+        action_space: of the env itself, if actions are squashed into it.
+        network: whose weights they are.
+        config: with which it was built.
+        normalize_obs: whether it sees normalised numbers.
+        env: its name.
+        env_kwargs: with which it is made.
+        around: `wrappers`, `atari`, `frame_stack`; those that are nothing are left out.
+    """
     own = getattr(network, "module", None)
-    described = {
+    told = {
         "env": env,
         "env_kwargs": dict(env_kwargs or {}),
         "observation_space": describe_space(observation_space),
@@ -163,32 +165,21 @@ def describe_policy(
         "activation": config.activation,
         "normalize_obs": normalize_obs,
     }
-    if config.cnn != "auto":
-        described["cnn"] = config.cnn
-    if config.precision != "float32":
-        described["precision"] = config.precision
-    if config.squash:
-        described["squash"] = True
+    plain = {"cnn": "auto", "precision": "float32", "squash": False, "recurrent": "none"}
+    told |= {name: getattr(config, name) for name, usual in plain.items() if getattr(config, name) != usual}
     if config.recurrent != "none":
-        described |= {"recurrent": config.recurrent, "memory_units": config.memory_units}
-    more = {"wrappers": list(wrappers), "atari": atari, "frame_stack": frame_stack}
-    return {**described, **{key: value for key, value in more.items() if value}}
+        told["memory_units"] = config.memory_units
+    return {**told, **{key: value for key, value in around.items() if value}}
+
+
+SAME = ("env", "wrappers", "atari", "frame_stack", "squash", "observation_space", "action_space", "network")
 
 
 def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
     """Raise a `ConfigError` that lists the differences if a checkpoint is of another env or network."""
     wrong = [
         f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy.get(key)!r}"
-        for key in (
-            "env",
-            "wrappers",
-            "atari",
-            "frame_stack",
-            "squash",
-            "observation_space",
-            "action_space",
-            "network",
-        )
+        for key in SAME
         if saved.policy.get(key) != mine.policy.get(key)
     ]
     for name in sorted({*saved.weights, *mine.weights}):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
 from shoal.maths.initial_weights import initialize, orthogonal
-from shoal.rollout.arrays.spaces import ActionRows, Leaf, ObservationRows, Picture
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, Picture
 from shoal.train.ppo.compiled.network import NetworkShape
 from shoal.train.ppo.config import PPOConfig
 
@@ -33,21 +33,17 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
 class ActorCritic(nn.Module):
-    """What a learner needs: `policy(rows)`, `value(rows)`, both at once when called, and maybe `log_std`."""
+    """What a learner needs: called, it answers action parameters `[B, n_parameters]` and values `[B]` at once."""
 
     log_std: nn.Parameter | None
 
     def policy(self, rows: Tensor) -> Tensor:
-        """Action parameters `[B, n_parameters]`."""
-        raise NotImplementedError
+        """Action parameters."""
+        return self(rows)[0]  # type: ignore[no-any-return]
 
     def value(self, rows: Tensor) -> Tensor:
-        """Values `[B]`."""
-        raise NotImplementedError
-
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Both."""
-        return self.policy(rows), self.value(rows)
+        """Values."""
+        return self(rows)[1]  # type: ignore[no-any-return]
 
 
 def _log_std(actions: ActionRows, start: float) -> nn.Parameter | None:
@@ -76,6 +72,10 @@ class MLPActorCritic(ActorCritic):
         self.log_std = _log_std(actions, log_std_init)
         initialize(self.actor, seed, "actor", last_gain=0.01)
         initialize(self.critic, seed, "critic", last_gain=1.0)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Both."""
+        return self.policy(rows), self.value(rows)
 
     def policy(self, rows: Tensor) -> Tensor:
         """Action parameters."""
@@ -113,9 +113,9 @@ class Encoder(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.halved = precision == "bfloat16"  # between the pixels and what the heads read
-        self._images = [leaf for leaf in rows.leaves if leaf.is_image]
+        self._images = [(leaf, leaf.picture) for leaf in rows.leaves if leaf.picture is not None]
         self._n_numbers = rows.n_numbers
-        towers = [_tower(_picture_of(leaf), kind, features) for leaf in self._images]
+        towers = [_tower(picture, kind, features) for _, picture in self._images]
         self.towers = nn.ModuleList(tower for tower, _ in towers)
         self.width = sum(width for _, width in towers)
         if self._n_numbers:
@@ -129,11 +129,11 @@ class Encoder(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """What the heads read."""
         numbers, pixels = split_rows(rows, self._n_numbers)
-        begin = self._images[0].start
+        begin = self._images[0][0].start
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.halved):
             parts = [
-                tower(_pixels(pixels[:, leaf.start - begin : leaf.stop - begin], _picture_of(leaf))).float()
-                for tower, leaf in zip(self.towers, self._images, strict=True)
+                tower(_pixels(pixels[:, leaf.start - begin : leaf.stop - begin], picture)).float()
+                for tower, (leaf, picture) in zip(self.towers, self._images, strict=True)
             ]
         if self._n_numbers:
             parts.append(self.numbers(numbers))
@@ -156,16 +156,8 @@ class CNNActorCritic(Encoder, ActorCritic):
         initialize(self.actor, seed, "actor", last_gain=0.01)
         initialize(self.critic, seed, "critic", last_gain=1.0)
 
-    def policy(self, rows: Tensor) -> Tensor:
-        """Action parameters."""
-        return self.actor(Encoder.forward(self, rows))  # type: ignore[no-any-return]
-
-    def value(self, rows: Tensor) -> Tensor:
-        """Values."""
-        return self.critic(Encoder.forward(self, rows)).squeeze(1)  # type: ignore[no-any-return]
-
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Both, with the features computed once."""
+        """Both."""
         features = Encoder.forward(self, rows)
         return self.actor(features), self.critic(features).squeeze(1)
 
@@ -296,14 +288,6 @@ class OwnNetwork(ActorCritic):
             )
         return parameters, values.reshape(len(rows))
 
-    def policy(self, rows: Tensor) -> Tensor:
-        """Action parameters."""
-        return self(rows)[0]  # type: ignore[no-any-return]
-
-    def value(self, rows: Tensor) -> Tensor:
-        """Values."""
-        return self(rows)[1]  # type: ignore[no-any-return]
-
     def _shaped(self, rows: Tensor) -> Any:
         whole: dict[str, Any] = {}
         packed = self._rows.dtype == np.uint8
@@ -331,11 +315,6 @@ def split_rows(rows: Tensor, n_numbers: int) -> tuple[Tensor, Tensor]:
     if rows.dtype == torch.uint8 and n_numbers:
         return rows[:, : 4 * n_numbers].contiguous().view(torch.float32), rows[:, 4 * n_numbers :]
     return rows[:, :n_numbers], rows[:, n_numbers:]
-
-
-def _picture_of(leaf: Leaf) -> Picture:
-    assert leaf.picture is not None
-    return leaf.picture
 
 
 def _pixels(rows: Tensor, picture: Picture) -> Tensor:
@@ -449,11 +428,6 @@ def _warn_of_tables(rows: ObservationRows) -> None:
                 shape,
                 leaf.space.dtype,
             )
-
-
-def n_weights(network: nn.Module) -> int:
-    """How many numbers a network learns."""
-    return int(np.sum([p.numel() for p in network.parameters()]))
 
 
 def as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from shoal.train.ppo.config import (
 )
 from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
 from shoal.train.ppo.learner import CompiledLearner
-from shoal.train.ppo.networks import ActorCritic, n_weights
+from shoal.train.ppo.networks import ActorCritic
 from shoal.train.ppo.presets import NO_PRESET, preset_for
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class PPO:
             network=network, path=path, device=self.device,
         )  # fmt: skip
         self.obs_rows, self.action_rows = self.agent.obs_rows, self.agent.action_rows
-        self._single_thread = n_weights(self.network) < 300_000
+        self._single_thread = sum(p.numel() for p in self.network.parameters()) < 300_000
         self.log = EpisodeLog(n_envs)
         self._booked = 0  # updates whose rollouts are in the log
         self._experience = Experience(
@@ -240,8 +240,8 @@ class PPO:
         policy = describe_policy(
             self.facts.observation_space, self.facts.own_action_space, self.network, self.config,
             self.agent.obs_norm is not None, self.factory.name, _plain(self.factory.kwargs),
-            [wrapper_name(wrapper) for wrapper in self.factory.wrappers], self.factory.atari,
-            self.factory.frame_stack,
+            wrappers=[wrapper_name(wrapper) for wrapper in self.factory.wrappers], atari=self.factory.atari,
+            frame_stack=self.factory.frame_stack,
         )  # fmt: skip
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,

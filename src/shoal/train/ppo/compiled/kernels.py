@@ -426,25 +426,17 @@ def draw(
 
 
 @_compiled
-def act_choices(
-    weights: Array, dims: Array, activation: int, groups: Array, obs: Array, masks: Array, noise: Array,
-    actions: Array, logprobs: Array, hidden: Array, out: Array, deterministic: bool,
+def act(
+    weights: Array, dims: Array, activation: int, groups: Array, std_at: int, obs: Array, masks: Array,
+    noise: Array, actions: Array, logprobs: Array, hidden: Array, out: Array, deterministic: bool,
 ) -> None:  # fmt: skip
-    """The actor's choices for `obs[n, inputs]`."""
+    """The actor's choices, or without `groups` its points, for `obs[n, inputs]`."""
     n = obs.shape[0]
     forward(weights, 0, dims, activation, n, obs.ravel(), 0, hidden, out)
-    choose(out, n, groups, masks, noise, actions, logprobs, deterministic)
-
-
-@_compiled
-def act_points(
-    weights: Array, dims: Array, activation: int, log_std: Array, obs: Array, noise: Array,
-    actions: Array, logprobs: Array, hidden: Array, out: Array, deterministic: bool,
-) -> None:  # fmt: skip
-    """The actor's continuous actions for `obs[n, inputs]`."""
-    n = obs.shape[0]
-    forward(weights, 0, dims, activation, n, obs.ravel(), 0, hidden, out)
-    draw(out, n, log_std, noise, actions, logprobs, deterministic)
+    if groups.size:
+        choose(out, n, groups, masks, noise, actions, logprobs, deterministic)
+    else:
+        draw(out, n, weights[std_at : std_at + dims[-1]], noise, actions, logprobs, deterministic)
 
 
 @_compiled

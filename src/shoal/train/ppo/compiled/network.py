@@ -149,19 +149,10 @@ class CompiledNetwork:
     ) -> None:  # fmt: skip
         """Write actions `[N, A]` and log-probabilities `[N]` for observations `[N, D]`."""
         self._make_room(len(obs))
-        kernels, shape = self._kernels, self.shape
-        if shape.groups:
-            masks = masks if masks.size else NO_MASKS
-            kernels.act_choices(
-                self.weights, self.actor, self._activation, self._groups, obs, masks, noise, actions,
-                logprobs, self._hidden, self._out, deterministic,
-            )  # fmt: skip
-        else:
-            log_std = self.weights[self.std_at : self.std_at + shape.outputs]
-            kernels.act_points(
-                self.weights, self.actor, self._activation, log_std, obs, noise, actions, logprobs,
-                self._hidden, self._out, deterministic,
-            )  # fmt: skip
+        self._kernels.act(
+            self.weights, self.actor, self._activation, self._groups, self.std_at, obs,
+            masks if masks.size else NO_MASKS, noise, actions, logprobs, self._hidden, self._out, deterministic,
+        )  # fmt: skip
 
     def values(self, obs: Array) -> Array:
         """The critic's values `[M]` of observations `[M, D]`."""
