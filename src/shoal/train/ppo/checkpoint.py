@@ -182,12 +182,18 @@ def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
         for key in SAME
         if saved.policy.get(key) != mine.policy.get(key)
     ]
-    for name in sorted({*saved.weights, *mine.weights}):
-        theirs, ours = (getattr(c.weights.get(name), "shape", None) for c in (saved, mine))
-        if theirs != ours:
-            wrong.append(f"weight {name}: the checkpoint has shape {theirs}, this network {ours}")
-    if wrong:
+    if wrong := wrong + other_shapes(saved.weights, mine.weights):
         raise ConfigError("the checkpoint belongs to another run:\n  " + "\n  ".join(wrong))
+
+
+def other_shapes(saved: Arrays, mine: Arrays) -> list[str]:
+    """What differs between the weights of a checkpoint and those of a network."""
+    shapes = {name: [getattr(w.get(name), "shape", None) for w in (saved, mine)] for name in {*saved, *mine}}
+    return [
+        f"weight {name}: the checkpoint has shape {theirs}, this network {ours}"
+        for name, (theirs, ours) in sorted(shapes.items())
+        if theirs != ours
+    ]
 
 
 def describe_space(space: spaces.Space) -> dict[str, Any]:

@@ -7,9 +7,8 @@ checkpoint of one is a checkpoint of the other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,12 +43,8 @@ Arrays = dict[str, Array]
 Tensors = dict[str, Tensor]
 
 
-class Minibatch(NamedTuple):
-    """Samples `[m]` of a rollout."""
-
-    taken: Tensors
-    answer: Callable[[], tuple[Tensor, Tensor]]
-    """The network's (action parameters, values) of them, with gradients."""
+Minibatch = tuple[Tensors, Tensor, Tensor]
+"""Samples `[m]` of a rollout, and the network's action parameters and values of them, with gradients."""
 
 
 class TorchLearner:
@@ -153,11 +148,10 @@ class TorchLearner:
         shuffled = {name: value[rows] for name, value in data.items()}
         for start in range(0, len(order), rates.batch_size):
             taken = {name: value[start : start + rates.batch_size] for name, value in shuffled.items()}
-            yield Minibatch(taken, partial(self.network, taken["obs"]))
+            yield taken, *self.network(taken["obs"])
 
     def _loss(self, minibatch: Minibatch, rates: UpdateRates) -> tuple[Tensor, list[Tensor]]:
-        taken = minibatch.taken
-        parameters, values = minibatch.answer()
+        taken, parameters, values = minibatch
         if self.actions.is_discrete:
             judged = distributions.judge_choices(
                 parameters, taken["actions"], self.actions.groups, taken.get("masks")
@@ -319,13 +313,8 @@ class RecurrentLearner(TorchLearner):
             seen, memory = data["obs"][whole], all_memory[torch.from_numpy(envs).to(self.device)]
             taken = {name: value[whole[keep]] for name, value in data.items() if name != "obs"}
 
-            def answer(
-                seen: Tensor = seen, memory: Tensor = memory, pieces: Pieces = pieces, keep: Tensor = keep
-            ) -> tuple[Tensor, Tensor]:
-                parameters, values = self.network.along(seen, memory, pieces)
-                return parameters[keep], values[keep]
-
-            yield Minibatch(taken, answer)
+            parameters, values = self.network.along(seen, memory, pieces)
+            yield taken, parameters[keep], values[keep]
 
     def _there(self, pieces: Pieces) -> Pieces:
         return Pieces(*(part.to(self.device) for part in pieces))

@@ -63,12 +63,8 @@ class Policy:
         Raises:
             ValueError: the observation is not finite, or the mask is none for these actions or allows none.
         """
-        row = np.zeros((1, self.rows.size), self.rows.dtype)
-        self.rows.encode_one(observation, row[0])
-        if not np.isfinite(self.rows.numbers(row)).all():
-            raise ValueError(f"an observation must be finite, got {observation}")
-        masks, actions = mask_row(self.actions, mask), self.actions
-        parameters = self.parameters(row)[0]
+        actions, masks = self.actions, mask_row(self.actions, mask)
+        parameters = self.parameters(observation_row(self.rows, observation))[0]
         if actions.is_discrete:
             noise = np.zeros(actions.size) if rng is None else rng.random(actions.size)
             logits = parameters[None].astype(np.float64)
@@ -170,6 +166,15 @@ def load_policy(path: Path | str, network: Any = None) -> Policy:
         network: the `nn.Module` of a policy that has its own.
     """
     return Policy(load_checkpoint(path), network)
+
+
+def observation_row(rows: ObservationRows, observation: Any) -> Array:
+    """One observation as a row `[1, D]`."""
+    row = np.zeros((1, rows.size), rows.dtype)
+    rows.encode_one(observation, row[0])
+    if not np.isfinite(rows.numbers(row)).all():
+        raise ValueError(f"an observation must be finite, got {observation}")
+    return row
 
 
 def mask_row(actions: ActionRows, mask: Any) -> Array:

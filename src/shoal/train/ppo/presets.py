@@ -37,6 +37,10 @@ NO_PRESET = Preset(8, 100_000, "none")
 """What holds where there is none."""
 
 
+LANDER = Preset(
+    16, 1_000_000, "zoo",
+    {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98, "ent_coef": 0.01},
+)  # fmt: skip
 MUJOCO = Preset(
     8, 1_000_000, "cleanrl",
     {"n_steps": 256, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "lr_schedule": "linear",
@@ -71,11 +75,8 @@ PRESETS: dict[str, Preset] = {
         {"n_steps": 16, "batch_size": 64, "n_epochs": 4, "gae_lambda": 0.98, "normalize_obs": True,
          "normalize_reward": True},
     ),
-    "LunarLander-v3": Preset(
-        16, 1_000_000, "zoo",
-        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98,
-         "ent_coef": 0.01},
-    ),
+    "LunarLander-v3": LANDER,
+    "LunarLanderContinuous-v3": LANDER,
     "Pendulum-v1": Preset(
         4, 100_000, "zoo",
         {"n_steps": 1024, "batch_size": 64, "n_epochs": 10, "gamma": 0.9, "learning_rate": 1e-3},
@@ -84,11 +85,6 @@ PRESETS: dict[str, Preset] = {
         8, 200_000, "own",
         {"n_steps": 1000, "batch_size": 256, "n_epochs": 10, "gamma": 0.9999, "normalize_obs": True,
          "normalize_reward": True},
-    ),
-    "LunarLanderContinuous-v3": Preset(
-        16, 1_000_000, "zoo",
-        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98,
-         "ent_coef": 0.01},
     ),
     "BipedalWalker-v3": Preset(
         32, 5_000_000, "zoo",

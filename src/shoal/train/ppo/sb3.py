@@ -25,6 +25,9 @@ LARGEST = 1 << 30
 """Bytes of a file in the archive."""
 _LAYER = re.compile(r"mlp_extractor\.(policy|value)_net\.(\d+)\.(weight|bias)")
 _HEADS = {"action_net": "actor", "value_net": "critic"}
+_UNREADABLE = (
+    zipfile.BadZipFile, AttributeError, KeyError, ValueError, TypeError, RuntimeError, RecursionError
+)  # fmt: skip
 _ACTIVATIONS = {"Tanh": "tanh", "ReLU": "relu"}
 
 
@@ -75,15 +78,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         if not isinstance(data, dict) or not isinstance(tensors, dict):
             raise ValueError("its parts are not dicts")
         return data, {name: tensor.numpy().astype(np.float32) for name, tensor in tensors.items()}
-    except (
-        zipfile.BadZipFile,
-        AttributeError,
-        KeyError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        RecursionError,
-    ) as error:
+    except _UNREADABLE as error:
         raise DataError(f"{path} is no model that Stable-Baselines3 saved: {error}") from error
     except pickle.UnpicklingError as error:
         raise DataError(

@@ -24,11 +24,13 @@ from shoal.train.ppo.checkpoint import (
     checkpoint_folder,
     describe_policy,
     load_checkpoint,
+    other_shapes,
+    read_space,
     save_checkpoint,
 )
 from shoal.train.ppo.collect import EpisodeLog, mean_of
 from shoal.train.ppo.config import PPOConfig, check_whole, choose_device, read_config
-from shoal.train.ppo.policy import mask_row
+from shoal.train.ppo.policy import mask_row, observation_row
 
 Array = np.ndarray
 LONGEST_EPISODE = 10_000
@@ -95,6 +97,8 @@ class PPOTrainer:
         self._known: dict[int, Known] = {}  # by id of the env
         self._selecting: PPOAgent | None = None  # who answers `select_action`, with a memory of its own
         self.log = EpisodeLog(1, replayable=False)  # all episodes, whatever env they came from
+        if (observation_space is None) != (action_space is None):
+            raise ConfigError("give both observation_space and action_space, or none")
         if observation_space is not None and action_space is not None:
             self._meet(observation_space, action_space, 1)
 
@@ -118,6 +122,9 @@ class PPOTrainer:
 
         An episode longer than 10,000 steps (or the env's time limit) is learned from in parts.
         """
+        if not isinstance(env, gym.Env):
+            raise ConfigError(f"train_episode takes one gymnasium.Env, got {type(env).__name__}; a vector env goes "
+                              "into train_episode_vectorized")  # fmt: skip
         limit = env.spec.max_episode_steps if env.spec is not None else None
         n_steps = min(limit or LONGEST_EPISODE, LONGEST_EPISODE)
         return self._train(env, self._meet_env, 1, n_steps, until_done=True)
@@ -128,8 +135,12 @@ class PPOTrainer:
         Works with `make_vec`, `ParallelEnv` and every autoreset mode. `n_completed_episodes` says
         how many episodes ended meanwhile.
         """
-        if not isinstance(vec_env, VectorEnv):  # a ParallelEnv is a vector env with another face
-            vec_env = vec_env.envs
+        given, vec_env = vec_env, getattr(vec_env, "envs", vec_env)  # a ParallelEnv is one with another face
+        if isinstance(given, VectorEnv):
+            vec_env = given
+        if not isinstance(vec_env, VectorEnv):
+            raise ConfigError(f"train_episode_vectorized takes a vector env, got {type(vec_env).__name__}; a single "
+                              "one goes into train_episode")  # fmt: skip
         return self._train(vec_env, self._meet_vector_env, vec_env.num_envs, self.config.n_steps)
 
     def _meet_env(self, env: gym.Env) -> EnvSlice:
@@ -193,14 +204,8 @@ class PPOTrainer:
         return min(1.0, self.num_episodes / self.total_episodes) if self.total_episodes else 0.0
 
     def select_action(
-        self,
-        observation: Any,
-        *,
-        mask: Any = None,
-        deterministic: bool = False,
-        draw: int = 0,
-        start: bool = False,
-    ) -> Selected:
+        self, observation: Any, *, mask: Any = None, deterministic: bool = False, draw: int = 0, start: bool = False
+    ) -> Selected:  # fmt: skip
         """The action for one observation; `draw` numbers the draws, the same one gives the same action.
 
         A recurrent policy remembers the observations of earlier calls; `start=True` begins an episode.
@@ -210,13 +215,10 @@ class PPOTrainer:
         agent, self._selecting.iteration = self._selecting, self.agent.iteration
         if start:
             agent.forget(0)
-        row = np.zeros((1, agent.obs_rows.size), agent.obs_rows.dtype)
-        agent.obs_rows.encode_one(observation, row[0])
-        shape = (1, agent.action_rows.size)
-        actions = np.zeros(shape, agent.action_rows.dtype)
+        row, masks = observation_row(agent.obs_rows, observation), mask_row(agent.action_rows, mask)
+        actions = np.zeros((1, agent.action_rows.size), agent.action_rows.dtype)
         logprob = np.zeros(1, np.float32)
         chance = stream(self.seed, "select", agent.iteration, draw)
-        masks = mask_row(agent.action_rows, mask)
         value = agent.value_of(row)
         agent.act(row, masks, agent.draw(chance, 1), actions, logprob, deterministic)
         return Selected(agent.action_rows.to_env(actions)[0], float(logprob[0]), value)
@@ -241,8 +243,6 @@ class PPOTrainer:
 
     def load(self, path: Path | str) -> None:
         """Take over settings, weights, optimizer, statistics and counters from a checkpoint."""
-        from shoal.train.ppo.checkpoint import read_space
-
         saved = load_checkpoint(path)
         obs, act = (read_space(saved.policy[key]) for key in ("observation_space", "action_space"))
         if self._spaces not in (None, (obs, act)):
@@ -255,13 +255,8 @@ class PPOTrainer:
             obs, act, config, n_envs=int(training["n_envs"]), seed=int(training["seed"]),
             network=self._own_network, path=self.path, device=self.device,
         )  # fmt: skip
-        mine = agent.state()[0]
-        shapes = {name: value.shape for name, value in saved.weights.items()}
-        if shapes != {name: value.shape for name, value in mine.items()}:
-            raise ConfigError(
-                f"the checkpoint belongs to another network: it has weights {shapes}, this one "
-                f"{ {name: value.shape for name, value in mine.items()} }"
-            )
+        if wrong := other_shapes(saved.weights, agent.state()[0]):
+            raise ConfigError("the checkpoint belongs to another network:\n  " + "\n  ".join(wrong))
         agent.load_state(saved.weights, saved.optimizer, saved.statistics)
         self._agent, self._spaces = agent, (obs, act)
         self.config, self.seed = config, agent.seed

@@ -78,9 +78,8 @@ class UpdateBatch:
     memory: Array | None = None  # [N, S] what it remembered at the first
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateRates:
-    """The settings of one update, after their schedules."""
+class UpdateRates(NamedTuple):
+    """The settings of one update, after their schedules; all but the last in the order of the kernels' `settings`."""
 
     learning_rate: float
     clip: float
@@ -167,19 +166,7 @@ class CompiledNetwork:
         """All epochs of one PPO update; parameters and moments change in place."""
         self._make_room(rates.batch_size)
         kernels = self._kernels
-        settings = np.zeros(9, np.float32)
-        for place, value in (
-            (kernels.LEARNING_RATE, rates.learning_rate),
-            (kernels.CLIP, rates.clip),
-            (kernels.VALUE_CLIP, rates.value_clip),
-            (kernels.ENTROPY, rates.ent_coef),
-            (kernels.VALUE, rates.vf_coef),
-            (kernels.MAX_NORM, rates.max_grad_norm),
-            (kernels.TARGET_KL, rates.target_kl),
-            (kernels.NORMALIZE, rates.normalize_advantage),
-            (kernels.ADAM_EPS, rates.adam_eps),
-        ):
-            settings[place] = value
+        settings = np.array(rates[: kernels.ADAM_EPS + 1], np.float32)
         discrete = bool(self.shape.groups)
         choices = batch.actions if discrete else np.zeros((0, 0), np.int64)
         points = np.zeros((0, 0), np.float32) if discrete else batch.actions
