@@ -43,6 +43,10 @@ class Watched(gym.Env):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32), float(action[0]), False, self.t == 9, {}
 
 
+class Whole(Watched):
+    action_space = spaces.Box(0, 5, (2,), np.int64)
+
+
 def state(ppo: PPO) -> dict[str, bytes]:
     mine = ppo.checkpoint()
     parts = (mine.weights, mine.optimizer, mine.statistics, mine.episodes)
@@ -104,6 +108,8 @@ def test_what_has_no_bounds_is_not_squashed():
         ConfigError, match="squash=True needs continuous actions with finite bounds, got Discrete"
     ):
         PPO("CartPole-v1", squash=True, **SMALL)
+    with pytest.raises(ConfigError, match=r"finite bounds, got Box\(0, 5, \(2,\), int64\)"):
+        PPO(Whole, squash=True, **SMALL)
     with pytest.raises(ConfigError, match="PPOTrainer steps the caller's"):
         PPOTrainer(squash=True)
 

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import re
 import signal
+import subprocess
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -438,6 +440,8 @@ def test_an_unknown_env_gets_a_suggestion():
         ({"backend": "process", "num_workers": 0}, "needs at least one worker"),
         ({"backend": "serial", "num_workers": 2}, "'serial' has no workers, got num_workers=2"),
         ({"num_workers": -1}, "num_workers must not be negative, got -1"),
+        ({"num_workers": "2"}, "num_workers must be a whole number, got '2'"),
+        ({"n_envs": True}, "n_envs must be a whole number, got True"),
         ({"n_steps": 16.0}, "n_steps must be of whole numbers, got 16.0"),
         ({"hidden": (8.0,)}, "hidden must be of whole numbers, got 8.0"),
         ({"hidden": 8}, "hidden must be a tuple of units, one for each layer, got 8"),
@@ -455,6 +459,14 @@ def test_learning_needs_an_end():
         pytest.raises(ConfigError, match="total_timesteps or num_episodes"),
     ):
         ppo.learn()
+    limits = [
+        ({"total_timesteps": float("nan")}, "total_timesteps must be at least 1, got nan"),
+        ({"total_timesteps": -5, "num_episodes": 3}, "total_timesteps must be at least 1, got -5"),
+        ({"num_episodes": 0}, "num_episodes must be at least 1, got 0"),
+    ]
+    for given, message in limits:
+        with PPO(IdentityEnv, backend="serial") as ppo, pytest.raises(ConfigError, match=message):
+            ppo.learn(**given)
 
 
 def test_an_own_env_that_cannot_be_imported_is_named():
@@ -608,6 +620,9 @@ def test_trainer_state_is_saved_and_loaded(tmp_path):
     trainer.save(tmp_path)
     other = PPOTrainer()
     other.load(tmp_path)
+    for env in (TargetEnv, None):
+        with pytest.raises(ConfigError, match="is of a PPOTrainer, which steps its caller's envs"):
+            PPO.load(tmp_path, env)
     assert other.num_episodes == trainer.num_episodes > 0
     assert other.progress == trainer.progress
     for one, two in zip(trainer.agent.state(), other.agent.state(), strict=True):
@@ -684,6 +699,9 @@ def test_a_loaded_policy_respects_masks_and_draws(tmp_path):
         ppo.save(tmp_path)
     policy = load_policy(tmp_path)
     assert policy(0, mask=[False, False, True]) == 2
+    for mask in ([1], [1, 0, 1, 1], 1):
+        with pytest.raises(ValueError, match="mask must have 3 entries, one per action, got"):
+            policy(0, mask=mask)
     drawn = {int(policy(0, rng=np.random.default_rng(i))) for i in range(60)}
     assert drawn == {0, 1, 2}
     with pytest.raises(ValueError, match="allows no action"):
@@ -715,6 +733,52 @@ def test_a_loaded_policy_reads_the_parts_of_an_observation_in_the_order_of_the_e
     with torch.no_grad():
         mean = ppo.network.policy(torch.from_numpy(row[None]))[0].numpy()
     np.testing.assert_allclose(policy(observation), np.clip(mean, -2.0, 2.0), atol=1e-5)
+
+
+def test_what_is_no_observation_has_no_action(tmp_path):
+    with PPO(TargetEnv, n_envs=2, backend="serial", **FAST) as ppo:
+        ppo.learn(64).save(tmp_path)
+    policy, trainer = load_policy(tmp_path), PPOTrainer()
+    trainer.load(tmp_path)
+    for act in (policy, trainer.select_action):
+        for bad in (np.nan, np.inf):
+            with pytest.raises(ValueError, match=f"an observation must be finite, got {bad}"):
+                act(bad)
+        with pytest.raises(ValueError, match="mask is for choices, and these actions are continuous"):
+            act(0.5, mask=[1])
+
+
+def test_a_policy_of_a_perceptron_needs_no_torch(tmp_path):
+    with PPO("CartPole-v1", n_envs=2, backend="serial", normalize_obs=True, **FAST) as ppo:
+        ppo.learn(64).save(tmp_path)
+    code = (
+        "import sys; sys.modules['torch'] = None; import numpy, shoal; "
+        "print(shoal.load_policy(sys.argv[1])(numpy.ones(4)))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert said.stdout.strip() in ("0", "1"), said.stderr
+
+
+class Wide(CountingEnv):
+    """Shows whole numbers that may be as large as they come."""
+
+    observation_space = spaces.Box(0, np.iinfo(np.int64).max, (2,), np.int64)
+
+    def reset(self, **given):
+        observation, info = super().reset(**given)
+        return observation.astype(np.int64), info
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return observation.astype(np.int64), *rest
+
+
+def test_a_policy_is_loaded_with_the_bounds_of_its_env(tmp_path):
+    with PPO(Wide, n_envs=2, backend="serial", **FAST) as ppo:
+        ppo.learn(64).save(tmp_path)
+    assert load_policy(tmp_path).observation_space == Wide.observation_space
 
 
 def test_an_image_policy_loads_through_torch(tmp_path):
@@ -798,6 +862,13 @@ def test_the_default_config_is_valid_and_frozen():
         ({"max_grad_norm": float("inf")}, "max_grad_norm must be finite, got inf; 0 is off"),
         ({"log_std_init": float("nan")}, "log_std_init must be finite, got nan"),
         ({"adam_eps": -1e-5}, "adam_eps must be positive, got -1e-05"),
+        ({"normalize_obs": "False"}, "normalize_obs must be True or False, got 'False'"),
+        ({"gamma": "0.9"}, "gamma must be a number, got '0.9'"),
+        ({"ent_coef": None}, "ent_coef must be a number, got None"),
+        ({"learning_rate": True}, "learning_rate must be a number, got True"),
+        ({"n_epochs": True}, "n_epochs must be of whole numbers, got True"),
+        ({"sde_every": 1.5}, "sde_every must be of whole numbers, got 1.5"),
+        ({"hidden": None}, "hidden must be a tuple of units, one for each layer, got None"),
     ],
 )
 def test_a_setting_that_would_be_taken_for_another_or_could_not_be_saved_is_refused(setting, message):
@@ -832,10 +903,68 @@ def test_an_evaluation_examines_masks_as_a_rollout_does(monkeypatch, path, mask,
             ppo.evaluate(1)
 
 
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_an_env_that_fails_in_evaluation_is_named_as_in_a_rollout(path):
+    with PPO(
+        BrokenEnv, env_kwargs={"what": "late error"}, n_envs=2, backend="serial", path=path, **FAST
+    ) as ppo:
+        with pytest.raises(
+            EnvError, match="evaluation failed in episode 0, step 89, action .*the plug was pulled"
+        ):
+            ppo.evaluate(1)
+        with pytest.raises(ConfigError, match="episodes must be a whole number, got 2.5"):
+            ppo.evaluate(2.5)
+
+
+class PaysArrays(CountingEnv):
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        return observation, np.array([reward]), *rest
+
+
+def test_a_reward_may_be_an_array_of_one_number_in_evaluation_too():
+    with PPO(PaysArrays, n_envs=2, backend="serial", **FAST) as ppo:
+        assert ppo.learn(64).evaluate(1).mean == ppo.log.mean_reward == 5.0
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+@pytest.mark.parametrize("what", ["observation", "reward"])
+def test_an_evaluation_examines_numbers_as_a_rollout_does(path, what):
+    env = partial(BrokenEnv, what)
+    ppo = PPO(env, preset="none", n_envs=2, backend="serial", path=path, **FAST)
+    with ppo, pytest.raises(EnvError, match=f"evaluation episode 0, step 1[12].*{what} must be finite"):
+        ppo.evaluate(1)
+
+
 def test_masks_that_begin_after_the_reset_are_refused(monkeypatch):
     monkeypatch.setattr(MaskedLate, "at", {0: None})
     with pytest.raises(ConfigError, match="at a step, but not at the reset before"):
         PPO(MaskedLate, n_envs=2, backend="serial", **FAST)
+
+
+def test_a_trainer_is_told_what_it_takes():
+    with pytest.raises(
+        ConfigError, match="takes one gymnasium.Env, got SyncVectorEnv; a vector env goes into"
+    ):
+        PPOTrainer().train_episode(SyncVectorEnv([IdentityEnv]))
+    with pytest.raises(
+        ConfigError, match="takes a vector env, got IdentityEnv; a single environment goes into"
+    ):
+        PPOTrainer().train_episode_vectorized(IdentityEnv())
+    with pytest.raises(ConfigError, match="give both observation_space and action_space, or none"):
+        PPOTrainer(observation_space=spaces.Discrete(3))
+    for given in ({"seed": 0.5}, {"num_episodes": 0}, {"num_episodes": 2.5}):
+        with pytest.raises(ConfigError, match=f"{next(iter(given))} must be"):
+            PPOTrainer(**given)
+
+
+def test_a_trainer_saves_numbers_of_numpy(tmp_path):
+    trainer = PPOTrainer(seed=np.int64(4), num_episodes=np.int64(9), hidden=(4,))
+    trainer.train_episode(IdentityEnv())
+    trainer.save(tmp_path)
+    again = PPOTrainer()
+    again.load(tmp_path)
+    assert (again.seed, again.total_episodes) == (4, 9)
 
 
 def test_a_mask_of_another_length_is_refused_by_the_trainer():

@@ -233,6 +233,29 @@ def test_weights_do_not_depend_on_workers_or_on_one_that_dies():
     assert ends[0] == ends[1] == ends[2]
 
 
+class Drifting(RecallEnv):
+    """Is no function of its seed and actions: it shows how many episodes were begun before."""
+
+    begun = 0
+
+    def reset(self, **given):
+        type(self).begun += 1
+        self.mark = 0.1 * type(self).begun
+        return super().reset(**given)
+
+    def _look(self):
+        return np.array([self.mark, 0.0], np.float32)
+
+
+def test_an_episode_that_cannot_be_played_again_is_not_remembered(tmp_path):
+    settings = {**SMALL, "n_steps": 3}
+    with PPO(Drifting, recurrent="gru", env_kwargs={"length": 1000}, **settings) as ppo:
+        ppo.learn(9).save(tmp_path)
+    with PPO.load(tmp_path, Drifting, backend="serial", env_kwargs={"length": 1000}) as ppo:
+        assert ppo.agent.memory.any()
+        assert not ppo._experience.collect(None).memory.any()
+
+
 def test_evaluation_remembers_nothing_of_training_nor_training_of_it():
     with PPO(RecallEnv, recurrent="lstm", **SMALL) as ppo:
         ppo.learn(99)

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
 from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
 from shoal.train.ppo.presets import PRESETS
+from shoal.train.ppo.trainer import PPOTrainer
 
 REPO = Path(__file__).resolve().parents[3]
 SMALL = [
@@ -186,13 +189,18 @@ def test_events_are_json_lines_after_the_data_is_safe(tmp_path, capsys):
 
 def test_nan_leaves_an_emergency_checkpoint_of_the_last_good_weights(tmp_path, capsys):
     broken = ["--env", "tests.train.ppo.ppo_envs:NaNLaterEnv"]
-    assert train(tmp_path / "run", "--total-timesteps", "6400", *broken) == 1
+    assert train(tmp_path / "run", "--total-timesteps", "6400", "--eval-every", "64", *broken) == 1
     assert "observation must be finite, got [nan, 0.0]" in capsys.readouterr().err
     (emergency,) = list_checkpoints(tmp_path / "run" / "emergency")
     saved = load_checkpoint(emergency)
     assert all(np.isfinite(value).all() for value in saved.weights.values())
     assert "finite" in saved.training["error"]
-    assert read_json(tmp_path / "run" / "summary.json")["status"] == "failed"
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["status"] == "failed"
+    assert summary["metrics"]["steps"] == saved.training["n_steps"] > 0
+    for kept in ("emergency", "best"):  # from either the run can go on as it was
+        options, _ = run.saved_options(str(tmp_path / "run" / kept))
+        assert (options.total_timesteps, options.eval_episodes) == (6400, 2)
 
 
 def test_video_and_tensorboard_are_written(tmp_path):
@@ -237,6 +245,37 @@ def test_resuming_with_another_seed_or_env_is_refused(tmp_path, capsys):
     assert "made with --seed 0 --n-envs 2, got --seed 9" in capsys.readouterr().err
     assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--env", "Acrobot-v1"]) == 2
     assert "env: the checkpoint has 'CartPole-v1', this run 'Acrobot-v1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "was", "now"),
+    [("preset", "none", "Pendulum-v1"), ("hidden", "(64, 64)", "8"),
+     ("activation", "tanh", "relu"), ("normalize-obs", "False", "True"),
+     ("normalize-reward", "False", "True"), ("recurrent", "none", "gru"), ("log-std-init", "0.0", "1.0")],
+)  # fmt: skip
+def test_what_a_policy_is_made_of_stays_when_its_run_goes_on(tmp_path, capsys, flag, was, now):
+    assert train(tmp_path / "run", "--total-timesteps", "64") == 0
+    more = ("--total-timesteps", "128", f"--{flag}", now)
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), *more]) == 2
+    assert f"the checkpoint was made with --{flag} {was}, got " in capsys.readouterr().err
+
+
+def test_a_trainers_checkpoint_is_no_run(tmp_path, capsys):
+    trainer = PPOTrainer(hidden=(4,))
+    trainer.train_episode(gymnasium.make("CartPole-v1"))
+    trainer.save(tmp_path)
+    assert main(["train-ppo", "--resume-from", str(tmp_path)]) == 2
+    assert "is of a PPOTrainer, which steps its caller's envs" in capsys.readouterr().err
+
+
+def test_a_discount_that_is_changed_when_a_run_goes_on_is_that_of_its_statistics_too(tmp_path):
+    assert train(tmp_path / "run", "--total-timesteps", "64", "--normalize-reward", "True") == 0
+    options, config = run.saved_options(str(tmp_path / "run"))
+    for _ in range(2):
+        options = replace(options, total_timesteps=(options.total_timesteps or 0) + 64)
+        resumed = run.PPORun(options, replace(config, gamma=0.5))
+        assert resumed.ppo.agent.reward_norm.gamma == 0.5
+        resumed.close()
 
 
 @pytest.mark.parametrize("limit", ["total_timesteps", "num_episodes"])

@@ -28,18 +28,7 @@ Array = np.ndarray
 
 
 class PPOAgent:
-    """A policy that learns from rollouts.
-
-    Args:
-        observation_space: of one environment.
-        action_space: likewise.
-        config: how to learn.
-        n_envs: columns of the rollouts.
-        seed: of the run.
-        network: an own one; None builds one for the spaces.
-        path: "compiled", "torch" or "auto".
-        device: where the torch path computes.
-    """
+    """A policy that learns from rollouts of `n_envs` environments of these spaces; arguments are as `PPO` has them."""
 
     def __init__(
         self, observation_space: gym.Space, action_space: gym.Space, config: PPOConfig, *, n_envs: int, seed: int,

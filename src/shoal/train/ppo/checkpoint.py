@@ -90,6 +90,16 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
         raise DataError(f"{error}{hint}") from error
 
 
+def load_run(path: Path | str) -> Checkpoint:
+    """The same of a run of `PPO`, which can go on."""
+    saved = load_checkpoint(path)
+    if "begun" not in saved.training:
+        raise ConfigError(
+            f"{path} is of a PPOTrainer, which steps its caller's envs: load it by PPOTrainer.load"
+        )
+    return saved
+
+
 def find_checkpoint(path: Path | str) -> Path:
     """`path` if it is a checkpoint, else the newest one in it or in its `checkpoints` folder."""
     path = Path(path)
@@ -225,7 +235,10 @@ def read_space(value: dict[str, Any]) -> spaces.Space:
         return spaces.Dict([(key, read_space(part)) for key, part in parts])  # a plain dict would be sorted
     if kind == "Box":
         dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
-        low, high = (_unbound(value[key], shape).astype(dtype) for key in ("low", "high"))
+        low, high = (np.empty(shape, dtype) for _ in range(2))
+        for bound, told in ((low, value["low"]), (high, value["high"])):
+            told = told if isinstance(told, list) else [told]
+            bound.reshape(-1)[:] = [float(number) if isinstance(number, str) else number for number in told]
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
         return spaces.Discrete(value["n"], start=value["start"])
@@ -238,18 +251,7 @@ def read_space(value: dict[str, Any]) -> spaces.Space:
 
 def _bounds(bound: Array) -> Any:
     """A bound, as one number when all are equal; infinities as text, for JSON."""
-    values = bound.reshape(-1)
-    if values.size and (values == values[0]).all():
-        return _number(values[0])
-    return [_number(value) for value in values]
-
-
-def _number(value: Any) -> Any:
-    number = value.item()
-    return number if not isinstance(number, float) or np.isfinite(number) else repr(number)
-
-
-def _unbound(value: Any, shape: tuple[int, ...]) -> Array:
-    if isinstance(value, list):
-        return np.array([float(v) for v in value]).reshape(shape)
-    return np.full(shape, float(value))
+    flat = bound.reshape(-1)
+    same = flat.size > 0 and (flat == flat[0]).all()
+    numbers = [n if not isinstance(n, float) or np.isfinite(n) else repr(n) for n in flat.tolist()]
+    return numbers[0] if same else numbers

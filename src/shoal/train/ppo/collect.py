@@ -48,12 +48,7 @@ def mean_of(episodes: Collection[Episode]) -> dict[str, float]:
 
 
 class EpisodeLog:
-    """Follows episodes across rollouts.
-
-    Args:
-        n_envs: columns of the rollouts.
-        replayable: keep the actions since each env's last reset.
-    """
+    """Follows episodes across rollouts; if `replayable` it keeps the actions since each env's last reset."""
 
     def __init__(self, n_envs: int, *, replayable: bool = True) -> None:
         self.n_envs = n_envs
@@ -158,17 +153,7 @@ MAX_RECOVERIES = 3
 
 
 class Experience:
-    """Rollouts of one agent on `log.n_envs` environments, begun anew or where its episodes stand.
-
-    Args:
-        factory: makes environment `i`.
-        facts: of one of them.
-        agent: who acts.
-        log: of the episodes, from which an interrupted one is played again.
-        backend: "serial", "process" or "auto".
-        num_workers: worker processes; None for one per core.
-        start_method: of them.
-    """
+    """Rollouts of one agent on `log.n_envs` environments, begun anew or where the episodes in `log` stand."""
 
     def __init__(
         self, factory: EnvFactory, facts: EnvFacts, agent: PPOAgent, log: EpisodeLog, *, backend: str,

@@ -158,13 +158,13 @@ def choose_device(device: str) -> str:
     """
     import torch
 
-    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available, "cpu": lambda: True}
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
-        return next(name for name, is_there in there.items() if is_there())
+        return next(name for name, is_there in there.items() if is_there)
     name = device.partition(":")[0]
     if name not in there:
         raise ConfigError(f"device must be cpu, cuda, mps or auto, got {device!r}")
-    if not there[name]():
+    if not there[name]:
         raise ConfigError(f"device {device!r} is not available here; use --device auto")
     return device
 

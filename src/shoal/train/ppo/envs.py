@@ -105,7 +105,8 @@ def unbounded(space: gym.Space) -> gym.spaces.Box:
     Raises:
         ConfigError: there are no bounds to squash them into.
     """
-    if not (isinstance(space, gym.spaces.Box) and space.is_bounded()):
+    bounded = isinstance(space, gym.spaces.Box) and space.is_bounded()
+    if not bounded or not np.issubdtype(space.dtype, np.floating):
         raise ConfigError(f"squash=True needs continuous actions with finite bounds, got {space}")
     return gym.spaces.Box(-np.inf, np.inf, space.shape, np.float32)
 

@@ -25,7 +25,6 @@ from shoal.train.ppo.compiled.network import (
     UpdateRates,
     UpdateStats,
     kernels_available,
-    n_parameters,
 )
 from shoal.train.ppo.networks import (
     ActorCritic,
@@ -48,14 +47,7 @@ Minibatch = tuple[Tensors, Tensor, Tensor]
 
 
 class TorchLearner:
-    """PPO by autograd, for any network and device.
-
-    Args:
-        network: the policy.
-        actions: what its outputs mean.
-        device: where it lives.
-        adam_eps: of the optimizer.
-    """
+    """PPO by autograd, for any network, whose outputs mean `actions`, and device."""
 
     def __init__(
         self, network: ActorCritic, actions: ActionRows, device: str = "cpu", adam_eps: float = 1e-5
@@ -117,22 +109,18 @@ class TorchLearner:
         for group in self.optimizer.param_groups:
             group["lr"], group["eps"] = rates.learning_rate, rates.adam_eps
         told: list[list[Tensor]] = []
-        first_kl, stop = None, False
+        first_kl = None
         limit = rates.max_grad_norm if rates.max_grad_norm > 0 else float("inf")
-        for order in batch.orders:
-            for minibatch in self._minibatches(batch, data, order, rates):
-                loss, numbers = self._loss(minibatch, rates)
-                first_kl = numbers[3] if first_kl is None else first_kl
-                if rates.target_kl > 0 and float(numbers[3]) > 1.5 * rates.target_kl:
-                    stop = True
-                    break
-                self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                gradient = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
-                self.optimizer.step()
-                told.append([*numbers, gradient])
-            if stop:
+        for minibatch in (m for order in batch.orders for m in self._minibatches(batch, data, order, rates)):
+            loss, numbers = self._loss(minibatch, rates)
+            first_kl = numbers[3] if first_kl is None else first_kl
+            if rates.target_kl > 0 and float(numbers[3]) > 1.5 * rates.target_kl:
                 break
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            gradient = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+            self.optimizer.step()
+            told.append([*numbers, gradient])
         means = torch.tensor([0.0] * 6) if not told else torch.stack(
             [torch.stack(column).mean() for column in zip(*told, strict=True)]
         )  # fmt: skip
@@ -356,38 +344,32 @@ class CompiledLearner(CompiledNetwork):
         self.count = int(optimizer["step"])
 
     def _named(self, flat: Array) -> Arrays:
-        return {name: view(flat).copy() for name, view in self._places.items()}
+        return {name: flat[place] for name, place in self._places.items()}
 
     def _take(self, flat: Array, named: Arrays) -> None:
-        for name, view in self._places.items():
-            view(flat)[...] = named[name]
+        for name, place in self._places.items():
+            flat[place] = named[name]
 
 
-def _places(network: MLPActorCritic, compiled: CompiledNetwork) -> dict[str, Any]:
-    """For each parameter of the module, a function from a flat array to its view there, in torch's shape."""
-    places: dict[str, Any] = {}
+def _places(network: MLPActorCritic, compiled: CompiledNetwork) -> Arrays:
+    """For each parameter of the module, in its shape there, where its numbers stand in a flat array."""
+    places, numbers = {}, np.arange(compiled.weights.size)
     for part, dims, at in (("actor", compiled.actor, 0), ("critic", compiled.critic, compiled.critic_at)):
         linear = [layer for layer in getattr(network, part) if hasattr(layer, "weight")]
         for i, layer in enumerate(linear):
             units, inputs = layer.weight.shape
-            padded_in, padded_out = int(dims[i]), int(dims[i + 1])
-            name = f"{part}.{2 * i}"
-            last = i == len(linear) - 1
-            places[f"{name}.weight"] = _weight_view(at, padded_in, padded_out, inputs, units, last)
-            bias_at = at + padded_in * padded_out
-            places[f"{name}.bias"] = lambda flat, a=bias_at, n=units: flat[a : a + n]
-            at += n_parameters(np.array([padded_in, padded_out]))
+            matrix = numbers[at : at + dims[i] * dims[i + 1]]
+            if i == len(linear) - 1:  # stored as [outputs, inputs]
+                matrix = matrix.reshape(dims[i + 1], dims[i])
+            else:
+                matrix = matrix.reshape(dims[i], dims[i + 1]).T
+            places[f"{part}.{2 * i}.weight"] = matrix[:units, :inputs].copy()
+            at += dims[i] * dims[i + 1]
+            places[f"{part}.{2 * i}.bias"] = numbers[at : at + units]
+            at += dims[i + 1]
     if network.log_std is not None:
-        size = network.log_std.numel()
-        places["log_std"] = lambda flat, a=compiled.std_at, n=size: flat[a : a + n]
+        places["log_std"] = numbers[compiled.std_at : compiled.std_at + network.log_std.numel()]
     return places
-
-
-def _weight_view(at: int, padded_in: int, padded_out: int, inputs: int, units: int, last: bool) -> Any:
-    end = at + padded_in * padded_out
-    if last:  # stored as [outputs, inputs]
-        return lambda flat: flat[at:end].reshape(padded_out, padded_in)[:units, :inputs]
-    return lambda flat: flat[at:end].reshape(padded_in, padded_out)[:inputs, :units].T
 
 
 Learner = TorchLearner | CompiledLearner

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 from shoal.core.errors import ConfigError, missing_extra
 from shoal.maths.distributions import EXPLORED_LEAST, choose
@@ -75,8 +76,8 @@ class Policy:
             mean, deviation = parameters[:size], np.exp(log_std)
             if log_std.ndim == 2:  # state-dependent exploration: the features stand behind the means
                 deviation = np.sqrt(parameters[size:] ** 2 @ deviation**2 + EXPLORED_LEAST)
-            noise = rng.standard_normal(size) if rng is not None else 0.0
-            chosen = (mean + deviation * noise).astype(np.float32)
+            drawn = rng.standard_normal(size) if rng is not None else 0.0
+            chosen = (mean + deviation * drawn).astype(np.float32)
         action = actions.to_env(chosen[None])[0]
         return squashed(self.action_space, action) if self._squashes else action
 
@@ -149,10 +150,9 @@ class Policy:
                 part.halved = False
         bounds = None
         if self._squashes:
-            bounds = tuple(
-                torch.from_numpy(np.asarray(bound, np.float32).reshape(-1))
-                for bound in (self.action_space.low, self.action_space.high)
-            )
+            assert isinstance(self.action_space, spaces.Box)
+            low, high = self.action_space.low.reshape(-1), self.action_space.high.reshape(-1)
+            bounds = torch.from_numpy(np.float32(low)), torch.from_numpy(np.float32(high))
         pixels = sum(leaf.stop - leaf.start for leaf in self.rows.leaves if leaf.is_image)
         exported = ExportedPolicy(module, mean, scale, bounds)
         return write_onnx(exported, self.rows.n_numbers + pixels, Path(path))

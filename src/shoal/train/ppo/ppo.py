@@ -26,7 +26,7 @@ from shoal.train.ppo.checkpoint import (
     check_same,
     checkpoint_folder,
     describe_policy,
-    load_checkpoint,
+    load_run,
     save_checkpoint,
 )
 from shoal.train.ppo.collect import EpisodeLog, Experience, mean_of
@@ -276,7 +276,7 @@ class PPO:
             DataError: the checkpoint is broken.
             ConfigError: it belongs to another environment or network.
         """
-        saved = load_checkpoint(checkpoint)
+        saved = load_run(checkpoint)
         training, policy = saved.training, saved.policy
         if env_kwargs is None and (told := training.get("env_kwargs_told")):
             raise ConfigError(
@@ -358,8 +358,7 @@ def evaluate(
         deterministic: the likeliest action instead of a drawn one.
         frames: filled with what `env.render()` shows, for a video.
     """
-    if episodes < 1:
-        raise ConfigError(f"episodes must be at least 1, got {episodes}")
+    check_whole("episodes", episodes, 1)
     rows, actions = player.obs_rows, player.action_rows
     obs = np.zeros((1, rows.size), rows.dtype)
     shape = (1, actions.size)
@@ -385,12 +384,18 @@ def evaluate(
                         f"evaluation episode {episode}, step {length}: the action mask allows no action"
                     )
             player.act(obs, masks, player.draw(chance, 1), chosen, logprob, deterministic)
-            observation, reward, terminated, truncated, info = env.step(actions.to_env(chosen)[0])
-            if not math.isfinite(reward):
+            try:
+                observation, reward, terminated, truncated, info = env.step(actions.to_env(chosen)[0])
+                paid = np.asarray(reward, np.float64).item()  # an array of one number too, as in a rollout
+            except Exception as error:  # an env may raise whatever it likes
                 raise EnvError(
-                    f"evaluation episode {episode}, step {length}: reward must be finite, got {reward}"
+                    f"evaluation failed in episode {episode}, step {length}, action {chosen[0].tolist()}: {error!r}"
+                ) from error
+            if not math.isfinite(paid):
+                raise EnvError(
+                    f"evaluation episode {episode}, step {length}: reward must be finite, got {paid}"
                 )
-            total, length = total + float(reward), length + 1
+            total, length = total + paid, length + 1
             if terminated or truncated:
                 break
             if length >= LONGEST_EVALUATION:

@@ -76,7 +76,6 @@ PRESETS: dict[str, Preset] = {
          "normalize_reward": True},
     ),
     "LunarLander-v3": LANDER,
-    "LunarLanderContinuous-v3": LANDER,
     "Pendulum-v1": Preset(
         4, 100_000, "zoo",
         {"n_steps": 1024, "batch_size": 64, "n_epochs": 10, "gamma": 0.9, "learning_rate": 1e-3},
@@ -86,6 +85,7 @@ PRESETS: dict[str, Preset] = {
         {"n_steps": 1000, "batch_size": 256, "n_epochs": 10, "gamma": 0.9999, "normalize_obs": True,
          "normalize_reward": True},
     ),
+    "LunarLanderContinuous-v3": LANDER,
     "BipedalWalker-v3": Preset(
         32, 5_000_000, "zoo",
         {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "gamma": 0.999, "clip_range": 0.18,

@@ -27,7 +27,7 @@ from shoal.train.ppo.checkpoint import (
     checkpoint_step,
     find_checkpoint,
     list_checkpoints,
-    load_checkpoint,
+    load_run,
     prune_checkpoints,
     save_checkpoint,
 )
@@ -100,7 +100,7 @@ class RunOptions:
 def saved_options(path: str) -> tuple[RunOptions, PPOConfig]:
     """The options and settings of the run that a checkpoint belongs to, for continuing it."""
     folder = find_checkpoint(path)
-    saved = load_checkpoint(folder)
+    saved = load_run(folder)
     known = {f.name for f in dataclasses.fields(RunOptions)}
     options = {key: value for key, value in saved.training.get("options", {}).items() if key in known}
     options |= {
@@ -169,7 +169,8 @@ class PPORun:
         if not made:
             self._hold()
         options = self.options
-        self._best = self._best_so_far()
+        best = self._resumed.get("best")
+        self._best = -math.inf if best is None else float(best)
         self._last_eval: Metrics = {}
         self._boards = (
             TensorBoard(self.path / "tensorboard", options.tensorboard),
@@ -262,7 +263,7 @@ class PPORun:
         if self.trained or not checkpoint_folder(self.checkpoints, ppo.log.n_steps).exists():
             self._save()
         if not self.trained:
-            row = {**self._standing(), **self._evaluate()}
+            self._evaluate()
         if options.record_video:
             self._record()
         self._finish(row, status)
@@ -272,7 +273,7 @@ class PPORun:
         """Whether nothing is left to train or to write: the run was resumed at its end."""
         if not self._ended or self.options.resume_from is None:
             return False
-        before = load_checkpoint(self.options.resume_from).training.get("options", {})
+        before = self._resumed.get("options", {})
         now = self.options.eval_episodes, self.options.eval_deterministic
         if (before.get("eval_episodes"), before.get("eval_deterministic", True)) != now:
             return False
@@ -304,20 +305,14 @@ class PPORun:
             (options.num_episodes or 0) // 10, episodes, log.n_episodes
         )
 
-    def _standing(self) -> Metrics:
-        """What is known of a run whose updates were made before it was resumed."""
-        log = self.ppo.log
-        return {
-            "steps": log.n_steps, "episodes": log.n_episodes, "iteration": self.ppo.agent.iteration,
-            "reward_mean": log.mean_reward, "length_mean": log.mean_length,
-        }  # fmt: skip
-
     def close(self) -> None:
         """End workers and writers."""
         self._open_things.close()
 
     def _make(self) -> PPO:
         options = self.options
+        self._resumed: dict[str, Any] = {}
+        """What the checkpoint says of the training, of a run that goes on."""
         places: dict[str, Any] = {
             "backend": options.backend, "num_workers": options.num_workers,
             "start_method": options.parallel_start_method, "device": options.device,
@@ -334,12 +329,14 @@ class PPORun:
                 f"the checkpoint was made with --seed {ppo.seed} --n-envs {ppo.n_envs}, got "
                 f"--seed {options.seed} --n-envs {options.n_envs}; leave them out to continue"
             )
-        saved = load_checkpoint(options.resume_from).policy
+        checkpoint = load_run(options.resume_from)
+        saved, self._resumed = checkpoint.policy, checkpoint.training
         changed = [
             f.name for f in dataclasses.fields(PPOConfig)
             if getattr(ppo.config, f.name) != getattr(self.config, f.name)
         ]  # fmt: skip
         for flag, was, now in (
+            ("preset", self._resumed.get("options", {}).get("preset", options.preset), options.preset),
             ("env-kwargs", saved["env_kwargs"], places["env_kwargs"]),
             ("atari", saved.get("atari", False), options.atari),
             ("frame-stack", saved.get("frame_stack", 0), options.frame_stack),
@@ -358,33 +355,30 @@ class PPORun:
             ppo.agent.go_on_with(self.config)
         return ppo
 
-    def _best_so_far(self) -> float:
-        if self.options.resume_from is None:
-            return -math.inf
-        best = load_checkpoint(self.options.resume_from).training.get("best")
-        return -math.inf if best is None else float(best)
-
     def _evaluate(self) -> Metrics:
         result = self.ppo.evaluate(self.options.eval_episodes, deterministic=self.options.eval_deterministic)
         self._last_eval = {"eval_return_mean": result.mean, "eval_return_std": result.std}
         if result.mean > self._best:
             self._best = result.mean
             folder = checkpoint_folder(self.path / "best", self.ppo.log.n_steps)
-            save_checkpoint(folder, self.ppo.checkpoint(eval_return_mean=result.mean))
+            save_checkpoint(folder, self.ppo.checkpoint(eval_return_mean=result.mean, **self._told()))
             prune_checkpoints(self.path / "best", 1)
         return dict(self._last_eval)
 
+    def _told(self) -> dict[str, Any]:
+        """What a checkpoint has to say for its run to go on as it was."""
+        best = self._best if math.isfinite(self._best) else None
+        return {"options": dataclasses.asdict(self.options), "best": best}
+
     def _save(self) -> Path:
-        folder = self.ppo.save(
-            self.checkpoints, options=dataclasses.asdict(self.options), best=_finite(self._best)
-        )
+        folder = self.ppo.save(self.checkpoints, **self._told())
         prune_checkpoints(self.checkpoints, self.options.keep_checkpoints)
         self.folder.event("checkpoint", step=self.ppo.log.n_steps, path=str(folder))
         return folder
 
     def _emergency(self, error: Exception) -> None:
         """Keep the last good weights, where no later checkpoint overwrites or prunes them."""
-        folder = self.ppo.save(self.path / "emergency", error=str(error))
+        folder = self.ppo.save(self.path / "emergency", error=str(error), **self._told())
         self.folder.event("emergency", step=self.ppo.log.n_steps, path=str(folder))
         logger.error("training stopped; the last good weights are in %s", folder)
         self._finish({}, "failed")
@@ -421,10 +415,13 @@ class PPORun:
             write_ppo_curves(
                 rows, self.path / "curves.png", f"PPO on {self.options.env}, seed {self.options.seed}"
             )
-        wanted = ("steps", "episodes", "iteration", "steps_per_second", "reward_mean", "length_mean")
-        metrics: dict[str, Any] = {key: row[key] for key in wanted if key in row}
-        metrics |= self._last_eval
-        metrics |= {"n_envs": self.ppo.n_envs, "workers": self.ppo.workers, "path": self.ppo.path}
+        ppo, log = self.ppo, self.ppo.log
+        metrics: dict[str, Any] = {
+            "steps": log.n_steps, "episodes": log.n_episodes, "iteration": ppo.agent.iteration,
+            **({"steps_per_second": row["steps_per_second"]} if row else {}),
+            "reward_mean": log.mean_reward, "length_mean": log.mean_length, **self._last_eval,
+            "n_envs": ppo.n_envs, "workers": ppo.workers, "path": ppo.path,
+        }  # fmt: skip
         self.summary = self.folder.finish(metrics, status)
 
     def _sweep(self) -> None:
@@ -444,10 +441,6 @@ class PPORun:
 def _passed(every: int, before: int, now: int) -> bool:
     """Whether a multiple of `every` lies in (before, now]; it depends on steps, or episodes, only."""
     return every > 0 and now // every > before // every
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (

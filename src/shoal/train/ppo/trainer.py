@@ -123,8 +123,10 @@ class PPOTrainer:
         An episode longer than 10,000 steps (or the env's time limit) is learned from in parts.
         """
         if not isinstance(env, gym.Env):
-            raise ConfigError(f"train_episode takes one gymnasium.Env, got {type(env).__name__}; a vector env goes "
-                              "into train_episode_vectorized")  # fmt: skip
+            raise ConfigError(
+                f"train_episode takes one gymnasium.Env, got {type(env).__name__}; a vector env goes into "
+                "train_episode_vectorized"
+            )
         limit = env.spec.max_episode_steps if env.spec is not None else None
         n_steps = min(limit or LONGEST_EPISODE, LONGEST_EPISODE)
         return self._train(env, self._meet_env, 1, n_steps, until_done=True)
@@ -135,13 +137,13 @@ class PPOTrainer:
         Works with `make_vec`, `ParallelEnv` and every autoreset mode. `n_completed_episodes` says
         how many episodes ended meanwhile.
         """
-        given, vec_env = vec_env, getattr(vec_env, "envs", vec_env)  # a ParallelEnv is one with another face
-        if isinstance(given, VectorEnv):
-            vec_env = given
-        if not isinstance(vec_env, VectorEnv):
-            raise ConfigError(f"train_episode_vectorized takes a vector env, got {type(vec_env).__name__}; a single "
-                              "one goes into train_episode")  # fmt: skip
-        return self._train(vec_env, self._meet_vector_env, vec_env.num_envs, self.config.n_steps)
+        envs = vec_env if isinstance(vec_env, VectorEnv) else getattr(vec_env, "envs", None)
+        if not isinstance(envs, VectorEnv):  # a ParallelEnv is one with another face
+            raise ConfigError(
+                f"train_episode_vectorized takes a vector env, got {type(vec_env).__name__}; a single environment "
+                "goes into train_episode"
+            )
+        return self._train(envs, self._meet_vector_env, envs.num_envs, self.config.n_steps)
 
     def _meet_env(self, env: gym.Env) -> EnvSlice:
         self._meet(env.observation_space, env.action_space, 1)
@@ -179,7 +181,8 @@ class PPOTrainer:
         rollout.memory = remembered
         metrics = self.update(rollout)
         ended = known.log.add(rollout)
-        known.memory, known.sums = agent.memory, agent.reward_norm and agent.reward_norm.sums
+        known.memory = agent.memory
+        known.sums = None if agent.reward_norm is None else agent.reward_norm.sums
         self._known[id(env)] = known
         self.log.n_steps += rollout.rewards.size if rollout.valid is None else int(rollout.valid.sum())
         self.log.n_episodes += len(ended)

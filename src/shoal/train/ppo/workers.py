@@ -29,14 +29,7 @@ Array = np.ndarray
 class ShareEnv(gym.Env):
     """Envs `first .. first + n_envs` of a run; `step` plays `n_steps` of each.
 
-    Args:
-        factory: makes the environments.
-        first: global index of the first one.
-        n_envs: how many.
-        room: for how many there is room in what it is told and tells, at least `n_envs`.
-        n_steps: length of a rollout.
-        shape: of the network.
-        masked: whether the environments give action masks.
+    There is room for `room` envs, at least `n_envs`, in what it is told and tells.
     """
 
     def __init__(
@@ -131,17 +124,7 @@ def _box(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
 
 
 class WorkerSteps:
-    """Collects from worker processes that each play whole rollouts of their share.
-
-    Args:
-        factory: makes the environments.
-        facts: what is known of them.
-        n_envs: of the run.
-        n_steps: length of a rollout.
-        num_workers: processes.
-        network: whose weights the workers get before each rollout.
-        start_method: how processes start; None for the safe default.
-    """
+    """Collects from worker processes that each play whole rollouts of their share, by the weights of `network`."""
 
     def __init__(
         self, factory: EnvFactory, facts: EnvFacts, *, n_envs: int, n_steps: int, num_workers: int,
@@ -182,15 +165,15 @@ class WorkerSteps:
         padded = np.zeros((self.n_steps, n_shares * share, noise.shape[2]), np.float32)
         padded[:, : self.n_envs] = noise
         norm = getattr(policy, "obs_norm", None)
-        active = norm is not None and norm.moments.count > 0
+        active = norm if norm is not None and norm.moments.count > 0 else None
         size = self.obs_rows.size
-        mean, scale = (norm.mean, norm.scale) if active else (np.zeros(size, np.float32),) * 2
+        mean, scale = (active.mean, active.scale) if active else (np.zeros(size, np.float32),) * 2
         orders = {
             "weights": np.tile(self.network.weights, (n_shares, 1)),
             "noise": np.stack(np.split(padded, n_shares, axis=1)),
             "mean": np.tile(mean, (n_shares, 1)),
             "scale": np.tile(scale, (n_shares, 1)),
-            "normalize": np.full((n_shares, 1), active, np.uint8),
+            "normalize": np.full((n_shares, 1), active is not None, np.uint8),
         }
         return self._merge(self.envs.step(orders)[0])
 

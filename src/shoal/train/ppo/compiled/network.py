@@ -192,7 +192,7 @@ class CompiledNetwork:
             counters[kernels.OVER] = 1
             if helper is not None and helper.ident is not None:
                 helper.join()
-        self._pace.took(helper is not None, (time.perf_counter() - started) / batch.orders.size)
+        self._pace.took(helper is not None, (time.perf_counter() - started) / max(batch.orders.size, 1))
         policy, critic, entropy, kl, clipped, norm, taken, first_kl = (float(value) for value in result)
         self.count += int(taken)
         return UpdateStats(policy, critic, entropy, kl, clipped, norm, int(taken), first_kl)
