@@ -184,18 +184,56 @@ def test_a_masked_reset_makes_same_step_of_next_step_exactly() -> None:
     assert ends > 10
 
 
+def test_infos_of_an_adapted_batch_are_those_that_gymnasium_gives_in_the_same_step() -> None:
+    class Tells(gymnasium.Wrapper):  # type: ignore[type-arg]
+        def step(self, action: Any) -> Any:
+            obs, reward, terminated, truncated, info = super().step(action)
+            more = {"last": {"x": float(obs[0])}} if terminated else {}
+            return obs, reward, terminated, truncated, {**info, "pole": float(obs[2]), "word": "up", **more}
+
+    def batch(num_envs: int, mode: AutoresetMode = AutoresetMode.DISABLED) -> Any:
+        return SyncVectorEnv([lambda: Tells(gymnasium.make("CartPole-v1"))] * num_envs, autoreset_mode=mode)
+
+    def plain(infos: Any) -> Any:
+        if isinstance(infos, dict):
+            return {key: plain(value) for key, value in infos.items()}
+        return [plain(item) for item in infos] if isinstance(infos, np.ndarray) else infos
+
+    envs, want = native(batch, 3, autoreset="same_step"), batch(3, AutoresetMode.SAME_STEP)
+    envs.reset(seed=1)
+    want.reset(seed=1)
+    actions, ends = np.random.default_rng(0), 0
+    for _ in range(60):
+        action = actions.integers(2, size=3)
+        got, exact = envs.step(action), want.step(action)
+        ends += int(got[2].sum())
+        assert plain(got[4].get("final_info")) == plain(exact[4].get("final_info"))
+        assert plain(got[4].get("_final_info")) == plain(exact[4].get("_final_info"))
+    assert ends > 4
+
+
 def test_infos_of_those_that_begin_again_come_from_the_reset_and_the_others_from_the_step() -> None:
     class Told(Counters):
         def reset(self, *, seed: Any = None, options: Any = None) -> Any:
             obs, _ = super().reset(seed=seed, options=options)
             return obs, {"count": np.full(self.num_envs, -1)}
 
+        def step(self, actions: Any) -> Any:
+            *result, infos = super().step(actions)
+            names = np.array(["a", None, "c"], dtype=object)
+            others = {"odd": {"x": np.array([0, 7, 0]), "_x": np.array([False, True, False])}}
+            return *result, {**infos, "name": names, "_name": names != None, **others}  # noqa: E711
+
     envs = native(lambda num_envs: Told(num_envs, reset_mask=True), autoreset="same_step")
     envs.reset()
     infos = [envs.step([5, 6, 7])[4] for _ in range(3)][-1]  # env 0 ends in the third step
     assert infos["count"].tolist() == [-1, 3, 3]
-    assert infos["final_info"]["count"].tolist() == [3, 3, 3]
+    final = infos["final_info"]
     assert infos["_final_info"].tolist() == [True, False, False]
+    assert (final["count"].tolist(), final["_count"].tolist()) == ([3, 0, 0], [True, False, False])
+    assert (final["name"].tolist(), final["_name"].tolist()) == (["a", None, None], [True, False, False])
+    assert infos["name"].tolist() == [None, None, "c"]
+    assert final["odd"] == {}
     assert infos["final_obs"][0].tolist() == [3.0]
     assert infos["final_obs"][1] is None
 

@@ -294,7 +294,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             obs, told = self._run("reset", lambda: _pair(self.batch.reset(options=given)))
             self._examine("reset", obs)
             ends = {"final_obs": final, "_final_obs": ended.copy()}
-            ends |= {"final_info": infos, "_final_info": ended.copy()}
+            ends |= {"final_info": _only(ended, infos), "_final_info": ended.copy()}
             infos = {**_where(ended, told, infos), **ends}
         elif "final_obs" in infos and "_final_obs" not in infos:
             infos = {**infos, "final_obs": _column(infos["final_obs"], self.num_envs, ended)}
@@ -491,6 +491,27 @@ def _where(ended: Any, told: dict[str, Any], infos: dict[str, Any]) -> dict[str,
         if isinstance(old, dict):
             out[key] = _where(ended, new or {}, old)
         elif isinstance(old, np.ndarray) and old.shape[:1] == ended.shape:
-            mask = ended.reshape(-1, *[1] * (old.ndim - 1))
-            out[key] = np.where(mask, np.zeros_like(old) if new is None else new, old)
+            out[key] = _picked(ended, _nothing(old) if new is None else new, old)
     return out
+
+
+def _only(ended: Any, infos: dict[str, Any]) -> dict[str, Any]:
+    """Of the infos of a step what those that ended told, as Gymnasium has it in `final_info`."""
+    out: dict[str, Any] = {}
+    for key, value in infos.items():
+        who = ended & infos.get(f"_{key}", True)
+        if isinstance(value, dict):
+            value = _only(ended, value)
+        elif isinstance(value, np.ndarray) and value.shape[:1] == ended.shape:
+            value = _picked(who, value, _nothing(value))
+        if who.any() and not (key.startswith("_") and key[1:] in infos):
+            out[key], out[f"_{key}"] = value, who
+    return out
+
+
+def _picked(who: Any, these: Any, others: Any) -> Any:
+    return np.where(who.reshape(-1, *[1] * (np.ndim(others) - 1)), these, others)
+
+
+def _nothing(like: Any) -> Any:
+    return np.full_like(like, None) if like.dtype == object else np.zeros_like(like)
