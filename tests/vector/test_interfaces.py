@@ -260,7 +260,17 @@ def test_sb3_sees_what_its_own_vec_env_shows(monkeypatch: Any) -> None:
     ours.set_attr("length", 5, [1])
     assert ours.get_attr("length") == [1000, 5]
     assert ours.env_method("observe", 3, indices=[0])[0]["t"] == 1
+    theirs.set_attr("length", 5, [1])
+    twice = [1, 0, -1, 1]  # an env that is named twice is asked twice
+    assert ours.get_attr("length", twice) == theirs.get_attr("length", twice) == [5, 1000, 5, 5]
+    assert ours.env_is_wrapped(Around, twice) == theirs.env_is_wrapped(Around, twice)
+    came = [
+        [result[0]["t"] for result in envs.env_method("step", 1, indices=twice)] for envs in (ours, theirs)
+    ]
+    assert came[0] == came[1]
     for envs in (ours, theirs):
+        envs.set_attr("length", 6, [0, 0])
+        assert envs.get_attr("length") == [6, 5]
         for wrong in (2, [0, 7], -3):
             with pytest.raises(IndexError):
                 envs.get_attr("length", wrong)

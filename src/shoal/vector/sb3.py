@@ -143,28 +143,35 @@ class SB3VecEnv(_VecEnv):
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """An attribute of some environments."""
-        return self.pool.apply(get, attr_name, indices=self._chosen(indices))
+        return self._apply(indices, get, attr_name)
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         """Set an attribute of some environments."""
-        self.pool.apply(setattr, attr_name, value, indices=self._chosen(indices))
+        self._apply(indices, setattr, attr_name, value)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any
     ) -> list[Any]:
         """Call a method of some environments."""
-        chosen = self._chosen(indices)
-        return self.pool.apply(call, method_name, method_args, method_kwargs, indices=chosen)
+        return self._apply(indices, call, method_name, method_args, method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         """Whether some environments are wrapped in this class."""
-        return self.pool.apply(is_wrapped, wrapper_class, indices=self._chosen(indices))
+        return self._apply(indices, is_wrapped, wrapper_class)
 
-    def _chosen(self, indices: Any) -> list[int]:
+    def _apply(self, indices: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """One answer for each of `indices`; an env that is named twice is asked twice, as in Stable-Baselines3."""
         n, given = self.num_envs, list(self._get_indices(indices))
         if any(not -n <= i < n for i in given):
             raise IndexError(f"indices must be in [{-n}, {n}), got {given}")
-        return [i % n for i in given]
+        answers: list[Any] = [None] * len(given)
+        left = dict(enumerate(i % n for i in given))
+        while left:
+            places = {i: place for place, i in reversed(left.items())}
+            for i, answer in zip(places, self.pool.apply(function, *args, indices=list(places)), strict=True):
+                answers[places[i]] = answer
+                del left[places[i]]
+        return answers
 
     def _stack(self, batch: Any) -> Any:
         # values of custom spaces come as a tuple of n; Stable-Baselines3 wants one array
