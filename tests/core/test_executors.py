@@ -1,6 +1,9 @@
 import socket
 import sys
 import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -153,6 +156,72 @@ def test_a_ray_of_somebody_else_is_left_alone(fake_ray):
     fake_ray.connect()  # another session by now
     leave_ray(mine)
     assert fake_ray.shutdowns == 2
+
+
+class Tasks:
+    """Ray's tasks as threads of this process; counts how many run at a time."""
+
+    class exceptions:  # noqa: N801
+        RayError = RayTaskError = type("RayError", (Exception,), {})
+
+    def __init__(self):
+        self.pool, self.lock, self.now, self.most = ThreadPoolExecutor(8), threading.Lock(), 0, 0
+        self.cancelled = 0
+
+    def options(self, **_):
+        return self
+
+    def cancel(self, reference, force):
+        self.cancelled += force
+
+    def __call__(self, function):
+        def run(*args):
+            with self.lock:
+                self.now += 1
+                self.most = max(self.most, self.now)
+            try:
+                time.sleep(0.01)
+                return function(*args)
+            finally:
+                with self.lock:
+                    self.now -= 1
+
+        def remote(*args):
+            future = self.pool.submit(run, *args)
+            return types.SimpleNamespace(future=lambda: future)
+
+        return types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=remote))
+
+
+@pytest.fixture
+def tasks(fake_ray):
+    fake_ray.remote = made = Tasks()
+    fake_ray.exceptions, fake_ray.cancel = Tasks.exceptions, made.cancel
+    yield made
+    made.pool.shutdown()
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 1), (2, 2), (-1, 8)])
+def test_ray_runs_as_many_tasks_at_a_time_as_there_are_workers(tasks, workers, most):
+    with make_executor("ray", workers) as executor:
+        futures = [executor.submit(divmod, k, 3) for k in range(16)]
+        assert futures[-1].cancel() is (workers != -1)
+        assert list(map_ordered(executor, int, range(4), in_flight=4)) == [0, 1, 2, 3]
+        left = executor.submit(divmod, 7, 0)
+    assert [future.result() for future in futures[:-1]] == [divmod(k, 3) for k in range(15)]
+    assert isinstance(left.exception(0), ZeroDivisionError)
+    assert (most == 8 and tasks.most > 4) or tasks.most == most
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(int)
+
+
+def test_tasks_that_wait_for_ray_are_cancelled_with_those_that_run(tasks):
+    executor = make_executor("ray", 1)
+    futures = [executor.submit(divmod, k, 3) for k in range(5)]
+    executor.shutdown(cancel_futures=True)
+    assert [future.cancelled() for future in futures] == [False, True, True, True, True]
+    assert tasks.cancelled == 1
+    assert futures[0].result() == (0, 0)
 
 
 # --- which cluster

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,7 +84,8 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
 
     Args:
         backend: where tasks run.
-        workers: number of threads or processes; -1 for one per available core.
+        workers: number of threads or processes, or of tasks that run on Ray at a time; -1 for one per available
+            core (on Ray: as many as the cluster has room for). The serial one has no use for it.
 
     Raises:
         ValueError: on an unknown backend or a number of workers that is neither -1 nor positive.
@@ -100,7 +102,7 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
     if backend == "loky":
         return LokyExecutor(count)
     if backend == "ray":
-        return RayExecutor()
+        return RayExecutor(workers=None if workers == -1 else workers)
     raise ValueError(f"no executor backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
 
 
@@ -267,31 +269,54 @@ class RayExecutor(Executor):
 
     Args:
         options: of each task, such as `{"num_cpus": 1, "resources": {"env": 1}}`.
+        workers: how many tasks may run at a time; None for as many as the cluster has room for.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None, workers: int | None = None) -> None:
         self._ray, self._session = enter_ray()
         # A task that ran half must not run again behind our back: who submitted it decides.
         self._options = {"num_cpus": 1, "max_retries": 0, **(options or {})}
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Future[Any], tuple[Any, ...]]] = deque()
         self._running: dict[Future[Any], Any] = {}
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` somewhere on the cluster; a worker or node that is lost shows as `WorkerDiedError`."""
-        reference = self._ray.remote(_call).options(**self._options).remote(fn, args, kwargs)
         future: Future[R] = Future()
-        future.set_running_or_notify_cancel()
-        self._running[future] = reference
-
-        def finish(inner: Future[Any]) -> None:
-            self._running.pop(future, None)
-            error = inner.exception()
-            if error is None:
-                future.set_result(inner.result())
-            else:
-                future.set_exception(self._translate(error))
-
-        reference.future().add_done_callback(finish)
+        with self._lock:
+            if self._session is None:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._waiting.append((future, (fn, args, kwargs)))
+        self._start_waiting()
         return future
+
+    def _start_waiting(self) -> None:
+        """Hand over tasks that wait, as long as more may run."""
+        while True:
+            with self._lock:
+                if not self._waiting or len(self._running) == self._workers:
+                    return
+                future, task = self._waiting.popleft()
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    reference = self._ray.remote(_call).options(**self._options).remote(*task)
+                except Exception as error:  # it cannot be sent
+                    future.set_exception(error)
+                    continue
+                self._running[future] = reference
+            reference.future().add_done_callback(partial(self._finish, future))
+
+    def _finish(self, future: Future[Any], inner: Future[Any]) -> None:
+        with self._lock:
+            self._running.pop(future, None)
+        error = inner.exception()
+        if error is None:
+            future.set_result(inner.result())
+        else:
+            future.set_exception(self._translate(error))
+        self._start_waiting()
 
     def _translate(self, error: BaseException) -> BaseException:
         exceptions = self._ray.exceptions
@@ -305,13 +330,17 @@ class RayExecutor(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for the tasks, or cancel them; a Ray that was started here is stopped by its last user."""
+        with self._lock:
+            session, self._session = self._session, None
+            waiting, running = [future for future, _ in self._waiting], dict(self._running)
         if cancel_futures or not wait:
-            for reference in list(self._running.values()):
+            for future in waiting:
+                future.cancel()
+            for reference in running.values():
                 self._ray.cancel(reference, force=True)
         else:
-            concurrent.futures.wait(list(self._running))
-        leave_ray(self._session)
-        self._session = None
+            concurrent.futures.wait([*waiting, *running])
+        leave_ray(session)
 
 
 def map_ordered(
