@@ -211,107 +211,63 @@ def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
     Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included. Where that fails, because some tell
     a dict and others none, or a number that does not fit, the array holds what each told as it is.
     """
-    ordered = sorted(told, key=lambda item: item.env)
-    out = _of_ends(n_envs, ordered)
-    if out is None:
-        out = _of_numbers(n_envs, ordered)
-    if out is not None:
-        return out
-    out = {}
-    for env, final, final_info, info in ordered:
-        if final_info is not None:
-            _add(out, {"final_obs": final, "final_info": final_info}, env, n_envs)
-        _add(out, info, env, n_envs)
-    return out
+    told = list(told)
+    if told and not any(
+        item.info or item.final_info or item.final_info is None for item in told
+    ):  # ends alone
+        final, mask = np.full(n_envs, None), np.zeros(n_envs, dtype=np.bool_)
+        for item in told:
+            final[item.env], mask[item.env] = item.final, True
+        return {"final_obs": final, "_final_obs": mask, "final_info": {}, "_final_info": mask.copy()}
+    each = by_env(told)
+    ids = sorted(each)
+    return _batched_infos(n_envs, ids, [each[i] for i in ids])
 
 
-def _of_ends(n_envs: int, told: list[Told]) -> dict[str, Any] | None:
-    """The same where nothing but ends without any info is told; else None."""
-    if not told or any(item.info or item.final_info or item.final_info is None for item in told):
-        return None
-    final, mask = np.full(n_envs, None, dtype=object), np.zeros(n_envs, dtype=np.bool_)
-    for item in told:
-        final[item.env], mask[item.env] = item.final, True
-    return {"final_obs": final, "_final_obs": mask, "final_info": {}, "_final_info": mask.copy()}
-
-
-def _of_numbers(n_envs: int, told: list[Told]) -> dict[str, Any] | None:
-    """The same in one go where all tell numbers of the same kinds under the same keys; else None."""
-    keys = tuple(told[0].info) if told else ()
-    kinds = tuple(map(type, told[0].info.values())) if told else ()
-    if not keys or not all(kind in PLAIN or issubclass(kind, np.number) for kind in kinds):
-        return None
-    rows = []
-    for item in told:
-        values = tuple(item.info.values())
-        if item.final_info is not None or tuple(item.info) != keys or tuple(map(type, values)) != kinds:
-            return None
-        rows.append(values)
-    ids = [item.env for item in told]
+def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    columns: dict[str, tuple[Any, Any]] = {}
+    keys = set(map(tuple, infos))
+    if len(keys) == 1:  # all tell the same
+        rows = zip(*(info.values() for info in infos), strict=True)
+        columns = {key: (ids, row) for key, row in zip(keys.pop(), rows, strict=True)}
+    else:
+        for i, info in zip(ids, infos, strict=True):
+            for key, value in info.items():
+                if key not in columns:
+                    columns[key] = [], []
+                who, values = columns[key]
+                who.append(i)
+                values.append(value)
     out: dict[str, Any] = {}
-    for key, kind, values in zip(keys, kinds, zip(*rows, strict=True), strict=True):
-        column: Any = np.zeros(n_envs, dtype=kind)
+    for key, (who, values) in columns.items():
         mask = np.zeros(n_envs, dtype=np.bool_)
-        try:
-            column[ids] = values
-        except OverflowError:
-            return None
-        mask[ids] = True
-        out[key], out[f"_{key}"] = column, mask
+        mask[who] = True
+        out[key], out[f"_{key}"] = _info_column(n_envs, key, who, values), mask
     return out
 
 
-def _add(out: dict[str, Any], info: dict[str, Any], env: int, n_envs: int) -> None:
-    for key, value in info.items():
-        mask_key = f"_{key}"
-        if key == "final_obs":
-            array = out[key] if key in out else np.full(n_envs, None, dtype=object)
-            array[env] = value
-        elif isinstance(value, dict) and isinstance(out.get(key, {}), dict):
-            array = out.get(key, {})
-            _add(array, value, env, n_envs)
+def _info_column(n_envs: int, key: str, ids: Sequence[int], values: Sequence[Any]) -> Any:
+    kinds = set(map(type, values)) if key != "final_obs" else {object}
+    dicts = [issubclass(kind, dict) for kind in kinds]
+    if all(dicts):
+        return _batched_infos(n_envs, ids, values)
+    first = values[0]
+    try:
+        if any(dicts) or key == "final_obs":
+            column = np.full(n_envs, None)
+        elif type(first) in PLAIN or isinstance(first, np.number):
+            column = np.zeros(n_envs, dtype=type(first))
+            if len(kinds) == 1:
+                column[ids] = values
+                return column
+        elif isinstance(first, np.ndarray):
+            column = np.zeros((n_envs, *first.shape), first.dtype)
         else:
-            array = out[key] if key in out else _empty_like(value, n_envs)
-            if isinstance(array, dict):  # of what others told in it
-                array = [_told_by(i, array) if out[mask_key][i] else None for i in range(n_envs)]
-                array = _as_objects(array)
-            elif isinstance(value, dict) and (array.dtype != object or array.ndim > 1):
-                array = _as_objects(array)
-            try:
-                array[env] = value
-            except (
-                TypeError,
-                ValueError,
-                OverflowError,
-            ):  # of another kind than others told: any object fits
-                array = _as_objects(array)
-                array[env] = value
-        mask = out.get(mask_key)
-        if mask is None:
-            mask = np.zeros(n_envs, dtype=np.bool_)
-        mask[env] = True
-        out[key], out[mask_key] = array, mask
-
-
-def _told_by(env: int, infos: dict[str, Any]) -> dict[str, Any]:
-    """The part of one env in batched infos."""
-    own = {key: value for key, value in infos.items() if f"_{key}" in infos and infos[f"_{key}"][env]}
-    return {
-        key: _told_by(env, value) if isinstance(value, dict) else value[env] for key, value in own.items()
-    }
-
-
-def _empty_like(value: Any, n_envs: int) -> Any:
-    kind = type(value)
-    if kind in PLAIN or issubclass(kind, np.number):
-        return np.zeros(n_envs, dtype=kind)
-    if isinstance(value, np.ndarray):
-        return np.zeros((n_envs, *value.shape), dtype=value.dtype)
-    return np.full(n_envs, None, dtype=object)
-
-
-def _as_objects(values: Any) -> Any:
-    loose = np.full(len(values), None, dtype=object)
-    for i, value in enumerate(values):
-        loose[i] = value
-    return loose
+            column = np.full(n_envs, None)
+        for i, value in zip(ids, values, strict=True):
+            column[i] = value
+    except (TypeError, ValueError, OverflowError):  # they are of different kinds: any object fits
+        column = np.full(n_envs, None)
+        for i, value in zip(ids, values, strict=True):
+            column[i] = value
+    return column
