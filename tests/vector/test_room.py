@@ -30,8 +30,8 @@ from shoal.vector.buffers import (
     available_memory,
     shared_file,
 )
-from shoal.vector.env_group import Call, Step, StepTimes, bucket_of
-from shoal.vector.failures import Failure, decide, restart_seed
+from shoal.vector.env_group import Apply, Step, StepTimes, bucket_of
+from shoal.vector.failures import restart_seed
 from shoal.vector.make import probe
 from shoal.vector.process import Limits, Worker, look_at
 from shoal.vector.values import Layout, Told, batch_infos
@@ -121,22 +121,6 @@ def test_files_that_the_kernel_caches_do_not_count_as_memory_in_use(tmp_path: Pa
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       7 kB\n")
     assert available_memory(tmp_path) == 7 * 1024
-
-
-def failure(env: int) -> Failure:
-    return Failure(env, "step", "meant")
-
-
-def test_what_is_decided_about_failures() -> None:
-    alone = lambda env: []  # noqa: E731
-    house = lambda env: [2, 3] if env in (2, 3) else []  # noqa: E731
-    first = decide([failure(1), failure(2)], "restart", {1: 1, 2: 3}, 3, house)
-    assert (sorted(first.hurt), first.masked, first.error) == ([1, 2, 3], (), None)
-    assert {env: told.env for env, told in first.hurt.items()} == {1: 1, 2: 2, 3: 2}
-    assert "env 2" in str(decide([failure(2)], "restart", {2: 4}, 3, alone).error)
-    assert decide([failure(2)], "restart", {2: 4}, 4, alone).error is None
-    masked = decide([failure(2)], "mask", {2: 99}, 3, house)
-    assert (sorted(masked.hurt), masked.masked, masked.error) == ([2, 3], (2,), None)
 
 
 def test_restart_seeds_are_numbers_that_every_generator_takes_and_never_twice_the_same() -> None:
@@ -398,6 +382,6 @@ def test_what_a_worker_is_at_is_told_with_the_action_as_far_as_it_is_known() -> 
     assert worker.current() == (13, "step", "second")
     worker.at = 0  # it has not begun
     assert worker.current() == (10, "step", None)
-    worker.begin(Call("name", (), {}, [1]))
+    worker.begin(Apply("call name", print, [()], [1]))
     worker.at = 1
     assert worker.current() == (11, "call name", None)

@@ -57,7 +57,7 @@ class Buffers:
     act: list[Any]  # per leaf of an action [n_envs, *shape], None if it has no fixed size
     obs: list[
         Any
-    ]  # per leaf of an observation [places, n_envs, *shape]; text: [n_envs, 16 + text_bytes] bytes or None
+    ]  # per leaf of an observation [places, n_envs, *shape]; text: bytes [n_envs, 16 + text_bytes]
     final: list[Any]  # per leaf [n_envs, *shape]: the last observation of an episode that ended in this step
 
     def __init__(
@@ -260,12 +260,12 @@ class Observations:
             self._kept[place] = weakref.ref(owner)
             return owner.reshape(self.buffers.obs[0].shape[1:])
         copy = self.copy or self._kept is not None
-        columns = [
-            tuple(self.values[i])
-            if i in self.values
-            else (self._copied(i, rows[place]) if copy else rows[place])
-            for i, rows in enumerate(self.buffers.obs)
-        ]
+        columns: list[Any] = []
+        for i, rows in enumerate(self.buffers.obs):
+            if i in self.values:
+                columns.append(tuple(self.values[i]))
+            else:
+                columns.append(self._copied(i, rows[place]) if copy else rows[place])
         return self.layout.rebuild(columns)
 
     def _copied(self, leaf: int, rows: Array) -> Array:
@@ -294,13 +294,10 @@ class Observations:
 
     def stack(self, each: Sequence[Sequence[Any]]) -> Any:
         """A batch of observations, each given by its leaf values."""
-        columns: list[Any] = []
-        for k, leaf in enumerate(self.layout.leaves):
-            column = [values[k] for values in each]
-            fixed = leaf.kind == "fixed"
-            columns.append(
-                np.array(column, dtype=leaf.dtype).reshape(len(each), *leaf.shape) if fixed else tuple(column)
-            )
+        columns: list[Any] = [tuple(values[k] for values in each) for k in range(len(self.layout.leaves))]
+        for k in self.layout.fixed:
+            leaf = self.layout.leaves[k]
+            columns[k] = np.array(columns[k], dtype=leaf.dtype).reshape(len(each), *leaf.shape)
         return self.layout.rebuild(columns)
 
     def leaves(self, i: int, place: int) -> list[Any]:
@@ -360,19 +357,26 @@ def split(layout: Layout, batch: Any, n: int) -> list[Any]:
     return [_column(leaf, part, n) for leaf, part in zip(layout.leaves, layout.flatten(batch), strict=True)]
 
 
-def refuse_single(actions: Any, n: int) -> None:
-    """Raise a TypeError for a text or dict: as many letters, or keys, as environments are no batch."""
-    if isinstance(actions, str | bytes | dict):
-        raise TypeError(f"expected one action for each of {n} environments, got the single {actions!r:.80}")
+def one_each(given: Any, n: int, word: str = "actions") -> list[Any]:
+    """A list of n actions, or whatever the `word` says.
+
+    Raises:
+        ValueError: for another number of them.
+        TypeError: for a text or dict: as many letters, or keys, as environments are no batch.
+    """
+    if isinstance(given, str | bytes | dict):
+        raise TypeError(
+            f"expected one {word[:-1]} for each of {n} environments, got the single {given!r:.80}"
+        )
+    each = list(given)
+    if len(each) != n:
+        raise ValueError(f"expected {n} {word}, one for each environment, got {len(each)}")
+    return each
 
 
 def _column(leaf: Leaf, part: Any, n: int) -> Any:
     if leaf.kind != "fixed":
-        refuse_single(part, n)
-        values = list(part)
-        if len(values) != n:
-            raise ValueError(f"expected one action for each of {n} environments, got {len(values)}")
-        return values
+        return one_each(part, n)
     column = np.asarray(part)
     if column.ndim == 0:
         raise TypeError(f"expected one action for each of {n} environments, got the single {part!r}")
@@ -383,16 +387,14 @@ def _column(leaf: Leaf, part: Any, n: int) -> Any:
     return column
 
 
-def write_batch(buffers: Buffers, columns: Sequence[Any], rows: Array | None = None) -> Loose:
-    """Put the actions of all envs, split by leaf, into the buffers (or only those of the envs `rows`)."""
+def write_batch(buffers: Buffers, columns: Sequence[Any]) -> Loose:
+    """Put the actions of all envs, split by leaf, into the buffers; returns what must go by message."""
     loose: Loose = {}
     for i, (target, column) in enumerate(zip(buffers.act, columns, strict=True)):
         if target is None or not _same(column, target):
             loose[i] = dict(enumerate(column))
-        elif rows is None:
-            target[...] = column
         else:
-            target[rows] = column[rows]
+            target[...] = column
     return loose
 
 
@@ -444,6 +446,8 @@ def read(
     buffers: Buffers, first: int, members: Sequence[int], loose: Mapping[int, Mapping[int, Any]]
 ) -> list[Any]:
     """The actions of the envs `first + j` for each j in `members`, safe to keep."""
+    if not len(members):
+        return []
     layout = buffers.actions
     whole = loose.get(WHOLE)
     if whole is not None and len(whole) == len(members):

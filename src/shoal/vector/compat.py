@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,17 +20,9 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from shoal.core.errors import EnvError
 from shoal.core.executors import available_cpus
 from shoal.core.processes import START_METHODS, StartMethod
-from shoal.vector.buffers import refuse_single
+from shoal.vector.buffers import one_each
 from shoal.vector.failures import Failure, OnFailure
-from shoal.vector.make import (
-    TEXT_BYTES,
-    BackendName,
-    Options,
-    Plan,
-    make_vec,
-    open_workers,
-    probe,
-)
+from shoal.vector.make import TEXT_BYTES, BackendName, Options, Plan, make_vec, open_workers, probe
 from shoal.vector.vector_env import Description, VectorPool, groups
 
 
@@ -78,8 +69,6 @@ class MultiProcessEnvironmentContainer:
             on_failure=on_failure,
             **options,
         )
-        where = f"{env_num} groups of {group_n} of {env_type}, {backend}"
-        logging.getLogger(__name__).debug("%s: environments are made", where)
         self._obs: list[Any] = [None] * len(self)
         self._infos: list[dict[str, Any]] = [{} for _ in range(len(self))]
         self._done = [True] * len(self)
@@ -103,9 +92,7 @@ class MultiProcessEnvironmentContainer:
         Raises:
             EnvError: for an action to an environment whose episode is over.
         """
-        refuse_single(actions, len(self))
-        if len(actions) != len(self):
-            raise ValueError(f"expected {len(self)} actions (None leaves an env alone), got {len(actions)}")
+        actions = one_each(actions, len(self))
         chosen = [i for i, action in enumerate(actions) if action is not None]
         over = [i for i in chosen if self._done[i]]
         if over:
@@ -260,12 +247,9 @@ class AsyncVectorEnv(VectorPool):
         if n_workers is None and not threads:
             cost = probe(env_fns[0])  # (Gymnasium's makes one env more, too)
             threads = cost is not None and cost.waits
-        opened = open_workers(
-            list(env_fns),
-            Plan("process", min(n_workers or available_cpus(), len(env_fns)), threads),
-            options,
-            lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode),
-        )
+        plan = Plan("process", min(n_workers or available_cpus(), len(env_fns)), threads)
+        describe = lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode)  # noqa: E731
+        opened = open_workers(list(env_fns), plan, options, describe)
         super().__init__(
             *opened[:5], on_failure=on_failure, max_restarts=max_restarts, copy_observations=copy
         )
@@ -287,34 +271,24 @@ class AsyncVectorEnv(VectorPool):
             logger.error("Raising the last exception back to the main process.")
 
 
-STATIC = (
-    spaces.Box,
-    spaces.Discrete,
-    spaces.MultiBinary,
-    spaces.MultiDiscrete,
-    spaces.Text,
-    spaces.Tuple,
-    spaces.Dict,
-    spaces.OneOf,
-)
+STATIC = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Text)
+STATIC += (spaces.Tuple, spaces.Dict, spaces.OneOf)
 """What Gymnasium has a place for in shared memory, and what is made of it."""
 
 
 def _static(found: Description, shared_memory: bool) -> Description:
     # As Gymnasium does it; `make_vec` and shared_memory=False take such spaces.
     space = found.observation_spaces[0]
-    if not shared_memory:
+    if not shared_memory or isinstance(space, STATIC):
         return found
     if isinstance(space, spaces.Graph | spaces.Sequence):
         raise TypeError(  # (its users look for Gymnasium's words)
             f"{space} has a dynamic shape so its not possible to make a static shared memory. "
             "Pass shared_memory=False, or use make_vec"
         )
-    if not isinstance(space, STATIC):
-        raise ValueError(
-            f"the custom space {space} has no place in shared memory: pass shared_memory=False, or use make_vec"
-        )
-    return found
+    raise ValueError(
+        f"the custom space {space} has no place in shared memory: pass shared_memory=False, or use make_vec"
+    )
 
 
 def spaces_by_mode(found: Description, mode: Any) -> Description:

@@ -25,8 +25,8 @@ from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
-from shoal.vector.failures import Failure, from_exception
-from shoal.vector.values import IN_BUFFER, Told
+from shoal.vector.failures import Failure, from_exception, shown
+from shoal.vector.values import IN_BUFFER, Info, Told
 
 
 # --- what a group can be told
@@ -55,31 +55,24 @@ class Reset:
 
 
 @dataclass(slots=True)
-class Call:
-    """Call a method, or read an attribute, of each of `members`."""
-
-    name: str
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    members: Sequence[int]
-
-
-@dataclass(slots=True)
 class Apply:
-    """`function(env, *args)` for each of `members`."""
+    """`function(env, *args)` for each of `members`, which have arguments of their own."""
 
+    doing: str  # in messages
     function: Callable[..., Any]
-    args: Sequence[Any]
+    args: Sequence[Sequence[Any]]
     members: Sequence[int]
 
 
-@dataclass(slots=True)
-class SetAttr:
-    """Set an attribute of each of `members`, on the wrapper that has it."""
+def call_attribute(env: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a method of an env, or read an attribute, of the wrapper that has it."""
+    attribute = env.get_wrapper_attr(name)
+    return attribute(*args, **kwargs) if callable(attribute) else attribute
 
-    name: str
-    values: Sequence[Any]
-    members: Sequence[int]
+
+def set_attribute(env: Any, name: str, value: Any) -> None:
+    """Set an attribute of an env, on the wrapper that has it."""
+    env.set_wrapper_attr(name, value)
 
 
 @dataclass(slots=True)
@@ -87,6 +80,7 @@ class Rebuild:
     """Throw `members` away and make them anew."""
 
     members: Sequence[int]
+    doing: str = "make"
 
 
 @dataclass(slots=True)
@@ -96,30 +90,19 @@ class Trial:
     rounds: int
 
 
-Command = Step | Reset | Call | Apply | SetAttr | Rebuild | Trial
+Command = Step | Reset | Apply | Rebuild | Trial
 
 
 def name_of(command: Any) -> str:
     """What a command does, in the word that messages use."""
-    match command:
-        case Call(name=name):
-            return f"call {name}"
-        case SetAttr(name=name):
-            return f"set {name}"
-        case Apply(function=function):
-            return getattr(function, "__name__", "apply")
-        case Rebuild():
-            return "make"
-    return type(command).__name__.lower()
+    return getattr(command, "doing", None) or type(command).__name__.lower()
 
 
 @dataclass(slots=True)
 class Reply:
     """What a command left beside the buffers."""
 
-    columns: dict[int, list[Any]] = field(
-        default_factory=dict
-    )  # leaf -> values of the members, in their order
+    columns: dict[int, list[Any]] = field(default_factory=dict)  # leaf -> values, in the order of the members
     told: list[Told] = field(default_factory=list)  # of those that told something
     failures: list[Failure] = field(default_factory=list)
     value: Any = None  # what calls returned, or what was said of envs that were made
@@ -150,7 +133,7 @@ class EnvGroup:
         self.envs: list[Any] = []
         self.progress = [LOADING] if progress is None else progress
         self._ended = [False] * self.count
-        self._ending: tuple[Any, dict[str, Any]] | None = None
+        self._ending: tuple[Any, Info] | None = None
         # An env that raises KeyboardInterrupt is as broken as any other; where it may be a real Ctrl-C of the
         # caller's, it passes.
         main = threading.current_thread() is threading.main_thread()
@@ -166,13 +149,13 @@ class EnvGroup:
             try:
                 env = fn()
                 self.envs.append(env)
-                about = env.observation_space, env.action_space, dict(env.metadata), env.render_mode, env.spec
+                spaces = env.observation_space, env.action_space
+                reply.value.append(About(*spaces, dict(env.metadata), env.render_mode, env.spec))
             except BaseException as error:
                 self._note(reply.failures, j, "make", error)
                 with contextlib.suppress(Exception):
                     self.close()
                 break
-            reply.value.append(About(*about))
         return reply
 
     def attach(self, buffers: Buffers, autoreset: AutoresetMode, check_nan: bool) -> None:
@@ -221,26 +204,14 @@ class EnvGroup:
             case Trial(rounds=rounds):
                 be_busy(rounds)
                 return None
-        reply = self._each(command.members, name_of(command), self._work_of(command))
+            case Rebuild():
+                work = self._rebuild
+            case Apply(function=function, args=args, members=members):
+                given = dict(zip(members, args, strict=True))
+                work = lambda j: function(self.envs[j], *given[j])  # noqa: E731
+        reply = self._each(command.members, name_of(command), work)
         self.take_steps()
         return reply
-
-    def _work_of(self, command: Call | Apply | SetAttr | Rebuild) -> Callable[[int], Any]:
-        """What a command does to one member."""
-        match command:
-            case Rebuild():
-                return self._rebuild
-            case Apply(function=function, args=args):
-                return lambda j: function(self.envs[j], *args)
-            case SetAttr(name=name, values=values, members=members):
-                of = dict(zip(members, values, strict=True))
-                return lambda j: self.envs[j].set_wrapper_attr(name, of[j]) and None
-
-        def ask(j: int) -> Any:
-            attribute = self.envs[j].get_wrapper_attr(command.name)
-            return attribute(*command.args, **command.kwargs) if callable(attribute) else attribute
-
-        return ask
 
     def _each(self, members: Sequence[int], doing: str, work: Callable[[int], Any]) -> Reply:
         """`work` for each of the members; one that fails leaves None."""
@@ -255,7 +226,7 @@ class EnvGroup:
             reply.value.append(result)
         return reply
 
-    def _rebuild(self, j: int) -> None:
+    def _rebuild(self, j: int) -> Any:
         with contextlib.suppress(Exception):
             self.envs[j].close()
         self.envs[j] = self.env_fns[j]()
@@ -265,7 +236,7 @@ class EnvGroup:
         """The actions for the members, as the caller left them in the buffers or beside."""
         if members is None:
             return read(self.buffers, self.first, self._all, loose) if loose else self._read()
-        return read(self.buffers, self.first, members, loose) if members else []
+        return read(self.buffers, self.first, members, loose)
 
     def reset(self, command: Reset) -> Reply | None:
         """Reset some envs; their rewards are 0 and no ends stand."""
@@ -304,7 +275,7 @@ class EnvGroup:
             except BaseException as error:
                 j = self.progress[0]
                 done = chosen.index(j) + 1
-                self._note(failures, j, "step", error, actions[done - 1])
+                self._note(failures, j, "step", error)
                 if self.autoreset is AutoresetMode.DISABLED and error.args == (OVER,):
                     failures[-1].kind = "over"
                 self._ended[j] = True
@@ -316,9 +287,11 @@ class EnvGroup:
                 else:
                     rewards[j] = 0.0
                     self.terminated[j] = self.truncated[j] = False
-        self._pay(rewards, actions, members, failures)
+        self._pay(rewards, chosen, failures)
         if self.check_nan and self._floats[place]:
-            self._refuse_nan(self._floats[place], actions, chosen, failures)
+            self._refuse_nan(self._floats[place], chosen, failures)
+        for failure in failures:
+            failure.action = shown(actions[chosen.index(failure.env - self.first)])
         if columns or told or failures:
             return Reply(_of_members(columns, chosen, self.count), told, failures)
         return None
@@ -373,14 +346,7 @@ class EnvGroup:
         return obs
 
     def _end(
-        self,
-        j: int,
-        obs: Any,
-        reward: Any,
-        terminated: Any,
-        truncated: Any,
-        info: dict[str, Any],
-        told: list[Told],
+        self, j: int, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Info, told: list[Told]
     ) -> Any:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
         if type(info) is not dict:
@@ -447,16 +413,10 @@ class EnvGroup:
                 _check_text(value)
             columns[i][j] = value
 
-    def _pay(
-        self,
-        rewards: list[Any],
-        actions: Sequence[Any],
-        members: Sequence[int] | None,
-        failures: list[Failure],
-    ) -> None:
+    def _pay(self, rewards: list[Any], members: Sequence[int], failures: list[Failure]) -> None:
         try:
             total = sum(rewards)
-            if members is None:
+            if len(members) == self.count:
                 self.rewards[...] = rewards
             else:
                 self.rewards[members] = [rewards[j] for j in members]
@@ -464,12 +424,12 @@ class EnvGroup:
                 return
         except (TypeError, ValueError):
             pass
-        for at, j in enumerate(self._all if members is None else members):
+        for j in members:
             try:
                 self._note_reward(j, rewards[j])
             except EnvError as error:
                 self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
-                self._refuse(j, str(error), actions[at], failures)
+                self._refuse(j, error, failures)
 
     def _note_reward(self, j: int, reward: Any) -> None:
         """Write one reward, unless it is none."""
@@ -485,32 +445,24 @@ class EnvGroup:
             raise EnvError(f"reward is {'NaN' if np.isnan(value) else 'infinite'}{IF_MEANT}")
 
     def _refuse_nan(
-        self,
-        writers: Sequence[RowWriter],
-        actions: Sequence[Any],
-        members: Sequence[int],
-        failures: list[Failure],
+        self, writers: Sequence[RowWriter], members: Sequence[int], failures: list[Failure]
     ) -> None:
         for writer in writers:
-            if not _holds_nan(writer.flat):
-                continue
-            for at, j in enumerate(members):
+            for j in members if _holds_nan(writer.flat) else ():
                 if np.isnan(writer.rows[j]).any():
                     if self.autoreset is not AutoresetMode.SAME_STEP:  # else it is of the next episode
                         self.terminated[j] = self.truncated[j] = False
-                    self._refuse(j, NAN_OBSERVATION, actions[at], failures)
+                    self._refuse(j, EnvError(NAN_OBSERVATION), failures)
 
-    def _refuse(self, j: int, problem: str, action: Any, failures: list[Failure]) -> None:
+    def _refuse(self, j: int, problem: EnvError, failures: list[Failure]) -> None:
         self._ended[j] = True
         if all(failure.env != self.first + j for failure in failures):
-            self._note(failures, j, "step", EnvError(problem), action)
+            self._note(failures, j, "step", problem)
 
-    def _note(
-        self, failures: list[Failure], j: int, doing: str, error: BaseException, action: Any = None
-    ) -> None:
+    def _note(self, failures: list[Failure], j: int, doing: str, error: BaseException) -> None:
         if self.let_pass and isinstance(error, self.let_pass):
             raise error
-        failures.append(from_exception(self.first + j, doing, error, action, os.getpid()))
+        failures.append(from_exception(self.first + j, doing, error, os.getpid()))
 
     def close(self) -> list[Failure]:
         """Close every env; one that fails does not keep the others open."""

@@ -1,6 +1,5 @@
-"""What went wrong in an environment elsewhere, the error that tells it, and what is to be done about it.
+"""What went wrong in an environment elsewhere, the error that tells it, and what stands in its place.
 
-What is done (give up, replace the env, leave it out from now on) is only decided here; the vector env carries it out.
 A replaced environment shows it: its step is reported truncated with `info["worker_restarted"]`, so that no trajectory
 can join two episodes.
 """
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -39,8 +38,10 @@ class Failure:
     """Last observation and info of an episode that had ended, reward and flags in the buffers, before the failure."""
 
 
-def short(value: Any) -> str:
-    """A `repr` that never raises and never floods the screen."""
+def shown(value: Any) -> str | None:
+    """A `repr` that never raises and never floods the screen; None of None."""
+    if value is None:
+        return None
     try:
         text = repr(value)
     except Exception as error:
@@ -48,24 +49,15 @@ def short(value: Any) -> str:
     return text if len(text) <= MAX_REPR else text[: MAX_REPR - 1] + "…"
 
 
-def from_exception(
-    env: int, doing: str, error: BaseException, action: Any = None, pid: int | None = None
-) -> Failure:
+def from_exception(env: int, doing: str, error: BaseException, pid: int | None = None) -> Failure:
     """A failure from an exception being handled."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         message = str(error)
     except Exception as problem:
         message = f"its message raises {type(problem).__name__}"
-    return Failure(
-        env=env,
-        doing=doing,
-        summary=f"{type(error).__name__}: {message}" if message else type(error).__name__,
-        trace=trace,
-        action=None if action is None else short(action),
-        pid=pid,
-        exception=error,
-    )
+    summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return Failure(env, doing, summary, trace, None, pid, error)
 
 
 def portable(failure: Failure) -> Failure:
@@ -120,7 +112,7 @@ def raise_first(failures: Sequence[Failure]) -> None:
         raise error
 
 
-# --- what is to be done
+# --- what is done about it
 OnFailure = Literal["raise", "restart", "mask"]
 
 
@@ -133,58 +125,8 @@ class Owed(NamedTuple):
     told: Told
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What to do about some failures."""
-
-    hurt: dict[int, Failure]  # envs that have to be made anew, and why
-    masked: tuple[int, ...] = ()  # those of them that are left out from now on
-    error: WorkerError | None = None  # or this is raised
-
-
 MOST_AT_ONCE = 3
 """Restarts of an env in one operation, whatever `max_restarts` says: it may be that it can never begin."""
-
-
-def decide(
-    failures: Iterable[Failure],
-    policy: OnFailure,
-    blamed: Mapping[int, int],
-    max_restarts: int,
-    lost_with: Callable[[int], Sequence[int]],
-    at_once: Mapping[int, int] | None = None,
-) -> Decision:
-    """What a policy says about these failures.
-
-    Args:
-        failures: one for each env that failed.
-        policy: "restart" or "mask".
-        blamed: how often each env failed, these failures included.
-        max_restarts: how often one may.
-        lost_with: the envs that are lost with one because its worker is; empty if it is not.
-        at_once: how often each failed in this one operation, which gives up after `MOST_AT_ONCE` restarts.
-
-    >>> failures = [Failure(2, "step", "no answer")]
-    >>> sorted(decide(failures, "restart", {2: 1}, 3, lambda env: [2, 3]).hurt)
-    [2, 3]
-    >>> print(decide(failures, "restart", {2: 4}, 3, lambda env: []).error)
-    env 2 failed in step: no answer
-    """
-    hurt: dict[int, Failure] = {}
-    masked: list[int] = []
-    named = {failure.env: failure for failure in failures}
-    for env, failure in named.items():
-        often = blamed[env] > max_restarts
-        if policy == "restart" and (often or (at_once or {}).get(env, 0) > MOST_AT_ONCE):
-            error = error_of(failure)
-            times = f"{max_restarts} times (max_restarts)" if often else f"{MOST_AT_ONCE} times at once"
-            error.add_note(f"env {env} was restarted {times} before this")
-            return Decision({}, error=error)
-        if policy == "mask":
-            masked.append(env)
-        hurt.update(dict.fromkeys(lost_with(env), failure))
-    hurt.update(named)
-    return Decision(hurt, tuple(masked))
 
 
 def restart_seed(seed: int | None, replaced: int) -> int | None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -18,7 +18,7 @@ from shoal.core.executors import available_cpus
 from shoal.core.processes import START_METHODS, StartMethod, files_told
 from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve
 from shoal.vector.buffers import HANDOUTS, RECYCLE_FROM, Buffers
-from shoal.vector.env_group import About, Trial, be_busy
+from shoal.vector.env_group import Trial, be_busy
 from shoal.vector.failures import OnFailure, raise_first
 from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
 from shoal.vector.native import make_native
@@ -29,11 +29,7 @@ from shoal.vector.worker import Attach, Make
 
 BackendName = Literal["auto", "serial", "process", "thread", "ray", "native"]
 BACKENDS = ("auto", "serial", "process", "thread", "ray", "native")
-AUTORESET = {
-    "same_step": AutoresetMode.SAME_STEP,
-    "next_step": AutoresetMode.NEXT_STEP,
-    "disabled": AutoresetMode.DISABLED,
-}
+AUTORESET = {mode.name.lower(): mode for mode in AutoresetMode}
 TEXT_BYTES = 2048
 
 
@@ -118,9 +114,8 @@ def make_vec(
         ray_options=ray_options,
     )
     if backend == "native":
-        return cast(
-            VectorPool, make_native(env, num_envs, env_kwargs, wrappers, options)
-        )  # the same interface
+        native: Any = make_native(env, num_envs, env_kwargs, wrappers, options)  # the same interface
+        return native
     env_fns = env_fns_of(env, num_envs, env_kwargs, wrappers)
     plan = _plan(env_fns, options)
     opened = open_workers(env_fns, plan, options)
@@ -128,13 +123,8 @@ def make_vec(
         if plan.cost is not None and not pays(opened.workers, plan.cost):
             opened.close()
             opened = open_workers(env_fns, Plan("serial"), options)
-        return VectorPool(
-            *opened[:5],
-            on_failure=on_failure,
-            max_restarts=max_restarts,
-            copy_observations=options.copies,
-            handouts=opened.handouts,
-        )
+        policy: dict[str, Any] = {"on_failure": on_failure, "max_restarts": max_restarts}
+        return VectorPool(*opened[:5], **policy, copy_observations=options.copies, handouts=opened.handouts)
     except BaseException:
         opened.close()
         raise
@@ -294,7 +284,10 @@ def open_workers(
             workers[-1].begin(Make(rest, ()))
         replies = replies_of(workers)  # the caller makes its own while the workers make theirs
         raise_first(distinct([failure for reply in replies for failure in reply.failures]))
-        description = describe(description_of([about for reply in replies for about in reply.value]))
+        told = [about for reply in replies for about in reply.value]
+        seen, acts = [about.observation_space for about in told], [about.action_space for about in told]
+        one = told[0].metadata, told[0].render_mode, told[0].spec
+        description = describe(Description(seen, acts, batched(seen), batched(acts), *one))
         observations = Layout.shared(description.observation_spaces)
         large = observations.is_leaf and observations.leaves[0].nbytes * len(env_fns) >= RECYCLE_FROM
         handouts = backend is None and bool(observations.fixed) and large
@@ -332,22 +325,6 @@ def _backend(env_fns: Sequence[EnvFn], plan: Plan, options: Options) -> Backend:
         return RayBackend(env_fns, plan.workers or None, options.limits, options.ray_options or {})
     method = options.start_method or "forkserver"
     return ProcessBackend(env_fns, n_workers, plan.threads, method, options.limits)
-
-
-def description_of(abouts: Sequence[About]) -> Description:
-    """Spaces and metadata of all environments from what was said of each."""
-    observation_spaces = [about.observation_space for about in abouts]
-    action_spaces = [about.action_space for about in abouts]
-    first = abouts[0]
-    return Description(
-        observation_spaces,
-        action_spaces,
-        batched(observation_spaces),
-        batched(action_spaces),
-        dict(first.metadata),
-        first.render_mode,
-        first.spec,
-    )
 
 
 # --- which backend suits: one environment is measured for a moment before the others are made

@@ -1,7 +1,9 @@
 """Workers as their caller sees them: told a command, waited for, and given up when they die or take too long.
 
-There is one wait, `wait_any`. It looks at all workers that are at work, so their time limits run side by side.
+There is one wait, `wait_any`. It looks at all workers that are at work, so their time limits run side by side. What
+the methods of each kind of worker and backend are for is told where `Worker` and `Backend` have them.
 """
+# ruff: noqa: D102
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from shoal.vector import buffers as words
 from shoal.vector import worker as operations
 from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer, read, shared_file
 from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
-from shoal.vector.failures import Failure, from_exception, short
+from shoal.vector.failures import Failure, from_exception, shown
 from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve
 
 LOADING_SECONDS = 60.0
@@ -189,8 +191,7 @@ class Worker:
     def failure(self, kind: str, summary: str) -> Failure:
         """A failure of the env that it is at, with what its process said."""
         env, doing, action = self.current()
-        acted = None if action is None else short(action)
-        return Failure(env, doing, summary, self.stack(), acted, self.pid, None, kind)
+        return Failure(env, doing, summary, self.stack(), shown(action), self.pid, None, kind)
 
     def death(self) -> Failure:
         """That it is gone."""
@@ -296,13 +297,13 @@ class Backend:
 
     workers: Sequence[Worker] = ()
 
-    def start(self, workers: Sequence[Worker]) -> None:
+    def start(self, workers: Sequence[Any]) -> None:
         """Start what these live in and have them make their environments; `replies_of` tells how that went."""
         for worker in workers:
             worker.lost = worker.command = None
             worker.begin(Make(worker.first, worker.env_fns))
 
-    def attach(self, workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> None:
+    def attach(self, workers: Sequence[Any], attach: Attach, buffers: Buffers) -> None:
         """Tell them where their results go."""
         for worker in workers:
             worker.buffers = buffers
@@ -336,10 +337,7 @@ Rows = tuple[Sequence[Any], Any, Any, Any, Sequence[Any]]
 
 def rows_of(own: Buffers) -> Rows:
     """What a group wrote into buffers of its own."""
-    obs = [
-        rows[0] if leaf.kind == "fixed" else None
-        for leaf, rows in zip(own.observations.leaves, own.obs, strict=True)
-    ]
+    obs = [None if rows is None else rows[0] for rows in own.obs]
     return obs, own.rewards, own.terminated, own.truncated, own.final
 
 
@@ -363,8 +361,7 @@ def with_own_rows(worker: Worker, command: Any) -> Any:
         assert worker.buffers is not None
         members = range(worker.count) if command.members is None else command.members
         if command.actions is None:
-            actions = read(worker.buffers, worker.first, members, command.loose) if len(members) else []
-            command.actions = actions
+            command.actions = read(worker.buffers, worker.first, members, command.loose)
         return Step(command.members, 0, {}, command.actions)
     if isinstance(command, Reset):
         return Reset(command.members, command.seeds, command.options, 0, command.ends)
@@ -390,22 +387,18 @@ class ThreadWorker(Worker):
         self.thread.start()
 
     def start(self, command: Any, *, bell: bool = False) -> None:
-        """Put the command into the mailbox."""
         del bell
         own = with_own_rows(self, command)
         self.command = command
         self.box.commands.put(own)
 
     def answered(self) -> bool:
-        """The reply is there, or never will be."""
         return self.lost is not None or not self.box.replies.empty()
 
     def pause(self, seconds: float) -> None:
-        """Sleep until some thread answers."""
         self.backend.wait_bell(seconds)
 
     def receive(self) -> Reply | None:
-        """The reply, with the rows copied over."""
         reply = self.box.replies.get()
         with contextlib.suppress(queue.Empty):
             self.backend.bell.get_nowait()  # as many bells as replies
@@ -418,15 +411,12 @@ class ThreadWorker(Worker):
             land(rows_of(self.box.own), self.command, self.buffers, self.first, self.count)
 
     def progress(self) -> int:
-        """Position of the env that it is at."""
         return int(self.box.progress[0])
 
     def own_times(self) -> Any:
-        """Of the group's own buffers."""
         return None if self.box.own is None else self.box.own.times
 
     def is_gone(self) -> bool:
-        """Its thread ended."""
         return self.thread is not None and not self.thread.is_alive() and self.box.replies.empty()
 
     def give_up(self) -> None:
@@ -457,28 +447,21 @@ class ThreadBackend(Backend):
         cuts = even_cuts(len(env_fns), n_threads)
         self.workers = [ThreadWorker(self, lo, env_fns[lo:hi], limits) for lo, hi in cuts]
 
-    def start(self, workers: Sequence[Worker]) -> None:
-        """Fresh threads."""
+    def start(self, workers: Sequence[Any]) -> None:
         for worker in workers:
-            assert isinstance(worker, ThreadWorker)
             worker.enter_thread()
         super().start(workers)
 
     def wait_bell(self, seconds: float) -> None:
-        """Sleep until a thread answers."""
         with contextlib.suppress(queue.Empty):
             self.bell.get(timeout=max(seconds, 0.0))
 
     def close(self, seconds: float) -> None:
         """Have the threads close their envs; those that hang are left behind."""
-        threads = [
-            worker.thread for worker in self.workers if isinstance(worker, ThreadWorker) and not worker.lost
-        ]
         for worker in self.workers:
-            if isinstance(worker, ThreadWorker):
-                worker.box.commands.put(Close())
+            worker.box.commands.put(Close())
         end = time.monotonic() + seconds
-        for thread in threads:
+        for thread in [worker.thread for worker in self.workers if not worker.lost]:
             if thread is not None and thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
 
@@ -488,48 +471,34 @@ class ProcessWorker(Worker):
 
     inline = False
 
-    def __init__(
-        self,
-        home: WorkerProcess,
-        lines: Lines,
-        number: int,
-        first: int,
-        env_fns: Sequence[EnvFn],
-        limits: Limits,
-    ) -> None:
-        super().__init__(first, env_fns, limits)
-        self.home: WorkerProcess = home
+    home: WorkerProcess
+
+    def __init__(self, home: WorkerProcess, lines: Lines, number: int, *group: Any) -> None:
+        super().__init__(*group)
+        self.home = home
         self.lines, self.number = lines, number
         self._command, self._reply = lines.command(number), lines.reply(number)
         self._patience = Patience()
         self._sequence = 0
-        self._texts: dict[int, TextBuffer] = {}
+        self.texts: dict[int, TextBuffer] = {}
         self.channel: Channel | None = None
 
     def connect(self, channel: Channel) -> None:
         """Begin anew with a fresh process."""
         self.let_go()
         self.channel = channel
-        self._wake, self._ready = (
-            self.lines.wake(self.number, new=True),
-            self.lines.ready(self.number, new=True),
-        )
+        self._wake = self.lines.wake(self.number, new=True)
+        self._ready = self.lines.ready(self.number, new=True)
         self._reply[words.REPLY_SEQUENCE] = self._command[words.SEQUENCE] = self._sequence
         self._reply[words.PROGRESS] = words.LOADING
         self._rings = False
 
     def let_go(self) -> None:
-        """Close the channel."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
 
-    def find_texts(self, buffers: Buffers) -> None:
-        """Look up where its text comes."""
-        self._texts = TextBuffer.of(buffers, self.first, self.count)
-
     def start(self, command: Any, *, bell: bool = False) -> None:
-        """Write the command line, and send what it has no words for."""
         operation, number, message = operations.MESSAGE, 0, command
         if type(command) is Step:
             whole = command.members is None
@@ -554,9 +523,7 @@ class ProcessWorker(Worker):
         line[words.SEQUENCE] = self._sequence
         self._wake.release()
         if data and self.lost is None and self.channel is not None:
-            with contextlib.suppress(
-                ChannelClosedError, WorkerDiedError
-            ):  # whoever waits finds out and tells
+            with contextlib.suppress(ChannelClosedError, WorkerDiedError):  # who waits finds out and tells
                 self.channel.send(data, self._still_there)
 
     def _still_there(self) -> None:
@@ -565,30 +532,26 @@ class ProcessWorker(Worker):
             raise WorkerDiedError(self.lost.summary)
 
     def answered(self) -> bool:
-        """The reply is there, or never will be."""
         return self.lost is not None or self._reply[words.REPLY_SEQUENCE] == self._sequence
 
     def quick(self) -> bool:
-        """`answered`, after a short look where that pays."""
         if self._rings or self.lost is not None:
             return self.answered()
         return self._patience.look(self._ready.acquire) and self.answered()
 
     def pause(self, seconds: float) -> None:
-        """Sleep until it answers."""
         if self._rings:
             time.sleep(min(seconds, 0.001))
         else:
             self._ready.acquire(True, max(seconds, 0.0))
 
     def receive(self) -> Reply | None:
-        """What the reply line, the text and the channel hold."""
         flags = self._reply[words.REPLY_FLAGS]
         if not flags:
             return None
         reply = self._message() if flags & operations.HAS_MESSAGE else Reply()
         if flags & operations.HAS_TEXT:
-            for leaf, text in self._texts.items():
+            for leaf, text in self.texts.items():
                 reply.columns[leaf] = text.unpack()
         return reply
 
@@ -611,32 +574,25 @@ class ProcessWorker(Worker):
                 return reply
 
     def progress(self) -> int:
-        """Position of the env that it is at."""
         return int(self._reply[words.PROGRESS])
 
     def is_gone(self) -> bool:
-        """Its process ended, and its last answer is not whole."""
         return not self.home.alive()
 
     def give_up(self) -> None:
-        """Kill the process."""
         self.home.kill()
 
     def ask_stack(self) -> None:
-        """Have the process write its stacks."""
         self.home.ask_stack()
 
     def stack(self) -> str:
-        """What the process wrote."""
         return self.home.log_text()
 
     @property
     def pid(self) -> int | None:
-        """Of its process."""
         return self.home.pid
 
     def death(self) -> Failure:
-        """That its process is gone."""
         if not self.home.alive():
             self.home.reap()
         return self.failure("died", f"its worker process {describe_exit(self.home.exit_code)}")
@@ -688,8 +644,7 @@ class ProcessBackend(Backend):
         made: dict[Any, bytes] = {}
         for worker in workers:
             key = tuple(map(id, worker.env_fns))
-            if key not in made:
-                made[key] = dumps_env_fns(worker.env_fns)
+            made[key] = made.get(key) or dumps_env_fns(worker.env_fns)
             worker.begin(Make(worker.first, made[key]))
 
     def _settle(self, workers: Sequence[ProcessWorker]) -> None:
@@ -699,31 +654,24 @@ class ProcessBackend(Backend):
                 ours, their = socket_pair()
                 theirs.append(their)
                 worker.connect(Channel(ours, SLICE))
-            with contextlib.suppress(
-                ChannelClosedError, WorkerDiedError
-            ):  # whoever waits finds out and tells
+            with contextlib.suppress(ChannelClosedError, WorkerDiedError):  # who waits finds out and tells
                 home = Home(self.lines.n_groups, [worker.number for worker in workers])
                 process.channel.send(dumps(home)[0], process.check)
-                process.channel.send_descriptors(
-                    [self._control, *[item.fileno() for item in theirs]], process.check
-                )
+                descriptors = [self._control, *[item.fileno() for item in theirs]]
+                process.channel.send_descriptors(descriptors, process.check)
         finally:
             for their in theirs:
                 their.close()
 
-    def attach(self, workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> None:
-        """Hand over the block."""
+    def attach(self, workers: Sequence[Any], attach: Attach, buffers: Buffers) -> None:
         for worker in workers:
-            assert isinstance(worker, ProcessWorker)
-            worker.find_texts(buffers)
+            worker.texts = TextBuffer.of(buffers, worker.first, worker.count)
             worker.buffers = buffers
             worker.begin(attach)
             with contextlib.suppress(ChannelClosedError, WorkerDiedError):
-                assert worker.channel is not None
                 worker.channel.send_descriptors([self._block], worker.home.check)
 
     def share(self, attach: Attach) -> Buffers:
-        """In a block that the workers map."""
         self._block = shared_file(attach.buffers(False).nbytes)
         return attach.buffers(mmap.mmap(self._block, 0))
 
@@ -733,7 +681,6 @@ class ProcessBackend(Backend):
             self._bell.drain()
 
     def stats(self) -> list[dict[str, Any]]:
-        """Memory and restarts of each process."""
         return [
             {"pid": process.pid, "rss_mib": process.rss() / 2**20, "restarts": process.starts - 1}
             for process in self.processes

@@ -3,6 +3,7 @@
 An actor serves its group in one thread and tells in another where that is. Ray never restarts an actor by itself:
 the vector env does, so that an episode that was cut shows it.
 """
+# ruff: noqa: D102 (what overrides are for is told where `Worker` and `Backend` have them)
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class Host:
         try:
             command = pickle.loads(data)
         except BaseException as error:
-            failure = from_exception(self.first, "reading its command", error, None, os.getpid())
+            failure = from_exception(self.first, "reading its command", error, os.getpid())
             return packed(Reply(failures=[failure]), 0, self.first), None
         self.box.commands.put(command)
         self.box.bell.get()
@@ -137,7 +138,6 @@ class RayWorker(Worker):
             self.reply = self.actor.run.remote(data)
 
     def answered(self) -> bool:
-        """The reply is there, or never will be."""
         if self.lost is None and not self.backend.connected():
             self._die("the Ray session that it lived in was ended")
         if self.lost is not None:
@@ -155,10 +155,12 @@ class RayWorker(Worker):
             self.sight = self.ray.get(self.reply)
         except errors.RayError as error:
             self.backend.suspects.add(self.node)
-            broken = isinstance(error, errors.RuntimeEnvSetupError) or getattr(
-                error, "actor_init_failed", False
-            )
-            if broken or time.monotonic() > self._retry_until:
+            broken = getattr(error, "actor_init_failed", False)
+            if (
+                broken
+                or isinstance(error, errors.RuntimeEnvSetupError)
+                or time.monotonic() > self._retry_until
+            ):
                 self._die(_reason(error), str(error))
                 return True
             logger.warning(
@@ -175,13 +177,12 @@ class RayWorker(Worker):
         others = [str(i) for i in self.ids if i != failure.env]
         if others and isinstance(
             self.command, Step | Reset
-        ):  # where it was is known from when it was last looked at
+        ):  # (where it was is known from the last look at it)
             failure.summary += f" (or it was the fault of env {', '.join(others[:8])})"
         failure.trace = trace
         self.lose(failure)
 
     def pause(self, seconds: float) -> None:
-        """Sleep until it answers."""
         self.backend.wait_for([self], seconds)
 
     def quick(self) -> bool:
@@ -190,7 +191,6 @@ class RayWorker(Worker):
         return self.answered()
 
     def receive(self) -> Reply | None:
-        """The reply, with the rows copied over."""
         try:
             data, rows = self.ray.get(self.reply)
         except self.ray.exceptions.RayError as error:
@@ -230,7 +230,6 @@ class RayWorker(Worker):
         super().lose(failure)
 
     def give_up(self) -> None:
-        """Kill the actor."""
         if self.actor is not None and self.backend.connected():
             with contextlib.suppress(Exception):  # it is gone already
                 self.ray.kill(self.actor)
@@ -240,7 +239,6 @@ class RayWorker(Worker):
         self._stack = self._ask(stack=True)
 
     def stack(self) -> str:
-        """Where that thread was when it was asked."""
         if self._stack is None or not self.backend.connected():
             return ""
         with contextlib.suppress(self.ray.exceptions.RayError):
@@ -257,7 +255,6 @@ class RayWorker(Worker):
 
     @property
     def pid(self) -> int | None:
-        """Of the actor's process, on its node."""
         return self.sight.pid
 
 
@@ -333,11 +330,9 @@ class RayBackend(Backend):
         room = min((int(has.get(k, 0) / n + 1e-6) for k, n in self.want.items()), default=math.inf)
         return room if self.keeps or not room else math.inf
 
-    def start(self, workers: Sequence[Worker]) -> None:
-        """Fresh actors."""
+    def start(self, workers: Sequence[Any]) -> None:
         self._reported = time.monotonic()
         for worker in workers:
-            assert isinstance(worker, RayWorker)
             worker.lost, worker.command, worker.node = None, None, ""
         for worker in workers:
             worker.begin(Make(worker.first, dumps_env_fns(worker.env_fns)))
@@ -352,21 +347,16 @@ class RayBackend(Backend):
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             ours = [other.node for other in self.workers if other is not worker and other.lost is None]
-            ranks = [
-                (
-                    (ours.count(found["NodeID"]) + 1) / max(found["Resources"].get("CPU", 0), 0.01),
-                    found["NodeID"],
-                )
-                for found in self.nodes()
-                if self._room(found) > ours.count(found["NodeID"]) and self._is_up(found)
-            ]
+            ranks = []
+            for found in self.nodes():
+                name, cpus = found["NodeID"], max(found["Resources"].get("CPU", 0), 0.01)
+                if self._room(found) > ours.count(name) and self._is_up(found):
+                    ranks.append(((ours.count(name) + 1) / cpus, name))
             node = min(ranks)[1] if ranks else ""
             soft = bool(self.want)  # may go elsewhere; Ray does not heed this of an actor that needs nothing
-            wish = (
-                NodeAffinitySchedulingStrategy(node, soft=soft, _spill_on_unavailable=soft)
-                if node
-                else "SPREAD"
-            )
+            wish: Any = "SPREAD"
+            if node:
+                wish = NodeAffinitySchedulingStrategy(node, soft=soft, _spill_on_unavailable=soft)
             kind = kind.options(scheduling_strategy=wish)
         return kind.remote(worker.first, sys.path), node
 
@@ -409,11 +399,9 @@ class RayBackend(Backend):
             self.ray.wait(replies, timeout=max(seconds, 0.0))
 
     def wait_bell(self, seconds: float) -> None:
-        """Sleep until an actor has an answer, or so many seconds."""
         self.wait_for(self.workers, seconds)
 
     def stats(self) -> list[dict[str, Any]]:
-        """One row per actor."""
         return [{"pid": w.pid, "node": w.node, "restarts": w.starts - 1} for w in self.workers]
 
     def close(self, seconds: float) -> None:

@@ -19,6 +19,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from shoal.envs.spaces import QuickDiscrete
 
 OBJECT = np.dtype(object)
+Info = dict[str, Any]
 Kind = Literal["fixed", "text", "object"]
 
 
@@ -166,8 +167,8 @@ class Told(NamedTuple):
 
     env: int
     final: Any  # the last observation of an episode that was replaced in this step, or IN_BUFFER
-    final_info: dict[str, Any] | None  # of that last step; None where no episode was replaced
-    info: dict[str, Any]
+    final_info: Info | None  # of that last step; None where no episode was replaced
+    info: Info
 
 
 class StepResult(NamedTuple):
@@ -177,7 +178,7 @@ class StepResult(NamedTuple):
     reward: float
     terminated: bool
     truncated: bool
-    info: dict[str, Any]
+    info: Info
 
 
 class Ready(NamedTuple):
@@ -192,20 +193,20 @@ class Ready(NamedTuple):
     rewards: np.ndarray[Any, Any]
     terminated: np.ndarray[Any, Any]
     truncated: np.ndarray[Any, Any]
-    infos: list[dict[str, Any]]
+    infos: list[Info]
     late: list[int]
 
 
-def by_env(told: Iterable[Told]) -> dict[int, dict[str, Any]]:
+def by_env(told: Iterable[Told]) -> dict[int, Info]:
     """One info per environment."""
-    infos: dict[int, dict[str, Any]] = {}
+    infos: dict[int, Info] = {}
     for env, final, final_info, info in told:
         ended = {} if final_info is None else {"final_obs": final, "final_info": final_info}
         infos[env] = {**ended, **info}
     return infos
 
 
-def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
+def batch_infos(n_envs: int, told: Iterable[Told]) -> Info:
     """Each key of any env's info becomes an array over envs, with a mask `_key` of who had it.
 
     Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included. Where that fails, because some tell
@@ -224,7 +225,7 @@ def batch_infos(n_envs: int, told: Iterable[Told]) -> dict[str, Any]:
     return _batched_infos(n_envs, ids, [each[i] for i in ids])
 
 
-def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[Info]) -> Info:
     columns: dict[str, tuple[Any, Any]] = {}
     keys = set(map(tuple, infos))
     if len(keys) == 1:  # all tell the same
@@ -238,7 +239,7 @@ def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[dict[str, An
                 who, values = columns[key]
                 who.append(i)
                 values.append(value)
-    out: dict[str, Any] = {}
+    out: Info = {}
     for key, (who, values) in columns.items():
         mask = np.zeros(n_envs, dtype=np.bool_)
         mask[who] = True

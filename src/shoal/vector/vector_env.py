@@ -8,6 +8,7 @@ envs take part in anything else, and an episode that ended in it is reported by 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import operator
@@ -16,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -34,26 +35,36 @@ from shoal.vector.buffers import (
     Loose,
     Observations,
     of_group,
+    one_each,
     plain_target,
-    refuse_single,
     split,
     write_batch,
     write_some,
 )
-from shoal.vector.env_group import Apply, Call, Command, Rebuild, Reply, Reset, SetAttr, Step, quantiles
+from shoal.vector.env_group import (
+    Apply,
+    Command,
+    Rebuild,
+    Reply,
+    Reset,
+    Step,
+    call_attribute,
+    quantiles,
+    set_attribute,
+)  # fmt: skip
 from shoal.vector.failures import (
+    MOST_AT_ONCE,
     Failure,
     MaskedEnv,
     OnFailure,
     Owed,
-    decide,
     error_of,
     raise_first,
     restart_seed,
     told_of,
 )
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
-from shoal.vector.values import IN_BUFFER, Ready, StepResult, Told, batch_infos, by_env
+from shoal.vector.values import IN_BUFFER, Info, Ready, StepResult, Told, batch_infos, by_env
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)
@@ -142,9 +153,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._turn = threading.Lock()  # held from `*_async` to `*_wait`
         self._state: str | None = None
         self._pending: Pending = []
-        self._deferred: tuple[list[Worker], Callable[[], None]] | None = (
-            None  # whom it waits for, then it begins
-        )
+        # whom the operation waits for, before it begins
+        self._deferred: tuple[list[Worker], Callable[[], None]] | None = None
         self._paying: dict[int, Owed] = {}  # what the step under way reports instead of being taken
         self._skipped: set[int] = set()  # envs that it leaves out because of what came late
         self._late: list[Worker] = []  # at an abandoned command
@@ -190,7 +200,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
             )
 
-    def _begun(self, operation: str, state: str, ids: Iterable[int], begin: Callable[[], None]) -> None:
+    def _begun(self, operation: str, ids: Iterable[int], begin: Callable[[], None]) -> None:
         """Begin what concerns the envs `ids`; `*_wait` does, if one of them is at an abandoned command."""
         self._enter(operation)
         try:
@@ -204,7 +214,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._abandon({})
             self._leave()
             raise
-        self._state = state
+        self._state = operation.partition("_")[0]
 
     def _abandon(self, replies: dict[int, Reply | None]) -> None:
         """Nobody waits for what is pending any more; what was answered already keeps its ends."""
@@ -221,9 +231,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._late.append(worker)
 
     # --- reset
-    def reset(
-        self, *, seed: Seeds = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Seeds = None, options: dict[str, Any] | None = None) -> tuple[Any, Info]:
         """Reset all environments, or those in `options["reset_mask"]`.
 
         Args:
@@ -241,9 +249,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             rest = dict(options)
             chosen = np.flatnonzero(_checked_mask(rest.pop("reset_mask"), self.num_envs)).tolist()
         seeds = spread(seed, self.num_envs)
-        self._begun("reset_async", "reset", chosen, lambda: self._begin_reset(chosen, seeds, rest))
+        self._begun("reset_async", chosen, lambda: self._begin_reset(chosen, seeds, rest))
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
         """The first observations and infos of the episodes begun by `reset_async`."""
         self._expect("reset")
         told = self._collect(timeout, "reset")
@@ -251,7 +259,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def reset_each(
         self, seeds: Sequence[int | None], options: dict[str, Any] | None = None
-    ) -> tuple[Any, list[dict[str, Any]]]:
+    ) -> tuple[Any, list[Info]]:
         """Reset all environments: a batch of observations and one info per environment."""
         self.reset_async(list(seeds), options)
         infos = by_env(self._collect(None, "reset"))
@@ -259,15 +267,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def reset_some(
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
-    ) -> list[tuple[Any, dict[str, Any]]]:
+    ) -> list[tuple[Any, Info]]:
         """Reset the environments `indices`, each with its seed; one `(observation, info)` for each."""
         chosen = self._indices(indices, seeds, "seeds")
         everyone: list[int | None] = [None] * self.num_envs
         for i, seed in zip(chosen, seeds, strict=True):
             everyone[i] = plain_seed(seed)
-        self._begun(
-            "reset_some", "reset", chosen, lambda: self._begin_reset(sorted(chosen), everyone, options)
-        )
+        self._begun("reset_some", chosen, lambda: self._begin_reset(sorted(chosen), everyone, options))
         infos = by_env(self._collect(None, "reset"))
         return [(self._observation(i), infos.get(i, {})) for i in chosen]
 
@@ -293,7 +299,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._begin(worker, Reset(members, given, options, place))
 
     # --- step
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
         """Step every environment with its action."""
         self.step_async(actions)
         return self.step_wait()
@@ -308,17 +314,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             and actions.shape == target.shape
             and not self._late
         ):
-            self._begun("step_async", "step", (), lambda: self._begin_plain_step(actions))
+            self._begun("step_async", (), lambda: self._begin_plain_step(actions))
             return
         columns = split(self.buffers.actions, actions, self.num_envs)
         if self._late:  # they are written later
             columns = [column.copy() if isinstance(column, np.ndarray) else column for column in columns]
-        self._begun(
-            "step_async",
-            "step",
-            range(self.num_envs),
-            lambda: self._begin_step(write_batch(self.buffers, columns)),
-        )
+        everyone = range(self.num_envs)
+        self._begun("step_async", everyone, lambda: self._begin_step(write_batch(self.buffers, columns)))
 
     def _begin_plain_step(self, actions: Array) -> None:
         self.buffers.act[0][...] = actions
@@ -326,40 +328,24 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_async_each(self, actions: Sequence[Any]) -> None:
         """`step_async` with one action per environment, not batched."""
-        refuse_single(actions, self.num_envs)
-        if len(actions) != self.num_envs:
-            raise ValueError(f"expected {self.num_envs} actions, got {len(actions)}")
-        everyone, given = range(self.num_envs), list(actions)
-        self._begun(
-            "step_async",
-            "step",
-            everyone,
-            lambda: self._begin_step(write_some(self.buffers, everyone, given)),
-        )
+        ids, given = range(self.num_envs), one_each(actions, self.num_envs)
+        self._begun("step_async", ids, lambda: self._begin_step(write_some(self.buffers, ids, given)))
 
-    def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, Info]:
         """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`.
 
         Raises:
             PendingTimeoutError: after `timeout` seconds. The step runs to its end; but if an env it concerns was still
                 at an abandoned command (`error.begun` is False), it has not begun anywhere and never will.
         """
+        *result, told = self.step_wait_each(timeout)
+        return *result, batch_infos(self.num_envs, told) if told else {}  # type: ignore[return-value]
+
+    def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told]]:
+        """`step_wait` with the infos as they came."""
         if self.closed or self._state != "step":
             self._expect("step")
         told = self._collect(timeout, "step")
-        buffers = self.buffers
-        return (
-            self._batch(),
-            buffers.rewards.copy(),
-            buffers.terminated.copy(),
-            buffers.truncated.copy(),
-            batch_infos(self.num_envs, told) if told else {},
-        )
-
-    def step_wait_each(self) -> tuple[Any, Any, Any, Any, list[Told]]:
-        """`step_wait` with the infos as they came."""
-        self._expect("step")
-        told = self._collect(None, "step")
         buffers = self.buffers
         flags = buffers.terminated.copy(), buffers.truncated.copy()
         return self._batch(), buffers.rewards.copy(), *flags, told
@@ -370,24 +356,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         An action may be anything: what is not in the action space reaches the env as it is.
         """
         chosen = self._indices(indices, actions, "actions")
-        self._begun(
-            "step_some",
-            "step",
-            chosen,
-            lambda: self._begin_step(write_some(self.buffers, chosen, actions), sorted(chosen)),
-        )
+        write = functools.partial(write_some, self.buffers, chosen, actions)
+        self._begun("step_some", chosen, lambda: self._begin_step(write(), sorted(chosen)))
         infos = by_env(self._collect(None, "step"))
-        buffers = self.buffers
-        return [
-            StepResult(
-                self._observation(i),
-                float(buffers.rewards[i]),
-                bool(buffers.terminated[i]),
-                bool(buffers.truncated[i]),
-                infos.get(i, {}),
-            )
-            for i in chosen
-        ]
+        return [StepResult(self._observation(i), *self._paid(i), infos.get(i, {})) for i in chosen]
 
     def _begin_step(self, loose: Loose, chosen: Sequence[int] | None = None) -> None:
         """Begin to step all envs, or only those `chosen`."""
@@ -400,9 +372,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 pending = self._pending
                 for worker in self.workers:
                     worker.before, worker.place = worker.place, place
-                    command = Step(
-                        None, place, of_group(loose, worker.first, worker.count) if loose else loose
-                    )
+                    command = Step(None, place, of_group(loose, worker.first, worker.count))
                     pending.append((worker, command))
                     worker.begin(command)
                 return
@@ -417,6 +387,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         place = self._next_place()
         for worker, members in self._by_worker(going, rest=True):
             self._begin(worker, Step(members, place, of_group(loose, worker.first, worker.count)))
+
+    def _paid(self, i: int) -> tuple[float, bool, bool]:
+        """What the last step of an env gave: its reward, whether it terminated, and whether it was truncated."""
+        buffers = self.buffers
+        return float(buffers.rewards[i]), bool(buffers.terminated[i]), bool(buffers.truncated[i])
 
     def _flag(self, i: int, reward: float, terminated: bool, truncated: bool) -> None:
         buffers = self.buffers
@@ -562,8 +537,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 item = known.get(i) or Told(i, IN_BUFFER, {} if self._same_step else None, {})
                 final = self._final(item.final, i) if self._same_step else None
                 item = Told(i, final, item.final_info, {**item.info, "late": True})
-                flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
-                self._owed[i] = Owed(float(buffers.rewards[i]), *flags, item)
+                self._owed[i] = Owed(*self._paid(i), item)
 
     def _final(self, final: Any, i: int) -> Any:
         """The last observation of an episode that was replaced; one that came nowhere is what was shown before."""
@@ -589,9 +563,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 failures += reply.failures
         if self._same_step and self.buffers.any_end():
             told = [
-                Told(item.env, self._final(IN_BUFFER, item.env), item.final_info, item.info)
-                if item.final is IN_BUFFER
-                else item
+                item._replace(final=self._final(item.final, item.env)) if item.final is IN_BUFFER else item
                 for item in told
             ]
             known = {item.env for item in told if item.final_info is not None}
@@ -628,27 +600,22 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         at_once = Counter[int]()
         while failures:
             at_once.update(failure.env for failure in failures)
-            for failure in failures:
-                self._failed[failure.env] += failure.kind != "over"
-            if self.on_failure == "raise" or any(failure.kind == "over" for failure in failures):
-                raise_first(failures)
-            counts = dict(enumerate(self._failed))
-            decision = decide(failures, self.on_failure, counts, self.max_restarts, self._lost_with, at_once)
-            if decision.error is not None:
-                raise decision.error
-            for failure in failures:
-                logger.warning("%s; policy: %s", error_of(failure), self.on_failure)
-            self._land_lost(decision.hurt)
+            hurt = self._to_be_made_anew(failures, at_once)
+            self._land_lost(hurt)
             known = {item.env: item for item in told}
-            for i in decision.hurt:
+            for i in hurt:
                 if i not in before:
                     took_part = i in stepped, i in given
-                    before[i] = self._before(i, *took_part, known.get(i), decision.hurt[i])
-            self._mask(decision.masked)
-            fresh, failures = self._make_anew(decision.hurt, given)
+                    before[i] = self._before(i, *took_part, known.get(i), hurt[i])
+            if self.on_failure == "mask":
+                for failure in failures:
+                    worker = self._by_env[failure.env]
+                    self.active[failure.env] = self._all_active = False
+                    worker.env_fns[failure.env - worker.first] = MaskedEnv
+            fresh, failures = self._make_anew(hurt, given)
             again = {failure.env for failure in failures}
-            told[:] = [item for item in told if item.env not in decision.hurt]
-            for i, failure in decision.hurt.items():
+            told[:] = [item for item in told if item.env not in hurt]
+            for i, failure in hurt.items():
                 if not self.active[i]:
                     info = {"worker_masked": True, "worker_error": str(error_of(failure))}
                     told += self._replaced_told(i, before[i], None, info, i in stepped or i in given)
@@ -658,6 +625,27 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                         told.append(Told(i, None, None, info))
                     else:
                         told += self._replaced_told(i, before[i], told_of(failure), info, i in stepped)
+
+    def _to_be_made_anew(self, failures: Sequence[Failure], at_once: Mapping[int, int]) -> dict[int, Failure]:
+        """The envs that failed and those whose worker is lost with them, and why; raises where nothing is replaced."""
+        for failure in failures:
+            self._failed[failure.env] += failure.kind != "over"
+        if self.on_failure == "raise" or any(failure.kind == "over" for failure in failures):
+            raise_first(failures)
+        hurt: dict[int, Failure] = {}
+        for failure in failures:
+            often = self._failed[failure.env] > self.max_restarts
+            if self.on_failure == "restart" and (often or at_once[failure.env] > MOST_AT_ONCE):
+                error = error_of(failure)
+                times = (
+                    f"{self.max_restarts} times (max_restarts)" if often else f"{MOST_AT_ONCE} times at once"
+                )
+                error.add_note(f"env {failure.env} was restarted {times} before this")
+                raise error
+            hurt.update(dict.fromkeys(self._lost_with(failure.env), failure))
+        for failure in failures:
+            logger.warning("%s; policy: %s", error_of(failure), self.on_failure)
+        return hurt | {failure.env: failure for failure in failures}
 
     def _lost_with(self, i: int) -> list[int]:
         worker = self._by_env[i]
@@ -687,11 +675,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             final = self._final(final, i)
         else:
             last = self._observations.leaves(i, worker.place)
-        flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
-        return _Before(last, Owed(float(buffers.rewards[i]), *flags, Told(i, final, info, {})))
+        return _Before(last, Owed(*self._paid(i), Told(i, final, info, {})))
 
     def _replaced_told(
-        self, i: int, before: _Before, final_info: dict[str, Any] | None, info: dict[str, Any], seen: bool
+        self, i: int, before: _Before, final_info: Info | None, info: Info, seen: bool
     ) -> list[Told]:
         """The end of the episode of an env that was replaced, or left out; owed to it where nobody sees it now.
 
@@ -719,15 +706,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._flag(i, end.reward, end.terminated, end.truncated)
         return [told]
 
-    def _mask(self, envs: Iterable[int]) -> None:
-        for i in envs:
-            worker = self._by_env[i]
-            self.active[i] = self._all_active = False
-            worker.env_fns[i - worker.first] = MaskedEnv
-
     def _make_anew(
         self, hurt: Iterable[int], given: dict[int, int | None]
-    ) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
+    ) -> tuple[dict[int, Info], list[Failure]]:
         """Replace these envs, all at once, and reset them; the infos of their resets, and what failed again."""
         lost = [worker for worker in self.workers if worker.lost is not None and set(worker.ids) & set(hurt)]
         failures = self._start_anew(lost)
@@ -736,7 +717,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         rebuilt = self._by_worker(i for i in alive if id(self._by_env[i]) not in anew)
         failures += self._ask([(worker, Rebuild(members)) for worker, members in rebuilt])[1]
         failed = {failure.env for failure in failures}
-        infos: dict[int, dict[str, Any]] = {}
+        infos: dict[int, Info] = {}
         for i in hurt:
             self._replaced[i] += 1
         for ends in (False, True):
@@ -745,7 +726,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             ]
             commands: Pending = []
             for worker, members in self._by_worker(chosen):
-                seeds = [self._seed_of(worker.first + j, given) for j in members]
+                ids = [worker.first + j for j in members]
+                seeds = [
+                    restart_seed(self._seeds[i], self._replaced[i]) if given.get(i) is None else given[i]
+                    for i in ids
+                ]
                 commands.append((worker, Reset(members, seeds, None, worker.place, ends)))
             replies, more = self._ask(commands)
             failures += more
@@ -753,10 +738,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._observations.keep(_ids(worker, command), reply.columns, {item.env for item in more})
                 infos.update({item.env: item.info for item in reply.told})
         return infos, failures
-
-    def _seed_of(self, i: int, given: dict[int, int | None]) -> int | None:
-        seed = given.get(i)
-        return restart_seed(self._seeds[i], self._replaced[i]) if seed is None else seed
 
     def _start_anew(self, lost: Sequence[Worker]) -> list[Failure]:
         """Fresh workers in place of lost ones and of those who live with them, all at once; what failed."""
@@ -774,9 +755,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         except BaseException:  # an interrupt, or no process can be started: they stay lost
             for worker in workers:
                 if worker.lost is None:
-                    worker.lose(
-                        Failure(worker.first, "make", "it was interrupted while its worker was replaced")
-                    )
+                    why = "it was interrupted while its worker was replaced"
+                    worker.lose(Failure(worker.first, "make", why))
             raise
 
     def _ask(self, commands: Pending) -> tuple[list[Reply], list[Failure]]:
@@ -806,9 +786,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Begin a call; `call_wait` returns its results."""
         if name in ("reset", "step", "close"):
             raise ValueError(f"{name!r} has a method of its own on the vector environment; use that")
-        self._begin_call(
-            "call_async", self._active(), lambda first, members: Call(name, args, kwargs, members)
-        )
+        given = [(name, args, kwargs)] * self.num_envs
+        self._begin_apply("call_async", f"call {name}", self._active(), call_attribute, given)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`, in the order of the environments; None for those that were masked out."""
@@ -827,11 +806,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise ValueError(
                 f"values must be a list or tuple of one value per environment ({self.num_envs}), got {len(each)}"
             )
-        self._begin_call(
-            "set_attr",
-            self._active(),
-            lambda first, members: SetAttr(name, [each[first + j] for j in members], members),
-        )
+        given = [(name, value) for value in each]
+        self._begin_apply("set_attr", f"set {name}", self._active(), set_attribute, given)
         self._answers(None)
 
     def apply(
@@ -839,20 +815,27 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     ) -> list[Any]:
         """`function(env, *args)` for each environment, or some of them, where they live."""
         chosen = list(range(self.num_envs)) if indices is None else self._indices(indices, indices, "indices")
-        self._begin_call("apply", sorted(chosen), lambda first, members: Apply(function, args, members))
+        doing = getattr(function, "__name__", "apply")
+        self._begin_apply("apply", doing, sorted(chosen), function, [args] * self.num_envs)
         results = self._answers(None)
         return [results[i] for i in chosen]
 
-    def _begin_call(
-        self, operation: str, ids: Sequence[int], command: Callable[[int, list[int]], Any]
+    def _begin_apply(
+        self,
+        operation: str,
+        doing: str,
+        ids: Sequence[int],
+        function: Callable[..., Any],
+        args: Sequence[Any],
     ) -> None:
-        """Begin something of the envs `ids`: `command` gives it for the first env of a group and the members."""
+        """Begin something with the envs `ids`, of whose arguments `args` has those of all envs."""
 
         def begin() -> None:
             for worker, members in self._by_worker(ids):
-                self._begin(worker, command(worker.first, members))
+                given = [args[worker.first + j] for j in members]
+                self._begin(worker, Apply(doing, function, given, members))
 
-        self._begun(operation, "call", ids, begin)
+        self._begun(operation, ids, begin)
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
         """What each env answered to a call."""
@@ -902,8 +885,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._enter(operation, flying=True)
         try:
             ids = self._indices(env_ids, jobs, word)
-            busy = [i for i in ids if i in self._flying]
-            if busy:
+            if busy := [i for i in ids if i in self._flying]:
                 raise ValueError(
                     f"environments {busy} are still in flight: recv them before sending them again"
                 )
@@ -1044,11 +1026,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._set_to_work(worker)
 
     def _deliver(self, ids: Iterable[int], told: Iterable[Told]) -> None:
-        buffers, infos = self.buffers, by_env(told)
+        infos = by_env(told)
         for i in ids:
             leaves = self._observations.leaves(i, self._by_env[i].place)
-            flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
-            self._landed.append((i, leaves, float(buffers.rewards[i]), *flags, infos.get(i, {})))
+            self._landed.append((i, leaves, *self._paid(i), infos.get(i, {})))
 
     def _taken(self, timeout: float | None) -> Ready:
         landed, self._landed = self._landed, []
@@ -1079,9 +1060,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _indices(self, indices: Sequence[int], partners: Sequence[Any], word: str) -> list[int]:
         """Different environments that take part, one for each of `partners` (the `word` that goes with them)."""
         chosen = [int(i) for i in indices]
-        refuse_single(partners, len(chosen))
-        if len(chosen) != len(partners):
-            raise ValueError(f"expected as many {word} as indices, got {len(partners)} and {len(chosen)}")
+        one_each(partners, len(chosen), word)
         if len(set(chosen)) != len(chosen) or any(not 0 <= i < self.num_envs for i in chosen):
             raise ValueError(f"indices must be different numbers in [0, {self.num_envs}), got {chosen}")
         masked = [i for i in chosen if not self.active[i]]

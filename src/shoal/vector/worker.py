@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -86,22 +86,7 @@ class Close:
     """The last command."""
 
 
-class Mailbox(Protocol):
-    """How a group is told and tells."""
-
-    progress: Any
-
-    def next(self) -> Any:
-        """Wait for the next command."""
-
-    def buffers(self, attach: Attach, group: EnvGroup) -> Buffers:
-        """Where the results of the group go."""
-
-    def reply(self, reply: Reply | None) -> None:
-        """Answer the last command."""
-
-
-def serve(box: Mailbox) -> None:
+def serve(box: QueueBox | LineBox) -> None:
     """Do what a group is told until it is told to close."""
     group: EnvGroup | None = None
     while not isinstance(command := box.next(), Close):
@@ -126,7 +111,7 @@ def _made(command: Make, progress: Any) -> tuple[EnvGroup | None, Reply]:
     try:
         env_fns = pickle.loads(command.env_fns) if isinstance(command.env_fns, bytes) else command.env_fns
     except BaseException as error:
-        return None, Reply(failures=[from_exception(command.first, "make", error, None, os.getpid())])
+        return None, Reply(failures=[from_exception(command.first, "make", error, os.getpid())])
     group = EnvGroup(env_fns, command.first, progress)
     return group, group.make()
 
@@ -190,7 +175,7 @@ def main(descriptor: int, log: int) -> int:
     return 0
 
 
-def serve_or_end(box: Mailbox) -> None:
+def serve_or_end(box: QueueBox | LineBox) -> None:
     """A group that cannot be served any more must not be waited for: the whole worker ends."""
     try:
         serve(box)
@@ -309,11 +294,7 @@ def _plain(sequence: int, reply: Reply) -> tuple[Any, ...]:
                 continue
         told.append((item.env, item.final_info, item.info) if item.final is IN_BUFFER else tuple(item))
     packed_tables = [
-        (
-            ids,
-            keys,
-            [_column(kind, column) for kind, column in zip(kinds, zip(*rows, strict=True), strict=True)],
-        )
+        (ids, keys, list(map(_column, kinds, zip(*rows, strict=True))))
         for (keys, kinds), (ids, rows) in tables.items()
     ]
     return sequence, reply.columns, told, packed_tables, reply.failures, reply.value
@@ -333,13 +314,9 @@ def unpacked(data: bytes | bytearray) -> tuple[int, Reply]:
     sequence, columns, plain, tables, failures, value = pickle.loads(data)
     told = [Told(*item) if len(item) == 4 else Told(item[0], IN_BUFFER, item[1], item[2]) for item in plain]
     for ids, keys, packed_columns in tables:
-        rows = zip(
-            *(list(np.frombuffer(c[1], c[0])) if type(c[0]) is str else c for c in packed_columns),
-            strict=True,
-        )
-        told += [
-            Told(i, None, None, dict(zip(keys, row, strict=True))) for i, row in zip(ids, rows, strict=True)
-        ]
+        each = (list(np.frombuffer(c[1], c[0])) if type(c[0]) is str else c for c in packed_columns)
+        for i, *row in zip(ids, *each, strict=True):
+            told.append(Told(i, None, None, dict(zip(keys, row, strict=True))))
     return sequence, Reply(columns, told, failures, value)
 
 
@@ -359,7 +336,7 @@ def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) 
             _tried(item)
             told.append(item)
         except BaseException as problem:
-            failures.append(from_exception(item.env, "sending its info", problem, None, os.getpid()))
+            failures.append(from_exception(item.env, "sending its info", problem, os.getpid()))
     columns: dict[int, list[Any]] = {leaf: [None] * len(v) for leaf, v in reply.columns.items()}
     for leaf, values in reply.columns.items():
         for at, value in enumerate(values):
@@ -367,5 +344,5 @@ def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) 
                 _tried(value)
                 columns[leaf][at] = value
     if len(failures) == len(reply.failures):
-        failures.append(from_exception(first, "sending its results", error, None, os.getpid()))
+        failures.append(from_exception(first, "sending its results", error, os.getpid()))
     return Reply(columns, told, [portable(failure) for failure in failures], None)
