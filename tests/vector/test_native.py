@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 
 from shoal.core.errors import ConfigError, EnvError, MissingExtraError
 from shoal.vector import groups, make_vec
-from shoal.vector.native_batches import to_gymnasium
+from shoal.vector.native import to_gymnasium
 
 
 class Counters(VectorEnv[Any, Any, Any]):

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from shoal.core.errors import ConfigError, EnvError
-from shoal.vector.native_batches import tree
+from shoal.vector.native import tree
 
 MULTI_AGENT = "shoal.vector.PettingZooVectorEnv(function_that_makes_it, num_copies)"
 
