@@ -572,9 +572,8 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
         self._last: Any = None
 
     def _make(self, seed: int | list[int]) -> None:
-        self._pool = self._envpool.make_gymnasium(
-            self._id, num_envs=self.num_envs, seed=seed, **self._settings
-        )
+        make = self._envpool.make_gymnasium
+        self._pool = make(self._id, num_envs=self.num_envs, seed=seed, **self._settings)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in all, or in those of `options["reset_mask"]` (without seeds)."""
@@ -676,13 +675,7 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
     """
 
     def __init__(
-        self,
-        env: Any,
-        num_envs: int,
-        *,
-        params: Any = None,
-        seed: int = 0,
-        truncation: Any = None,
+        self, env: Any, num_envs: int, *, params: Any = None, seed: int = 0, truncation: Any = None
     ) -> None:
         try:
             import jax
@@ -754,22 +747,12 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
         )
         terminated, truncated = np.asarray(over), np.asarray(cut)
         ended = terminated | truncated
-        infos: dict[str, Any] = {
-            key: np.asarray(value) for key, value in told.items() if hasattr(value, "shape")
-        }
+        infos: dict[str, Any] = {k: np.asarray(v) for k, v in told.items() if hasattr(v, "shape")}
         if ended.any():
-            last = jax.tree.map(np.asarray, last)
-            final = np.full(self.num_envs, None, dtype=object)
-            for i in np.flatnonzero(ended).tolist():
-                final[i] = jax.tree.map(lambda leaf, i=i: leaf[i], last)
+            final = _column(jax.tree.map(np.asarray, last), self.num_envs, ended)
             infos |= {"final_obs": final, "_final_obs": ended.copy()}
-        return (
-            jax.tree.map(np.asarray, self._obs),
-            np.asarray(reward, dtype=np.float64),
-            terminated,
-            truncated,
-            infos,
-        )
+        shown = jax.tree.map(np.asarray, self._obs)
+        return shown, np.asarray(reward, dtype=np.float64), terminated, truncated, infos
 
 
 def to_gymnasium(space: Any) -> gymnasium.Space[Any]:
