@@ -89,6 +89,28 @@ def test_a_container_does_not_share_a_text_out_by_letters(actions: Any) -> None:
         assert container.step(["1", None])[2] == [True, False]  # nothing was stepped
 
 
+def test_a_first_reset_that_fails_is_done_again_with_the_same_seeds() -> None:
+    class Slow(CountEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if len(seen) < 2:
+                seen.append(seed)
+                raise RuntimeError("not yet")
+            return super().reset(seed=seed, options=options)
+
+    seen: list[int | None] = []
+    with ParallelEnv([Slow, Slow], seed=5, backend="serial") as envs:
+        with pytest.raises(RuntimeError):
+            envs.reset()
+        assert envs.reset()[0][:, 0].tolist() == [5, 6]
+    seen.clear()
+    with MultiProcessEnvironmentContainer(
+        Slow, 2, seed=42, backend="serial", on_failure="raise"
+    ) as container:
+        with pytest.raises(RuntimeError):
+            container.reset()
+        assert [obs[0] for obs in container.reset()[0]] == [seed % 1000 for seed in groups(42, 2, 1)]
+
+
 def test_groups_are_the_seeds_of_the_container() -> None:
     assert groups(42, 2, 2) == [derive_seed(42, "env", 0, g) for g in (0, 0, 1, 1)]
 

@@ -78,12 +78,12 @@ class MultiProcessEnvironmentContainer:
 
     def reset(self) -> tuple[list[Any], list[dict[str, Any]]]:
         """New episodes everywhere: one observation and one info per environment."""
-        self.iteration += 1
-        seeds = groups(self.seed, self.env_num, self.group_n, iteration=self.iteration)
+        seeds = groups(self.seed, self.env_num, self.group_n, iteration=self.iteration + 1)
         chosen = np.flatnonzero(self.envs.active).tolist()  # without those that were masked out
         results = self.envs.reset_some(chosen, [seeds[i] for i in chosen])
         for i, (obs, info) in zip(chosen, results, strict=True):
             self._obs[i], self._infos[i], self._done[i] = obs, info, not self.envs.active[i]
+        self.iteration += 1  # a reset that fails is done again with the same seeds
         return list(self._obs), list(self._infos)
 
     def step(self, actions: Sequence[Any]) -> tuple[list[Any], list[float], list[bool], list[dict[str, Any]]]:
@@ -151,9 +151,10 @@ class ParallelEnv:
 
     def reset(self, seed: int | Sequence[int | None] | None = None) -> tuple[Any, dict[str, Any]]:
         """First observations `[n_envs, ...]` and infos; without a seed the one given at the start, once."""
+        result = self.envs.reset(seed=self._seed if seed is None else seed)
         if seed is None:
-            seed, self._seed = self._seed, None
-        return self.envs.reset(seed=seed)
+            self._seed = None
+        return result
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminated, truncated `[n_envs, ...]` and infos.
@@ -386,8 +387,7 @@ class EnvPoolStyle:
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Give these environments their next actions; without ids, all of them in order."""
-        ids = range(self.num_envs) if env_id is None else [int(i) for i in env_id]
-        self.pool.send(ids, actions)
+        self.pool.send(range(self.num_envs) if env_id is None else list(env_id), actions)
 
     def step(self, actions: Any, env_id: Any = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """`send`, then `recv`."""
