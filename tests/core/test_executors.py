@@ -92,6 +92,12 @@ def test_a_senseless_number_of_workers_is_refused(workers):
         make_executor("thread", workers)
 
 
+@pytest.mark.parametrize("workers", [1.5, float("nan"), "2", None])
+def test_workers_are_a_whole_number(workers):
+    with pytest.raises(TypeError, match="integer"):
+        make_executor("thread", workers)
+
+
 def test_an_unknown_backend_is_named_with_the_closest_one():
     with pytest.raises(ValueError, match="Did you mean 'thread'"):
         make_executor("threads")

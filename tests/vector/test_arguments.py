@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv
 
@@ -94,6 +94,11 @@ def test_masks_that_name_no_env_are_refused_in_gymnasiums_words(
         ),
         ({"backend": "thread", "text_bytes": 9}, ConfigError, "text_bytes=9 means nothing"),
         ({"backend": "process", "ray_options": {}}, ConfigError, "ray_options={} means nothing"),
+        ({"ray_options": {"num_cpus": 2}}, ConfigError, "ray_options=.* means nothing to backend='auto'"),
+        ({"num_workers": 1.5}, TypeError, "num_workers must be a whole number, got 1.5"),
+        ({"num_workers": True}, TypeError, "num_workers must be a whole number, got True"),
+        ({"ring": float("nan")}, TypeError, "ring must be a whole number, got nan"),
+        ({"max_restarts": float("nan")}, ValueError, "max_restarts must be at least 0, got nan"),
         ({"backend": "ray", "start_method": "fork"}, ConfigError, "start_method='fork' means nothing"),
     ],
     ids=str,
@@ -133,9 +138,59 @@ def test_the_smallest_options_that_mean_something_are_taken(options: dict[str, A
 def test_how_many_environments_there_are_must_be_clear(env: Any, num_envs: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_vec(env, num_envs, backend="serial")
+    for wrong in (2.0, True, "2"):
+        for backend in ("serial", "native"):
+            with pytest.raises(TypeError, match=f"num_envs must be a whole number, got {wrong!r}"):
+                make_vec(CountEnv, wrong, backend=backend)  # type: ignore[arg-type]
     one = make_vec([CountEnv], 1, backend="serial")
     assert (one.num_envs, one.reset(seed=3)[0].tolist()) == (1, [[3, 1, 0, 0]])
     one.close()
+
+
+@pytest.mark.parametrize("wrong", [[True, False], np.array([True, False]), [0.9, 1.0], ["0", "1"]], ids=str)
+def test_indices_that_are_no_whole_numbers_name_nobody(wrong: Any) -> None:
+    envs = make_vec(CountEnv, 2, backend="serial")
+    envs.reset(seed=0)
+    for ask in (
+        lambda: envs.step_some(wrong, [1, 2]),
+        lambda: envs.reset_some(wrong, [1, 2]),
+        lambda: envs.send(wrong, [1, 2]),
+        lambda: envs.apply(type, indices=wrong),
+    ):
+        with pytest.raises(TypeError, match="an index must be a whole number"):
+            ask()
+    assert envs.step_some(np.array([1, 0]), [1, 2])[0].reward == 11.0
+    envs.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_numbers_that_the_space_has_no_room_for_are_refused_not_changed(backend: Any) -> None:
+    class Small(CountEnv):
+        observation_space = spaces.Box(-100, 100, (2,), np.int8)
+
+        def observe(self, action: Any) -> Any:
+            return np.array([self.t, -100 * int(action)], dtype=np.int64)
+
+    envs = make_vec(Small, 2, backend=backend)
+    assert envs.reset(seed=0)[0].tolist() == [[0, 0], [0, 0]]
+    assert envs.step([0, 1])[0].tolist() == [[1, 0], [1, -100]]
+    with pytest.raises(EnvError, match="env 1 .*numbers that int8 has no room for"):
+        envs.step([1, 2])
+    envs.close()
+
+
+def test_without_a_ring_large_observations_are_not_shown_as_one() -> None:
+    class Large(CountEnv):
+        observation_space = spaces.Box(0, 255, (256, 256), np.uint8)
+
+        def observe(self, action: Any) -> Any:
+            return np.full((256, 256), self.t, np.uint8)
+
+    envs = make_vec(Large, 2, backend="serial")
+    envs.reset(seed=0)
+    with pytest.raises(ValueError, match="no ring of observations: pass ring="):
+        envs.observation_ring()
+    envs.close()
 
 
 def test_actions_of_another_shape_reach_the_envs_as_gymnasium_gives_them() -> None:

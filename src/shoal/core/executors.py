@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import logging
 import multiprocessing
+import operator
 import os
 import socket
 import threading
@@ -89,7 +90,9 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
 
     Raises:
         ValueError: on an unknown backend or a number of workers that is neither -1 nor positive.
+        TypeError: on a number of workers that is not whole.
     """
+    workers = operator.index(workers)
     if workers != -1 and workers < 1:
         raise ValueError(f"workers must be -1 (one per core) or at least 1, got {workers}")
     count = available_cpus() if workers == -1 else workers

@@ -168,6 +168,8 @@ class RowWriter:
         fits = given.dtype == self.dtype or type(value) in self._scalars
         if not fits and not np.can_cast(given.dtype, self.dtype, "same_kind"):
             raise EnvError(f"observation must have dtype {self.dtype}, got {given.dtype} ({value!r:.80})")
+        if not fits and self.dtype.kind in "iu" and not (given.astype(self.dtype) == given).all():
+            raise EnvError(f"observation holds numbers that {self.dtype} has no room for ({value!r:.80})")
         return given
 
 
@@ -240,6 +242,7 @@ class Observations:
         one = self.layout.is_leaf and bool(self.layout.fixed)
         small = one and buffers.obs[0][0].nbytes < RECYCLE_FROM
         self._small = list(buffers.obs[0]) if small and copy else None
+        self.handouts = handouts
         self._kept: list[Any] | None = [None] * buffers.places if handouts else None
         self._spares: dict[int, list[tuple[Array, Any]]] = {}
 

@@ -23,7 +23,7 @@ from shoal.vector.failures import OnFailure, raise_first
 from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
 from shoal.vector.native import make_native
 from shoal.vector.process import Backend, Limits, ProcessBackend, ThreadBackend, Worker, replies_of
-from shoal.vector.values import Layout, batched
+from shoal.vector.values import Layout, batched, whole
 from shoal.vector.vector_env import Description, VectorPool, close_all, distinct
 from shoal.vector.worker import Attach, Make
 
@@ -159,10 +159,11 @@ class Options:
         if self.start_method not in (None, *START_METHODS):
             method = self.start_method
             raise ValueError(f"no start method named {method!r}.{did_you_mean(str(method), START_METHODS)}")
-        for name, least in (("num_workers", 1), ("text_bytes", 0), ("ring", 2), ("max_restarts", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name, least in (("num_workers", 1), ("text_bytes", 0), ("ring", 2)):
+            if getattr(self, name) is not None:
+                whole(getattr(self, name), name, least)
+        if not self.max_restarts >= 0:  # (infinity is a number of restarts, NaN is none)
+            raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
         for name in ("step_timeout", "make_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN would never be over
@@ -171,7 +172,7 @@ class Options:
             raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
         for name, value in self.given().items():
             backends = USED_BY.get(name, BACKENDS)
-            if self.backend not in ("auto", "native", *backends):
+            if self.backend not in ("native", *backends, *(["auto"] if "process" in backends else [])):
                 raise ConfigError(
                     f"{name}={value!r} means nothing to backend={self.backend!r}, only to "
                     f"{' and '.join(backends)}: leave it out, or choose another backend"
@@ -208,7 +209,7 @@ USED_BY = {
     "text_bytes": ("process",),
     "ray_options": ("ray",),
 }
-"""The backends that have a use for an option, if not all; "auto" may come to have."""
+"""The backends that have a use for an option, if not all; "auto" may come to have, where "process" has."""
 
 
 def autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
@@ -236,9 +237,8 @@ def env_fns_of(
         return [resolve(item, env_kwargs=env_kwargs, wrappers=wrappers) for item in env]
     if num_envs is None:
         raise ValueError("num_envs is needed unless a sequence of environments is given")
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
-    return [resolve(env, env_kwargs=env_kwargs, wrappers=wrappers)] * num_envs
+    n_envs = whole(num_envs, "num_envs", 1)
+    return [resolve(env, env_kwargs=env_kwargs, wrappers=wrappers)] * n_envs
 
 
 # --- opening what a vector env stands on

@@ -149,6 +149,20 @@ def batched(all_spaces: Sequence[Space[Any]]) -> Space[Any]:
     return spaces.Tuple(tuple(all_spaces))
 
 
+def whole(value: Any, what: str, least: int) -> int:
+    """An int of a whole number of any kind.
+
+    Raises:
+        TypeError: for anything else, truth values included: as indices they would name other environments.
+        ValueError: if it is less than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{what} must be a whole number, got {value!r:.80}")
+    if value < least:
+        raise ValueError(f"{what} must be at least {least}, got {value}")
+    return int(value)
+
+
 # --- infos, and the ends of episodes
 PLAIN = (int, float, bool)
 

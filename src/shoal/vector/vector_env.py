@@ -64,7 +64,7 @@ from shoal.vector.failures import (
     told_of,
 )
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
-from shoal.vector.values import IN_BUFFER, Info, Ready, StepResult, Told, batch_infos, by_env
+from shoal.vector.values import IN_BUFFER, Info, Ready, StepResult, Told, batch_infos, by_env, whole
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)
@@ -1059,9 +1059,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _indices(self, indices: Sequence[int], partners: Sequence[Any], word: str) -> list[int]:
         """Different environments that take part, one for each of `partners` (the `word` that goes with them)."""
-        chosen = [int(i) for i in indices]
+        chosen = [whole(i, "an index", 0) for i in indices]
         one_each(partners, len(chosen), word)
-        if len(set(chosen)) != len(chosen) or any(not 0 <= i < self.num_envs for i in chosen):
+        if len(set(chosen)) != len(chosen) or any(i >= self.num_envs for i in chosen):
             raise ValueError(f"indices must be different numbers in [0, {self.num_envs}), got {chosen}")
         masked = [i for i in chosen if not self.active[i]]
         if masked:
@@ -1090,6 +1090,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         layout = self.buffers.observations
         if layout.text or layout.objects:
             raise ValueError("a ring holds observations of fixed size only, not text or custom spaces")
+        if self._observations.handouts:  # their places go round in no order
+            raise ValueError("there is no ring of observations: pass ring= to make_vec")
         return layout.rebuild(self.buffers.obs)
 
     @property
