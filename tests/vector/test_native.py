@@ -50,6 +50,8 @@ class Counters(VectorEnv[Any, Any, Any]):
         rewards = actions - 5.0
         if self.fault == "nan reward":
             rewards[1] = np.nan
+        if self.fault == "infinite reward":
+            rewards[0] = -np.inf
         if self.fault == "nan observation":
             self.obs[2] = np.nan
         if self.fault == "shape":
@@ -238,6 +240,13 @@ def test_infos_of_those_that_begin_again_come_from_the_reset_and_the_others_from
     assert infos["final_obs"][1] is None
 
 
+def test_a_mask_may_be_a_list_where_a_batch_wants_an_array() -> None:
+    envs = native(lambda num_envs: SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * num_envs), 2)
+    before = envs.reset(seed=0)[0]
+    after = envs.reset(options={"reset_mask": [False, True]})[0]
+    assert [np.array_equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False]
+
+
 def test_a_batch_says_in_its_metadata_what_it_keeps_to() -> None:
     envs = native(lambda num_envs: Counters(num_envs, reset_mask=True, seed_per_env=True))
     assert envs.reset(seed=[4, 4, 9])[1]["seed"] == [4, 4, 9]
@@ -312,6 +321,7 @@ def test_what_fails_inside_is_told_with_batch_operation_and_cause_and_a_reset_be
     ("fault", "said"),
     [
         ("nan reward", r"NaN in step: environments \[1\]"),
+        ("infinite reward", r"gave an infinite reward in step: environments \[0\]"),
         ("nan observation", r"NaN in step: environments \[2\]"),
         ("shape", "expected 3 rewards"),
     ],

@@ -22,6 +22,7 @@ from gymnasium.vector.utils import batch_space
 
 from shoal.core.errors import ConfigError, EnvError, MissingExtraError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
+from shoal.vector.values import Ready, whole
 
 if TYPE_CHECKING:
     from shoal.vector.make import Options
@@ -93,8 +94,9 @@ def make_native(
     Raises:
         ConfigError: for all that this batch cannot honour, and for environments without a batch.
     """
-    if num_envs is None or num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1 for backend='native', got {num_envs}")
+    if num_envs is None:
+        raise ValueError("num_envs is needed for backend='native'")
+    num_envs = whole(num_envs, "num_envs", 1)
     given = options.given() | ({"wrappers": tuple(wrappers)} if wrappers else {})
     refused = [f"{name}={given[name]!r} (do this: {INSTEAD[name]})" for name in given if name in INSTEAD]
     name = env if isinstance(env, str) else getattr(env, "id", getattr(env, "__name__", type(env).__name__))
@@ -236,6 +238,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             if np.shape(mask) != (self.num_envs,) or np.asarray(mask).dtype != np.bool_ or not np.any(mask):
                 raise ValueError(f"reset_mask must be {self.num_envs} booleans, one of them True, got {mask}")
             self._refuse(not self._begun, "a reset_mask before the first reset", "reset all")
+            options = {**(options or {}), "reset_mask": np.array(mask)}
         if seed is not None and not isinstance(seed, int | np.integer):
             self._refuse(not self.can.seed_per_env, f"seed={seed!r}", "one int, which seeds all of it")
             seed = seed_each(seed, self.num_envs)
@@ -321,7 +324,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         self._idle("send", flying=self.batch_size < self.num_envs)
         self._apart("send")
         self._refuse(not self._begun, "send before reset() or send_reset()", "reset first")
-        ids = [int(i) for i in env_ids]
+        ids = [whole(i, "an index", 0) for i in env_ids]
         if not ids or len(set(ids)) != len(ids) or not {*ids} <= {*range(self.num_envs)} - self._flying:
             raise ValueError(
                 f"env_ids must be different numbers in [0, {self.num_envs}) that are not in flight, got {ids}"
@@ -332,8 +335,6 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
 
     def recv(self, min_envs: int = 1, timeout: float | None = None) -> Any:
         """At least `min_envs` of those in flight, in whole batches of EnvPool's `batch_size`, as `Ready`."""
-        from shoal.vector import Ready
-
         self._idle("recv", flying=True)
         self._apart("recv")
         self._refuse(timeout is not None, "recv(timeout=)", "no timeout")
@@ -433,13 +434,18 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if not self._check_nan:
             return
         seen = [*leaves(obs)] if rewards is None else [rewards, *leaves(obs)]
-        broken = [leaf for leaf in seen if leaf.dtype.kind == "f" and np.isnan(leaf).any()]
-        if broken:
+        what, wrong = "NaN", [np.isnan(leaf) for leaf in seen if leaf.dtype.kind == "f"]
+        if rewards is not None and not any(places.any() for places in wrong):
+            what, wrong = "an infinite reward", [np.isinf(rewards)]
+        if any(places.any() for places in wrong):
             self._begun, self._failures = False, self._failures + 1
             rows = np.arange(self.num_envs) if ids is None else ids
-            lost = [np.isnan(leaf.reshape(len(rows), -1)).any(axis=1) for leaf in broken]
-            who = rows[np.any(lost, axis=0)].tolist()
-            raise EnvError(f"{self.name} gave NaN in {operation}: environments {who}; reset() begins again")
+            who = rows[
+                np.any([places.reshape(len(rows), -1).any(axis=1) for places in wrong], axis=0)
+            ].tolist()
+            raise EnvError(
+                f"{self.name} gave {what} in {operation}: environments {who}; reset() begins again"
+            )
 
     def _mine(self, obs: Any) -> Any:
         return tree(np.array, obs) if self._copies else obs
