@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,8 @@ def test_masks_that_name_no_env_are_refused_in_gymnasiums_words(
         ({"num_workers": 1.5}, TypeError, "num_workers must be a whole number, got 1.5"),
         ({"num_workers": True}, TypeError, "num_workers must be a whole number, got True"),
         ({"ring": float("nan")}, TypeError, "ring must be a whole number, got nan"),
+        ({"backend": None}, ValueError, "no vector backend named None"),
+        ({"autoreset": None}, ValueError, "no autoreset mode None"),
         ({"max_restarts": float("nan")}, ValueError, "max_restarts must be at least 0, got nan"),
         ({"backend": "ray", "start_method": "fork"}, ConfigError, "start_method='fork' means nothing"),
     ],
@@ -145,6 +148,22 @@ def test_how_many_environments_there_are_must_be_clear(env: Any, num_envs: int |
     one = make_vec([CountEnv], 1, backend="serial")
     assert (one.num_envs, one.reset(seed=3)[0].tolist()) == (1, [[3, 1, 0, 0]])
     one.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_a_timeout_that_is_no_number_gives_the_step_up_like_one_that_ran_out(backend: Any) -> None:
+    class Slow(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            time.sleep(0.03)
+
+    envs = make_vec(Slow, 2, backend=backend)
+    envs.reset(seed=0)
+    envs.step_async(np.array([1, 1]))
+    with pytest.raises(TypeError):
+        envs.step_wait("soon")  # type: ignore[arg-type]
+    left_out = backend == "serial"  # the caller had not begun it
+    assert envs.step(np.array([2, 2]))[1].tolist() == [21.0 if left_out else 22.0] * 2
+    envs.close()
 
 
 @pytest.mark.parametrize("wrong", [[True, False], np.array([True, False]), [0.9, 1.0], ["0", "1"]], ids=str)

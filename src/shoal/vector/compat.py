@@ -23,6 +23,7 @@ from shoal.core.processes import START_METHODS, StartMethod
 from shoal.vector.buffers import one_each
 from shoal.vector.failures import Failure, OnFailure
 from shoal.vector.make import TEXT_BYTES, BackendName, Options, Plan, make_vec, open_workers, probe
+from shoal.vector.values import whole
 from shoal.vector.vector_env import Description, VectorPool, groups
 
 
@@ -345,8 +346,8 @@ class EnvPoolStyle:
     def __init__(self, pool: VectorPool, batch_size: int | None = None) -> None:
         self.pool = pool
         self.num_envs = pool.num_envs
-        self.batch_size = batch_size or pool.num_envs
-        if not 1 <= self.batch_size <= self.num_envs:
+        self.batch_size = whole(batch_size or pool.num_envs, "batch_size", 1)
+        if self.batch_size > self.num_envs:
             raise ValueError(f"batch_size must be in [1, {self.num_envs}], got {batch_size}")
         self.observation_space, self.action_space = pool.single_observation_space, pool.single_action_space
         self._spare: list[tuple[Any, ...]] = []

@@ -152,7 +152,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(
-                f"no vector backend named {self.backend!r}.{did_you_mean(self.backend, BACKENDS)}"
+                f"no vector backend named {self.backend!r}.{did_you_mean(str(self.backend), BACKENDS)}"
             )
         if self.on_failure not in ("raise", "restart", "mask"):
             raise ValueError(f"on_failure must be 'raise', 'restart' or 'mask', got {self.on_failure!r}")
@@ -216,10 +216,9 @@ def autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
     """Gymnasium's mode for a name."""
     if isinstance(mode, AutoresetMode):
         return mode
-    try:
-        return AUTORESET[mode]
-    except KeyError:
-        raise ValueError(f"no autoreset mode {mode!r}.{did_you_mean(mode, AUTORESET)}") from None
+    if str(mode) not in AUTORESET:
+        raise ValueError(f"no autoreset mode {mode!r}.{did_you_mean(str(mode), AUTORESET)}")
+    return AUTORESET[mode]
 
 
 def env_fns_of(

@@ -474,10 +474,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _replies(self, timeout: float | None, word: str) -> list[Reply | None]:
         """The replies to what is pending, in its order; notes how long the caller waited for others."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         replies: dict[int, Reply | None] = {}
         waiting = 0.0
         try:
+            deadline = None if timeout is None else time.monotonic() + timeout
             if self._deferred is not None:
                 late, begin = self._deferred
                 while late := [worker for worker in late if worker in self._late]:
