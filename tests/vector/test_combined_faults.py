@@ -1455,3 +1455,37 @@ def test_an_end_in_an_abandoned_step_is_told_though_its_env_is_lost(mode, lost):
             begun = envs.step_some([0], [np.int64(1)])[0].observation
         assert begun[[3, 4, 6]].tolist() == [0, 0, 0]  # the first observation of an env made anew
         assert begun[1] > 10
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+@contained()
+def test_an_action_that_cannot_be_sent_leaves_everything_as_it_was(policy: Any) -> None:
+    locked = threading.Lock()
+    with closing(make_vec(CountEnv, 4, backend="process", num_workers=2, on_failure=policy)) as envs:
+        envs.reset(seed=0)
+        for _ in range(2):
+            envs.step([1, 2, 3, 4])
+        before = envs.observations()
+        with pytest.raises(TypeError, match="cannot pickle"):
+            envs.step_some([1], [locked])
+        assert envs.observations().tolist() == before.tolist()
+        envs.send([0, 1, 2, 3], [1, locked, 3, 4])  # 0 and 1 live together, and are told together
+        with pytest.raises(TypeError, match="cannot pickle") as caught, within(2.0):
+            envs.recv(4)
+        assert "environments [0, 1]" in caught.value.__notes__[0]
+        assert envs.in_flight == [2, 3]
+        with within(2.0):
+            assert sorted(envs.recv(2).ids.tolist()) == [2, 3]
+        assert envs.observations()[:2].tolist() == before[:2].tolist()
+        assert envs.step([1, 1, 1, 1])[1].tolist() == [13.0, 13.0, 14.0, 14.0]
+
+
+def test_a_step_that_the_caller_never_did_leaves_what_was_seen() -> None:
+    with closing(make_vec(CountEnv, 2, backend="serial", on_failure="restart")) as envs:
+        envs.reset(seed=0)
+        for _ in range(2):
+            before = envs.step([1, 2])[0]
+        envs.step_async([3, 4])
+        with pytest.raises(TypeError):
+            envs.step_wait("soon")
+        assert envs.observations().tolist() == before.tolist()

@@ -222,13 +222,21 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._owed.update(self._paying)
         self._paying, self._skipped = {}, set()
         for worker, command in pending:
+            begun = worker.command is command
             if id(worker) in replies:
                 self._land_late(worker, command, replies[id(worker)])
-            elif worker.inline:
-                worker.command = None
+            elif worker.inline and not begun:  # the caller was amid it
                 self._land_late(worker, command, None)
-            elif worker.command is command:
+            elif begun and not worker.inline:
                 self._late.append(worker)
+            else:
+                worker.command = None
+                self._take_back(worker, command)
+
+    def _take_back(self, worker: Worker, command: Command) -> None:
+        """It was never sent, or never done: what its envs showed last stands."""
+        if isinstance(command, Step | Reset):
+            self._observations.carry(worker.ids, worker.before, worker.place)
 
     # --- reset
     def reset(self, *, seed: Seeds = None, options: dict[str, Any] | None = None) -> tuple[Any, Info]:
@@ -968,7 +976,20 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 command = Reset(members, each, None, place)
             self._scattered = True
             self._at_work[id(worker)] = worker, command
-            self._launch(worker, command, bell=True)
+            try:
+                self._launch(worker, command, bell=True)
+            except BaseException as error:
+                if worker.command is not command:  # an action cannot be sent
+                    del self._at_work[id(worker)]
+                    self._take_back(worker, command)
+                    for i in chosen:
+                        del self._flying[i]
+                if worker.command is command or not isinstance(error, Exception):
+                    raise
+                error.add_note(
+                    f"this was to be sent to the environments {chosen}, which are in flight no more"
+                )
+                self._errors.append(error)
 
     def _collect_landed(self) -> None:
         """Take over what workers in flight have answered, and give them their next jobs."""
