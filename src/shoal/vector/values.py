@@ -248,41 +248,39 @@ def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[Info]) -> In
     else:
         for i, info in zip(ids, infos, strict=True):
             for key, value in info.items():
-                if key not in columns:
-                    columns[key] = [], []
-                who, values = columns[key]
-                who.append(i)
-                values.append(value)
+                if key in columns:
+                    columns[key][0].append(i)
+                    columns[key][1].append(value)
+                else:
+                    columns[key] = [i], [value]
     out: Info = {}
     for key, (who, values) in columns.items():
         mask = np.zeros(n_envs, dtype=np.bool_)
-        mask[who] = True
+        for i in who:
+            mask[i] = True
         out[key], out[f"_{key}"] = _info_column(n_envs, key, who, values), mask
     return out
 
 
 def _info_column(n_envs: int, key: str, ids: Sequence[int], values: Sequence[Any]) -> Any:
     kinds = set(map(type, values)) if key != "final_obs" else {object}
-    dicts = [issubclass(kind, dict) for kind in kinds]
-    if all(dicts):
+    dicts = [kind for kind in kinds if issubclass(kind, dict)]
+    if len(dicts) == len(kinds):
         return _batched_infos(n_envs, ids, values)
-    first = values[0]
-    try:
-        if any(dicts) or key == "final_obs":
-            column = np.full(n_envs, None)
-        elif type(first) in PLAIN or isinstance(first, np.number):
+    first, column = values[0], np.empty(n_envs, dtype=object)
+    if not dicts and key != "final_obs":
+        if type(first) in PLAIN or isinstance(first, np.number):
             column = np.zeros(n_envs, dtype=type(first))
-            if len(kinds) == 1:
-                column[ids] = values
-                return column
         elif isinstance(first, np.ndarray):
             column = np.zeros((n_envs, *first.shape), first.dtype)
-        else:
-            column = np.full(n_envs, None)
+    try:
+        if len(ids) > 16 and len(kinds) == 1 and column.ndim == 1 and column.dtype != object:
+            column[ids] = values
+            return column
         for i, value in zip(ids, values, strict=True):
             column[i] = value
     except (TypeError, ValueError, OverflowError):  # they are of different kinds: any object fits
-        column = np.full(n_envs, None)
+        column = np.empty(n_envs, dtype=object)
         for i, value in zip(ids, values, strict=True):
             column[i] = value
     return column
