@@ -273,8 +273,8 @@ class AsyncVectorEnv(VectorPool):
             logger.error("Raising the last exception back to the main process.")
 
 
-STATIC = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Text)
-STATIC += (spaces.Tuple, spaces.Dict, spaces.OneOf)
+STATIC: tuple[Any, ...] = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
+STATIC += (spaces.Text, spaces.Tuple, spaces.Dict, spaces.OneOf)
 """What Gymnasium has a place for in shared memory, and what is made of it."""
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -114,8 +114,8 @@ def make_vec(
         ray_options=ray_options,
     )
     if backend == "native":
-        native: Any = make_native(env, num_envs, env_kwargs, wrappers, options)  # the same interface
-        return native
+        native = make_native(env, num_envs, env_kwargs, wrappers, options)
+        return cast(VectorPool, native)  # it has the same interface
     env_fns = env_fns_of(env, num_envs, env_kwargs, wrappers)
     plan = _plan(env_fns, options)
     opened = open_workers(env_fns, plan, options)

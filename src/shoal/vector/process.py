@@ -445,7 +445,7 @@ class ThreadBackend(Backend):
     def __init__(self, env_fns: Sequence[EnvFn], n_threads: int, limits: Limits) -> None:
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         cuts = even_cuts(len(env_fns), n_threads)
-        self.workers = [ThreadWorker(self, lo, env_fns[lo:hi], limits) for lo, hi in cuts]
+        self.workers: list[ThreadWorker] = [ThreadWorker(self, lo, env_fns[lo:hi], limits) for lo, hi in cuts]
 
     def start(self, workers: Sequence[Any]) -> None:
         for worker in workers:
