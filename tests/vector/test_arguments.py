@@ -179,6 +179,7 @@ def test_indices_that_are_no_whole_numbers_name_nobody(wrong: Any) -> None:
         with pytest.raises(TypeError, match="an index must be a whole number"):
             ask()
     assert envs.step_some(np.array([1, 0]), [1, 2])[0].reward == 11.0
+    assert envs.step_some([np.array(1)], [1])[0].reward == 12.0  # as elements of tensors are
     envs.close()
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,8 @@ class MultiProcessEnvironmentContainer:
             on_failure=on_failure,
             **options,
         )
+        where = f"{env_num} groups of {group_n} of {env_type}, {backend}"
+        logging.getLogger(__name__).debug("%s: environments are made", where)
         self._obs: list[Any] = [None] * len(self)
         self._infos: list[dict[str, Any]] = [{} for _ in range(len(self))]
         self._done = [True] * len(self)

@@ -7,6 +7,7 @@ observations and of infos look exactly like those of `gymnasium.vector.SyncVecto
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -156,11 +157,15 @@ def whole(value: Any, what: str, least: int) -> int:
         TypeError: for anything else, truth values included: as indices they would name other environments.
         ValueError: if it is less than `least`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"{what} must be a whole number, got {value!r:.80}")
-    if value < least:
-        raise ValueError(f"{what} must be at least {least}, got {value}")
-    return int(value)
+    if number < least:
+        raise ValueError(f"{what} must be at least {least}, got {number}")
+    return number
 
 
 # --- infos, and the ends of episodes
