@@ -42,6 +42,8 @@ else:
 class SB3VecEnv(_VecEnv):
     """Environments in worker processes for Stable-Baselines3.
 
+    Where it takes `indices`, an env that is named twice is asked twice, one time after the other.
+
     Args:
         env_fns: functions that make the environments, or a `VectorPool` with `autoreset="same_step"`.
         start_method: "forkserver" (default), "spawn" or "fork".
@@ -160,7 +162,7 @@ class SB3VecEnv(_VecEnv):
         return self._apply(indices, is_wrapped, wrapper_class)
 
     def _apply(self, indices: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """One answer for each of `indices`; an env that is named twice is asked twice, as in Stable-Baselines3."""
+        """One answer for each of `indices`."""
         n, given = self.num_envs, list(self._get_indices(indices))
         if any(not -n <= i < n for i in given):
             raise IndexError(f"indices must be in [{-n}, {n}), got {given}")

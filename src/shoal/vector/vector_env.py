@@ -51,7 +51,7 @@ from shoal.vector.env_group import (
     call_attribute,
     quantiles,
     set_attribute,
-)  # fmt: skip
+)
 from shoal.vector.failures import (
     MOST_AT_ONCE,
     Failure,
@@ -230,7 +230,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             elif begun and not worker.inline:
                 self._late.append(worker)
             else:
-                worker.command = None
+                if begun:
+                    worker.command = None
                 self._take_back(worker, command)
 
     def _take_back(self, worker: Worker, command: Command) -> None:
