@@ -364,7 +364,7 @@ def test_links_in_an_archive_are_no_files(tmp_path):
 MEASURE = """
 import json, sys, tracemalloc
 import numpy
-import shoal.splitting.readers.agents, shoal.splitting.readers.screens
+import shoal.splitting.readers.formats
 try:
     import pyarrow.parquet
 except ImportError:

@@ -19,11 +19,11 @@ R = TypeVar("R", bound=Callable[..., Any])
 BUILT_IN = {
     "folder": "recordings:FolderReader",
     "chat": "records:ChatReader",
-    "osworld": "screens:OSWorldReader",
-    "agentnet": "screens:AgentNetReader",
-    "shoal": "agents:ShoalReader",
-    "atif": "agents:AtifReader",
-    "litesample": "screens:LiteSampleReader",
+    "osworld": "formats:OSWorldReader",
+    "agentnet": "formats:AgentNetReader",
+    "shoal": "formats:ShoalReader",
+    "atif": "formats:AtifReader",
+    "litesample": "formats:LiteSampleReader",
 }
 
 
@@ -66,7 +66,7 @@ def find_reader(path: Path | str) -> Reader:
 
 
 def _kind_of(path: Path) -> str:
-    from shoal.splitting.readers.agents import looks_like_own_run
+    from shoal.splitting.readers.formats import looks_like_own_run
     from shoal.splitting.readers.records import SUFFIXES, first_record
 
     if path.is_dir():
