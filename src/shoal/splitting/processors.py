@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,41 @@ def load_processor(path: Path | str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     if "Qwen2VLImageProcessor" not in str(settings.get("image_processor_type", "")):
         return transformers.AutoProcessor.from_pretrained(str(folder), local_files_only=True)
-    from shoal.splitting.qwen_processor import StillImageProcessor
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    return StillImageProcessor(_pil_image_processor(settings), tokenizer, _template(folder, tokenizer))
+    return _still_images()(_pil_image_processor(settings), tokenizer, _template(folder, tokenizer))
+
+
+@functools.cache
+def _still_images() -> Any:
+    """The class of Qwen2.5-VL processors for still images: transformers is not imported before one is needed."""
+    from transformers import Qwen2_5_VLProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    class StillImageProcessor(Qwen2_5_VLProcessor):
+        """Without its video half, which wants torchvision even where there is no video."""
+
+        __qualname__ = "StillImageProcessor"  # under which pickle finds it, by `__getattr__` of this module
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            """The parts that are saved and loaded."""
+            return ["image_processor", "tokenizer"]
+
+        def __init__(
+            self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None
+        ) -> None:
+            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+            self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+            self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    return StillImageProcessor
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StillImageProcessor":
+        return _still_images()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build_qwen_processor(
