@@ -8,36 +8,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME: dict[str, str] = {
-    "TrajectorySplitter": "splitters",
-    "StepwiseTrajectorySplitter": "splitters",
-    "LastNTrajectorySplitter": "splitters",
-    "Batch": "batch",
-    "Sample": "batch",
-    "Fixes": "original",
-    "Recording": "readers.recordings",
-    "Message": "readers.recordings",
-    "Reader": "readers.recordings",
-    "RolloutTokens": "readers.recordings",
-    "FolderReader": "readers.recordings",
-    "ChatReader": "readers.records",
-    "RecordReader": "readers.records",
-    "Record": "readers.records",
-    "AgentNetReader": "readers.formats",
-    "LiteSampleReader": "readers.formats",
-    "AtifReader": "readers.formats",
-    "reader": "readers",
-    "OSWorldReader": "readers.formats",
-    "ShoalReader": "readers.formats",
-    "find_reader": "readers",
-    "write_rollout": "readers.recordings",
-    "write_sharegpt": "exports",
-    "write_chats": "exports",
-    "split_shards": "shards",
-    "read_shards": "shards",
-    "load_processor": "processors",
-    "build_qwen_processor": "processors",
+_NAMES = {
+    "splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
+    "batch": "Batch Sample",
+    "original": "Fixes",
+    "readers": "reader find_reader ChatReader AgentNetReader LiteSampleReader AtifReader OSWorldReader ShoalReader",
+    "readers.recordings": "Recording Message Reader RolloutTokens FolderReader write_rollout",
+    "readers.records": "RecordReader Record",
+    "exports": "write_sharegpt write_chats",
+    "shards": "split_shards read_shards",
+    "processors": "load_processor build_qwen_processor",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME)
 

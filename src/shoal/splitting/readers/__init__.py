@@ -5,41 +5,36 @@ A reader of your own is registered with `@reader("name")`, and found by `shoal s
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import DataError
 from shoal.core.registry import Registry
-from shoal.splitting.readers.recordings import FolderReader as FolderReader
-from shoal.splitting.readers.recordings import Reader
+from shoal.splitting.readers.formats import (
+    AgentNetReader,
+    AtifReader,
+    LiteSampleReader,
+    OSWorldReader,
+    ShoalReader,
+    looks_like_own_run,
+)
+from shoal.splitting.readers.recordings import FolderReader, Reader
+from shoal.splitting.readers.records import SUFFIXES, ChatReader, first_record
 
 R = TypeVar("R", bound=Callable[..., Any])
-BUILT_IN = {
-    "folder": "recordings:FolderReader",
-    "chat": "records:ChatReader",
-    "osworld": "formats:OSWorldReader",
-    "agentnet": "formats:AgentNetReader",
-    "shoal": "formats:ShoalReader",
-    "atif": "formats:AtifReader",
-    "litesample": "formats:LiteSampleReader",
+BUILT_IN: dict[str, Callable[[Any], Reader]] = {
+    "folder": FolderReader,
+    "chat": ChatReader,
+    "osworld": OSWorldReader,
+    "agentnet": AgentNetReader,
+    "shoal": ShoalReader,
+    "atif": AtifReader,
+    "litesample": LiteSampleReader,
 }
-
-
-class _Readers(Registry[Callable[[Any], Reader]]):
-    """The registered readers; shoal's own are imported when they are asked for."""
-
-    def __getitem__(self, name: str) -> Callable[[Any], Reader]:
-        if name in BUILT_IN and name not in self._items:
-            module, _, kind = BUILT_IN[name].partition(":")
-            self.register(name, getattr(importlib.import_module(f"{__name__}.{module}"), kind))
-        for own in BUILT_IN if name not in self._items else ():
-            self[own]  # so that the error names all
-        return super().__getitem__(name)
-
-
-READERS = _Readers("reader")
+READERS: Registry[Callable[[Any], Reader]] = Registry("reader")
+for _name, _kind in BUILT_IN.items():
+    READERS.register(_name, _kind)
 
 
 def reader(name: str, *, replace: bool = False) -> Callable[[R], R]:
@@ -66,9 +61,6 @@ def find_reader(path: Path | str) -> Reader:
 
 
 def _kind_of(path: Path) -> str:
-    from shoal.splitting.readers.formats import looks_like_own_run
-    from shoal.splitting.readers.records import SUFFIXES, first_record
-
     if path.is_dir():
         if next(path.glob("*/final_messages.json"), None):
             return "folder"
@@ -95,11 +87,3 @@ def _kind_of(path: Path) -> str:
         if {"images", "messages", "metadata"} <= set(first):
             return "litesample"
     return "chat"
-
-
-def __getattr__(name: str) -> Any:
-    for place in BUILT_IN.values():
-        module, _, kind = place.partition(":")
-        if kind == name:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
