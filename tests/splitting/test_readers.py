@@ -1,5 +1,7 @@
 import base64
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -93,8 +95,10 @@ def test_chats_whose_task_is_left_empty_are_tasks_of_their_own(tmp_path, none):
 
 def test_chat_files_that_are_broken_say_where(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"messages": []}\n{"messages":\n')
-    with pytest.raises(DataError, match="line 2 is not valid JSON"):
-        ChatReader(tmp_path / "log.jsonl").ids()
+    reader = ChatReader(tmp_path / "log.jsonl")
+    assert reader.ids() == ["log-000000", "log-000001"]
+    with pytest.raises(DataError, match="log.jsonl, record 1 is not valid JSON"):
+        reader.read("log-000001")
     (tmp_path / "log.jsonl").write_text('{"id": "a", "messages": []}\n{"id": "a", "messages": []}\n')
     with pytest.raises(DataError, match="id 'a' is taken"):
         ChatReader(tmp_path / "log.jsonl").ids()
@@ -253,3 +257,173 @@ def test_sharegpt_counts_one_mark_per_image(recorded, tmp_path):
         assert [turn["from"] for turn in row["conversations"]] == ["system", *["human", "gpt"] * 3]
         assert sum(turn["value"].count("<image>") for turn in row["conversations"]) == len(row["images"]) == 3
     assert rows[1]["conversations"][2]["value"] == "I see an < image> tag"
+
+
+class Interrupted(ChatReader):
+    """Just before it looks at what it holds, another thread reads a recording of another part of the file."""
+
+    busy = True
+
+    @property
+    def _open(self):
+        if not self.busy:
+            self.busy = True
+            self.read("b")
+            self.busy = False
+        return self.__dict__["held"]
+
+    @_open.setter
+    def _open(self, held):
+        self.__dict__["held"] = held
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json"])
+def test_threads_that_read_other_parts_of_a_file_do_not_get_each_others_recordings(tmp_path, kind):
+    rows = [
+        {"id": name, "messages": [{"role": "user", "content": name}, {"role": "assistant", "content": name}]}
+        for name in "ab"
+    ]
+    if kind == "parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=1)
+    else:
+        for row in rows:
+            (tmp_path / f"{row['id']}.json").write_text(json.dumps(row))
+    reader = Interrupted(tmp_path)
+    reader.busy = False
+    for _ in range(2):
+        assert [message.text for message in reader.read("a").messages] == ["a", "a"]
+
+
+def test_a_thread_that_asks_while_a_run_is_looked_through_finds_all_its_episodes(
+    processor, tmp_path, monkeypatch
+):
+    from shoal.splitting.readers import formats
+
+    write_trajectories(
+        tmp_path / "trajectories" / "000.jsonl", [trajectory(processor), trajectory(processor, 1)]
+    )
+    reader, look, found = ShoalReader(tmp_path), formats._trajectories, []
+
+    def looked_through(file):
+        for place in look(file):
+            if not found:
+                found.append(None)
+                found[0] = reader.read("grid_x-4-2-1").dataset_id  # what another thread does meanwhile
+            yield place
+
+    monkeypatch.setattr(formats, "_trajectories", looked_through)
+    assert reader.ids() == ["grid_x-4-2-0", "grid_x-4-2-1"]
+    assert found == ["grid_x-4-2-1"]
+
+
+def test_whether_an_answer_is_trained_is_a_truth_value_however_a_table_spells_it(tmp_path):
+    def read(trained):
+        said = {"role": "assistant", "content": "b", "trained": trained}
+        (tmp_path / "a.json").write_text(json.dumps([[{"role": "user", "content": "a"}, said]]))
+        return ChatReader(tmp_path / "a.json").read("a-000000").messages[1].trained
+
+    assert [read(each) for each in (True, False, None, 1, 0)] == [True, False, True, True, False]
+    for wrong in ("false", 0.5, []):
+        with pytest.raises(DataError, match="message 1: trained must be true or false, got"):
+            read(wrong)
+
+
+def test_calls_as_openai_had_them_before_are_part_of_the_answer(tmp_path):
+    chat = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "function_call": {"name": "look", "arguments": '{"at": "sky"}'},
+        },
+        {"role": "function", "name": "look", "content": "Rain."},
+        {"role": "assistant", "content": "It rains."},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(chat))
+    messages = ChatReader(tmp_path / "a.json").read("a-000000").messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+    assert messages[1].text == f"Let me see.\n{call}"
+
+
+def test_images_beside_a_chat_that_are_no_list_are_refused(tmp_path):
+    chat = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
+    (tmp_path / "a.json").write_text(json.dumps({"messages": chat, "images": "a.png"}))
+    with pytest.raises(DataError, match="images must be a list, got str"):
+        ChatReader(tmp_path / "a.json").read("a-000000")
+
+
+def test_a_reader_does_not_take_the_name_of_one_of_shoals_unasked():
+    from shoal.splitting.readers import READERS, reader
+
+    with pytest.raises(ValueError, match="'litesample' is registered already"):
+        reader("litesample")(ChatReader)
+    assert READERS["litesample"].__name__ == "LiteSampleReader"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet", "atif"])
+def test_one_torn_record_takes_no_other_with_it(processor, tmp_path, kind):
+    """The second of three is torn: the others are split, and it is skipped by a name and with a reason."""
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    steps = [
+        {"step_id": 1, "source": "user", "message": "hi"},
+        {"step_id": 2, "source": "agent", "message": "ho"},
+    ]
+    root = tmp_path / "all"
+    root.mkdir()
+    for number in range(3):
+        chat = json.dumps({"id": f"r{number}", "messages": said})
+        if kind == "jsonl":
+            with (root / "all.jsonl").open("a") as file:
+                file.write((chat if number != 1 else chat[:-9]) + "\n")
+        elif kind == "json":
+            (root / f"r{number}.json").write_text(chat if number != 1 else chat[:-9])
+        elif kind == "tar":
+            with tarfile.open(root / f"{number}.tar", "w") as archive:
+                about = tarfile.TarInfo(f"r{number}.json")
+                about.size = len(chat)
+                archive.addfile(about, io.BytesIO(chat.encode()))
+            if number == 1:
+                (root / "1.tar").write_bytes(b"\xff" * 300)
+        elif kind == "parquet":
+            pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+            table = pyarrow.Table.from_pylist([{"id": f"r{number}", "messages": said}])
+            parquet.write_table(table, root / f"{number}.parquet")
+            if number == 1:
+                (root / "1.parquet").write_bytes(b"PAR1")
+        else:
+            place = root / f"r{number}" / "agent" / "trajectory.json"
+            place.parent.mkdir(parents=True)
+            told = json.dumps({"schema_version": "ATIF-v1.4", "session_id": "s", "steps": steps})
+            place.write_text(told if number != 1 else told[:-9])
+    reader = find_reader(root)
+    names = reader.ids()
+    assert len(names) == 3
+    splitter = StepwiseTrajectorySplitter(processor, root, reader=reader, on_error="skip", padding="longest")
+    batch = splitter.split(names, [1.0, 2.0, 3.0])
+    assert batch["dataset_ids"].tolist() == ["r0", "r2"]
+    assert batch["reward_tensor"].sum(1).tolist() == [1.0, 3.0]
+    assert [item.dataset_id for item in batch.skipped] == [names[1]]
+    assert str(root) in batch.skipped[0].reason
+
+
+def test_a_screen_with_a_padded_number_is_no_first_screen(osworld):
+    folder = next(osworld.rglob("traj.jsonl")).parent
+    for name in ("step_0", "step_1", "step_2"):
+        (folder / f"{name}.png").rename(folder / f"{name.replace('_', '_0')}.png")
+    lines = (
+        (folder / "traj.jsonl")
+        .read_text()
+        .replace("step_1.png", "step_01.png")
+        .replace("step_2.png", "step_02.png")
+    )
+    (folder / "traj.jsonl").write_text(lines)
+
+    def shown():
+        messages = OSWorldReader(osworld).read(folder.name).messages
+        return [Path(place).name for message in messages for place in message.images]
+
+    assert shown() == ["step_00.png", "step_01.png", "step_02.png"]
+    (folder / "step_00.png").unlink()
+    assert shown() == ["step_01.png", "step_02.png"]

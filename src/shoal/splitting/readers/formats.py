@@ -21,13 +21,14 @@ from shoal.splitting.readers.recordings import (
     answer_text,
     encodable,
     finite_reward,
+    from_json,
     json_lines,
     parse_messages,
     read_json_file,
     read_text,
     safe_id,
 )
-from shoal.splitting.readers.records import Record, RecordReader, first_known, from_json, row_images, short_id
+from shoal.splitting.readers.records import Record, RecordReader, first_known, row_images, short_id
 
 
 class ShoalReader:
@@ -82,19 +83,20 @@ class ShoalReader:
 
     def _index(self) -> dict[str, tuple[Path, int]]:
         if self._places is None:
-            self._places = {}
+            places: dict[str, tuple[Path, int]] = {}
             for file in self._files():
                 for offset, trajectory in _trajectories(file):
                     if trajectory.status == "ok" and trajectory.turns:
                         tag = re.sub(r"[^A-Za-z0-9._()-]", "_", trajectory.env)[:40]
                         name = safe_id(f"{tag}-{trajectory.iteration}-{trajectory.group}-{trajectory.member}")
                         name = short_id(f"{file.stem}-{name}") if _held_out(file) else name
-                        if name in self._places:
+                        if name in places:
                             raise DataError(
-                                f"{file}: id {name!r} is taken by {self._places[name][0]}; give one file at a time, or "
+                                f"{file}: id {name!r} is taken by {places[name][0]}; give one file at a time, or "
                                 "each env a tag of its own"
                             )
-                        self._places[name] = (file, offset)
+                        places[name] = (file, offset)
+            self._places = places  # whole: other threads ask meanwhile
         return self._places
 
     def _files(self) -> list[Path]:
@@ -264,9 +266,7 @@ def _tokens_of(step: dict[str, Any], where: str) -> RolloutTokens | None:
     prompt = metrics.get("prompt_token_ids") or []
     if len(ids) != len(logprobs):
         raise DataError(f"{where}: {len(ids)} completion_token_ids but {len(logprobs)} logprobs")
-    if not all(isinstance(token, int) for token in (*ids, *prompt)):
-        raise DataError(f"{where}: token ids must be whole numbers")
-    return RolloutTokens(tuple(prompt), tuple(ids), tuple(map(float, logprobs)), where)
+    return RolloutTokens(tuple(prompt), tuple(ids), tuple(logprobs), where)
 
 
 def _in_trial(file: Path) -> bool:
@@ -287,6 +287,10 @@ def _trial(folder: Path) -> dict[str, Any]:
     if (folder / "verifier" / "reward.txt").is_file():
         about["reward"] = read_text(folder / "verifier" / "reward.txt").strip()
     return about
+
+
+OSWORLD_START = re.compile(r"initial|step_0+(?!\d)")
+"""Names of the screenshot before the first action; `step_01` shows what the first one led to."""
 
 
 class OSWorldReader:
@@ -337,7 +341,7 @@ class OSWorldReader:
         source, locate = folder / "traj.jsonl", ImageLocator(folder)
         messages = [Message("system", self.system)] if self.system else []
         first: list[dict[str, str]] = [{"type": "text", "text": self._instruction(dataset_id, folder)}]
-        start = sorted([*folder.glob("step_0*.png"), *folder.glob("initial*.png")])
+        start = [file for file in sorted(folder.glob("*.png")) if OSWORLD_START.match(file.name)]
         first += [{"type": "image", "image": start[0].name}] if start else []
         messages.append(
             Message("user", tuple(first), tuple(locate(p["image"], str(source)) for p in first[1:]))

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from shoal.core.data import MOST_REWARD
 from shoal.core.errors import DataError
 from shoal.core.files import read_json, write_bytes
@@ -98,13 +100,18 @@ def parse_messages(raw: Any, source: str, locate: Any) -> tuple[Message, ...]:
         if not isinstance(item, dict):
             raise DataError(f"{where}: expected an object with role and content, got {_kind(item)}")
         role, content = item.get("role"), item.get("content")
-        role = "system" if role == "developer" else role
+        role = {"developer": "system", "function": "tool"}.get(str(role), role)
         if role not in ROLES:
             raise DataError(f"{where}: role must be one of {', '.join(ROLES)}, got {role!r}")
         calls, thought = item.get("tool_calls"), item.get("reasoning_content") or item.get("reasoning")
+        if not calls and item.get("function_call"):  # as OpenAI had it before
+            calls = [item["function_call"]]
         if role == "assistant" and (calls or isinstance(thought, str)):
             content = _with_calls(content, calls, thought, where)
-        trained = item.get("trained", True) is not False
+        said = item.get("trained")
+        if said not in (None, True, False):
+            raise DataError(f"{where}: trained must be true or false, got {said!r}")
+        trained = said is None or bool(said)
         if isinstance(content, str):
             messages.append(Message(role, encodable(content, where), trained=trained))
         elif isinstance(content, list):
@@ -121,11 +128,11 @@ def parse_messages(raw: Any, source: str, locate: Any) -> tuple[Message, ...]:
 
 def _with_calls(content: Any, calls: Any, thought: Any, where: str) -> Any:
     """The content of an answer with its reasoning before it and its tool calls behind."""
-    if isinstance(content, list):
-        around = answer_text("\0", thought, calls, where).partition("\0")
-        first, last = ({"type": "text", "text": text} for text in (around[0], around[2]))
-        return [*([first] if first["text"] else []), *content, *([last] if last["text"] else [])]
-    return answer_text(content if isinstance(content, str) else "", thought, calls, where)
+    if not isinstance(content, list):
+        return answer_text(content if isinstance(content, str) else "", thought, calls, where)
+    before, behind = _reasoning(thought), "".join(f"\n{call}" for call in _written(calls, where))
+    first, last = ({"type": "text", "text": text} for text in (before, behind))
+    return [*([first] if before else []), *content, *([last] if behind else [])]
 
 
 def answer_text(content: str, thought: Any, calls: Any, where: str) -> str:
@@ -137,7 +144,14 @@ def answer_text(content: str, thought: Any, calls: Any, where: str) -> str:
         calls: OpenAI's `tool_calls`; arguments that are text stay as they were written.
         where: the message, for errors.
     """
-    lines = [content] if content else []
+    return _reasoning(thought) + "\n".join([*([content] if content else []), *_written(calls, where)])
+
+
+def _reasoning(thought: Any) -> str:
+    return f"<think>\n{thought}\n</think>\n\n" if isinstance(thought, str) and thought else ""
+
+
+def _written(calls: Any, where: str) -> Iterator[str]:
     if calls is not None and not isinstance(calls, list):
         raise DataError(f"{where}: tool_calls must be a list, got {_kind(calls)}")
     for call in calls or ():
@@ -148,9 +162,7 @@ def answer_text(content: str, thought: Any, calls: Any, where: str) -> str:
         if not isinstance(arguments, str):
             arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
         name = json.dumps(function["name"], ensure_ascii=False)
-        lines.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
-    said = "\n".join(lines)
-    return f"<think>\n{thought}\n</think>\n\n{said}" if isinstance(thought, str) and thought else said
+        yield f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
 def _part(part: Any, where: str) -> Part:
@@ -249,8 +261,6 @@ def read_text(file: Path) -> str:
     """The file's text."""
     try:
         return plain_file(file).read_text("utf-8")
-    except FileNotFoundError:
-        raise DataError(f"{file} is missing; restore it or remove the trajectory") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read ({error})") from error
 
@@ -264,10 +274,15 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
     """(line number, value) of each line that is not empty."""
     for number, line in enumerate(read_text(file).split("\n"), 1):  # not at U+2028, which JSON may hold
         if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{file}, line {number} is not valid JSON ({error})") from error
+            yield number, from_json(line, f"{file}, line {number}")
+
+
+def from_json(text: str | bytes, where: str) -> Any:
+    """The value that JSON text spells."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON ({error})") from error
 
 
 def safe_id(name: str) -> str:
@@ -375,7 +390,6 @@ def read_rollout(folder: Path) -> tuple[RolloutTokens, ...]:
 
 def write_rollout(folder: Path, steps: Sequence[RolloutTokens]) -> None:
     """Write `data_for_step_<k>.safetensors`, k from 0; only the arrays, no pickle."""
-    import numpy as np
     from safetensors.numpy import save
 
     for number, step in enumerate(steps):
@@ -394,23 +408,28 @@ def _read_step(path: Path) -> RolloutTokens:
     for name in ("token_ids", "logp"):
         if name not in values:
             raise DataError(f"{path} has no {name!r}, only {sorted(map(str, values))}")
-    token_ids, logp = _flat(values["token_ids"], path), _flat(values["logp"], path)
-    prompt_ids = _flat(values["prompt_token_ids"], path) if "prompt_token_ids" in values else []
-    if len(token_ids) != len(logp):
-        raise DataError(
-            f"{path}: {len(token_ids)} token_ids but {len(logp)} logp; record the step again, since a "
-            "missing log-probability cannot be made up"
-        )
-    if not token_ids:
-        raise DataError(f"{path}: the step has no tokens; remove it")
-    if not all(value <= 1e-3 for value in logp):  # also catches NaN; sampling kernels round slightly above 0
-        raise DataError(f"{path}: logp must be log-probabilities, at most 0; got {max(logp)}")
-    return RolloutTokens(
-        tuple(int(token) for token in prompt_ids),
-        tuple(int(token) for token in token_ids),
-        tuple(logp),
-        str(path),
+    token_ids, logp, prompt_ids = (
+        _flat(values.get(name, ()), path) for name in ("token_ids", "logp", "prompt_token_ids")
     )
+    check_tokens(RolloutTokens(prompt_ids, token_ids, logp, str(path)))
+    return RolloutTokens(tuple(map(int, prompt_ids)), tuple(map(int, token_ids)), logp, str(path))
+
+
+def check_tokens(step: RolloutTokens) -> None:
+    """Refuse a step in which not every token is one, or has not its log-probability."""
+    ids, logprobs = np.asarray((*step.prompt_ids, *step.response_ids)), np.asarray(step.logprobs)
+    if len(step.response_ids) != len(logprobs):
+        raise DataError(
+            f"{step.source}: {len(step.response_ids)} token_ids but {len(logprobs)} logp; record the step again, "
+            "since a missing log-probability cannot be made up"
+        )
+    if not step.response_ids:
+        raise DataError(f"{step.source}: the step has no tokens; remove it")
+    if ids.dtype.kind not in "iuf" or not ((ids >= 0) & (ids < 2**31) & (ids % 1 == 0)).all():
+        raise DataError(f"{step.source}: token ids must be whole numbers, none below 0")
+    # Sampling kernels round slightly above 0.
+    if logprobs.dtype.kind not in "iuf" or not (np.isfinite(logprobs) & (logprobs <= 1e-3)).all():
+        raise DataError(f"{step.source}: logp must be finite log-probabilities, at most 0")
 
 
 def _load(path: Path) -> Any:
@@ -429,7 +448,7 @@ def _load(path: Path) -> Any:
         ) from error
 
 
-def _flat(value: Any, path: Path) -> list[Any]:
+def _flat(value: Any, path: Path) -> tuple[Any, ...]:
     import torch
 
     values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
@@ -437,4 +456,4 @@ def _flat(value: Any, path: Path) -> list[Any]:
         raise DataError(
             f"{path}: token_ids, logp and prompt_token_ids must be flat lists or tensors of numbers"
         )
-    return list(values)
+    return tuple(values)

@@ -7,11 +7,11 @@ places is made once, and what is kept of a file is the record (of parquet: the r
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
-import json
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from shoal.splitting.readers.recordings import (
     Message,
     Recording,
     finite_reward,
+    from_json,
     parse_messages,
     plain_file,
     read_json_file,
@@ -135,8 +136,6 @@ class RecordReader:
         return self.__dict__ | {"_open": (None, None)}
 
     def _elsewhere(self, path: Path) -> RecordReader:
-        import copy
-
         other = copy.copy(self)
         other.path, other._places, other._open = path, None, (None, None)
         return other
@@ -145,8 +144,11 @@ class RecordReader:
         if self._places is None:
             places: dict[str, tuple[Path, Any]] = {}
             for file in self.files():
-                for number, (place, value) in enumerate(_named_places(file, self.columns)):
-                    own = self.name_of(value)
+                for number, (place, value) in enumerate(_places_and_breaks(file, self.columns)):
+                    try:
+                        own = self.name_of(value)
+                    except DataError:  # reading it says the same, where that is handled
+                        own = None
                     name = self.named(own, file, number)
                     if name in places:
                         raise DataError(f"{file}, record {number}: id {name!r} is taken by {places[name][0]}")
@@ -164,21 +166,24 @@ class RecordReader:
 
     def _value(self, file: Path, place: Any) -> tuple[Any, Mapping[str, bytes]]:
         kind = file.suffix.lower()
+        if place is None:
+            list(_named_places(file, self.columns))  # says what is wrong
+            raise DataError(f"{file} has changed since it was looked at; split when the recording is done")
         if kind == ".tar":
             return _tar_record(file, place[1])
         if kind == ".parquet":
-            return self._row(file, *place), {}
-        if kind != ".json":
-            return _line(file, *place), {}
-        if self._open[0] != file:
-            self._open = (file, _json_records(file))
-        return self._open[1][place], {}
+            _, group, inside = place
+            return self._held(file, group, _row_group).slice(inside, 1).to_pylist()[0], {}
+        if kind == ".json":
+            return self._held(file, 0, lambda file, _: _json_records(file))[place], {}
+        return _line(file, *place), {}
 
-    def _row(self, file: Path, number: int, group: int, inside: int) -> Any:
-        if self._open[0] != (file, group):
-            with _parquet(file) as table:
-                self._open = ((file, group), table.read_row_group(group))
-        return self._open[1].slice(inside, 1).to_pylist()[0]
+    def _held(self, file: Path, part: int, load: Callable[[Path, int], Any]) -> Any:
+        """A part of a file, kept until another is asked for; other threads ask for others meanwhile."""
+        held = self._open
+        if held[0] != (file, part):
+            held = self._open = ((file, part), load(file, part))
+        return held[1]
 
 
 class ChatReader(RecordReader):
@@ -197,7 +202,7 @@ class ChatReader(RecordReader):
         messages = fields.get("messages")
         if isinstance(messages, str):
             messages = from_json(messages, record.source)
-        if isinstance(fields.get("images"), list):
+        if fields.get("images") is not None:
             references, record = row_images(record, fields["images"])
             messages = _with_listed_images(messages, references, record.source)
         return record.recording(
@@ -257,14 +262,6 @@ def row_images(record: Record, images: Any) -> tuple[list[str], Record]:
     return references, replace(record, images=held)
 
 
-def from_json(text: str, where: str) -> Any:
-    """The value that JSON text spells."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON ({error})") from error
-
-
 def _with_listed_images(messages: Any, images: list[str], where: str) -> Any:
     """The messages with the images of their list put where `<image>` and empty image parts stand."""
     if not isinstance(messages, list):
@@ -313,6 +310,14 @@ def _named_places(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, A
         yield from _lines(file)
 
 
+def _places_and_breaks(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+    """`_named_places`, and where the file cannot be read on, a record without a place: whoever reads it is told why."""
+    try:
+        yield from _named_places(file, columns)
+    except DataError:
+        yield None, None
+
+
 def _json_records(file: Path) -> list[Any]:
     value = read_json_file(file)
     one_chat = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
@@ -325,7 +330,13 @@ def _lines(file: Path) -> Iterator[tuple[tuple[int, int], Any]]:
         offset = number = 0
         for at, line in enumerate(iter(lambda: handle.readline(MOST_OF_RECORD + 1), b""), 1):
             if line.strip():
-                yield (number, offset), _parsed(line, f"{file}, line {at}")
+                try:
+                    value = _parsed(line, f"{file}, line {at}")
+                except DataError:
+                    if len(line) > MOST_OF_RECORD:
+                        raise
+                    value = None  # reading it says what is wrong; the lines behind it are whole
+                yield (number, offset), value
                 number += 1
             offset += len(line)
 
@@ -346,10 +357,7 @@ def _opened(file: Path) -> Any:
 def _parsed(line: bytes, where: str) -> Any:
     if len(line) > MOST_OF_RECORD:
         raise DataError(f"{where} is longer than {MOST_OF_RECORD:,} bytes; keep images in files beside it")
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON ({error})") from error
+    return from_json(line, where)
 
 
 def _parquet(file: Path) -> Any:
@@ -362,6 +370,11 @@ def _parquet(file: Path) -> Any:
         return pyarrow.parquet.ParquetFile(plain_file(file, most=None))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a readable parquet file ({error})") from error
+
+
+def _row_group(file: Path, group: int) -> Any:
+    with _parquet(file) as table:
+        return table.read_row_group(group)
 
 
 def _rows(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, int, int], Any]]:
@@ -426,8 +439,6 @@ def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[An
 
 def first_record(file: Path) -> Any:
     """The first record of a file, or None where there is none."""
-    if file.suffix.lower() == ".json":
-        return next(iter(_json_records(file)), None)
     for place, value in _named_places(file, ()):
         if file.suffix.lower() == ".tar":
             return _tar_record(file, place[1])[0]
