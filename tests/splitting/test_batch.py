@@ -194,6 +194,34 @@ def test_the_click_is_drawn_where_the_answer_says_whatever_its_scale(processor, 
             assert np.abs(middle - [0.25 * height, 0.25 * width]).max() < 2.5, said
 
 
+def test_no_click_is_drawn_on_the_screen_of_another_answer_where_truncation_took_one(processor, tmp_path):
+    import base64
+    import io
+    import re
+
+    from PIL import Image
+
+    from shoal.splitting import ChatReader
+    from shoal.splitting.page import sample_page
+
+    chat = []
+    for number, said in enumerate(("click(100,50)", "I wait.", "I wait.")):
+        Image.new("RGB", (400, 200), (128, 128, 128)).save(tmp_path / f"{number}.png")
+        chat += [{"role": "user", "content": [{"type": "image", "image": f"{number}.png"}]},
+                 {"role": "assistant", "content": said}]  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps([chat]))
+    reader = ChatReader(tmp_path / "a.json")
+    splitter = StepwiseTrajectorySplitter(
+        processor, tmp_path, reader=reader, padding="longest", truncation="left", max_prompt_length=270
+    )
+    page = sample_page(splitter.split(reader.ids()), -1, processor.tokenizer)
+    urls = re.findall(r"src='data:image/jpeg;base64,([^']+)'", page)
+    assert len(urls) == 2
+    for url in urls:
+        shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(url)))).astype(int)
+        assert not ((shown[..., 0] - shown[..., 1]) > 60).any()
+
+
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(

@@ -75,54 +75,36 @@ def sample_page(batch: Batch, index: int, tokenizer: Any, *, scale: Scale = "aut
 
 def _stretches(sample: Sample, tokenizer: Any, thumbnails: list[str]) -> list[str]:
     """One block per message part, with a line where the response begins."""
-    ids = sample.input_ids
     border = len(sample.prompt_ids)
-    trained = np.concatenate([np.zeros(border, bool), sample.response_mask])
-    rewarded = np.concatenate([np.zeros(border, bool), sample.rewards != 0])
-    image_at = {first: (number, last) for number, (_, first, last) in enumerate(sample.image_spans)}
+    styles = np.array(
+        ["masked"] * border + ["trained" if each else "masked" for each in sample.response_mask]
+    )
+    styles[border:][sample.rewards != 0] = "reward"
+    shown = zip(sample.image_spans, thumbnails, strict=True)
+    images = {first: (n, last, url) for n, ((_, first, last), url) in enumerate(shown, 1)}
     blocks = []
     for role, first, last in sample.roles:
         if first == last:
             continue
         if first == border:
             blocks.append("<div class='border'>response</div>")
-        text = _marked(ids, trained, rewarded, image_at, first, last, tokenizer, thumbnails)
+        text, at = "", first
+        while at < last:
+            if at in images:
+                number, stop, url = images[at]
+                text += f"<img alt='image {number}' src='{url}'>({stop - at:,} image tokens)"
+            else:
+                stop = at + 1
+                while stop < last and stop not in images and styles[stop] == styles[at]:
+                    stop += 1
+                said = tokenizer.decode(sample.input_ids[at:stop].tolist())
+                text += f"<span class='{styles[at]}'>{html.escape(said)}</span>"
+            at = stop
         kind = role if role in ("system", "user", "assistant") else "other"
         blocks.append(
             f"<div class='turn {kind}'><b>{html.escape(role)}</b><div class='text'>{text}</div></div>"
         )
     return blocks
-
-
-def _marked(
-    ids: Any,
-    trained: Any,
-    rewarded: Any,
-    image_at: Any,
-    first: int,
-    last: int,
-    tokenizer: Any,
-    thumbnails: Any,
-) -> str:
-    """Text of the tokens [first, last) with spans for what is trained and rewarded, and the images in it."""
-    out, at = [], first
-    while at < last:
-        if at in image_at:
-            number, behind = image_at[at]
-            out.append(
-                f"<img alt='image {number + 1}' src='{thumbnails[number]}'>({behind - at:,} image tokens)"
-            )
-            at = behind
-            continue
-        stop = at + 1
-        same = (trained[at], rewarded[at])
-        while stop < last and stop not in image_at and (trained[stop], rewarded[stop]) == same:
-            stop += 1
-        style = "reward" if rewarded[at] else "trained" if trained[at] else "masked"
-        text = html.escape(tokenizer.decode(ids[at:stop].tolist()))
-        out.append(f"<span class='{style}'>{text}</span>")
-        at = stop
-    return "".join(out)
 
 
 def _thumbnails(sample: Sample, scale: Scale) -> list[str]:
@@ -146,7 +128,10 @@ def _thumbnails(sample: Sample, scale: Scale) -> list[str]:
 
 
 def _points(sample: Sample) -> list[tuple[float, float] | None]:
-    """For each image that a sample shows, the point of the first answer behind it, if no other image comes between."""
+    """For each image that a sample shows, the point of the first answer behind it, if no other image comes between.
+
+    None where truncation took images: the messages do not say which.
+    """
     points: list[tuple[float, float] | None] = []
     waiting = 0  # images since the last answer
     for message in sample.messages:
@@ -162,7 +147,7 @@ def _points(sample: Sample) -> list[tuple[float, float] | None]:
         if found and waiting:
             points[-1] = (float(found[1]), float(found[2]))
         waiting = 0
-    return (points + [None] * len(sample.images))[: len(sample.images)]
+    return points if len(points) == len(sample.images) else [None] * len(sample.images)
 
 
 def _on_picture(
