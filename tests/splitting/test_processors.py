@@ -97,3 +97,23 @@ def test_the_room_is_light_to_import():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("change", ["empty", "template", "settings", "tokenizer"])
+def test_a_folder_that_is_no_processor_says_so(processor_folder, tmp_path, change):
+    import shutil
+
+    folder = tmp_path / "p"
+    if change == "empty":
+        folder.mkdir()
+    else:
+        shutil.copytree(processor_folder, folder)
+    if change == "template":
+        (folder / "chat_template.jinja").unlink()
+        (folder / "chat_template.json").write_text("{}")
+    elif change == "settings":
+        (folder / "preprocessor_config.json").write_text("{")
+    elif change == "tokenizer":
+        (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=str(folder)):
+        load_processor(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from shoal.core.errors import DataError, missing_extra
 from shoal.core.files import write_bytes
 from shoal.splitting.images import data_url_bytes
-from shoal.splitting.readers.recordings import Message, Recording
+from shoal.splitting.readers.recordings import Message, Part, Recording
 
 SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 IMAGE = "<image>"
@@ -23,8 +24,8 @@ def write_sharegpt(path: Path | str, recordings: Iterable[Recording]) -> int:
     spelled `< image>`, since readers count them.
     """
     rows = [
-        {"id": recording.dataset_id}
-        | {
+        {
+            "id": recording.dataset_id,
             "conversations": [
                 {"from": SPEAKERS[message.role], "value": _marked(message)} for message in recording.messages
             ],
@@ -54,14 +55,30 @@ def write_chats(path: Path | str, recordings: Iterable[Recording], *, parts: boo
         return _write_parquet(path, recordings, parts)
     if path.suffix != ".jsonl":
         raise ValueError(f"path must end in .jsonl or .parquet, got {path.name!r}")
-    lines = [json.dumps(_row(recording, parts), ensure_ascii=False) for recording in recordings]
-    write_bytes(path, "".join(line + "\n" for line in lines).encode("utf-8"))
-    return len(lines)
+    count = 0
+    with _replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        for count, recording in enumerate(recordings, 1):  # noqa: B007
+            file.write(json.dumps(_row(recording, parts), ensure_ascii=False) + "\n")
+    return count
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A place to write to, which becomes `path` once all is there; nothing stays otherwise."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _row(recording: Recording, parts: bool) -> dict[str, Any]:
     messages = [
-        {"role": message.role, "content": _in_parts(message) if parts else _marked(message)}
+        {
+            "role": message.role,
+            "content": [_bare(part) for part in message.parts] if parts else _marked(message),
+        }
         | ({} if message.trained else {"trained": False})
         for message in recording.messages
     ]
@@ -81,11 +98,8 @@ def _marked(message: Message) -> str:
     )
 
 
-def _in_parts(message: Message) -> list[dict[str, str]]:
-    return [
-        {"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]}
-        for part in message.parts
-    ]
+def _bare(part: Part) -> Part:
+    return {"type": "image"} if part["type"] == "image" else part
 
 
 def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> int:
@@ -107,15 +121,10 @@ def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> 
             ("images", pyarrow.list_(image)),
         ]
     )
-    count, unfinished = 0, path.with_name(f".{path.name}.tmp")
-    try:
-        with pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
-            for row in _rows_with_bytes(recordings, parts):
-                writer.write_batch(pyarrow.RecordBatch.from_pylist([row], schema=schema))
-                count += 1
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    count = 0
+    with _replacing(path) as unfinished, pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
+        for count, row in enumerate(_rows_with_bytes(recordings, parts), 1):  # noqa: B007
+            writer.write_batch(pyarrow.RecordBatch.from_pylist([row], schema=schema))
     return count
 
 

@@ -70,12 +70,17 @@ def load_processor(path: Path | str) -> Any:
     except ImportError as error:
         raise missing_extra("loading a processor", "vision") from error
     settings = _image_settings(folder)
-    if settings is None:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    if "Qwen2VLImageProcessor" not in str(settings.get("image_processor_type", "")):
-        return transformers.AutoProcessor.from_pretrained(str(folder), local_files_only=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    return _still_images()(_pil_image_processor(settings), tokenizer, _template(folder, tokenizer))
+    still = settings is not None and "Qwen2VLImageProcessor" in str(settings.get("image_processor_type", ""))
+    kind = transformers.AutoTokenizer if settings is None or still else transformers.AutoProcessor
+    try:
+        found = kind.from_pretrained(str(folder), local_files_only=True)
+        return (
+            _still_images()(_pil_image_processor(settings), found, _template(folder, found))
+            if still
+            else found
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder} holds no processor or tokenizer that can be loaded: {error}") from error
 
 
 @functools.cache
@@ -184,18 +189,17 @@ def build_qwen_processor(
 
 def _image_settings(folder: Path) -> dict[str, Any] | None:
     """Settings of the image processor, from either of the two files that transformers writes."""
-    if (folder / "processor_config.json").is_file():
-        settings = read_json(folder / "processor_config.json")
-        if isinstance(settings, dict) and isinstance(settings.get("image_processor"), dict):
-            return dict(settings["image_processor"])
-    if (folder / "preprocessor_config.json").is_file():
-        settings = read_json(folder / "preprocessor_config.json")
-        if isinstance(settings, dict):
-            return settings
+    for name, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
+        if (folder / name).is_file():
+            settings = read_json(folder / name)
+            if key is not None:
+                settings = settings.get(key) if isinstance(settings, dict) else None
+            if isinstance(settings, dict):
+                return settings
     return None
 
 
-def _pil_image_processor(settings: dict[str, Any]) -> Any:
+def _pil_image_processor(settings: Any) -> Any:
     try:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
             Qwen2VLImageProcessorPil as Kind,
