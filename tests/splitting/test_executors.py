@@ -14,7 +14,7 @@ import torch
 
 from shoal.core import executors
 from shoal.core.errors import DataError
-from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting import FolderReader, StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.splitters import _start_ray
 
 
@@ -88,6 +88,32 @@ def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
     monkeypatch.setattr(executors, "find_ray_cluster", lambda: "10.0.0.1:6379")
     assert _start_ray(2) == 2
     assert len(joined) == 1
+
+
+def test_ray_workers_of_other_machines_get_the_processor_through_ray(processor, make_root, monkeypatch):
+    """Also where the caller made the executor: a file of this machine would not be there."""
+    from concurrent.futures import Future
+
+    from shoal.core.executors import RayExecutor
+    from shoal.core.sharing import Shared
+    from shoal.splitting import splitters
+
+    class Elsewhere(RayExecutor):
+        def __init__(self):
+            pass
+
+        def submit(self, function, /, *args):
+            future = Future()
+            future.set_result(function(*args))
+            return future
+
+    shared = []
+    monkeypatch.setattr(splitters, "shared_by_ray", lambda plan: shared.append(plan) or Shared(plan))
+    monkeypatch.setattr(splitters, "_several_machines", lambda: True)
+    root, ids = make_root(1, steps=1, size=(60, 60))
+    splitter = StepwiseTrajectorySplitter(processor, root)
+    splitter.split(ids, executor=Elsewhere())
+    assert shared == [splitter.plan]
 
 
 @pytest.mark.slow
@@ -316,8 +342,46 @@ def test_bad_arguments_say_what_was_expected(processor, tmp_path):
         ({"compat": "old"}, "compat must be"),
         ({"position_rows": 1}, "3 rows"),
         ({"reward": "first"}, "reward must be one of"),
+        ({"position_rows": 2}, "position_rows must be one of None, 1, 3, 4"),
+        ({"window_size": 2.5, "stride_size": 2}, "window_size must be a whole number, got 2.5"),
+        ({"stride_size": 1.5}, "stride_size must be a whole number, got 1.5"),
+        ({"max_prompt_length": 1e4}, "max_prompt_length must be a whole number"),
+        ({"limit_images": float("nan")}, "limit_images must be a whole number"),
     ):
         with pytest.raises(ValueError, match=message):
             TrajectorySplitter(processor, tmp_path, **options)
     with pytest.raises(ValueError, match="dataset_ids is empty"):
         TrajectorySplitter(processor, tmp_path).split([])
+    for given, message in (
+        (("abc",), "must be a list of ids, got the text 'abc'"),
+        ((["1", "2"], {"1": 0.5, "2": 1.0}), "one entry per trajectory, in order, got dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrajectorySplitter(processor, tmp_path).split(*given)
+    with pytest.raises(ValueError, match="a row of scores per trajectory, got 0.5"):
+        TrajectorySplitter(processor, tmp_path).split(["a", "b"], process_reward_tensor=[0.5, 0.5])
+
+
+@pytest.mark.parametrize("given", [float("nan"), float("inf"), None, "much"])
+def test_a_reward_function_that_gives_no_finite_number_is_an_error(processor, make_root, given):
+    root, ids = make_root(1, steps=1, size=(60, 60))
+    splitter = TrajectorySplitter(processor, root, reward=lambda reward, index, count: given)
+    with pytest.raises(DataError, match="the function given as reward: reward must be"):
+        splitter.split(ids, [1.0])
+
+
+def test_a_recording_that_its_reader_stumbles_over_is_left_out_under_traj_filter_too(processor, make_root):
+    root, ids = make_root(3, steps=2, size=(60, 60))
+
+    class Mine(FolderReader):
+        def read(self, dataset_id, path=None):
+            if dataset_id == ids[1]:
+                raise KeyError("turns")
+            return super().read(dataset_id, path)
+
+    splitter = StepwiseTrajectorySplitter(
+        processor, root, reader=Mine(root), traj_filter=True, on_error="skip", padding="longest"
+    )
+    batch = splitter.split(ids, [1.0, 1.0, 1.0])
+    assert [item.dataset_id for item in batch.skipped] == [ids[1]]
+    assert batch["dataset_ids"].tolist() == [ids[0]] * 2 + [ids[2]] * 2

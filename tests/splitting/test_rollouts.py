@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from shoal.core.errors import DataError
-from shoal.splitting import RolloutTokens, StepwiseTrajectorySplitter, write_rollout
+from shoal.splitting import FolderReader, RolloutTokens, StepwiseTrajectorySplitter, write_rollout
 from shoal.splitting.readers.recordings import read_rollout
 
 
@@ -107,3 +107,30 @@ def test_too_few_steps_and_foreign_prompts_are_refused(processor, sampled):
     write_rollout(root / ids[0], [*steps[:2], foreign])
     with pytest.raises(DataError, match="image tokens in runs of"):
         split(processor, root, ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "message"),
+    [
+        ((5, -100), (-1.0, -1.0), "token ids must be whole numbers, none below 0"),
+        ((5, 6.5), (-1.0, -1.0), "token ids must be whole numbers"),
+        ((5, 2**31), (-1.0, -1.0), "token ids must be whole numbers"),
+        ((5, 6), (-1.0, float("nan")), "finite log-probabilities"),
+        ((5, 6), (-1.0, float("-inf")), "finite log-probabilities"),
+        ((5, 6), (-1.0, None), "finite log-probabilities"),
+        ((5, 6), (-1.0,), "2 token_ids but 1 logp"),
+        ((), (), "no tokens"),
+    ],
+)
+def test_tokens_of_any_reader_are_checked_before_they_train(processor, sampled, ids, logprobs, message):
+    from dataclasses import replace
+
+    root, names, steps, _ = sampled
+
+    class Mine(FolderReader):
+        def read(self, dataset_id, path=None):
+            found = super().read(dataset_id, path)
+            return replace(found, steps=(*steps[:2], RolloutTokens((), ids, logprobs, "my file")))
+
+    with pytest.raises(DataError, match=f"my file: .*{message}"):
+        split(processor, root, names, reader=Mine(root))

@@ -150,7 +150,7 @@ class Batch(dict[str, Any]):
             "samples": len(self._samples),
             "tokens": sum(sample.n_tokens for sample in self._samples),
             "trained_tokens": int(sum(sample.response_mask.sum() for sample in self._samples)),
-            "images": sum(_n_images(pixels) for pixels in self._pixels.values()),
+            "images": sum(len(pixels) for pixels in self._pixels.values() if pixels is not None),
             "image_references": sum(len(sample.images) for sample in self._samples),
             "pixel_bytes": sum(pixels.nbytes for pixels in self._pixels.values() if pixels is not None),
             "tensor_bytes": sum(storages.values()),
@@ -196,13 +196,55 @@ class Batch(dict[str, Any]):
         return TensorDict(fields, batch_size=[len(self._samples)])
 
     def save(self, folder: Path | str) -> Path:
-        """Write safetensors and JSON; the folder appears whole or not at all."""
-        return save_batch(self, Path(folder))
+        """Write the unpadded samples and each trajectory's pixels once; the folder appears whole or not at all."""
+        from safetensors.numpy import save_file
+
+        samples = self._samples
+        names = [*ARRAYS, "logprobs"] if samples[0].logprobs is not None else list(ARRAYS)
+        arrays: dict[str, Array] = {
+            name: np.concatenate([getattr(sample, name) for sample in samples], axis=-1) for name in names
+        }
+        arrays["prompt_lengths"] = np.array([len(sample.prompt_ids) for sample in samples])
+        arrays["response_lengths"] = np.array([len(sample.response_ids) for sample in samples])
+        document = {
+            "format": FORMAT,
+            "shape": asdict(self.shape),
+            "skipped": [asdict(item) for item in self.skipped],
+            "samples": [{name: getattr(sample, name) for name in VALUES} for sample in samples],
+            "pixels": {
+                str(index): _pixel_record(index, kept, arrays) for index, kept in self._pixels.items()
+            },
+        }
+        with write_folder(folder) as new:
+            tensors = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            save_file(tensors, new / "batch.safetensors")
+            os.chmod(new / "batch.safetensors", 0o644)  # safetensors writes for the owner alone
+            write_json(new / "batch.json", document)
+        return Path(folder)
 
     @staticmethod
     def load(folder: Path | str) -> Batch:
-        """What `save` wrote, checked against its manifest."""
-        return load_batch(Path(folder))
+        """What `save` wrote; altered, missing or foreign files are a `DataError`."""
+        from safetensors.numpy import load_file
+
+        folder = verify_folder(folder)
+        document = read_json(folder / "batch.json")
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise DataError(
+                f"{folder} is not a batch of format {FORMAT}; make it again with this version of shoal"
+            )
+        arrays = load_file(folder / "batch.safetensors")
+        try:
+            samples = _samples(document["samples"], arrays)
+            pixels = {
+                int(index): _pixels(int(index), item, arrays) for index, item in document["pixels"].items()
+            }
+            skipped = [Skipped(**item) for item in document["skipped"]]
+            return Batch(samples, pixels, Shape(**document["shape"]), skipped)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise DataError(
+                f"{folder} is damaged ({type(error).__name__}: {error}); make it again"
+            ) from error
 
     def _fill(self) -> None:
         import torch
@@ -210,29 +252,26 @@ class Batch(dict[str, Any]):
         samples, shape = self._samples, self.shape
         count, border, length = len(samples), shape.prompt, shape.prompt + shape.response
         # Zeros from NumPy cost nothing until they are written to; those from torch are written at once.
-        input_ids = np.full((count, length), shape.pad_id, np.int64)
-        attention_mask, loss_mask = (np.zeros((count, length), np.int64) for _ in range(2))
-        position_ids = np.ones((count, shape.rows, length), np.int64)
-        rewards, logprobs = (np.zeros((count, shape.response), np.float32) for _ in range(2))
-        for row, sample in enumerate(samples):
-            before, after = len(sample.prompt_ids), len(sample.response_ids)
-            start, stop = border - before, border + after
-            input_ids[row, start:stop] = sample.input_ids
-            attention_mask[row, start : border + sample.n_attended] = 1
-            loss_mask[row, border:stop] = sample.response_mask
-            _fill_positions(position_ids[row], sample, border)
-            rewards[row, :after] = sample.rewards
-            if sample.logprobs is not None:
-                logprobs[row, :after] = sample.logprobs
-        self["input_ids"] = torch.from_numpy(input_ids)
-        self["prompts"], self["responses"] = self["input_ids"][:, :border], self["input_ids"][:, border:]
-        self["attention_mask"] = torch.from_numpy(attention_mask)
-        self["position_ids"] = torch.from_numpy(position_ids if shape.rows > 1 else position_ids[:, 0])
-        self["reward_tensor"] = torch.from_numpy(rewards)
-        self["loss_mask"] = torch.from_numpy(loss_mask)
-        self["response_mask"] = self["loss_mask"][:, border:]
+        arrays = {name: np.zeros((count, length), np.int64) for name in ("attention_mask", "loss_mask")}
+        arrays["input_ids"] = np.full((count, length), shape.pad_id, np.int64)
+        arrays["reward_tensor"] = np.zeros((count, shape.response), np.float32)
         if samples[0].logprobs is not None:
-            self["rollout_log_probs"] = torch.from_numpy(logprobs)
+            arrays["rollout_log_probs"] = np.zeros((count, shape.response), np.float32)
+        positions = np.ones((count, shape.rows, length), np.int64)
+        arrays["position_ids"] = positions if shape.rows > 1 else positions[:, 0]
+        for row, sample in enumerate(samples):
+            start = border - len(sample.prompt_ids)
+            for name, values in _unpadded(sample, shape).items():
+                if name in arrays:
+                    first = 0 if name in ("reward_tensor", "rollout_log_probs") else start
+                    arrays[name][row, ..., first : first + values.shape[-1]] = values
+            if sample.pads_count_on and len(sample.response_ids):
+                stop = start + sample.n_tokens
+                rows = positions[row, -sample.prompt_positions.shape[0] :, stop:]
+                rows[:] = sample.response_positions[:, -1:] + np.arange(1, rows.shape[1] + 1)
+        self.update({name: torch.from_numpy(array) for name, array in arrays.items()})
+        self["prompts"], self["responses"] = self["input_ids"][:, :border], self["input_ids"][:, border:]
+        self["response_mask"] = self["loss_mask"][:, border:]
         for name in ("traj_index", "step_index", "n_steps"):
             self[name] = torch.tensor([getattr(sample, name) for sample in samples])
         self["is_last_step"] = torch.tensor([sample.is_last_step for sample in samples])
@@ -248,20 +287,6 @@ def object_array(values: Sequence[Any]) -> Array:
     for index, value in enumerate(values):
         array[index] = value
     return array
-
-
-def _fill_positions(out: Array, sample: Sample, border: int) -> None:
-    """`position_ids` of one sample `[rows, P + R]`, ones where nothing is written."""
-    before, after = len(sample.prompt_ids), len(sample.response_ids)
-    start, stop = border - before, border + after
-    rows = out[-sample.prompt_positions.shape[0] :]
-    if len(out) == 4:
-        out[0, start:stop] = np.arange(before + after)
-    rows[:, start:border] = sample.prompt_positions
-    rows[:, border:stop] = sample.response_positions
-    if sample.pads_count_on and after:
-        behind = out.shape[1] - stop
-        rows[:, stop:] = sample.response_positions[:, -1:] + np.arange(1, behind + 1)
 
 
 def _unpadded(sample: Sample, shape: Shape) -> dict[str, Array]:
@@ -303,79 +328,13 @@ def _inputs(sample: Sample, pixels: Mapping[int, Pixels]) -> Any:
     return PixelInputs(kept, sample.images) if sample.images and kept is not None else {}
 
 
-def _n_images(pixels: Pixels) -> int:
-    if isinstance(pixels, TrajectoryPixels):
-        return len(pixels.grids)
-    return len(pixels.outputs) if pixels is not None else 0
-
-
 # --- on disk
 FORMAT = 1
 ARRAYS = ("prompt_ids", "response_ids", "prompt_positions", "response_positions", "response_mask", "rewards")
 VALUES = (
-    "dataset_id",
-    "uid",
-    "traj_index",
-    "step_index",
-    "n_steps",
-    "n_attended",
-    "pads_count_on",
-    "messages",
-)
-
-
-def save_batch(batch: Batch, folder: Path) -> Path:
-    """Write the unpadded samples and each trajectory's pixels once."""
-    from safetensors.numpy import save_file
-
-    samples = batch.samples()
-    names = [*ARRAYS, "logprobs"] if samples[0].logprobs is not None else list(ARRAYS)
-    arrays: dict[str, Array] = {}
-    for name in names:
-        arrays[name] = np.concatenate([getattr(sample, name) for sample in samples], axis=-1)
-    arrays["prompt_lengths"] = np.array([len(sample.prompt_ids) for sample in samples])
-    arrays["response_lengths"] = np.array([len(sample.response_ids) for sample in samples])
-    document = {
-        "format": FORMAT,
-        "shape": asdict(batch.shape),
-        "skipped": [asdict(item) for item in batch.skipped],
-        "samples": [
-            {name: getattr(sample, name) for name in VALUES}
-            | {
-                "images": list(sample.images),
-                "roles": [list(role) for role in sample.roles],
-                "image_spans": [list(span) for span in sample.image_spans],
-            }
-            for sample in samples
-        ],
-        "pixels": {str(index): _pixel_record(index, kept, arrays) for index, kept in batch.pixels.items()},
-    }
-    with write_folder(folder) as new:
-        tensors = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        save_file(tensors, new / "batch.safetensors")
-        os.chmod(new / "batch.safetensors", 0o644)  # safetensors writes for the owner alone
-        write_json(new / "batch.json", document)
-    return folder
-
-
-def load_batch(folder: Path) -> Batch:
-    """The batch in a folder; altered, missing or foreign files are a `DataError`."""
-    from safetensors.numpy import load_file
-
-    verify_folder(folder)
-    document = read_json(folder / "batch.json")
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise DataError(
-            f"{folder} is not a batch of format {FORMAT}; make it again with this version of shoal"
-        )
-    arrays = load_file(folder / "batch.safetensors")
-    try:
-        samples = _samples(document["samples"], arrays)
-        pixels = {int(index): _pixels(int(index), item, arrays) for index, item in document["pixels"].items()}
-        skipped = [Skipped(**item) for item in document["skipped"]]
-        return Batch(samples, pixels, Shape(**document["shape"]), skipped)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise DataError(f"{folder} is damaged ({type(error).__name__}: {error}); make it again") from error
+    "dataset_id", "uid", "traj_index", "step_index", "n_steps", "n_attended", "pads_count_on", "messages", "images",
+    "roles", "image_spans",
+)  # fmt: skip
 
 
 def _samples(records: list[dict[str, Any]], arrays: dict[str, Array]) -> list[Sample]:
@@ -390,9 +349,10 @@ def _samples(records: list[dict[str, Any]], arrays: dict[str, Array]) -> list[Sa
         if "logprobs" in arrays:
             fields["logprobs"] = arrays["logprobs"][response]
         fields |= {name: record[name] for name in VALUES}
-        roles = tuple((str(role), int(first), int(last)) for role, first, last in record["roles"])
-        spans = tuple((int(image), int(first), int(last)) for image, first, last in record["image_spans"])
-        samples.append(Sample(**fields, images=tuple(record["images"]), roles=roles, image_spans=spans))
+        fields["images"] = tuple(record["images"])
+        for name in ("roles", "image_spans"):
+            fields[name] = tuple((what, int(first), int(last)) for what, first, last in record[name])
+        samples.append(Sample(**fields))
     return samples
 
 

@@ -73,26 +73,24 @@ def step_cut(
 
 def cut_windows(recording: Recording, limits: Limits) -> list[Cut]:
     """One sample per `window` turns, a new one every `stride` turns; of older turns only the answers."""
+    return _windows(recording, limits, range(0, len(answers_of(recording.messages)), limits.stride))
+
+
+def cut_last(recording: Recording, limits: Limits) -> list[Cut]:
+    """One sample: the last `window` turns."""
+    return _windows(recording, limits, [max(0, len(answers_of(recording.messages)) - limits.window)])
+
+
+def _windows(recording: Recording, limits: Limits, firsts: Sequence[int]) -> list[Cut]:
+    """The windows that start at these turns and train something."""
     check_order(recording)
     messages, answers = recording.messages, answers_of(recording.messages)
-    firsts = range(0, len(answers), limits.stride)
     windows = [
         _window(messages, answers, first, limits)
         for first in firsts
         if any(messages[at].trained for at in answers[first : first + limits.window])
     ]
     return [Cut(tuple(pieces), n, index, len(windows)) for index, (pieces, n) in enumerate(windows)]
-
-
-def cut_last(recording: Recording, limits: Limits) -> list[Cut]:
-    """One sample: the last `window` turns."""
-    check_order(recording)
-    answers = answers_of(recording.messages)
-    first = max(0, len(answers) - limits.window)
-    if not any(recording.messages[at].trained for at in answers[first:]):
-        return []
-    pieces, n_prompt = _window(recording.messages, answers, first, limits)
-    return [Cut(tuple(pieces), n_prompt, 0, 1)]
 
 
 CUTS: dict[str, Callable[[Recording, Limits], list[Cut]]] = {
@@ -145,13 +143,11 @@ def images_of(messages: Sequence[Message], piece: Piece) -> list[int]:
 
 def places_of(messages: Sequence[Message], piece: Piece) -> list[str]:
     """Where the images are that a piece shows."""
-    message = messages[piece.message]
-    if not message.images:
-        return []
-    if piece.keep is None:
-        return list(message.images)
-    numbered = [index for index, part in enumerate(message.parts) if part["type"] == "image"]
-    return [message.images[numbered.index(index)] for index in piece.keep if index in numbered]
+    images = messages[piece.message].images
+    if piece.keep is None or not images:
+        return list(images)
+    place_of = dict(zip(images_of(messages, Piece(piece.message)), images, strict=True))
+    return [place_of[index] for index in images_of(messages, piece)]
 
 
 def with_newest_images(messages: Sequence[Message], pieces: list[Piece], limit: int) -> list[Piece]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from shoal.core.errors import DataError
 from shoal.splitting.cut import Cut, Piece, places_of
-from shoal.splitting.place import ImageTokens, Layout, lay_out
+from shoal.splitting.place import Layout, lay_out, text_like
 from shoal.splitting.readers.recordings import Message, Part, Recording
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ class ChatTemplate:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.sees_images = hasattr(processor, "image_processor")
         self.image_token = getattr(processor, "image_token", None) if self.sees_images else None
-        self.image_token_id = (
-            self.tokenizer.convert_tokens_to_ids(self.image_token) if self.image_token is not None else -1
+        found = (
+            self.tokenizer.convert_tokens_to_ids(self.image_token) if self.image_token is not None else None
         )
+        self.image_token_id = -1 if found is None else int(found)
         self.pad_id, self.eos_id = _ids_of(self.tokenizer)
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self._added_ids = frozenset(int(token) for token in added)
@@ -70,8 +72,8 @@ class ChatTemplate:
         ordered = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
         self._lead = self._leading()
-        asking = self._render([*self._lead, (_USER, None)], True)
-        asked = self._render([*self._lead, (_USER, None)], False)
+        asking = self.render([*self._lead, (_USER, None)], ask=True)
+        asked = self.render([*self._lead, (_USER, None)])
         if not asking.startswith(asked) or asking == asked:
             raise DataError("the chat template has no generation prompt to end a prompt with; use another")
         self.header = asking.removeprefix(asked)
@@ -84,29 +86,15 @@ class ChatTemplate:
         self.concatenates = self._probe()
 
     # --- text
-    def render(self, chat: Chat, *, ask: bool = False, mark_ends: bool = False) -> str:
-        """The chat as text; `ask` adds the generation prompt, `mark_ends` an `END` after each answer."""
-        return self._render(chat, ask, mark_ends)
-
     def message_text(self, message: Message, keep: tuple[int, ...] | None, first: bool) -> str | None:
         """What the message adds to a chat, or None where the template rewrites what stood before it."""
         before, start = ((), "") if first else self._before(message.role)
-        text = self._render([*before, (message, keep)], False)
+        text = self.render([*before, (message, keep)])
         return text.removeprefix(start) if text.startswith(start) else None
 
     def texts(self, messages: Sequence[Message]) -> list[str | None]:
         """What each message of a chat adds to it, as `message_text` says."""
         return [self.message_text(message, None, index == 0) for index, message in enumerate(messages)]
-
-    def escaped(self, text: str) -> str:
-        """`text` with a `BREAK` inside each control token that it spells out."""
-        if BREAK in text or END in text:
-            raise DataError("recorded text holds the noncharacters U+FDD0 or U+FDD1; remove them")
-        return (
-            self._control.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
-            if self._control
-            else text
-        )
 
     # --- tokens
     def encode(self, text: str) -> Array:
@@ -123,22 +111,26 @@ class ChatTemplate:
         return self.encode("".join(self._texts(_kept(message, keep))))
 
     def _texts(self, parts: Sequence[Part]) -> list[str]:
-        """Escaped texts of the text parts; "" for images. A control token cannot span two parts either."""
-        texts: list[str] = []
-        for part in parts:
-            text = part["text"] if part["type"] == "text" else ""
-            escaped = self.escaped(text)
-            if texts and text and self._control and self._spans(texts[-1].replace(BREAK, ""), text):
-                escaped = BREAK + escaped
-            texts.append(escaped)
+        """Texts of the parts, "" for images, with a `BREAK` inside each control token that one or several spell out."""
+        said = [part["text"] if part["type"] == "text" else END for part in parts]
+        if any(
+            part["type"] == "text" and (BREAK in text or END in text)
+            for part, text in zip(parts, said, strict=True)
+        ):
+            raise DataError("recorded text holds the noncharacters U+FDD0 or U+FDD1; remove them")
+        found = self._control.finditer("".join(said)) if self._control else ()
+        breaks = [match.start() + 1 for match in found]
+        texts, at = [], 0
+        for part, text in zip(parts, said, strict=True):
+            inside = breaks[bisect_right(breaks, at) : bisect_right(breaks, at + len(text))]
+            borders = [0, *(place - at for place in inside), len(text)]
+            cut = BREAK.join(text[first:last] for first, last in itertools.pairwise(borders))
+            texts.append(cut if part["type"] == "text" else "")
+            at += len(text)
         return texts
 
-    def _spans(self, left: str, right: str) -> bool:
-        assert self._control is not None
-        border = len(left)
-        return any(match.start() < border < match.end() for match in self._control.finditer(left + right))
-
-    def _render(self, chat: Chat, ask: bool, mark_ends: bool = False) -> str:
+    def render(self, chat: Chat, *, ask: bool = False, mark_ends: bool = False) -> str:
+        """The chat as text; `ask` adds the generation prompt, `mark_ends` an `END` after each answer."""
         messages = []
         for message, keep in chat:
             parts = _kept(message, keep)
@@ -161,7 +153,7 @@ class ChatTemplate:
         if role not in self._starts:
             chat = [*self._lead, *([] if role == "system" else [(_USER, None)])]
             chat += [] if role in ("system", "assistant") else [(_ANSWER, None)]
-            self._starts[role] = chat, self._render(chat, False) if chat else ""
+            self._starts[role] = chat, self.render(chat) if chat else ""
         return self._starts[role]
 
     def _leading(self) -> Chat:
@@ -171,10 +163,10 @@ class ChatTemplate:
         """
         lead: Chat = [(_SYSTEM, None)]
         try:
-            self._render([*lead, (_USER, None)], False)
+            self.render([*lead, (_USER, None)])
         except Exception as refused:  # whatever a template raises
             try:
-                self._render([(_USER, None)], False)
+                self.render([(_USER, None)])
             except Exception:
                 raise refused from None
             return []
@@ -182,7 +174,7 @@ class ChatTemplate:
 
     def _closing_ids(self) -> tuple[Array, Array]:
         """Tokens after an answer: those the model writes itself (up to its end token), and the rest."""
-        marked = self._render([*self._lead, (_USER, None), (_ANSWER, None)], False, mark_ends=True)
+        marked = self.render([*self._lead, (_USER, None), (_ANSWER, None)], mark_ends=True)
         ids = self.encode(marked.rpartition(END)[2])
         ends = [index for index, token in enumerate(ids.tolist()) if token in self._added_ids]
         own = ends[0] + 1 if ends else len(ids)
@@ -194,7 +186,7 @@ class ChatTemplate:
             return frozenset()
         parts: tuple[Part, ...] = ({"type": "text", "text": "A"}, {"type": "image", "image": "x"},
                                    {"type": "text", "text": "B"})  # fmt: skip
-        text = self._render([*self._lead, (Message("user", parts, ("x",)), None)], False)
+        text = self.render([*self._lead, (Message("user", parts, ("x",)), None)])
         around = text.rpartition("A")[2].partition("B")[0] if text.count("A") == 1 else text
         frame = set(self.encode(around).tolist()) & self._added_ids
         return frozenset(frame - {self.image_token_id})
@@ -224,8 +216,8 @@ class ChatTemplate:
                 texts = [
                     self.message_text(message, None, not chat and not i) for i, message in enumerate(messages)
                 ]
-                start = self._render([(message, None) for message in chat], False) if chat else ""
-                whole = self._render([(message, None) for message in (*chat, *messages)], False)
+                start = self.render([(message, None) for message in chat]) if chat else ""
+                whole = self.render([(message, None) for message in (*chat, *messages)])
                 self._adjoining[before, role] = None not in texts and whole == start + "".join(
                     map(str, texts)
                 )
@@ -245,7 +237,7 @@ class ChatTemplate:
         known = [text for text in texts if text is not None]
         if len(known) < len(texts):
             return False
-        if "".join(known) != self._render([(message, None) for message in messages], False):
+        if "".join(known) != self.render([(message, None) for message in messages]):
             return False
         return all(self._begins_at_border(text[: self._longest_added + 1]) for text in known)
 
@@ -278,7 +270,7 @@ class Encoder:
     """Encodes each message of a recording once, in each form it is needed."""
 
     def __init__(
-        self, plan: Plan, recording: Recording, image_of: dict[str, int], tokens: Sequence[ImageTokens]
+        self, plan: Plan, recording: Recording, image_of: dict[str, int], tokens: Sequence[Layout]
     ) -> None:
         self.template, self.rows, self.tokens = plan.template, plan.images.rows, tokens
         self.recording, self.image_of = recording, image_of
@@ -309,18 +301,19 @@ class Encoder:
             self._known[key] = self.lay_out(text, [piece])
         return self._known[key]
 
+    def images_of(self, pieces: Sequence[Piece]) -> list[int]:
+        """The images that the pieces show, in order."""
+        messages = self.recording.messages
+        return [self.image_of[place] for piece in pieces for place in places_of(messages, piece)]
+
     def lay_out(self, text: str, pieces: Sequence[Piece]) -> Layout:
         """Tokens and positions of rendered text that shows the images of the pieces."""
-        images = [
-            self.image_of[place] for piece in pieces for place in places_of(self.recording.messages, piece)
-        ]
-        return self.text(self.template.encode(text), images)
+        return self.text(self.template.encode(text), self.images_of(pieces))
 
-    def text(self, ids: Array, images: Sequence[int] = ()) -> Layout:
+    def text(self, ids: Array, images: Sequence[int]) -> Layout:
         """Tokens and positions of encoded text."""
-        image_token = self.template.image_token_id
-        return lay_out(ids, image_token if image_token is not None else -1, images, self.tokens, self.rows)
+        return lay_out(ids, self.template.image_token_id, images, self.tokens, self.rows)
 
     def plain(self, ids: Array) -> Layout:
         """Tokens and positions of encoded text in which no token stands for an image."""
-        return lay_out(ids, -1, (), self.tokens, self.rows)
+        return text_like(ids, self.rows)

@@ -12,20 +12,21 @@ import base64
 import binascii
 import functools
 import io
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, missing_extra
 from shoal.core.seeding import stream
-from shoal.splitting.place import ImageTokens, image_on_grid, text_like
+from shoal.splitting.place import Layout, image_on_grid, text_like
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from shoal.splitting.encode import ChatTemplate
+
 Store = Literal["auto", "u8", "float32", "bfloat16", "path"]
 Array = np.ndarray
 NOT_PIXELS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -169,13 +170,10 @@ class PatchTable:
     bfloat16: Array  # [3, 256] uint16, the same numbers rounded to bfloat16
     frames: int  # temporal_patch_size
 
-    def row_width(self, patches: Array) -> int:
-        """Values in one row of `pixel_values`."""
-        return int(patches.shape[1] * self.frames * patches.shape[2])
-
     def expand(self, patches: Array, half: bool = False) -> Array:
         """`[N, 3 * frames * p * p]` from `[N, 3, p * p]`, float32, or the bits of bfloat16."""
-        out = np.empty((len(patches), self.row_width(patches)), np.uint16 if half else np.float32)
+        count, channels, pixels = patches.shape
+        out = np.empty((count, channels * self.frames * pixels), np.uint16 if half else np.float32)
         self.expand_into(patches, out)
         return out
 
@@ -227,13 +225,14 @@ class TrajectoryPixels:
     places: tuple[str, ...] = ()
     merge: int = 2  # patches along a side of one token
     reload: Any = None  # the `PatchImages` that reads places, for `rows is None`
-    sizes: Mapping[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # (width, height) of images as recorded
+    sizes: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # (width, height) as recorded
     _offsets: Array = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._offsets = np.concatenate([[0], np.cumsum(np.prod(self.grids, axis=1))]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.grids)
 
     @property
     def nbytes(self) -> int:
@@ -251,50 +250,39 @@ class TrajectoryPixels:
         wanted = {"float32": np.float32, "bfloat16": np.uint16}.get(store)
         if wanted is None or self.rows is None or self.rows.dtype != np.uint8 or self.table is None:
             return self
-        rows = self.table.expand(self.rows, half=store == "bfloat16")
-        return replace(self, rows=rows)
+        return replace(self, rows=self.table.expand(self.rows, half=store == "bfloat16"))
 
     def values(self, images: Sequence[int]) -> Any:
         """`pixel_values` of the images as a tensor: a view where they are stored expanded and adjacent."""
-        if self.rows is None:
-            assert self.table is not None
-            return _tensor(self.table.expand(self.patches(images)))
-        spans = _adjacent(images)
-        if self.rows.dtype == np.uint8:
-            assert self.table is not None
-            sizes = [self._offsets[last + 1] - self._offsets[first] for first, last in spans]
-            out = np.empty((int(sum(sizes)), self.table.row_width(self.rows)), np.float32)
-            at = 0
-            for (first, last), size in zip(spans, sizes, strict=True):
-                self.table.expand_into(
-                    self.rows[self._offsets[first] : self._offsets[last + 1]], out[at : at + size]
-                )
-                at += size
-            return _tensor(out)
-        pieces = [self.rows[self._offsets[first] : self._offsets[last + 1]] for first, last in spans]
-        return _tensor(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        if self.rows is not None and self.rows.dtype != np.uint8:
+            return _tensor(self._kept(images))
+        assert self.table is not None
+        return _tensor(self.table.expand(self.patches(images)))
 
     def patches(self, images: Sequence[int]) -> Array:
         """8-bit patches of the images `[N, 3, p * p]`; read again from disk where only places are kept."""
         if self.rows is None:
-            side = self.reload.patch
-            sizes = [int(self._offsets[image + 1] - self._offsets[image]) for image in images]
-            blank = [np.empty((size, 3, side**2), np.uint8) for size in sizes]
+            sizes = np.prod(self.grids[list(images)], axis=1)
+            blank = [np.empty((size, 3, self.reload.patch**2), np.uint8) for size in sizes]
             return np.concatenate(
                 [self.reload.patches(self.places[i], out) for i, out in zip(images, blank, strict=True)]
             )
         if self.rows.dtype != np.uint8:
             raise ValueError("these pixels are kept expanded; use store='u8' to have patches")
-        return np.concatenate([self.rows[self._offsets[i] : self._offsets[i + 1]] for i in images])
+        return self._kept(images)
+
+    def _kept(self, images: Sequence[int]) -> Array:
+        """Rows of the images: a view where they stand one behind the other."""
+        pieces = [self.rows[self._offsets[a] : self._offsets[b + 1]] for a, b in _adjacent(images)]  # type: ignore[index]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def picture(self, image: int) -> Array:
         """One image as it is after resizing, `[H, W, 3]` uint8; float stores are turned back by the table."""
-        first, last = self._offsets[image], self._offsets[image + 1]
         if self.rows is None or self.rows.dtype == np.uint8:
             patches = self.patches([image])
         else:
             assert self.table is not None
-            patches = self.table.reduce(self.rows[first:last])
+            patches = self.table.reduce(self._kept([image]))
         _, rows, columns = (int(side) for side in self.grids[image])
         side, merge = int(np.sqrt(patches.shape[2])), self.merge
         blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, side, side)
@@ -306,6 +294,9 @@ class ProcessorOutputs:
     """What a processor of another kind made of each image of a trajectory, kept as it came."""
 
     outputs: tuple[dict[str, Array], ...]
+
+    def __len__(self) -> int:
+        return len(self.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -354,13 +345,8 @@ def _adjacent(images: Sequence[int]) -> list[tuple[int, int]]:
     >>> _adjacent([0, 3, 4, 5])
     [(0, 0), (3, 5)]
     """
-    spans: list[tuple[int, int]] = []
-    for image in images:
-        if spans and image == spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], image)
-        else:
-            spans.append((image, image))
-    return spans
+    runs = np.split(np.asarray(images), np.flatnonzero(np.diff(images) != 1) + 1)
+    return [(int(run[0]), int(run[-1])) for run in runs]
 
 
 def _tensor(array: Array) -> Any:
@@ -413,18 +399,24 @@ class PatchImages:
     table: PatchTable
 
     @staticmethod
-    def imitating(image_processor: Any, max_pixels: int) -> PatchImages:
-        """The settings of a processor, and a table made by it."""
-        patch, merge = int(image_processor.patch_size), int(image_processor.merge_size)
-        return PatchImages(
-            patch=patch,
-            merge=merge,
-            smallest=_edge(image_processor, "shortest_edge"),
-            largest=_edge(image_processor, "longest_edge"),
-            resample=int(image_processor.resample),
-            max_pixels=max_pixels,
-            table=_make_table(image_processor, patch, merge),
+    def imitating(image_processor: Any, max_pixels: int) -> PatchImages | None:
+        """The imitation of a processor with a table made by it, or None where it would not be exact."""
+        wanted = ("patch_size", "merge_size", "temporal_patch_size", "size", "resample")
+        steps = ("do_resize", "do_rescale", "do_normalize")
+        if any(getattr(image_processor, name, None) is None for name in wanted):
+            return None
+        if not all(getattr(image_processor, name, False) for name in steps):
+            return None
+        size = image_processor.size
+        smallest, largest = (
+            int(size[name] if isinstance(size, dict) else getattr(size, name))
+            for name in ("shortest_edge", "longest_edge")
         )
+        patch, merge = int(image_processor.patch_size), int(image_processor.merge_size)
+        table = _make_table(image_processor, patch, merge)
+        resample = int(image_processor.resample)
+        images = PatchImages(patch, merge, smallest, largest, resample, max_pixels, table)
+        return images if images.equals(image_processor) else None
 
     def patches(self, place: str, out: Array) -> Array:
         """Write `[N, 3, p * p]` uint8 of the image at a path or in a data URL to `out`.
@@ -472,9 +464,9 @@ class PatchImages:
             size = self.fitted(width, height)
             grid = [1, size[1] // self.patch, size[0] // self.patch]
             values = self.table.expand(self.patches_of(image))
-            if np.asarray(wanted["image_grid_thw"]).tolist() != [grid]:
-                return False
-            if not np.array_equal(values, np.asarray(wanted["pixel_values"])):
+            if np.asarray(wanted["image_grid_thw"]).tolist() != [grid] or not np.array_equal(
+                values, np.asarray(wanted["pixel_values"])
+            ):
                 return False
         return True
 
@@ -502,33 +494,17 @@ def _make_table(image_processor: Any, patch: int, merge: int) -> PatchTable:
 
 
 class ImageReader:
-    """Reads the images of a trajectory for one processor.
-
-    Args:
-        processor: with an `image_processor`, or without one for text models.
-        image_token: the token that stands for an image in rendered text.
-        image_token_id: its id.
-        store: how pixels are kept.
-        max_pixels: larger images are refused before they are decoded.
-        threads: decode and resize so many images of a trajectory at a time.
-    """
+    """Reads the images of a trajectory for one processor, `threads` of them at a time."""
 
     def __init__(
-        self,
-        processor: Any,
-        image_token: str | None,
-        image_token_id: int,
-        *,
-        store: Store = "auto",
-        max_pixels: int = MAX_IMAGE_PIXELS,
-        threads: int = 1,
+        self, processor: Any, template: ChatTemplate, store: Store, max_pixels: int, threads: int
     ) -> None:
         self.processor = processor
-        self.image_token, self.image_token_id = image_token, image_token_id
+        self.image_token, self.image_token_id = template.image_token, template.image_token_id
         self.max_pixels, self.threads = max_pixels, threads
         image_processor = getattr(processor, "image_processor", None)
-        self.by_table = _patch_images(image_processor, max_pixels) if image_processor is not None else None
-        self.rows = 3 if image_processor is not None and hasattr(image_processor, "merge_size") else 1
+        self.by_table = PatchImages.imitating(image_processor, max_pixels)
+        self.rows = 3 if hasattr(image_processor, "merge_size") else 1
         if self.by_table is None and store in ("u8", "path") and image_processor is not None:
             raise ConfigError(
                 f"store={store!r} needs a processor of the Qwen2-VL kind on Pillow; "
@@ -537,38 +513,35 @@ class ImageReader:
             )
         self.store: Store = store if store != "auto" else ("u8" if self.by_table is not None else "float32")
 
-    def read(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[ImageTokens]]:
+    def read(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[Layout]]:
         """Pixels of the images and how each stands among tokens."""
         if not places:
             return None, []
         if self.image_token is None:
             raise DataError("this processor reads no images; use one with an image_processor")
-        return (
-            self._by_table(places, store) if self.by_table is not None else self._by_processor(places, store)
-        )
+        if self.by_table is None:
+            return self._by_processor(places, store)
+        return self._by_table(self.by_table, places, store)
 
-    def _by_table(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[ImageTokens]]:
-        reader = self.by_table
-        assert reader is not None
+    def _by_table(
+        self, reader: PatchImages, places: Sequence[str], store: Store
+    ) -> tuple[Pixels, list[Layout]]:
         recorded = [image_size(place, reader.max_pixels) for place in places]
         sizes = [reader.fitted(*size) for size in recorded]
         grids = np.array(
             [[1, height // reader.patch, width // reader.patch] for width, height in sizes], np.int64
         )
-        told = dict(enumerate(recorded))
+        pixels = TrajectoryPixels(
+            grids, None, reader.table, tuple(places), reader.merge, sizes=dict(enumerate(recorded))
+        )
         tokens = [self._grid_tokens(int(h) // reader.merge, int(w) // reader.merge) for _, h, w in grids]
         if store == "path":
-            return TrajectoryPixels(
-                grids, None, reader.table, tuple(places), reader.merge, reader, told
-            ), tokens
+            pixels.reload = reader
+            return pixels, tokens
         offsets = np.concatenate([[0], np.cumsum(grids[:, 1] * grids[:, 2])])
-        width = 3 * reader.patch**2
-        kind, columns = {
-            "u8": (np.uint8, width),
-            "float32": (np.float32, width * reader.table.frames),
-            "bfloat16": (np.uint16, width * reader.table.frames),
-        }[store]
-        rows = np.empty((int(offsets[-1]), columns), kind)
+        kind = {"u8": np.uint8, "float32": np.float32, "bfloat16": np.uint16}[store]
+        frames = 1 if store == "u8" else reader.table.frames
+        rows = np.empty((int(offsets[-1]), 3 * frames * reader.patch**2), kind)
 
         def fill(index: int) -> None:
             out = rows[offsets[index] : offsets[index + 1]]
@@ -582,12 +555,11 @@ class ImageReader:
             with ThreadPoolExecutor(self.threads) as pool:
                 list(pool.map(fill, range(len(places))))
         else:
-            for index in range(len(places)):
-                fill(index)
-        kept = rows.reshape(len(rows), 3, -1) if store == "u8" else rows
-        return TrajectoryPixels(grids, kept, reader.table, tuple(places), reader.merge, sizes=told), tokens
+            list(map(fill, range(len(places))))
+        pixels.rows = rows.reshape(len(rows), 3, -1) if store == "u8" else rows
+        return pixels, tokens
 
-    def _by_processor(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[ImageTokens]]:
+    def _by_processor(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[Layout]]:
         outputs, tokens = [], []
         frame = self._around()
         for place in places:
@@ -616,25 +588,8 @@ class ImageReader:
         before = next(index for index in range(len(dressed)) if dressed[index : index + len(bare)] == bare)
         return before, len(dressed) - before - len(bare)
 
-    def _grid_tokens(self, height: int, width: int) -> ImageTokens:
+    def _grid_tokens(self, height: int, width: int) -> Layout:
         return image_on_grid(self.image_token_id, height, width, self.rows)
-
-
-def _patch_images(image_processor: Any, max_pixels: int) -> PatchImages | None:
-    """The imitation of a processor where it is exact, else None."""
-    wanted = ("patch_size", "merge_size", "temporal_patch_size", "size", "resample")
-    steps = ("do_resize", "do_rescale", "do_normalize")
-    if any(getattr(image_processor, name, None) is None for name in wanted):
-        return None
-    if not all(getattr(image_processor, name, False) for name in steps):
-        return None
-    images = PatchImages.imitating(image_processor, max_pixels)
-    return images if images.equals(image_processor) else None
-
-
-def _edge(image_processor: Any, name: str) -> int:
-    size = image_processor.size
-    return int(size[name] if isinstance(size, dict) else getattr(size, name))
 
 
 def _kept_array(value: Any, store: Store) -> Array:

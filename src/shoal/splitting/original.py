@@ -20,7 +20,6 @@ from shoal.splitting.cut import (
     Limits,
     Piece,
     answers_of,
-    cut_last,
     images_of,
     instruction_of,
     repeated_head,
@@ -30,11 +29,10 @@ from shoal.splitting.cut import (
 from shoal.splitting.place import (
     Layout,
     Side,
+    Truncation,
     Way,
-    fitted,
     kept_by,
     moved,
-    shifted,
     side_of,
     step_prompt,
     too_long,
@@ -55,41 +53,35 @@ class Fixes:
     """What is done right (`True`, `compat="fixed"`) or as the original does it (`False`, `compat="seed"`)."""
 
     assistant_header: bool = True
-    """The header that opens the model's turn ends the prompt, as at rollout time. Off: stepwise samples have
-    no header at all and windows carry it in the response."""
+    """The header that opens an answer ends the prompt. Off: steps have none, windows carry it in the response."""
     keep_last_step: bool = True
-    """Stepwise: a recording that ends on the model's message trains that message too. Off: it is dropped."""
+    """Stepwise: a recording that ends on an answer trains it. Off: that answer is dropped."""
     single_newline: bool = True
-    """Windows: the newline after the first screenshot stands once. Off: at the end of the prompt and again at
-    the start of the response, with the same position. `assistant_header` implies it."""
+    """Windows: the newline after the first screenshot stands once. Off: in prompt and response, with one position.
+    `assistant_header` implies it."""
     reward_on_loss_token: bool = True
-    """The reward sits on the last token that is trained. Off: on the last token of the response, which in
-    windows is an untrained newline."""
+    """The reward is on the last trained token. Off: on the last of the response, in windows an untrained newline."""
     masks_from_messages: bool = True
-    """What is trained follows from the messages: the text of the sample's own assistant turns and the token
-    that ends them. Off: found by searching header and end tokens (windows) or the first end token (steps)."""
+    """Trained are the texts of the sample's own answers and the tokens that end them. Off: what a search for header
+    and end tokens (windows) or the first end token (steps) finds."""
     response_limit: bool = True
     """Windows: prompt and response have a limit each. Off: both together must fit `max_prompt_length`."""
     drop_images_with_tokens: bool = True
-    """Truncation removes an image whole, tokens and pixels. Off: a sample that would lose image tokens is an
-    error (the original went on with pixels that no token stands for)."""
+    """Truncation removes an image whole, tokens and pixels. Off: a torn image is an error (the original went on)."""
     trim_tail: bool = True
-    """Windows end at their last trained token, and a window without any is not made. Off: a trailing
-    screenshot or newline stays, and a lone trailing screenshot becomes a window with nothing to learn."""
+    """Windows end at their last trained token. Off: a trailing screenshot or newline stays, and a lone trailing
+    screenshot becomes a window with nothing to learn."""
     exact_response_text: bool = True
-    """Stepwise: the model's text is kept as recorded. Off: white space around it is stripped, and the default
-    system prompt or an assistant header inside it disappear."""
+    """Stepwise: answers as recorded. Off: stripped, less the default system prompt or a header inside them."""
     escape_control_tokens: bool = True
-    """Control tokens that are written out in recorded text are encoded as plain text. Off: they become real
-    control tokens and can forge roles, images and masks."""
+    """Control tokens that recorded text spells out are text. Off: they can forge roles, images and masks."""
     text_instruction: bool = True
-    """Where the instruction is repeated it keeps its text parts, whatever their order. Off: it keeps its
-    first part; in windows only once a window began with a message of a single part."""
+    """A repeated instruction keeps its text parts. Off: its first part; in windows only once a window began with a
+    message of a single part."""
     limit_images_in_windows: bool = True
     """Windows respect `limit_images` by dropping their oldest images. Off: they ignore it."""
     last_n_turns: bool = True
-    """`LastNTrajectorySplitter` takes the last `window_size` turns. Off: whatever the last window of the
-    stride grid holds, which can be a single turn."""
+    """`LastNTrajectorySplitter` takes the last `window_size` turns. Off: the last window of the stride grid."""
 
     @staticmethod
     def resolve(compat: Compat, overrides: Mapping[str, bool] | Fixes | None = None) -> Fixes:
@@ -126,14 +118,12 @@ class OriginalWay(Way):
         if kind == "window":
             return _cut_windows(recording, limits, self.fixes)
         if not self.fixes.last_n_turns:
-            last = _cut_windows(recording, limits, self.fixes)[-1]
-        elif self.fixes == dataclasses.replace(Fixes(), last_n_turns=True):
-            return cut_last(recording, limits)
-        else:
-            first = max(0, len(answers_of(recording.messages)) - limits.window)
-            pieces, n_prompt = _window(recording, first, limits, self.fixes, self.fixes.text_instruction)
-            last = Cut(tuple(pieces), n_prompt, 0, 1)
-        return [dataclasses.replace(last, step_index=0, n_steps=1)]
+            return [
+                dataclasses.replace(_cut_windows(recording, limits, self.fixes)[-1], step_index=0, n_steps=1)
+            ]
+        first = max(0, len(answers_of(recording.messages)) - limits.window)
+        pieces, n_prompt = _window(recording, first, limits, self.fixes, self.fixes.text_instruction)
+        return [Cut(tuple(pieces), n_prompt, 0, 1)]
 
     def sides(
         self, plan: Plan, encoder: Encoder, cut: Cut, step: RolloutTokens | None
@@ -165,22 +155,17 @@ class OriginalWay(Way):
         if not self.fixes.drop_images_with_tokens and plan.truncation != "error":
             self._refuse_torn(plan, prompt, limit, plan.truncation, "prompt")
             self._refuse_torn(plan, response, plan.max_response_length, "right", "response")
-        return fitted(plan, encoder, prompt, response)
+        return super().fitted(plan, encoder, prompt, response)
 
     def rewarded(self, mask: Array, attended: int) -> int | None:
         """The token that stands for the whole sample; the original's may be one that is not trained."""
         return super().rewarded(mask, attended) if self.fixes.reward_on_loss_token else attended - 1
 
     @staticmethod
-    def _refuse_torn(plan: Plan, side: Side, limit: int, truncation: str, what: str) -> None:
+    def _refuse_torn(plan: Plan, side: Side, limit: int, truncation: Truncation, what: str) -> None:
         length = len(side.layout)
-        if length <= limit:
-            return
-        whole = without_torn_images(
-            side.layout,
-            kept_by(length, limit, truncation),  # type: ignore[arg-type]
-            plan.template.image_frame_ids,
-        )
+        keep = kept_by(length, limit, truncation)
+        whole = without_torn_images(side.layout, keep, plan.template.image_frame_ids)
         if any(not whole[first:last].all() for _, first, last in side.layout.images):
             raise DataError(
                 f"a {what} of {length} tokens is over max_{what}_length={limit} and truncation would tear images "
@@ -338,14 +323,17 @@ def _window_sides(fixes: Fixes, encoder: Encoder, cut: Cut) -> tuple[Side, Side,
     response = side_of(
         encoder.rows, [(role, layout) for role, layout, _ in after], [turn for _, _, turn in after]
     )
-    response = Side(moved(response.layout, prompt.layout.span), response.mask, response.ends, response.roles)
+    response = response.behind(prompt)
     if not fixes.single_newline and not fixes.assistant_header:
         layout, grown = _doubled_newline(template, prompt.layout, response.layout)
         response = Side(
             layout,
             np.concatenate([np.zeros(max(0, grown), bool), response.mask[max(0, -grown) :]]),
             tuple((turn, end + grown) for turn, end in response.ends if end + grown >= 0),
-            (("user", 0, max(0, grown)), *shifted(response.roles, grown)),
+            (
+                ("user", 0, max(0, grown)),
+                *((role, max(0, a + grown), b + grown) for role, a, b in response.roles if b + grown > 0),
+            ),
         )
     if not fixes.masks_from_messages:
         mask = _searched_mask(template, prompt.layout.ids, response.layout.ids)
@@ -382,20 +370,19 @@ def _doubled_newline(template: ChatTemplate, prompt: Layout, response: Layout) -
 
     What follows that token in the prompt (a newline) stands in both, with the same position.
     """
-    whole = Layout(
-        np.concatenate([prompt.ids, response.ids]),
-        np.concatenate([prompt.positions, response.positions], axis=1),
-        response.span,
-        (*prompt.images, *((i, a + len(prompt), b + len(prompt)) for i, a, b in response.images)),
-    )
-    places = _places_of_tokens(whole.ids, template.encode(SCREEN_END))
+    ids = np.concatenate([prompt.ids, response.ids])
+    positions = np.concatenate([prompt.positions, response.positions], axis=1)
+    places = _places_of_tokens(ids, template.encode(SCREEN_END))
     if not len(places):
         raise DataError(
             "no message ends with a screenshot, and the original looks for one to find where the response "
             "starts; turn the fix single_newline on"
         )
     start = int(places[0]) + 2
-    return whole[start:], len(prompt) - start
+    grown = len(prompt) - start
+    shown = (*((i, a - len(prompt), b - len(prompt)) for i, a, b in prompt.images), *response.images)
+    images = tuple((i, a + grown, b + grown) for i, a, b in shown if a + grown >= 0)
+    return Layout(ids[start:], positions[:, start:], response.span, images), grown
 
 
 def _searched_mask(template: ChatTemplate, prompt: Array, response: Array) -> Array:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shoal.core.errors import DataError
-from shoal.splitting.cut import CUTS, Cut, Limits, places_of
-from shoal.splitting.readers.recordings import Recording, RolloutTokens
+from shoal.splitting.cut import CUTS, Cut, Limits
+from shoal.splitting.readers.recordings import Recording, RolloutTokens, finite_reward
 
 if TYPE_CHECKING:
     from shoal.splitting.encode import Encoder
@@ -26,17 +26,8 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 
 @dataclass(frozen=True, slots=True)
-class ImageTokens:
-    """How one image stands among the tokens."""
-
-    ids: Array  # [n] int32
-    positions: Array  # [rows, n] int32, from 0
-    span: int  # how far text behind it moves on
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
-    """A stretch of tokens; positions start at 0."""
+    """A stretch of tokens, or how one image stands among them; positions start at 0."""
 
     ids: Array  # [n] int32
     positions: Array  # [rows, n] int32
@@ -46,18 +37,8 @@ class Layout:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, part: slice) -> Layout:
-        """Tokens of a slice with the positions they have here; images cut by its borders are not listed."""
-        start, stop, _ = part.indices(len(self))
-        inside = tuple(
-            (image, first - start, last - start)
-            for image, first, last in self.images
-            if first >= start and last <= stop
-        )
-        return Layout(self.ids[start:stop], self.positions[:, start:stop], self.span, inside)
 
-
-def image_on_grid(token: int, height: int, width: int, rows: int) -> ImageTokens:
+def image_on_grid(token: int, height: int, width: int, rows: int) -> Layout:
     """An image of `height x width` tokens; with one row its tokens count on like text."""
     size = height * width
     if rows == 1:
@@ -65,16 +46,17 @@ def image_on_grid(token: int, height: int, width: int, rows: int) -> ImageTokens
     down = np.repeat(np.arange(height, dtype=np.int32), width)
     right = np.tile(np.arange(width, dtype=np.int32), height)
     positions = np.stack([np.zeros(size, np.int32), down, right])
-    return ImageTokens(np.full(size, token, np.int32), positions, max(height, width))
+    return Layout(np.full(size, token, np.int32), positions, max(height, width))
 
 
-def text_like(ids: Array) -> ImageTokens:
-    """An image whose tokens have plain positions."""
-    return ImageTokens(ids, np.arange(len(ids), dtype=np.int32)[None], len(ids))
+def text_like(ids: Array, rows: int = 1) -> Layout:
+    """Tokens that count on in all rows, as text does."""
+    count = np.arange(len(ids), dtype=np.int32)
+    return Layout(ids, np.broadcast_to(count, (rows, len(ids))), len(ids))
 
 
 def lay_out(
-    ids: Array, image_token: int, images: Sequence[int], tokens: Sequence[ImageTokens], rows: int
+    ids: Array, image_token: int, images: Sequence[int], tokens: Sequence[Layout], rows: int
 ) -> Layout:
     """Positions for encoded text in which each image is still a single `image_token`.
 
@@ -117,14 +99,8 @@ def kept_by(length: int, limit: int, truncation: Truncation) -> Array:
     """Which of `length` tokens stay under a limit `[length]` bool."""
     keep = np.ones(length, bool)
     if length > limit:
-        if truncation == "left":
-            keep[: length - limit] = False
-        elif truncation == "right":
-            keep[limit:] = False
-        elif truncation == "middle":
-            keep[limit // 2 : length - (limit - limit // 2)] = False
-        else:
-            raise ValueError(f"truncation must be left, right or middle to cut, got {truncation!r}")
+        first = {"left": 0, "middle": limit // 2, "right": limit}[truncation]
+        keep[first : first + length - limit] = False
     return keep
 
 
@@ -140,7 +116,7 @@ def without_torn_images(layout: Layout, keep: Array, frame: frozenset[int]) -> A
     return keep
 
 
-def shortened(layout: Layout, keep: Array, tokens: Sequence[ImageTokens]) -> Layout:
+def shortened(layout: Layout, keep: Array, tokens: Sequence[Layout]) -> Layout:
     """The kept tokens with positions counted anew; every image is kept or gone whole."""
     stretches: list[Array | int] = []
     start = 0
@@ -158,25 +134,17 @@ def moved(layout: Layout, offset: int) -> Layout:
     return replace(layout, positions=layout.positions + np.int32(offset), span=layout.span + offset)
 
 
-def _assemble(stretches: Sequence[Array | int], tokens: Sequence[ImageTokens], rows: int) -> Layout:
+def _assemble(stretches: Sequence[Array | int], tokens: Sequence[Layout], rows: int) -> Layout:
     """Text stretches and image numbers in a row."""
-    ids, positions, images = [], [], []
-    length = span = 0
-    for stretch in stretches:
-        if isinstance(stretch, int):
-            image = tokens[stretch]
-            ids.append(image.ids)
-            positions.append(image.positions + np.int32(span))
-            images.append((stretch, length, length + len(image.ids)))
-            length, span = length + len(image.ids), span + image.span
-        elif len(stretch):
-            ids.append(stretch)
-            count = np.arange(span, span + len(stretch), dtype=np.int32)
-            positions.append(np.broadcast_to(count, (rows, len(stretch))))
-            length, span = length + len(stretch), span + len(stretch)
-    if not ids:
-        return Layout(np.empty(0, np.int32), np.empty((rows, 0), np.int32), 0)
-    return Layout(np.concatenate(ids), np.concatenate(positions, axis=1), span, tuple(images))
+    return join(
+        [
+            replace(tokens[stretch], images=((stretch, 0, len(tokens[stretch])),))
+            if isinstance(stretch, int)
+            else text_like(stretch, rows)
+            for stretch in stretches
+        ],
+        rows,
+    )
 
 
 # --- prompt and response
@@ -224,11 +192,6 @@ def side_of(
     return Side(layout, mask, tuple(ends), tuple(roles))
 
 
-def shifted(roles: Sequence[tuple[str, int, int]], by: int) -> list[tuple[str, int, int]]:
-    """Stretches moved by `by` tokens; what would start before the first token starts there."""
-    return [(role, max(0, first + by), last + by) for role, first, last in roles if last + by > 0]
-
-
 def untrained_before(side: Side, first_turn: int) -> Side:
     """The side with the turns before `first_turn` masked out."""
     mask, start = side.mask.copy(), 0
@@ -252,15 +215,28 @@ class Way:
         """Prompt and response, and how many tokens of the response are attended to."""
         if plan.kind == "stepwise":
             prompt, response = _step_sides(encoder, cut, step)
+        elif encoder.joins_in(cut):
+            prompt, response = _window_sides(encoder, cut)
         else:
-            prompt, response = (
-                _window_sides(encoder, cut) if encoder.joins_in(cut) else _rendered_sides(encoder, cut)
-            )
+            prompt, response = _rendered_sides(encoder, cut)
         return prompt, response, len(response.layout)
 
     def fitted(self, plan: Plan, encoder: Encoder, prompt: Side, response: Side) -> tuple[Side, Side, bool]:
-        """Both within their limits, cut or refused, and whether something was cut."""
-        return fitted(plan, encoder, prompt, response)
+        """Both within their limits, cut or refused, and whether something was cut.
+
+        An image that would lose a token goes whole, tokens and pixels.
+        """
+        limits = {"prompt": plan.max_prompt_length, "response": plan.max_response_length}
+        lengths = {"prompt": len(prompt.layout), "response": len(response.layout)}
+        over = [name for name in limits if lengths[name] > limits[name]]
+        if not over:
+            return prompt, response, False
+        if plan.truncation == "error":
+            raise too_long(over[0], lengths[over[0]], f"max_{over[0]}_length", limits[over[0]])
+        keep = kept_by(len(prompt.layout), plan.max_prompt_length, plan.truncation)
+        prompt = prompt.kept(keep, encoder, 0)
+        keep = kept_by(len(response.layout), plan.max_response_length, "right")
+        return prompt, response.kept(keep, encoder, prompt.layout.span), True
 
     def rewarded(self, mask: Array, attended: int) -> int | None:
         """The token that stands for the whole sample: the last one that is trained."""
@@ -283,13 +259,9 @@ def _step_sides(encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> tuple
 
 
 def step_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens | None, *, ask: bool = True) -> Side:
-    """What stands before the last piece, as it was recorded or as the template writes it.
+    """What stands before the last piece, as the sampler recorded it or as the template writes it.
 
-    Args:
-        encoder: of the recording.
-        cut: the sample.
-        step: what the sampler recorded, where that is to be used.
-        ask: end with the header that opens an answer.
+    With `ask` it ends with the header that opens an answer.
     """
     messages, context = encoder.recording.messages, cut.pieces[:-1]
     if step is not None and step.prompt_ids:
@@ -304,15 +276,13 @@ def step_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens | None, *, ask: 
 def _recorded_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens) -> Layout:
     """The prompt from recorded ids; image tokens may be recorded one per image or already spread out."""
     image_token = encoder.template.image_token_id
-    places = [place for piece in cut.pieces[:-1] for place in places_of(encoder.recording.messages, piece)]
-    images = [encoder.image_of[place] for place in places]
+    images = encoder.images_of(cut.pieces[:-1])
     ids = np.asarray(step.prompt_ids, np.int32)
-    if image_token is None or image_token < 0:
+    if image_token < 0:
         return encoder.plain(ids)
-    inside = ids == image_token
-    starts = np.flatnonzero(inside & ~np.concatenate([[False], inside[:-1]]))
-    stops = np.flatnonzero(inside & ~np.concatenate([inside[1:], [False]])) + 1
-    wanted = [len(encoder.tokens[image].ids) for image in images]
+    edges = np.diff((ids == image_token).astype(np.int8), prepend=0, append=0)
+    starts, stops = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    wanted = [len(encoder.tokens[image]) for image in images]
     got = (stops - starts).tolist()
     if got != wanted and got != [1] * len(images):
         raise DataError(
@@ -381,11 +351,7 @@ def _rendered_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
 def _sides_of_texts(encoder: Encoder, cut: Cut, texts: Sequence[tuple[str, int | None]]) -> tuple[Side, Side]:
     """Prompt and response from alternating context and answer texts; answers get the model's end token."""
     own = encoder.template.closing_ids[0]
-    images = [
-        encoder.image_of[place]
-        for piece in cut.pieces
-        for place in places_of(encoder.recording.messages, piece)
-    ]
+    images = encoder.images_of(cut.pieces)
     layouts: list[tuple[str, Layout]] = []
     turns: list[int | None] = []
     for number, (text, turn) in enumerate(texts):
@@ -409,24 +375,6 @@ def _sides_of_texts(encoder: Encoder, cut: Cut, texts: Sequence[tuple[str, int |
 
 
 # --- limits
-def fitted(plan: Plan, encoder: Encoder, prompt: Side, response: Side) -> tuple[Side, Side, bool]:
-    """Prompt and response within their limits, cut or refused, and whether something was cut.
-
-    An image that would lose a token goes whole, tokens and pixels.
-    """
-    limits = {"prompt": plan.max_prompt_length, "response": plan.max_response_length}
-    lengths = {"prompt": len(prompt.layout), "response": len(response.layout)}
-    over = [name for name in limits if lengths[name] > limits[name]]
-    if not over:
-        return prompt, response, False
-    if plan.truncation == "error":
-        raise too_long(over[0], lengths[over[0]], f"max_{over[0]}_length", limits[over[0]])
-    keep = kept_by(len(prompt.layout), plan.max_prompt_length, plan.truncation)
-    prompt = prompt.kept(keep, encoder, 0)
-    keep = kept_by(len(response.layout), plan.max_response_length, "right")
-    return prompt, response.kept(keep, encoder, prompt.layout.span), True
-
-
 def too_long(what: str, length: int, option: str, limit: int) -> DataError:
     """The error for a sample over a limit."""
     return DataError(
@@ -452,35 +400,22 @@ def place_reward(
     response_mask: Array,
     final: int | None,
 ) -> Array:
-    """Rewards of the response tokens `[r]` float32.
-
-    Args:
-        reward: of the trajectory.
-        placement: see `RewardPlacement`.
-        step_index: which sample of the trajectory this is.
-        n_steps: how many it has.
-        response_mask: the trained tokens.
-        final: the token that stands for the whole sample; None where nothing is trained.
-    """
+    """Rewards of the response tokens `[r]` float32; `final` stands for all of them, None where nothing is trained."""
     rewards = np.zeros(len(response_mask), np.float32)
     if placement == "all":
         rewards[response_mask] = reward
     elif final is not None:
         if callable(placement):
-            rewards[final] = placement(reward, step_index, n_steps)
+            rewards[final] = finite_reward(
+                placement(reward, step_index, n_steps), "the function given as reward"
+            )
         elif placement == "final" or step_index == n_steps - 1:
             rewards[final] = reward
     return rewards
 
 
 def add_step_scores(rewards: Array, ends: Sequence[tuple[int, int]], scores: Sequence[float]) -> None:
-    """Add `0.5 * (score - 0.5)` on the last token of each scored turn, in place; a score of -1 means none.
-
-    Args:
-        rewards: of the response tokens.
-        ends: (turn, its last trained token).
-        scores: in [0, 1] by turn.
-    """
+    """Add `0.5 * (score - 0.5)` on the last token of each scored turn, in place; a score of -1 means none."""
     for turn, token in ends:
         if turn < len(scores) and scores[turn] != -1:
             rewards[token] += np.float32(0.5 * (scores[turn] - 0.5))

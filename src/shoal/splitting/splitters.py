@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -40,6 +41,7 @@ from shoal.splitting.readers.recordings import (
     Reader,
     Recording,
     RolloutTokens,
+    check_tokens,
     finite_reward,
 )
 
@@ -79,6 +81,7 @@ class Job:
     scores: tuple[float, ...] = ()  # one per turn, -1 for none
     first_turn: int = 0  # earlier turns are not trained
     store: Store = "u8"
+    refused: DataError | None = None  # why it cannot be started: something is wrong with what came with it
 
 
 @dataclass(slots=True)
@@ -89,7 +92,6 @@ class SplitTrajectory:
     dataset_id: str
     samples: list[Sample]
     pixels: Any  # `Pixels`, or where a worker put them
-    n_images: int
 
 
 class TrajectorySplitter:
@@ -153,25 +155,20 @@ class TrajectorySplitter:
         model_text: Sequence[str] = MODEL_TEXT,
         _use_rollout: bool = False,
     ) -> None:
-        _positive(
-            window_size=window_size,
-            max_prompt_length=max_prompt_length,
-            max_response_length=max_response_length,
-            limit_messages=limit_messages,
-            image_threads=image_threads,
-            max_image_pixels=max_image_pixels,
-        )
+        _whole(1, window_size=window_size, limit_messages=limit_messages, max_image_pixels=max_image_pixels)
+        _whole(1, max_prompt_length=max_prompt_length, max_response_length=max_response_length)
+        _whole(1, image_threads=image_threads)
         if not 1 <= stride_size <= window_size:
             raise ValueError(
                 f"stride_size must be in [1, window_size={window_size}] so no turn is skipped, "
                 f"got {stride_size}"
             )
-        if limit_images < 0:
-            raise ValueError(f"limit_images must be at least 0, got {limit_images}")
+        _whole(0, limit_images=limit_images, stride_size=stride_size)
         _one_of("truncation", truncation, ("error", "left", "right", "middle"))
         _one_of("padding", padding, ("max", "longest"))
         _one_of("on_error", on_error, ("raise", "skip"))
         _one_of("store", store, ("auto", "u8", "float32", "bfloat16", "path"))
+        _one_of("position_rows", position_rows, (None, 1, 3, 4))
         if not callable(reward):
             _one_of("reward", reward, ("final", "all", "last_step"))
         way, escape = Way(), True
@@ -181,14 +178,7 @@ class TrajectorySplitter:
             way, switches = way_of(compat, fixes)
             escape = switches.escape_control_tokens
         template = ChatTemplate(processor, escape=escape, model_text=model_text)
-        images = ImageReader(
-            processor,
-            template.image_token,
-            template.image_token_id,
-            store=store,
-            max_pixels=max_image_pixels,
-            threads=image_threads,
-        )
+        images = ImageReader(processor, template, store, max_image_pixels, image_threads)
         self.rows = position_rows if position_rows is not None else images.rows
         if (self.rows == 1) != (images.rows == 1):
             raise ValueError(
@@ -249,7 +239,7 @@ class TrajectorySplitter:
         progress: Progress | None = None,
     ) -> Batch:
         """`split` on Ray with `num_cpus` tasks at a time; Ray is started if it is not, and stays."""
-        _positive(num_cpus=num_cpus)
+        _whole(1, num_cpus=num_cpus)
         ahead = _start_ray(num_cpus)
         with RayExecutor({"max_retries": 3}) as executor:  # splitting twice does no harm
             return self._collected(
@@ -260,7 +250,6 @@ class TrajectorySplitter:
                     process_reward_tensor,
                     dataset_paths,
                     progress,
-                    share=shared_by_ray,
                     in_flight=ahead,
                 )
             )
@@ -280,7 +269,7 @@ class TrajectorySplitter:
 
         Only a few trajectories are in memory at a time: those of the batch and those that workers are ahead.
         """
-        _positive(batch_size=batch_size)
+        _whole(1, batch_size=batch_size)
         samples: list[Sample] = []
         pixels: dict[int, Pixels] = {}
         skipped: list[Skipped] = []
@@ -345,7 +334,6 @@ class TrajectorySplitter:
         paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
         progress: Progress | None,
         *,
-        share: Callable[[Plan], Shared[Plan]] = Shared,
         in_flight: int | None = None,
     ) -> Iterator[SplitTrajectory | Skipped]:
         executor = executor if executor is not None else SerialExecutor()
@@ -355,18 +343,18 @@ class TrajectorySplitter:
         # Through a pipe or the object store pixels go as 8-bit and are expanded here: an eighth of the bytes.
         exact = local or by_file or store == "path" or self.plan.images.by_table is None
         packed: Store = store if exact else "u8"
-        jobs = make_jobs([str(item) for item in dataset_ids], rewards, scores, paths, packed)
+        jobs = make_jobs(dataset_ids, rewards, scores, paths, packed)
         if self.traj_filter:
             jobs = without_first_turns(self.plan.reader, jobs)
         if isinstance(executor, SerialExecutor):
             in_flight = 1
-        plan = share(self.plan)
+        plan = shared_by_ray(self.plan) if isinstance(executor, RayExecutor) else Shared(self.plan)
         with contextlib.ExitStack() as stack:
             parking = stack.enter_context(parking_place()) if by_file else None
-            todo = ((plan, job, parking) for job in jobs if isinstance(job, Job))
+            todo = ((plan, job, parking) for job in jobs if job.refused is None)
             outcomes = map_ordered(executor, _work, todo, in_flight=in_flight)
             for done, job in enumerate(jobs, 1):
-                outcome = next(outcomes) if isinstance(job, Job) else job.error
+                outcome = next(outcomes) if job.refused is None else job.refused
                 if isinstance(outcome, Parked):
                     outcome = outcome.fetched()
                 if isinstance(outcome, SplitTrajectory):
@@ -394,20 +382,9 @@ class TrajectorySplitter:
 class StepwiseTrajectorySplitter(TrajectorySplitter):
     """One sample per turn: what the model saw before its message is the prompt, its message the response.
 
-    Args:
-        processor: as for `TrajectorySplitter`, like all that is not listed here.
-        root_dir: likewise.
-        window_size: not used; a step looks back over `limit_messages` turns.
-        stride_size: not used either.
-        max_prompt_length: as for `TrajectorySplitter`.
-        max_response_length: likewise.
-        truncation: likewise.
-        limit_images: likewise.
-        limit_messages: likewise.
-        use_vllm_logp: take tokens and log-probabilities as the sampler recorded them (see
-            `write_rollout`) instead of encoding the text again.
-        traj_filter: as for `TrajectorySplitter`.
-        options: the keyword options of `TrajectorySplitter`.
+    It takes what `TrajectorySplitter` takes, of which `window_size` and `stride_size` do nothing: a step looks back
+    over `limit_messages` turns. With `use_vllm_logp` tokens and log-probabilities are those that the sampler recorded
+    (see `write_rollout`), instead of the text encoded again.
     """
 
     kind: ClassVar[Kind] = "stepwise"
@@ -475,11 +452,11 @@ def _work(
     try:
         done = split_recording(plan.get(), job)
         return done if parking is None else park(done, parking)
-    except (ImportError, MemoryError):
-        raise
-    except ShoalError as error:
-        if isinstance(error, DataError):
-            return error
+    except (DataError, OSError) as error:
+        refused = DataError(f"trajectory {job.dataset_id!r}: {error}")
+        refused.__cause__ = error
+        return refused
+    except (ImportError, MemoryError, ShoalError):
         raise
     except Exception as error:  # of a template, a tokenizer or a processor, about what is in this recording
         refused = DataError(
@@ -490,44 +467,36 @@ def _work(
         return refused
 
 
-def _positive(**values: int) -> None:
+def _whole(least: int, **values: Any) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if not isinstance(value, Integral):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+def _one_of(name: str, value: Any, known: tuple[Any, ...]) -> None:
     if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
 
 
 # --- one trajectory
 def split_recording(plan: Plan, job: Job) -> SplitTrajectory:
-    """The samples of one trajectory, or a `DataError` that names it."""
-    try:
-        recording = plan.reader.read(job.dataset_id, job.path)
-        return _split(plan, job, recording)
-    except (DataError, OSError) as error:
-        raise DataError(f"trajectory {job.dataset_id!r}: {error}") from error
-
-
-def _split(plan: Plan, job: Job, recording: Recording) -> SplitTrajectory:
-    cuts = plan.way.cuts(plan.kind, recording, plan.limits)
+    """The samples of one trajectory."""
+    recording = plan.reader.read(job.dataset_id, job.path)
     messages = recording.messages
-    cuts = [cut for cut in cuts if _trains_after(cut, messages, job.first_turn)]
+    cuts = [
+        cut
+        for cut in plan.way.cuts(plan.kind, recording, plan.limits)
+        if not job.first_turn or any((piece.turn or -1) >= job.first_turn for piece in cut.pieces)
+    ]
     shown = {place for cut in cuts for piece in cut.pieces for place in places_of(messages, piece)}
     in_order = dict.fromkeys(place for message in messages for place in message.images)
     places = [place for place in in_order if place in shown]
     pixels, tokens = plan.images.read(places, job.store)
     encoder = Encoder(plan, recording, {place: index for index, place in enumerate(places)}, tokens)
     samples = [_sample(plan, job, recording, encoder, cut) for cut in cuts]
-    return SplitTrajectory(job.index, job.dataset_id, samples, pixels, len(places))
-
-
-def _trains_after(cut: Cut, messages: Sequence[Message], first_turn: int) -> bool:
-    if first_turn == 0:
-        return True
-    return any(piece.turn is not None and piece.turn >= first_turn for piece in cut.pieces)
+    return SplitTrajectory(job.index, job.dataset_id, samples, pixels)
 
 
 def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: Cut) -> Sample:
@@ -546,8 +515,7 @@ def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: C
     if cut_short:
         images = [image for side in (prompt, response) for image, _, _ in side.layout.images]
     else:
-        places = [place for piece in cut.pieces for place in places_of(recording.messages, piece)]
-        images = [encoder.image_of[place] for place in places]
+        images = encoder.images_of(cut.pieces)
     return Sample(
         dataset_id=job.dataset_id,
         uid=recording.uid,
@@ -592,59 +560,47 @@ def _rollout_step(plan: Plan, recording: Recording, cut: Cut) -> RolloutTokens |
     if turn >= len(recording.steps):
         raise DataError(f"{recording.source}: {len(recording.steps)} recorded steps, but more answers; "
                         "record the missing ones or set use_vllm_logp=False")  # fmt: skip
+    check_tokens(recording.steps[turn])
     return recording.steps[turn]
 
 
 # --- jobs
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A trajectory that cannot be started because of what the caller gave with it."""
-
-    dataset_id: str
-    error: DataError
-
-
 def make_jobs(
-    ids: list[str],
+    dataset_ids: Iterable[str],
     rewards: Any,
     scores: Any,
     paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
     store: Store,
-) -> list[Job | Refused]:
-    """One job per trajectory, in order; `Refused` where what came with a trajectory is wrong."""
+) -> list[Job]:
+    """One job per trajectory, in order; `refused` where what came with a trajectory is wrong."""
+    if isinstance(dataset_ids, str):
+        raise ValueError(f"dataset_ids must be a list of ids, got the text {dataset_ids!r}")
+    ids = [str(item) for item in dataset_ids]
     if not ids:
         raise ValueError("dataset_ids is empty; give at least one trajectory")
-    reward_of = _rows("reward_tensor", rewards, len(ids))
-    scores_of = _rows("process_reward_tensor", scores, len(ids))
+    reward_of = rows_of("reward_tensor", rewards, len(ids)) or [None] * len(ids)
+    scores_of = rows_of("process_reward_tensor", scores, len(ids)) or [()] * len(ids)
     path_of = _paths(paths, ids)
-    jobs: list[Job | Refused] = []
+    jobs = []
     for index, name in enumerate(ids):
-        where = f"trajectory {name!r}"
+        job, where = Job(index, name, path_of[index], store=store), f"trajectory {name!r}"
         try:
-            jobs.append(
-                Job(
-                    index=index,
-                    dataset_id=name,
-                    path=path_of[index],
-                    reward=None if reward_of is None else finite_reward(reward_of[index], where),
-                    scores=() if scores_of is None else _checked_scores(scores_of[index], where),
-                    store=store,
-                )
-            )
+            reward = None if rewards is None else finite_reward(reward_of[index], where)
+            jobs.append(replace(job, reward=reward, scores=_checked_scores(scores_of[index], where)))
         except DataError as error:
-            jobs.append(Refused(name, error))
+            jobs.append(replace(job, refused=error))
     return jobs
 
 
-def without_first_turns(reader: Reader, jobs: list[Job | Refused]) -> list[Job | Refused]:
+def without_first_turns(reader: Reader, jobs: list[Job]) -> list[Job]:
     """The jobs, those of failed trajectories told from which turn on to train (`traj_filter`)."""
     lengths, rewards = {}, {}
     for job in jobs:
-        if isinstance(job, Job):
+        if job.refused is None:
             try:
                 recording = reader.read(job.dataset_id, job.path)
-            except DataError:
-                continue  # splitting it will say the same, where it is handled
+            except Exception:  # splitting it says the same, where that is handled
+                continue
             lengths[job.index] = len(answers_of(recording.messages))
             rewards[job.index] = job.reward if job.reward is not None else recording.reward
     if any(reward is None for reward in rewards.values()):
@@ -653,16 +609,15 @@ def without_first_turns(reader: Reader, jobs: list[Job | Refused]) -> list[Job |
     if not good:
         return jobs
     first = int(sum(good) / len(good))
-    return [
-        replace(job, first_turn=first) if isinstance(job, Job) and rewards.get(job.index) == 0 else job
-        for job in jobs
-    ]
+    return [replace(job, first_turn=first) if rewards.get(job.index) == 0 else job for job in jobs]
 
 
-def _rows(name: str, values: Any, count: int) -> list[Any] | None:
+def rows_of(name: str, values: Any, count: int) -> list[Any] | None:
     """`values` as a list with one item per trajectory."""
     if values is None:
         return None
+    if isinstance(values, Mapping | str):
+        raise ValueError(f"{name} must have one entry per trajectory, in order, got {type(values).__name__}")
     rows = values.tolist() if hasattr(values, "tolist") else list(values)
     if not isinstance(rows, list) or len(rows) != count:
         got = len(rows) if isinstance(rows, list) else 1
@@ -673,6 +628,8 @@ def _rows(name: str, values: Any, count: int) -> list[Any] | None:
 
 
 def _checked_scores(row: Any, where: str) -> tuple[float, ...]:
+    if not isinstance(row, Iterable) or isinstance(row, str):
+        raise ValueError(f"process_reward_tensor must have a row of scores per trajectory, got {row!r}")
     scores = tuple(finite_reward(value, f"{where}: process_reward_tensor") for value in row)
     wrong = [score for score in scores if score != -1 and not 0 <= score <= 1]
     if wrong:

@@ -69,10 +69,14 @@ def write_gui_recordings(
                 )
                 text = f"Thought: {thought}\nAction: {act}"
                 messages.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
-        (folder / "final_messages.json").write_text(json.dumps(messages))
-        (folder / "task_config.json").write_text(json.dumps({"id": f"task-{number // 4}"}))
+        _write(folder, messages, f"task-{number // 4}")
         ids.append(name)
     return ids
+
+
+def _write(folder: Path, messages: list[Any], task: str) -> None:
+    (folder / "final_messages.json").write_text(json.dumps(messages))
+    (folder / "task_config.json").write_text(json.dumps({"id": task}))
 
 
 class _Desk:
@@ -148,7 +152,6 @@ def write_button_recordings(
             {"role": "user", "content": [{"type": "image", "image": "screen.png"}]},
             {"role": "assistant", "content": f"click({column},{row})"},
         ]
-        (folder / "final_messages.json").write_text(json.dumps(messages))
-        (folder / "task_config.json").write_text(json.dumps({"id": name}))
+        _write(folder, messages, name)
         ids.append(name)
     return ids
