@@ -65,6 +65,25 @@ def test_a_bad_trajectory_stops_the_command_or_is_named(folders, tmp_path, capsy
     assert "skipped trajectory 'bad'" in capsys.readouterr().out
 
 
+def test_a_run_in_lots_names_what_it_skipped_and_may_skip_more_when_resumed(folders, tmp_path, capsys):
+    base, _ = folders
+    chats = [
+        {"id": "good", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"id": "bad", "messages": [{"role": "user", "content": "a"}]},
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    chatty = ["split", str(tmp_path / "chats.jsonl"), "--processor", str(base / "processor")]
+    chatty += ["--out", str(tmp_path / "run"), "--shard-size", "1"]
+    assert main(chatty) == 2
+    assert "trajectory 'bad'" in capsys.readouterr().err
+    assert main([*chatty, "--resume", "--on-error", "skip"]) == 0
+    out = capsys.readouterr().out
+    assert "skipped trajectory 'bad'" in out
+    assert "2 (1 of them made now)" in out
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert (told["lots"], told["new_lots"], told["samples"], told["skipped_ids"]) == (2, 1, 1, ["bad"])
+
+
 def test_a_page_of_lots_that_hold_no_sample_says_so(folders, tmp_path, capsys):
     base, _ = folders
     (tmp_path / "chats.jsonl").write_text(

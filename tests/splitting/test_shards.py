@@ -15,8 +15,8 @@ import torch
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.sharing import park, parking_place
-from shoal.splitting import StepwiseTrajectorySplitter
-from shoal.splitting.shards import read_shards, split_shards
+from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting.shards import count_shards, read_shards, split_shards
 
 READER = """
 import os
@@ -70,6 +70,8 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(processor_folder, make_root
     again = subprocess.run([*line, "--resume"], env=env, capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr
     assert log.read_text().split() == ids[2 * done :]  # nothing that was done is read again
+    told = json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
+    assert (told["lots"], told["new_lots"], told["samples"]) == (5, 5 - done, 18)
     with pytest.raises(DataError, match="not done; resume it"):
         list(read_shards(_less_one(tmp_path / "out" / "shards")))
     calm = subprocess.run(
@@ -78,6 +80,8 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(processor_folder, make_root
     )  # fmt: skip
     assert calm.returncode == 0, calm.stderr
     assert len(rows(tmp_path / "calm" / "shards")) == 18
+    calm_told = json.loads((tmp_path / "calm" / "summary.json").read_text())["metrics"]
+    assert told == calm_told | {"new_lots": 5 - done}
     other = subprocess.run(
         [*line, "--resume", "--limit-messages", "3"], env=env, capture_output=True, text=True, timeout=100
     )
@@ -115,6 +119,50 @@ def test_lots_hold_what_one_split_holds_and_reasons_where_all_was_skipped(proces
     assert list(split_shards(splitter, ids, [0.0, 1.0, 2.0, 3.0, 4.0], tmp_path / "lots", size=2)) == []
     with pytest.raises(ConfigError, match="begun with other"):
         list(split_shards(splitter, ids, None, tmp_path / "lots", size=2))
+
+
+def test_lots_of_all_runs_are_counted_also_one_that_a_kill_left_uncounted(processor, make_root, tmp_path):
+    root, ids = make_root(5, steps=2, size=(60, 60))
+    (root / ids[3] / "final_messages.json").write_text("[")
+    splitter = StepwiseTrajectorySplitter(processor, root, padding="longest", on_error="skip")
+    lots = tmp_path / "lots"
+    made = split_shards(splitter, ids, None, lots, size=1)
+    for _ in range(4):
+        next(made)
+    made.close()
+    whole = count_shards(lots)
+    assert (whole["lots"], whole["samples"], whole["skipped"]) == (4, 6, 1)
+    told = [line for line in (lots / "counts.jsonl").read_text().split("\n") if line]
+    (lots / "counts.jsonl").write_text(told[0] + "\n" + told[1][:-20])  # of the second only what a kill left
+    assert [place.name for place, _ in split_shards(splitter, ids, None, lots, size=1)] == ["000004"]
+    again = count_shards(lots)
+    assert (again["lots"], again["samples"], again["skipped"]) == (5, 8, 1)
+    assert list(again["reasons"]) == [ids[3]]
+    with pytest.raises(DataError, match=r"has no plan\.json"):
+        next(read_shards(root))
+
+
+def test_a_folder_of_lots_is_not_mixed_with_other_settings_though_nobody_said_them(
+    processor, make_root, tmp_path
+):
+    root, ids = make_root(2, steps=3, size=(60, 60))
+
+    def lots(folder="lots", cls=StepwiseTrajectorySplitter, rewards=None, **options):
+        splitter = cls(processor, root, **({"padding": "longest"} | options))
+        return list(split_shards(splitter, ids, rewards, tmp_path / folder, size=1))
+
+    assert len(lots()) == 2
+    assert lots(on_error="skip") == lots(image_threads=2) == []
+    for other in (
+        {"limit_images": 1}, {"cls": TrajectorySplitter}, {"padding": "max"}, {"store": "float32"}, {"reward": "all"},
+        {"compat": "seed"}, {"max_response_length": 900}, {"reward": lambda reward, index, count: reward},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="begun with other recordings or settings"):
+            lots(**other)
+    assert len(lots("other", rewards=torch.tensor([0.5, 1.0]))) == 2
+    with pytest.raises(ValueError, match="2 dataset_ids, got 1"):
+        lots("third", rewards=[1.0])
+    assert not (tmp_path / "third").exists()
 
 
 def test_a_lot_in_which_nothing_is_trained_does_not_end_the_run(processor, make_root, tmp_path):

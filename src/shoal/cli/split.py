@@ -163,23 +163,24 @@ def _split_at_once(options: SplitOptions, folder: RunFolder) -> Made:
 
 
 def _split_in_shards(options: SplitOptions, folder: RunFolder) -> Made:
-    """Lots of recordings, each a batch; counts are of those that were made now."""
-    from shoal.splitting.shards import read_shards, split_shards
+    """Lots of recordings, each a batch; counts of all, and how many lots were made now."""
+    from shoal.splitting.shards import count_shards, read_shards, split_shards
 
     splitter, ids, rewards = _prepared(options)
     about = json.dumps(
         {name: str(value) for name, value in asdict(options).items() if name not in _NOT_RESULTS}
     )
-    counts: dict[str, Any] = {name: 0 for name in _COUNTS} | {"reasons": []}
+    new = 0
     with counted("split", len(ids)) as progress, _executor(options) as executor:
         made = split_shards(
             splitter, ids, rewards, options.out / "shards", size=options.shard_size, about=about,
             executor=executor, progress=progress,
         )  # fmt: skip
-        for place, of_lot in made:
+        for new, (place, _) in enumerate(made, 1):  # noqa: B007
             folder.event("batch", path=str(place))
-            for name in _COUNTS:
-                counts[name] += of_lot.get(name, 0)
+    counts = dict.fromkeys(_COUNTS, 0) | count_shards(options.out / "shards")
+    reasons = counts.pop("reasons")
+    counts |= {"new_lots": new, "skipped_ids": list(reasons), "reasons": list(reasons.values())}
 
     def write_page() -> None:
         first = next(read_shards(options.out / "shards"), None)
@@ -196,6 +197,7 @@ _COUNTS = (
 )  # fmt: skip
 _NOT_RESULTS = (
     "num_cpus", "backend", "out", "resume", "html", "sample", "json_events", "json", "ids", "rewards",
+    "on_error",  # lots that are done had nothing to raise, or skipped it
 )  # fmt: skip
 Made = tuple[dict[str, Any], Callable[[], None]]
 """Counts, and what writes the page of a sample."""
@@ -310,6 +312,8 @@ def _table(counts: dict[str, int], place: Path) -> str:
         "skipped": f"{counts['skipped']:,}",
         "written to": str(place),
     }
+    if "lots" in counts:
+        rows = {"lots": f"{counts['lots']:,} ({counts['new_lots']:,} of them made now)"} | rows
     return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
 
 

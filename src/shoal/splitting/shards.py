@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, remove_leftovers, verify_folder, write_folder, write_json
-from shoal.splitting.batch import Batch
-from shoal.splitting.splitters import Progress, TrajectorySplitter
+from shoal.splitting.batch import Batch, Skipped
+from shoal.splitting.splitters import Progress, TrajectorySplitter, rows_of
 
 PLAN = "plan.json"
+SKIPPED = "skipped.json"
+COUNTS = "counts.jsonl"
 
 
 def split_shards(
@@ -35,66 +40,149 @@ def split_shards(
     the reasons of those that were skipped.
 
     Args:
-        splitter: how.
+        splitter: how; a folder that was begun with other settings is refused.
         dataset_ids: which recordings; the same ones in the same order for every call.
         rewards: one each.
         folder: where to write.
         size: recordings of a lot.
-        about: the settings as text: a folder that was begun with others is refused.
+        about: what else must be the same for every call, as text.
         executor: where the recordings of a lot are split.
         progress: called with (recordings done, recordings in all).
 
     Yields:
         The place of each lot that was made now, and its counts, once it is safe on disk.
     """
+    ids, rewards = list(dataset_ids), rows_of("reward_tensor", rewards, len(dataset_ids))
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    if splitter.traj_filter and size < len(dataset_ids):
+    if not ids or isinstance(dataset_ids, str):
+        raise ValueError(f"dataset_ids must be a list of at least one id, got {dataset_ids!r}")
+    if splitter.traj_filter and size < len(ids):
         raise ConfigError(
             "traj_filter drops as many turns as the successful ones of all recordings have on average, and a lot knows "
-            f"only its own: leave it out, or make one lot of all ({len(dataset_ids)} recordings), got lots of {size}"
+            f"only its own: leave it out, or make one lot of all ({len(ids)} recordings), got lots of {size}"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
-    told = json.dumps([list(dataset_ids), None if rewards is None else list(rewards), about])
-    plan = {"recordings": len(dataset_ids), "size": size, "digest": hashlib.sha256(told.encode()).hexdigest()}
-    if (folder / PLAN).is_file() and read_json(folder / PLAN) != plan:
+    digest, settings = _digest([ids, rewards, about]), _digest(_settings(splitter))
+    plan = {"recordings": len(ids), "size": size, "digest": digest, "settings": settings}
+    begun = _plan_of(folder) if (folder / PLAN).is_file() else {}
+    if any(begun.get(name, value) != value for name, value in plan.items()):
         raise ConfigError(
             f"{folder} was begun with other recordings or settings; give another folder, or remove it"
         )
     write_json(folder / PLAN, plan)
-    for number, first in enumerate(range(0, len(dataset_ids), size)):
+    known = _counts(folder)
+    for number, first in enumerate(range(0, len(ids), size)):
         place = folder / f"{number:06d}"
-        ids = list(dataset_ids[first : first + size])
-        if not place.is_dir():
-            of = None if rewards is None else list(rewards[first : first + size])
-            results = splitter.results(ids, of, executor=executor)
-            yield place, _save(splitter, results, place, ids)
+        made = not place.is_dir()
+        if made:
+            of = None if rewards is None else rewards[first : first + size]
+            counts = _save(
+                splitter, splitter.results(ids[first : first + size], of, executor=executor), place
+            )
+            _note(folder, place.name, counts)
+            yield place, counts
+        elif place.name not in known:  # the run was killed when the lot was made and not yet counted
+            _note(folder, place.name, _counts_of(place))
         if progress is not None:
-            progress(min(first + size, len(dataset_ids)), len(dataset_ids))
-
-
-def _save(splitter: TrajectorySplitter, results: Any, place: Path, ids: Sequence[str]) -> dict[str, Any]:
-    batch, skipped = splitter.collected(results)
-    if batch is not None:
-        batch.save(place)
-        return batch.summary()
-    with write_folder(place) as new:
-        write_json(new / "skipped.json", {item.dataset_id: item.reason for item in skipped})
-    return {"trajectories": 0, "samples": 0, "images": 0, "skipped": len(skipped)}
+            progress(min(first + size, len(ids)), len(ids))
 
 
 def read_shards(folder: Path | str) -> Iterator[Batch]:
     """The batches of a folder in order, one in memory at a time; a lot that is missing or damaged is an error."""
     folder = Path(folder)
-    plan = read_json(folder / PLAN)
+    plan = _plan_of(folder)
     lots = -(-plan["recordings"] // plan["size"])
     for number in range(lots):
         place = folder / f"{number:06d}"
         if not place.is_dir():
             raise DataError(f"{folder} has {number} of {lots} lots: the run is not done; resume it")
-        if (place / "skipped.json").is_file():
+        if (place / SKIPPED).is_file():
             verify_folder(place)
             continue
         yield Batch.load(place)
+
+
+def count_shards(folder: Path | str) -> dict[str, Any]:
+    """Counts of all lots of a folder together, however many runs made them; `reasons` says why by the skipped id."""
+    lots = _counts(Path(folder)).values()
+    total: dict[str, Any] = {"lots": len(lots), "reasons": {}}
+    for counts in lots:
+        total["reasons"] |= counts.pop("reasons")
+        for name, count in counts.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+def _save(splitter: TrajectorySplitter, results: Any, place: Path) -> dict[str, Any]:
+    batch, skipped = splitter.collected(results)
+    if batch is not None:
+        batch.save(place)
+    else:
+        with write_folder(place) as new:
+            write_json(new / SKIPPED, {item.dataset_id: item.reason for item in skipped})
+    return _told(batch, skipped)
+
+
+def _counts_of(place: Path) -> dict[str, Any]:
+    if (place / SKIPPED).is_file():
+        return _told(None, [Skipped(*item) for item in read_json(place / SKIPPED).items()])
+    batch = Batch.load(place)
+    return _told(batch, batch.skipped)
+
+
+def _told(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
+    nothing = {"trajectories": 0, "samples": 0, "images": 0, "skipped": len(skipped)}
+    counts: dict[str, Any] = nothing if batch is None else batch.summary()
+    return counts | {"reasons": {item.dataset_id: item.reason for item in skipped}}
+
+
+def _note(folder: Path, lot: str, counts: dict[str, Any]) -> None:
+    with (folder / COUNTS).open("a", encoding="utf-8") as file:
+        file.write(
+            "\n" + json.dumps({"lot": lot, **counts}) + "\n"
+        )  # a line of its own, also behind a torn one
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _counts(folder: Path) -> dict[str, dict[str, Any]]:
+    """The counts of lots by their names; a line that was torn by a kill tells of none."""
+    known = {}
+    for line in (folder / COUNTS).read_text("utf-8").split("\n") if (folder / COUNTS).is_file() else ():
+        with contextlib.suppress(ValueError):
+            counts = json.loads(line)
+            known[counts.pop("lot")] = counts
+    return known
+
+
+def _settings(splitter: TrajectorySplitter) -> list[Any]:
+    """All that the samples of a recording follow from, apart from what the recording holds."""
+    plan, processor = splitter.plan, splitter.plan.template.processor
+    exact = {} if plan.images.by_table is None else vars(plan.images.by_table)
+    images = {name: value for name, value in exact.items() if name != "table"}
+    return [
+        plan.kind, asdict(plan.limits), plan.max_prompt_length, plan.max_response_length, plan.truncation,
+        plan.use_rollout, splitter.rows, splitter.padding, splitter.traj_filter,
+        plan.images.store, plan.images.max_pixels, images, repr(getattr(plan.way, "fixes", None)),
+        plan.reward if isinstance(plan.reward, str) else getattr(plan.reward, "__qualname__", ""),
+        type(plan.reader).__qualname__, getattr(processor, "chat_template", None), plan.template.header_ids.tolist(),
+    ]  # fmt: skip
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=float).encode()).hexdigest()
+
+
+def _plan_of(folder: Path) -> dict[str, Any]:
+    try:
+        plan = read_json(folder / PLAN)
+    except FileNotFoundError:
+        raise DataError(f"{folder} has no {PLAN}: it is not a folder that split_shards wrote") from None
+    if not isinstance(plan, dict) or not all(
+        isinstance(plan.get(name), int) and plan[name] > 0 for name in ("recordings", "size")
+    ):
+        raise DataError(f"{folder / PLAN} is damaged; remove the folder and split again")
+    return plan
