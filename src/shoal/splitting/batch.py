@@ -190,9 +190,12 @@ class Batch(dict[str, Any]):
                 fields[name] = value
         if jagged:
             rows = [_unpadded(sample, self.shape) for sample in self._samples]
+            for row, sample in zip(rows, self._samples, strict=True):
+                row["prompts"], row["responses"] = np.split(row["input_ids"], [len(sample.prompt_ids)])
+                row["response_mask"] = row["loss_mask"][len(sample.prompt_ids) :]
             for name in rows[0]:
-                values = [torch.from_numpy(row[name]) for row in rows]
-                fields[name] = _nested(values)
+                kind = np.float32 if rows[0][name].dtype == np.float32 else np.int64
+                fields[name] = _nested([torch.from_numpy(row[name].astype(kind)) for row in rows])
         return TensorDict(fields, batch_size=[len(self._samples)])
 
     def save(self, folder: Path | str) -> Path:
@@ -262,9 +265,8 @@ class Batch(dict[str, Any]):
         for row, sample in enumerate(samples):
             start = border - len(sample.prompt_ids)
             for name, values in _unpadded(sample, shape).items():
-                if name in arrays:
-                    first = 0 if name in ("reward_tensor", "rollout_log_probs") else start
-                    arrays[name][row, ..., first : first + values.shape[-1]] = values
+                first = 0 if name in ("reward_tensor", "rollout_log_probs") else start
+                arrays[name][row, ..., first : first + values.shape[-1]] = values
             if sample.pads_count_on and len(sample.response_ids):
                 stop = start + sample.n_tokens
                 rows = positions[row, -sample.prompt_positions.shape[0] :, stop:]
@@ -290,26 +292,21 @@ def object_array(values: Sequence[Any]) -> Array:
 
 
 def _unpadded(sample: Sample, shape: Shape) -> dict[str, Array]:
-    """One sample's rows under the batch's names."""
-    mask = sample.response_mask.astype(np.int64)
-    positions = sample.position_ids.astype(np.int64)
+    """One sample's rows under the batch's names; `prompts`, `responses` and `response_mask` are parts of them."""
+    border, length = len(sample.prompt_ids), sample.n_tokens
+    positions = sample.position_ids
     if shape.rows == 4:
-        positions = np.concatenate([np.arange(sample.n_tokens)[None], positions])
+        positions = np.concatenate([np.arange(length)[None], positions])
+    mask = np.zeros(length, bool)
+    mask[border:] = sample.response_mask
     rows = {
-        "prompts": sample.prompt_ids.astype(np.int64),
-        "responses": sample.response_ids.astype(np.int64),
-        "input_ids": sample.input_ids.astype(np.int64),
-        "attention_mask": (np.arange(sample.n_tokens) < len(sample.prompt_ids) + sample.n_attended).astype(
-            np.int64
-        ),
+        "input_ids": sample.input_ids,
+        "attention_mask": np.arange(length) < border + sample.n_attended,
         "position_ids": positions if shape.rows > 1 else positions[0],
         "reward_tensor": sample.rewards,
-        "response_mask": mask,
-        "loss_mask": np.concatenate([np.zeros(len(sample.prompt_ids), np.int64), mask]),
+        "loss_mask": mask,
     }
-    if sample.logprobs is not None:
-        rows["rollout_log_probs"] = sample.logprobs
-    return rows
+    return rows if sample.logprobs is None else rows | {"rollout_log_probs": sample.logprobs}
 
 
 def _nested(values: Sequence[Any]) -> Any:

@@ -120,6 +120,8 @@ class ChatTemplate:
             raise DataError("recorded text holds the noncharacters U+FDD0 or U+FDD1; remove them")
         found = self._control.finditer("".join(said)) if self._control else ()
         breaks = [match.start() + 1 for match in found]
+        if not breaks:
+            return [text if part["type"] == "text" else "" for part, text in zip(parts, said, strict=True)]
         texts, at = [], 0
         for part, text in zip(parts, said, strict=True):
             inside = breaks[bisect_right(breaks, at) : bisect_right(breaks, at + len(text))]
