@@ -193,10 +193,12 @@ def test_lots_do_not_each_filter_by_their_own_average(processor, make_root, tmp_
 @pytest.mark.timeout(1200)
 def test_ten_thousand_recordings_are_split_once_though_the_run_is_killed(processor_folder, tmp_path):
     chat = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "Gone."}]
-    many, out = tmp_path / "many.jsonl", tmp_path / "out"
-    with many.open("w") as file:
-        for number in range(10_000):
-            file.write(json.dumps({"id": f"r{number:05d}", "messages": chat}) + "\n")
+    many, out = tmp_path / "many", tmp_path / "out"
+    for number in range(10_000):
+        folder = many / f"r{number:05d}"
+        folder.mkdir(parents=True)
+        (folder / "final_messages.json").write_text(json.dumps(chat))
+        (folder / "task_config.json").write_text('{"id": "t"}')
     words = [
         "split",
         str(many),
