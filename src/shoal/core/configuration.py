@@ -125,4 +125,15 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     except TypeError:  # a type that msgspec does not know, such as a function: the config looks after it
         return value
     except msgspec.ValidationError as error:
+        words = [repr(word) for option in (hint, *arguments) for word in _words(option)]
+        if isinstance(value, str) and words:
+            raise ConfigError(f"{path} must be {_either(words)}, got {value!r}") from error
         raise ConfigError(f"{path}: {str(error).removesuffix(' - at `$`')}, got {value!r}") from error
+
+
+def _words(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def _either(words: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 
-from shoal.core.configuration import convert_fields
+from shoal.core.configuration import check_fields
 from shoal.core.errors import ConfigError, did_you_mean
 
 Server = Literal["auto", "vllm", "sglang", "llama.cpp", "openai"]
@@ -26,28 +25,15 @@ def check_settings(settings: Any, seconds: Collection[str] = (), **least: float)
     """Refuse settings that cannot be meant, be they of YAML or of Python.
 
     Args:
-        settings: a dataclass; mappings and dataclasses in it have to look after themselves.
+        settings: a dataclass.
         seconds: its time limits.
         **least: the least that a number may be.
 
     Raises:
         ConfigError: a number is too small, NaN or infinite, a word unknown, or a value of another type.
     """
-    hints, given = get_type_hints(type(settings)), {}
-    for name in (item.name for item in fields(settings)):
-        value, hint = getattr(settings, name), hints[name]
-        if is_dataclass(value) or isinstance(value, Mapping):
-            continue
-        given[name] = value
-        words = [
-            word
-            for option in (hint, *get_args(hint))
-            if get_origin(option) is Literal
-            for word in get_args(option)
-        ]
-        if isinstance(value, str) and words and value not in words:
-            known = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
-            raise ConfigError(f"{name} must be {known}, got {value!r}")
+    for name, hint in get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
         if not isinstance(value, int | float | np.number):
             continue
         end = ", or null" if type(None) in get_args(hint) else ""
@@ -57,9 +43,7 @@ def check_settings(settings: Any, seconds: Collection[str] = (), **least: float)
             raise ConfigError(f"{name} must be at most {MOST_SECONDS:.0f} seconds{end}, got {value}")
         if name in least and not value >= least[name]:
             raise ConfigError(f"{name} must be at least {least[name]}{end}, got {value}")
-        if isinstance(value, float | np.floating) and not math.isfinite(value):
-            raise ConfigError(f"{name} must be a finite number{end}, got {value}")
-    convert_fields(type(settings), given, "", str)
+    check_fields(settings)
 
 
 @dataclass(frozen=True)
