@@ -427,8 +427,8 @@ def finite_rewards(rewards: list[Any], n_envs: int, first_index: int = 0) -> Arr
             number = reward.item() if reward.size == 1 else None
         if not hasattr(number, "__float__") or not math.isfinite(float(number)):
             raise EnvError(
-                f"env {first_index + place % n_envs}: the reward must be a finite number, got {reward!r} at step "
-                f"{place // n_envs} of the rollout"
+                f"env {first_index + place % n_envs}, step {place // n_envs} of the rollout: reward must be finite, "
+                f"got {reward!r}"
             )
         rewards[place] = float(number)
     return np.asarray(rewards, np.float64).reshape(-1, n_envs)
