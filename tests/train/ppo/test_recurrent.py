@@ -349,5 +349,5 @@ def test_a_task_of_memory_is_solved_by_who_remembers_and_by_no_other(recurrent, 
     with PPO(
         RecallEnv, seed=1, env_kwargs={"length": 6, "forgives": False}, recurrent=recurrent, **settings
     ) as ppo:
-        ppo.learn(60_000)
+        ppo.learn(120_000)
         assert least <= ppo.evaluate(100).mean <= most
