@@ -43,7 +43,7 @@ def main() -> None:
             Recall, n_envs=16, seed=1, recurrent=recurrent, n_steps=32, batch_size=128, hidden=(32,),
             memory_units=32, learning_rate=3e-3, ent_coef=0.01, gamma=0.98, backend="serial",
         ) as ppo:  # fmt: skip
-            found[recurrent] = ppo.learn(60_000).evaluate(100).mean
+            found[recurrent] = ppo.learn(120_000).evaluate(100).mean
     print(f"right answers without memory {found['none']:.2f}, with a GRU {found['gru']:.2f}")
     assert found["none"] < 0.7 < 0.95 < found["gru"], "memory made no difference"
 
