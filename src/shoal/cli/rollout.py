@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +37,7 @@ from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.settings import Backend
 from shoal.rollout.verify import Verdict, compare
+from shoal.testing.proof import meanwhile
 
 if TYPE_CHECKING:
     from shoal.testing.recorded_runs import Recording
@@ -274,20 +275,18 @@ def _lockstep_here(config: Any, engine: Engine) -> Any:
 def _collect_and_kill(manager: ParallelRolloutManager, iteration: int) -> list[Trajectory]:
     """A rollout in which a worker is killed while it plays; again, should every worker have been too quick."""
     for _ in range(ATTEMPTS):
-        with _killer(manager):
+        with meanwhile(_killer(manager)):
             trajectories = manager.collect(iteration)
         if manager.report.worker_deaths:
             break
     return trajectories
 
 
-@contextlib.contextmanager
-def _killer(manager: ParallelRolloutManager) -> Iterator[None]:
-    """Kill workers as the machine's out-of-memory killer would, until one had an episode to lose."""
-    done = threading.Event()
+def _killer(manager: ParallelRolloutManager) -> Callable[[threading.Event], None]:
+    """Kills workers as the machine's out-of-memory killer would, until one had an episode to lose."""
     before, asked = manager.report, manager.inference.statistics.requests
 
-    def kill() -> None:
+    def kill(done: threading.Event) -> None:
         while manager.report is before or manager.inference.statistics.requests == asked:
             if done.wait(0.001):
                 return
@@ -297,13 +296,7 @@ def _killer(manager: ParallelRolloutManager) -> Iterator[None]:
             if done.wait(0.2) or manager.report.worker_deaths:  # an idle worker costs nothing: try the next
                 return
 
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    return kill
 
 
 def _row(
