@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from shoal.core.configuration import from_mapping, to_mapping
+from shoal.core.configuration import check_fields, from_mapping, to_mapping
 from shoal.core.errors import ConfigError
 from shoal.envs.text import build_config
 
@@ -125,3 +125,29 @@ def test_settings_in_lists_and_mappings_become_dataclasses_and_back():
     assert made == Many([inner], (inner, inner), {"a": inner}, {"b": [inner]})
     assert from_mapping(Many, to_mapping(made)) == made
     assert from_mapping(Many, {"maybe": None}).maybe is None
+
+
+@dataclass(frozen=True)
+class Rate:
+    value: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    listed: tuple[Rate, ...] = ()
+    maybe: Rate | None = None
+    named: dict[str, Rate] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"listed": (Rate(), Rate(float("nan")))}, "listed.1.value"),
+        ({"maybe": Rate(float("inf"))}, "maybe.value"),
+        ({"named": {"a": Rate(float("nan"))}}, "named.a.value"),
+    ],
+)
+def test_settings_within_settings_are_checked_wherever_they_stand(given, path):
+    check_fields(Rates((Rate(),), Rate(), {"a": Rate()}))
+    with pytest.raises(ConfigError, match=f"^{path} must be a finite number"):
+        check_fields(Rates(**given))

@@ -111,7 +111,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if origin in (typing.Union, types.UnionType):
             for option in filter(_holds_settings, arguments):
                 listed = typing.get_origin(option) in (list, tuple)
-                if isinstance(value, list | tuple if listed else Mapping):
+                made = dataclasses.is_dataclass(option) and isinstance(value, option)  # type: ignore[arg-type]
+                if made or isinstance(value, list | tuple if listed else Mapping):
                     return _convert(option, value, path)
         elif origin is dict:
             if not isinstance(value, Mapping):
