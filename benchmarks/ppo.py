@@ -30,7 +30,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO / "src"), str(REPO / "benchmarks")]
@@ -43,7 +43,7 @@ import yaml  # noqa: E402
 
 import ppo_cleanrl  # noqa: E402
 import ppo_single_file  # noqa: E402
-import vector_envs  # noqa: E402
+from quiet import Quiet  # noqa: E402
 from shoal.core.files import read_json, write_json  # noqa: E402
 from shoal.train.ppo.envs import EnvFactory  # noqa: E402
 from shoal.train.ppo.ppo import PPO  # noqa: E402
@@ -79,7 +79,6 @@ LIBRARIES = {SB3: "stable_baselines3", SBX: "sbx"}
 """The latter is the former's algorithms in JAX, with the same interface."""
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
-T = TypeVar("T")
 Meter = Callable[[], tuple[float, float]]
 
 
@@ -227,13 +226,13 @@ def throughput(
         if cleanrl is not None:
             peers = (*peers, CLEANRL)
         subjects = [*(s for s in own if n_envs > 1 or "workers" not in s), *peers, LIMIT]
-        quiet = Quiet(f"{env}, {n_envs} envs")
+        quiet = Quiet()
         rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
         for _ in range(rounds):
             for subject in subjects:
                 if subject not in LIBRARIES or importlib.util.find_spec(LIBRARIES[subject]):
                     turn = functools.partial(rates_of, subject, env, n_envs, seconds, cleanrl)
-                    rates[subject].append(quiet.turn(turn, "workers" in subject))
+                    rates[subject].append(quiet.turn(turn, one_core="workers" not in subject))
         for subject, found in rates.items():
             for place, unit in ((0, "steps/s"), (1, "steps/CPU-s")):
                 value = statistics.median(rate[place] for rate in found) if found else None
@@ -243,7 +242,7 @@ def throughput(
                 wall, cpu = (statistics.median(rate[place] for rate in found) for place in (0, 1))
                 numbers = f"{wall:>10,.0f} steps/s {cpu:>10,.0f} steps/CPU-s"
                 print(f"{env:16} n={n_envs:<3} {subject:20} {numbers}", flush=True)
-        rows.append(quiet.row())
+        rows.append(noise(f"{env}, {n_envs} envs", quiet))
     return rows
 
 
@@ -267,56 +266,10 @@ def rates_of(
     return watch.rates
 
 
-CORES = sorted(psutil.Process().cpu_affinity())
-
-
-def calibrate() -> dict[int, float]:
-    """Seconds of the same work on each core, best of three."""
-    found = {}
-    for core in CORES:
-        psutil.Process().cpu_affinity([core])
-        found[core] = vector_envs.calibrate(1_000_000)
-    return found
-
-
-class Quiet:
-    """A case's turns, kept when the same work took no longer before and after them than at the case's best time."""
-
-    tries = 5
-    patience = 20.0
-    """Seconds that a turn waits for a calm moment."""
-
-    def __init__(self, case: str) -> None:
-        self.case, self.kept, self.best = case, list[float](), math.inf
-
-    def turn(self, play: Callable[[], T], workers: bool) -> T:
-        """What `play` gives in a quiet turn, or in the quietest of `tries`; on one core unless it has `workers`."""
-        found = []
-        for _ in range(self.tries):
-            deadline = time.perf_counter() + self.patience
-            while True:
-                before = calibrate()
-                cores = CORES if workers else [min(before, key=lambda core: before[core])]
-                if self.spread(before, cores) < 5 or time.perf_counter() > deadline:
-                    break
-            psutil.Process().cpu_affinity(cores)
-            value = play()
-            found.append((max(self.spread(work, cores) for work in (calibrate(), before)), value))
-            if found[-1][0] < 5:
-                break
-        spread, value = min(found, key=lambda one: one[0])
-        self.kept.append(spread)
-        return value
-
-    def spread(self, work: dict[int, float], cores: list[int]) -> float:
-        """How much longer, in percent, the work took on the slowest of `cores` than at best on any."""
-        self.best = min(self.best, *work.values())
-        return 100 * (max(work[core] for core in cores) / self.best - 1)
-
-    def row(self) -> dict[str, Any]:
-        """How much longer the work took beside the noisiest turn that was kept."""
-        print(f"{self.case}: the same work took up to {max(self.kept):.1f} % longer than at best", flush=True)
-        return row(self.case, "calibration", max(self.kept), "%", 0.0, len(self.kept))
+def noise(case: str, quiet: Quiet) -> dict[str, Any]:
+    """How much longer the work took beside the noisiest turn that was kept."""
+    print(f"{case}: the same work took up to {max(quiet.kept):.1f} % longer than at best", flush=True)
+    return row(case, "calibration", max(quiet.kept), "%", 0.0, len(quiet.kept))
 
 
 def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
@@ -378,11 +331,12 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
         "shoal": shoal, "shoal, 2 workers": shoal, "shoal, torch path": shoal, SINGLE: single
     }  # fmt: skip
     runs |= {name: peer for name, library in LIBRARIES.items() if importlib.util.find_spec(library)}
-    rows, quiet = [], Quiet("CartPole-v1 to 475")
+    rows, quiet = [], Quiet()
     for subject, play in runs.items():
         found = []
         for seed in seeds:
-            found.append(quiet.turn(functools.partial(timed, play, subject, seed), "workers" in subject))
+            turn = functools.partial(timed, play, subject, seed)
+            found.append(quiet.turn(turn, one_core="workers" not in subject))
             print(
                 f"solve CartPole  {subject:20} seed {seed}: {found[-1][0]:>7} steps, {found[-1][1]:.2f} s",
                 flush=True,
@@ -392,7 +346,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
         for place, unit in ((1, "s"), (0, "env steps")):
             value = statistics.median(f[place] for f in found) if solved else None
             rows.append(row("CartPole-v1 to 475", subject, value, unit, cpu_seconds, len(found)))
-    return [*rows, quiet.row()]
+    return [*rows, noise("CartPole-v1 to 475", quiet)]
 
 
 def timed(play: Callable[[str, int], int], subject: str, seed: int) -> tuple[int, float, float]:
