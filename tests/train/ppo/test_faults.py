@@ -200,6 +200,41 @@ def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path)
     assert last(tmp_path / "run") == last(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("steps", [320, 640], ids=["amid the run", "at its end"])
+def test_an_evaluation_cut_short_by_ctrl_c_costs_no_row_and_is_done_on_resuming(monkeypatch, tmp_path, steps):
+    options = {"total_timesteps": 640, "n_envs": 2, "backend": "serial", "tensorboard": False, "eval_every": 320,
+               "eval_episodes": 2, "log_every": 2}  # fmt: skip
+    played = PPO.evaluate
+
+    def interrupted(ppo, *args, **more):
+        if ppo.log.n_steps == steps:
+            raise KeyboardInterrupt
+        return played(ppo, *args, **more)
+
+    def rows(name):
+        timed = ("seconds", "steps_per_second")
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+
+    config = PPOConfig(n_steps=32, batch_size=32)
+    whole = PPORun(RunOptions(run_dir=str(tmp_path / "whole"), **options), config)
+    list(whole.rows())
+    whole.close()
+    monkeypatch.setattr(PPO, "evaluate", interrupted)
+    run = PPORun(RunOptions(run_dir=str(tmp_path / "run"), **options), config)
+    with pytest.raises(KeyboardInterrupt):
+        list(run.rows())
+    run.close()
+    monkeypatch.undo()
+    cut = rows("run")[-1]
+    assert cut["steps"] == steps
+    assert "eval_return_mean" not in cut
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run")]) == 0
+    assert rows("run") == rows("whole")
+    assert [row["steps"] for row in rows("run") if "eval_return_mean" in row] == [320, 640]
+    assert last(tmp_path / "run" / "best") == last(tmp_path / "whole" / "best")
+
+
 class FailsOnce(ShortEnv):
     """Its worker dies while the episode under way is played again."""
 

@@ -171,6 +171,7 @@ class PPORun:
         options = self.options
         best = self._resumed.get("best")
         self._best = -math.inf if best is None else float(best)
+        self._owes_evaluation = bool(self._resumed.get("owes_evaluation"))
         self._last_eval: Metrics = {}
         self._boards = (
             TensorBoard(self.path / "tensorboard", options.tensorboard),
@@ -223,6 +224,7 @@ class PPORun:
     def rows(self) -> Iterator[Metrics]:
         """Train; yields the metrics of every update, with evaluations where there were any.
 
+        An evaluation that Ctrl-C cut short is done when the run is resumed, and told in the row of its update.
         On NaN or a failed environment an emergency checkpoint of the last good weights is saved, then the error
         goes on.
         """
@@ -235,17 +237,24 @@ class PPORun:
         self.folder.keep_metrics(lambda row: row["steps"] <= steps)
         episodes, status = ppo.log.n_episodes, "completed"
         row: Metrics = {}
+        untold = False
         try:
+            if self._owes_evaluation and (row := self._last_row()):
+                row |= self._evaluate()
+                self._report_again(row)
+                yield row
             updates = ppo.updates(options.total_timesteps, num_episodes=options.num_episodes)
             for row in () if self._ended else updates:
-                self.trained = True
+                self.trained = untold = True
                 last = self._ended
                 if last or self._is_due(options.eval_every, steps, episodes):
+                    self._owes_evaluation = True
                     row |= self._evaluate()
+                self._report(row)
+                untold = False
                 if self._is_due(options.checkpoint_every, steps, episodes):
                     self._save()
                 steps, episodes = ppo.log.n_steps, ppo.log.n_episodes
-                self._report(row)
                 yield row
                 if last:
                     break
@@ -257,6 +266,8 @@ class PPORun:
             raise
         finally:
             if status == "interrupted":
+                if untold:
+                    self._report_again(row)
                 if ppo.is_whole:
                     self._save()
                 self._finish(row, status)
@@ -358,6 +369,7 @@ class PPORun:
     def _evaluate(self) -> Metrics:
         result = self.ppo.evaluate(self.options.eval_episodes, deterministic=self.options.eval_deterministic)
         self._last_eval = {"eval_return_mean": result.mean, "eval_return_std": result.std}
+        self._owes_evaluation = False
         if result.mean > self._best:
             self._best = result.mean
             folder = checkpoint_folder(self.path / "best", self.ppo.log.n_steps)
@@ -368,7 +380,8 @@ class PPORun:
     def _told(self) -> dict[str, Any]:
         """What a checkpoint has to say for its run to go on as it was."""
         best = self._best if math.isfinite(self._best) else None
-        return {"options": dataclasses.asdict(self.options), "best": best}
+        owed = {"owes_evaluation": True} if self._owes_evaluation else {}
+        return {"options": dataclasses.asdict(self.options), "best": best, **owed}
 
     def _save(self) -> Path:
         folder = self.ppo.save(self.checkpoints, **self._told())
@@ -384,11 +397,22 @@ class PPORun:
         self._finish({}, "failed")
 
     def _report(self, row: Metrics) -> None:
-        if "eval_return_mean" in row or self.ppo.agent.iteration % self.options.log_every == 0:
+        wanted = "eval_return_mean" in row or self._owes_evaluation
+        if wanted or self.ppo.agent.iteration % self.options.log_every == 0:
             self.folder.append_metrics(row)
             numbers = {f"ppo/{key}": value for key, value in row.items() if math.isfinite(value)}
             for board in self._boards:
                 board.add(numbers, int(row["steps"]))
+
+    def _report_again(self, row: Metrics) -> None:
+        """Report a row of which some may have been reported."""
+        self.folder.keep_metrics(lambda kept: kept["steps"] < row["steps"])
+        self._report(row)
+
+    def _last_row(self) -> Metrics:
+        """The row of the present step, if it was reported."""
+        rows = [row for row in self.folder.read_metrics() if row["steps"] == self.ppo.log.n_steps]
+        return {key: math.nan if value is None else value for key, value in rows[-1].items()} if rows else {}
 
     def _check_rendering(self) -> None:
         """Refuse to begin a run whose video could not be made at its end."""
