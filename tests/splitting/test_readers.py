@@ -220,6 +220,29 @@ def test_no_episode_of_a_run_is_lost_to_another_of_its_number(processor, tmp_pat
         ShoalReader(tmp_path).ids()
 
 
+@pytest.mark.parametrize("torn", ["amid", "first"])
+def test_a_broken_line_of_a_run_is_named_and_takes_no_other_with_it(processor, tmp_path, torn):
+    file = tmp_path / "trajectories" / "train-000004.jsonl"
+    write_trajectories(file, [trajectory(processor, member) for member in range(3)])
+    lines = file.read_bytes().splitlines()
+    lines[torn == "amid"] = lines[torn == "amid"][:-90] + b"\xff"
+    file.write_bytes(b"\n\n".join(lines))
+    number = 3 if torn == "amid" else 1
+    for place in (tmp_path, file):
+        reader = find_reader(place)
+        assert isinstance(reader, ShoalReader)
+        broken = f"train-000004-line-{number:06d}"
+        whole = [name for name in reader.ids() if name != broken]
+        assert whole == [f"grid_x-4-2-{member}" for member in range(3) if member != (torn == "amid")]
+        splitter = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, on_error="skip")
+        batch = splitter.split(reader.ids())
+        assert list(dict.fromkeys(batch["dataset_ids"].tolist())) == whole
+        assert [item.dataset_id for item in batch.skipped] == [broken]
+        assert f"{file}, line {number}: not a trajectory" in batch.skipped[0].reason
+        with pytest.raises(DataError, match=rf"line {number}: not a trajectory"):
+            reader.read(broken)
+
+
 def test_own_trajectories_may_show_images(processor, recorded, tmp_path):
     root, ids = recorded
     (tmp_path / "shots").mkdir()

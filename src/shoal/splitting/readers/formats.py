@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ from shoal.splitting.readers.records import Record, RecordReader, first_known, r
 class ShoalReader:
     """shoal's own `trajectories/*.jsonl`: a run folder, its `trajectories` folder, or one file.
 
-    Episodes that did not end well (`status` other than "ok") have no id here. Tokens and log-probabilities of
-    each turn come along, so `StepwiseTrajectorySplitter(use_vllm_logp=True)` trains on exactly those.
+    Episodes that did not end well (`status` other than "ok") have no id here; a broken line has that of its file and
+    number, and reading it says what is wrong. Tokens and log-probabilities of each turn come along, so
+    `StepwiseTrajectorySplitter(use_vllm_logp=True)` trains on exactly those.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._places: dict[str, tuple[Path, int]] | None = None
+        self._places: dict[str, tuple[Path, int, int]] | None = None
 
     def ids(self) -> list[str]:
         """`<env>-<iteration>-<group>-<member>` of each finished trajectory; of held-out ones the file stands first."""
@@ -52,10 +54,10 @@ class ShoalReader:
         places = reader._index()
         if dataset_id not in places:
             raise DataError(f"{reader.path}: no trajectory {dataset_id!r}.{did_you_mean(dataset_id, places)}")
-        file, offset = places[dataset_id]
+        file, line, offset = places[dataset_id]
         with file.open("rb") as handle:
             handle.seek(offset)
-            trajectory = decode_trajectory(handle.readline())
+            trajectory = _decoded(handle.readline(), file, line)
         source = f"{file}, {dataset_id}"
         base = file.parent.parent if file.parent.name == "trajectories" else file.parent
         locate = ImageLocator(base)
@@ -81,21 +83,20 @@ class ShoalReader:
             folder=str(base),
         )
 
-    def _index(self) -> dict[str, tuple[Path, int]]:
+    def _index(self) -> dict[str, tuple[Path, int, int]]:
         if self._places is None:
-            places: dict[str, tuple[Path, int]] = {}
+            places: dict[str, tuple[Path, int, int]] = {}
             for file in self._files():
-                for offset, trajectory in _trajectories(file):
-                    if trajectory.status == "ok" and trajectory.turns:
-                        tag = re.sub(r"[^A-Za-z0-9._()-]", "_", trajectory.env)[:40]
-                        name = safe_id(f"{tag}-{trajectory.iteration}-{trajectory.group}-{trajectory.member}")
-                        name = short_id(f"{file.stem}-{name}") if _held_out(file) else name
-                        if name in places:
-                            raise DataError(
-                                f"{file}: id {name!r} is taken by {places[name][0]}; give one file at a time, or "
-                                "each env a tag of its own"
-                            )
-                        places[name] = (file, offset)
+                for line, offset, trajectory in _trajectories(file):
+                    if trajectory is not None and not (trajectory.status == "ok" and trajectory.turns):
+                        continue
+                    name = _name_of(trajectory, file, line)
+                    if name in places:
+                        raise DataError(
+                            f"{file}: id {name!r} is taken by {places[name][0]}; give one file at a time, or "
+                            "each env a tag of its own"
+                        )
+                    places[name] = (file, line, offset)
             self._places = places  # whole: other threads ask meanwhile
         return self._places
 
@@ -112,24 +113,38 @@ def _held_out(file: Path) -> bool:
     return file.name.startswith("heldout-")
 
 
-def _trajectories(file: Path) -> Iterator[tuple[int, Trajectory]]:
+def _name_of(trajectory: Trajectory | None, file: Path, line: int) -> str:
+    if trajectory is None:
+        return short_id(f"{file.stem}-line-{line:06d}")
+    tag = re.sub(r"[^A-Za-z0-9._()-]", "_", trajectory.env)[:40]
+    name = safe_id(f"{tag}-{trajectory.iteration}-{trajectory.group}-{trajectory.member}")
+    return short_id(f"{file.stem}-{name}") if _held_out(file) else name
+
+
+def _trajectories(file: Path) -> Iterator[tuple[int, int, Trajectory | None]]:
+    """(line number, offset, trajectory) of each line that is not empty; None for a broken one: the others are whole."""
     with file.open("rb") as handle:
         offset = 0
         for number, line in enumerate(handle, 1):
-            try:
-                yield offset, decode_trajectory(line)
-            except DataError as error:
-                raise DataError(f"{file}, line {number}: {error}") from error
+            if line.strip():
+                try:
+                    trajectory = _decoded(line, file, number)
+                except DataError:
+                    trajectory = None
+                yield number, offset, trajectory
             offset += len(line)
 
 
-def looks_like_own_run(file: Path) -> bool:
-    """Whether the first line of a file is one of shoal's trajectories."""
+def _decoded(line: bytes, file: Path, number: int) -> Trajectory:
     try:
-        next(_trajectories(file))
-    except (DataError, StopIteration):
-        return False
-    return True
+        return decode_trajectory(line)
+    except DataError as error:
+        raise DataError(f"{file}, line {number}: {error}") from error
+
+
+def looks_like_own_run(file: Path) -> bool:
+    """Whether one of the first lines of a file is one of shoal's trajectories."""
+    return any(trajectory is not None for _, _, trajectory in islice(_trajectories(file), 3))
 
 
 class AtifReader(RecordReader):
