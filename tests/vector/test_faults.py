@@ -342,6 +342,19 @@ def test_a_call_that_cannot_be_sent_is_refused_and_leaves_nothing_behind(options
     envs.close()
 
 
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_cannot_be_sent_to_one_worker_is_set_in_none(threads: bool) -> None:
+    lock = __import__("threading").Lock()
+    envs = make_vec(CountEnv, 4, backend="process", num_workers=2, threads=threads)
+    envs.set_attr("given", [1, 2, 3, 4])
+    with pytest.raises(TypeError, match="pickle"):
+        envs.set_attr("given", [5, 6, 7, lock])
+    assert envs.get_attr("given") == (1, 2, 3, 4)
+    envs.set_attr("given", [5, 6, 7, 8])
+    assert envs.get_attr("given") == (5, 6, 7, 8)
+    envs.close()
+
+
 @pytest.mark.parametrize("moment", ["idle", "pending", "dead", "hung"])
 def test_close_is_quick_in_every_state(moment: str) -> None:
     envs = vec("kill" if moment == "dead" else "stubborn hang")

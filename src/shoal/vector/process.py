@@ -69,6 +69,8 @@ class Worker:
     """
 
     inline = True
+    sends = False
+    """Its commands are sent as bytes."""
     home: Any = None
     """What it lives in; workers with the same home are lost together."""
 
@@ -85,6 +87,7 @@ class Worker:
         self.group: EnvGroup | None = None
         self.buffers: Buffers | None = None
         self._seen = (-1, 0.0)
+        self._packed: tuple[Any, bytes] = (None, b"")
 
     # --- what each kind of worker does in its own way
     def start(self, command: Any, *, bell: bool = False) -> None:
@@ -145,6 +148,16 @@ class Worker:
         return None
 
     # --- what is the same for all
+    def pack(self, command: Any) -> None:
+        """Refuse a command that cannot be sent to it, before it begins."""
+        if self.sends:
+            self._packed = command, dumps(command)[0]
+
+    def bytes_of(self, message: Any) -> bytes:
+        """What a command is sent as."""
+        (packed, data), self._packed = self._packed, (None, b"")
+        return data if packed is message else dumps(message)[0]
+
     def begin(self, command: Any, *, bell: bool = False) -> None:
         """Begin a command."""
         if self._limited:
@@ -469,7 +482,7 @@ class ThreadBackend(Backend):
 class ProcessWorker(Worker):
     """A group in a worker process, or in one of its threads."""
 
-    inline = False
+    inline, sends = False, True
 
     home: WorkerProcess
 
@@ -508,7 +521,7 @@ class ProcessWorker(Worker):
             operation, number, message = operations.TRIAL, command.rounds, None
         elif isinstance(command, Close):
             operation, message = operations.CLOSE, None
-        data = b"" if message is None else dumps(message)[0]  # if that fails, nothing has begun
+        data = b"" if message is None else self.bytes_of(message)  # if that fails, nothing has begun
         if operation == operations.STEP_SOME:
             assert self.buffers is not None
             mask = self.buffers.members[self.first : self.first + self.count]

@@ -99,7 +99,7 @@ class Host:
 class RayWorker(Worker):
     """A group in an actor."""
 
-    inline = False
+    inline, sends = False, True
 
     def __init__(self, backend: RayBackend, first: int, env_fns: Sequence[EnvFn], limits: Limits) -> None:
         super().__init__(first, env_fns, limits)
@@ -126,7 +126,7 @@ class RayWorker(Worker):
     def start(self, command: Any, *, bell: bool = False) -> None:
         """Send the command; the first one waits until a fresh actor has a place."""
         del bell
-        data = dumps(with_own_rows(self, command))[0]  # first: what cannot be sent was never begun
+        data = self.bytes_of(with_own_rows(self, command))  # first: what cannot be sent was never begun
         self.command = command
         if isinstance(command, Make):
             self._data, self._retry_until = data, time.monotonic() + RETRY_SECONDS

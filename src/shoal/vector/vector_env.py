@@ -840,9 +840,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Begin something with the envs `ids`, of whose arguments `args` has those of all envs."""
 
         def begin() -> None:
-            for worker, members in self._by_worker(ids):
-                given = [args[worker.first + j] for j in members]
-                self._begin(worker, Apply(doing, function, given, members))
+            commands = [
+                (worker, Apply(doing, function, [args[worker.first + j] for j in members], members))
+                for worker, members in self._by_worker(ids)
+            ]
+            for worker, command in commands:  # before any is told: what one cannot be sent, none gets
+                worker.pack(command)
+            for worker, command in commands:
+                self._begin(worker, command)
 
         self._begun(operation, ids, begin)
 
