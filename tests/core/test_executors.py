@@ -295,6 +295,22 @@ def test_a_named_cluster_that_does_not_answer_is_an_error(starts, tmp_path, monk
     assert not starts
 
 
+@pytest.mark.parametrize("named", ["127.0.0.1:65536", "head:99999", "head:0", "ray://head:100001", "auto"])
+def test_a_port_that_no_cluster_can_have_is_an_error(starts, tmp_path, monkeypatch, named):
+    note_cluster(tmp_path, "127.0.0.1:65536")
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS is .*: its port must be from 1 to 65535, got \d+"):
+        executors.connect_ray()
+    assert not starts
+
+
+def test_a_port_that_cannot_be_is_passed_over_where_nobody_named_it(starts, tmp_path, caplog):
+    note_cluster(tmp_path, "127.0.0.1:65536")
+    executors.connect_ray()
+    assert starts[0][0] == "local"
+    assert "no Ray cluster can be at 127.0.0.1:65536" in caplog.text
+
+
 def test_auto_without_any_cluster_is_an_error(starts, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match="no Ray cluster runs here"):

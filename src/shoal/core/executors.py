@@ -197,7 +197,7 @@ def find_ray_cluster() -> str | None:
     `ray.init` would also try a cluster that is gone, whose address is still written down.
 
     Raises:
-        ConfigError: no cluster is where `RAY_ADDRESS` says.
+        ConfigError: no cluster is where `RAY_ADDRESS` says, or can be.
     """
     from ray._private import services
 
@@ -209,8 +209,13 @@ def find_ray_cluster() -> str | None:
     if found is None or found == "local":
         return None
     host, _, port = found.rpartition(":")
+    if port.isdecimal() and not 1 <= int(port) <= 65535:
+        if named:
+            raise ConfigError(f"RAY_ADDRESS is {named!r}: its port must be from 1 to 65535, got {port}")
+        logger.warning("no Ray cluster can be at %s, which is noted down: a local one is started", found)
+        return None
     end = time.monotonic() + (RAY_ANSWERS_SECONDS if named else 0.0)
-    while port.isdigit() and "://" not in host:
+    while port.isdecimal() and "://" not in host:
         try:
             socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
             break
