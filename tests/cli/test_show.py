@@ -5,6 +5,7 @@ from tests.viewer.test_index import episode
 
 from shoal.cli.main import main
 from shoal.core.data import write_trajectories
+from shoal.core.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -49,6 +50,43 @@ def test_a_summary_that_is_none_is_told_in_a_line(run, capsys, summary):
     (run / "summary.json").write_text(json.dumps(summary))
     assert main(["show", str(run)]) == 2
     assert "must hold an object with 'metrics'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("eval", "not finished; shoal eval cannot go on with it: run it again"),
+        ("rollout", "not finished; shoal rollout cannot go on with it: run it again"),
+        ("split", "not finished; shoal split cannot go on with it: run it again"),
+        ("train", "go on with: shoal train --config-name NAME"),
+        ("train-ppo", "go on with: shoal train-ppo --resume-from"),
+        ("skills train", "go on with: shoal skills train --resume --graph-path"),
+    ],
+)
+def test_an_unfinished_run_is_told_by_the_command_that_made_it(run, capsys, command, told):
+    RunFolder(run, command, 0).close()
+    assert main(["show", str(run)]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert main(["runs", str(run.parent), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["command"], row["status"]) == (command, "unfinished")
+
+
+def test_an_unfinished_split_into_lots_goes_on(run, capsys):
+    RunFolder(run, "split", 0).close()
+    (run / "shards").mkdir()
+    assert main(["show", str(run)]) == 0
+    assert "go on with: shoal split ROOT --shard-size N --resume" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("file", "command"), [("state.db", "skills train"), ("checkpoints/step_1", "train-ppo")]
+)
+def test_an_unfinished_run_of_an_older_version_is_told_by_its_files(run, capsys, file, command):
+    (run / ".lock").write_text("12345")
+    (run / file).mkdir(parents=True)
+    assert main(["show", str(run)]) == 0
+    assert f"go on with: shoal {command}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_turns_can_be_shown_but_not_fewer(run, capsys):

@@ -15,7 +15,7 @@ import tyro
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json, table
 from shoal.core.errors import DataError
-from shoal.core.run_folder import FolderLock, read_summary
+from shoal.core.run_folder import FolderLock, command_of, read_summary
 
 RESULTS = (
     "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
@@ -124,7 +124,7 @@ def describe(run: Path) -> dict[str, Any]:
         rows = (run / "metrics.jsonl").read_bytes().count(b"\n")
     return {
         "run": str(run),
-        "command": str(summary.get("command") or _command_of(run)),
+        "command": command_of(run),
         "status": "running" if running else str(summary.get("status") or "unfinished"),
         "seed": summary.get("seed"),
         "seconds": seconds if isinstance(seconds, int | float) else None,
@@ -133,9 +133,3 @@ def describe(run: Path) -> dict[str, Any]:
         "value": None if name is None else metrics[name],
         "rows": rows,
     }
-
-
-def _command_of(run: Path) -> str:
-    if (run / "state.db").exists():
-        return "skills train"
-    return "train-ppo" if any((run / "checkpoints").glob("step_*")) else "train"

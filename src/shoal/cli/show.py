@@ -21,7 +21,7 @@ from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import FolderLock, read_summary
+from shoal.core.run_folder import FolderLock, command_of, read_summary
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 from shoal.viewer.markup import number
 
@@ -142,12 +142,18 @@ def summary_table(run: Path, *, everything: bool = False) -> Table:
 
 def how_to_go_on(run: Path) -> str:
     """The command that goes on with an unfinished run, as far as its files tell which one made it."""
-    place = shlex.quote(str(run))
-    if (run / "state.db").exists():
-        return f"go on with: shoal skills train --resume --graph-path {place}"
-    if any((run / "checkpoints").glob("step_*")):
-        return f"go on with: shoal train-ppo --resume-from {place}"
-    return f"go on with: shoal train --config-name NAME run_dir={place} resume=true"
+    place, command = shlex.quote(str(run)), command_of(run)
+    words = {
+        "skills train": f"skills train --resume --graph-path {place}",
+        "train-ppo": f"train-ppo --resume-from {place}",
+        "train": f"train --config-name NAME run_dir={place} resume=true",
+        "skills-training": "skills train --resume --graph-path GRAPH",
+    }
+    if (run / "shards").is_dir():
+        words["split"] = f"split ROOT --shard-size N --resume --out {place}"
+    if command not in words:
+        return f"shoal {command} cannot go on with it: run it again"
+    return f"go on with: shoal {words[command]}"
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _named_in(descriptor: int, patience: float = 1.0) -> str:
     """The process that a lock file names; who has just taken the lock is given a moment to write its number down."""
     deadline = time.monotonic() + patience
     while True:
-        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+        owner = os.pread(descriptor, 32, 0).decode(errors="replace").partition("\n")[0].strip()
         if (owner.isdecimal() and Path(f"/proc/{owner}").exists()) or time.monotonic() > deadline:
             return owner or "unknown"
         time.sleep(0.01)
@@ -67,6 +67,19 @@ def read_summary(run: Path) -> dict[str, Any]:
             "restore it or remove it"
         )
     return summary
+
+
+def command_of(run: Path) -> str:
+    """The command that made a run folder, as far as its files tell, also of one that has not come to its end."""
+    with contextlib.suppress(OSError, DataError):
+        if command := read_summary(run).get("command"):
+            return str(command)
+    with contextlib.suppress(OSError):
+        if command := (run / ".lock").read_text(errors="replace").partition("\n")[2]:
+            return command
+    if (run / "state.db").exists():
+        return "skills train"
+    return "train-ppo" if any((run / "checkpoints").glob("step_*")) else "train"
 
 
 def whole_rows(data: bytes) -> list[dict[str, Any]]:
@@ -114,12 +127,17 @@ class FolderLock:
                 f"{self.holder} (process {owner}) is running on {self.path.parent}{here}; "
                 "stop it or wait for it, or use another folder"
             )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        self._descriptor = descriptor
+        self.note(os.pread(descriptor, 200, 0).decode(errors="replace").partition("\n")[2])
         close = weakref.finalize(self, os.close, descriptor)
         close.atexit = False  # what is still written while the process ends is written under the lock
         self._close = close
         _held.add(self)
+
+    def note(self, command: str) -> None:
+        """Write down who holds the lock, and for which command: what a folder without a summary is of."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode(), 0)
 
     def release(self) -> None:
         """Give the lock up, if it is held."""
@@ -209,6 +227,8 @@ class RunFolder:
                 f"{self.path} holds a run of `shoal {before}`, which one of `shoal {command}` would write over: "
                 "choose another folder"
             )
+        if self._lock is not None:
+            self._lock.note(command)
 
     def __enter__(self) -> RunFolder:
         return self
