@@ -3,6 +3,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -55,6 +56,47 @@ def test_a_killed_writer_leaves_the_old_content_or_the_new(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
+@pytest.fixture(params=[0o022, 0o027, 0o077, 0o002], ids="{:03o}".format)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_new_files_and_folders_may_be_read_by_whom_the_umask_lets(tmp_path, umask):
+    (tmp_path / "plain").write_text("")
+    (tmp_path / "others").mkdir()
+    write_bytes(tmp_path / "file", b"1")
+    with write_folder(tmp_path / "folder") as folder:
+        (folder / "by a library").write_text("")
+        (folder / "by a library").chmod(0o600)  # as safetensors writes
+        (folder / "program").write_text("")
+        (folder / "program").chmod(0o755)
+        write_json(folder / "by shoal", {})
+    assert mode(tmp_path / "file") == mode(tmp_path / "plain") == 0o666 & ~umask
+    assert mode(tmp_path / "folder") == mode(tmp_path / "others") == 0o777 & ~umask
+    for name in ("by a library", "by shoal", "manifest.json"):
+        assert mode(tmp_path / "folder" / name) == 0o666 & ~umask, name
+    assert mode(tmp_path / "folder" / "program") == 0o755
+
+
+@pytest.mark.parametrize("chosen", [0o600, 0o640, 0o644, 0o664])
+def test_what_is_replaced_keeps_its_mode(tmp_path, umask, chosen):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").chmod(chosen)
+    (tmp_path / "folder").chmod(chosen | 0o100)
+    for number in range(2):
+        write_json(tmp_path / "file", number)
+        with write_folder(tmp_path / "folder") as folder:
+            (folder / "a").write_text(str(number))
+    assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (chosen, chosen | 0o100)
+
+
 # A script, since it forks: each child is killed at another one of the calls that change the disk.
 KILLED_AT_EVERY_STEP = """
 import os, pathlib, re, shutil, signal, sys
@@ -83,7 +125,7 @@ def killed(step, work):
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         for owner, name in ((os, "replace"), (os, "fsync"), (os, "chmod"), (os, "unlink"), (os, "rmdir"),
-                            (files, "_exchange"), (files.tempfile, "mkdtemp")):
+                            (files, "_exchange"), (os, "mkdir")):
             watched(owner, name, arm)
         try:
             work()

@@ -15,8 +15,9 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,21 +40,40 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader, or a crash, sees the old bytes or the new, never a mix."""
+    """Replace `path` by `data` so that a reader, or a crash, sees the old bytes or the new, never a mix.
+
+    A new file may be read by whom the umask lets, as one of `open`; one that is replaced keeps its mode.
+    """
     path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = _beside(path)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            _take_mode(path, temporary)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
     fsync_folder(path.parent)
+
+
+def _beside(path: Path, kind: str = "tmp") -> Path:
+    """A name that nobody has, for what is to take the place of `path`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
+
+
+def _mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def _take_mode(path: Path, new: Path) -> None:
+    """Give `new` the mode of what it replaces, if there is anything."""
+    with contextlib.suppress(FileNotFoundError):
+        if (mode := _mode_of(path)) != _mode_of(new):
+            new.chmod(mode)
 
 
 def write_text(path: Path | str, text: str) -> None:
@@ -87,21 +107,26 @@ def sha256_of(path: Path) -> str:
 def write_folder(folder: Path | str) -> Iterator[Path]:
     """Yield a temporary folder to fill; on a clean exit it becomes `folder` at once, with a manifest.
 
-    If `folder` exists it is replaced. On an exception the temporary folder is removed and `folder` stays. Several
-    may write the same folder at a time: the last one's stays, whole.
+    If `folder` exists it is replaced, and its mode kept. On an exception the temporary folder is removed and `folder`
+    stays. Several may write the same folder at a time: the last one's stays, whole. A file that a library wrote for its
+    owner alone, as safetensors does, may be read by whom the umask lets.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+    temporary = _beside(folder)
+    temporary.mkdir()
+    readable = _mode_of(temporary) & 0o666
     try:
         yield temporary
         sums = {}
         for file in _files_in(temporary):
+            if _mode_of(file) == 0o600 != readable:
+                file.chmod(readable)
             sums[file.relative_to(temporary).as_posix()] = sha256_of(file)
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
         write_json(temporary / MANIFEST, {"sha256": sums})
-        os.chmod(temporary, 0o755)
+        _take_mode(folder, temporary)
         for inside, _, _ in os.walk(temporary):
             fsync_folder(Path(inside))
         _commit(temporary, folder)
@@ -134,7 +159,8 @@ def _renamed(temporary: Path, folder: Path, aside: list[Path]) -> bool:
         if os.path.lexists(folder):
             if _exchange(temporary, folder):
                 return True
-            aside.append(Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.parent)))
+            aside.append(_beside(folder, "old"))
+            aside[-1].mkdir(0o700)
             os.replace(folder, aside[-1] / "was")
         os.replace(temporary, folder)
         fsync_folder(folder.parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -221,7 +220,6 @@ class Batch(dict[str, Any]):
         with write_folder(folder) as new:
             tensors = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
             save_file(tensors, new / "batch.safetensors")
-            os.chmod(new / "batch.safetensors", 0o644)  # safetensors writes for the owner alone
             write_json(new / "batch.json", document)
         return Path(folder)
 
