@@ -337,6 +337,19 @@ def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripte
     ]
 
 
+def test_who_goes_on_with_a_folder_is_told_nothing_twice(tmp_path: Path, scripted) -> None:
+    told: list[list[dict]] = []
+    for skills in ([WOOD], [WOOD], [WOOD, WATER]):
+        told.append([])
+        s = scheduler(tmp_path, scripted(), on_event=told[-1].append)
+        for one in skills:
+            s.add_skill(one.name, one)
+        assert s.run()
+        s.close()
+    assert [{event["skill"] for event in events} for events in told] == [{WOOD.name}, set(), {WATER.name}]
+    assert [event["event"] for event in told[2]] == [event["event"] for event in told[0]]
+
+
 def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
     for wrong in ({"max_parallel": 0}, {"max_retries": -1}, {"poll_interval": 0.0}):
         with pytest.raises(ConfigError, match="at least"):

@@ -101,7 +101,7 @@ class Runner:
         max_retries: how often a failed job is launched again.
         time_limit: seconds that one launch may take; None: any.
         poll_interval: most seconds between looks for requests of other processes.
-        on_event: called with each durable moment, once it is on disk.
+        on_event: called with each durable moment from now on, once it is on disk.
         free_memory: bytes that can be had on this machine.
     """
 
@@ -143,7 +143,7 @@ class Runner:
         self._killed: set[int] = set()
         self._phase: Phase = "run"
         self._holders = 0
-        self._told = 0
+        self._told = store.last_event()
 
     # What people call
 
