@@ -20,6 +20,24 @@ def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys):
     assert "promised L2, held L2: 6 of 6 episodes" in capsys.readouterr().out
 
 
+def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeypatch, capsys):
+    """As those of `shoal train`: the metrics of one are not added to those of another."""
+    monkeypatch.chdir(tmp_path)
+    for iteration in ("0", "3"):
+        assert main(["rollout", *SMALL, "--iteration", iteration]) == 0
+        assert capsys.readouterr().out.count("episodes: runs/rollout") == 1
+    rows = [
+        [
+            json.loads(line)["iteration"]
+            for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("rollout", "rollout-2")
+    ]
+    assert rows == [[0], [3]]
+    assert main(["rollout", *SMALL, "run_dir=runs/rollout"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
 def test_a_changed_record_is_found(tmp_path, capsys):
     from dataclasses import replace
 

@@ -22,6 +22,7 @@ from shoal.cli.grammar import (
     Progress,
     composed,
     hide_loading,
+    new_folder,
     print_json,
     refuse_idle,
     show_warnings,
@@ -92,8 +93,8 @@ def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
         )  # fmt: skip
         return verify(options.verify, ending, as_json=options.json)
     config = composed(options)
-    run_dir = Path(config.run_dir or "runs/rollout")
-    if (run_dir / "summary.json").exists() and config.run_dir is not None:
+    run_dir = new_folder("rollout") if config.run_dir is None else Path(config.run_dir)
+    if (run_dir / "summary.json").exists():
         raise ConfigError(f"{run_dir} holds a run already: pass another run_dir")
     config = replace(config, run_dir=str(run_dir))
     if options.compare:
