@@ -14,6 +14,7 @@ import time
 import types
 import urllib.error
 import urllib.request
+from fractions import Fraction
 from pathlib import Path
 
 import gymnasium
@@ -196,6 +197,35 @@ def test_options_of_a_reset_reach_the_env_inside():
     assert env.inner.options == {"low": 0.5}
     env.reset(seed=1)
     assert env.inner.options is None
+
+
+class Pays(Told):
+    """Pays what it is told."""
+
+    def __init__(self, what, render_mode=None):
+        self.what = what
+
+    def step(self, action):
+        return np.zeros(2, np.float32), self.what, False, False, {}
+
+
+@pytest.mark.parametrize(
+    "what", ["1.5", np.str_("1.5"), b"1", None, [1.0], np.array(["1.5"]), np.ones(2)], ids=repr
+)
+def test_a_reward_in_words_is_no_number(what):
+    env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(what))
+    env.reset(seed=1)
+    with pytest.raises(EnvError, match="the reward must be a number, got "):
+        env.step(1)
+
+
+@pytest.mark.parametrize(
+    "what", [2, 2.0, np.float32(2), np.int64(2), np.array([2.0]), np.array(2), Fraction(2)], ids=repr
+)
+def test_a_reward_may_be_any_number(what):
+    env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(what))
+    env.reset(seed=1)
+    assert env.step(1)[1] == 2.0
 
 
 # --- reasoning-gym

@@ -19,7 +19,7 @@ import shoal.envs
 from shoal.core.errors import ConfigError, EnvError, UnknownNameError
 from shoal.envs.bandit import BanditConfig, BanditEnv
 from shoal.envs.catalogue import ADAPTERS, BUILT_IN, env_class
-from shoal.envs.text import build_config
+from shoal.envs.text import Outcome, build_config
 
 NAMES = sorted(BUILT_IN)
 
@@ -45,6 +45,14 @@ def play(name: str, seed: int = 0, episodes: int = 3) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_gymnasium_finds_nothing_wrong(name):
     check_env(shoal.envs.make(name), skip_render_check=True)
+
+
+def test_what_is_paid_in_words_is_no_number(monkeypatch):
+    env = BanditEnv()
+    env.reset(seed=0)
+    monkeypatch.setattr(env, "_advance", lambda action: Outcome("1.5"))
+    with pytest.raises(EnvError, match="the reward must be a number, got '1.5'"):
+        env.step(1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
-from shoal.core.errors import DataError
+from shoal.core.errors import DataError, EnvError
 
 Status = Literal["ok", "env_error", "engine_error", "timeout"]
 MOST_REWARD = 3.4028235e38
 """Of an episode, taken absolutely: what float32, in which it is learned from, has room for."""
+
+
+def reward_of(value: Any) -> float:
+    """What an env paid, as a number; an array of one number too, but no text: an `EnvError` says so."""
+    number = value
+    if isinstance(value, np.ndarray):
+        number = value.item() if value.size == 1 else None
+    if isinstance(number, str | bytes) or not hasattr(number, "__float__"):
+        raise EnvError(f"the reward must be a number, got {value!r:.80}")
+    return float(number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from shoal.core.configuration import convert_fields
-from shoal.core.data import MOST_REWARD
+from shoal.core.data import MOST_REWARD, reward_of
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
@@ -180,7 +180,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         late = outcome.truncated or self._steps >= self.config.max_steps  # type: ignore[attr-defined]
         truncated = late and not outcome.terminated
         self._over = outcome.terminated or truncated
-        return self._observation(), float(outcome.reward), outcome.terminated, truncated, self._info(outcome)
+        reward = outcome.reward if type(outcome.reward) is float else reward_of(outcome.reward)
+        return self._observation(), reward, outcome.terminated, truncated, self._info(outcome)
 
     def render(self) -> Any:
         """The observation, for `render_mode="ansi"`."""

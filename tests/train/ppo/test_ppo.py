@@ -927,6 +927,20 @@ def test_a_reward_may_be_an_array_of_one_number_in_evaluation_too():
         assert ppo.learn(64).evaluate(1).mean == ppo.log.mean_reward == 5.0
 
 
+class PaysText(CountingEnv):
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        return observation, str(reward), *rest
+
+
+def test_a_reward_in_words_is_refused_in_evaluation_as_in_a_rollout():
+    with PPO(PaysText, n_envs=2, backend="serial", **FAST) as ppo:
+        with pytest.raises(EnvError, match="reward must be"):
+            ppo.learn(64)
+        with pytest.raises(EnvError, match="the reward must be a number, got '1.0'"):
+            ppo.evaluate(1)
+
+
 @pytest.mark.parametrize("path", ["compiled", "torch"])
 @pytest.mark.parametrize("what", ["observation", "reward"])
 def test_an_evaluation_examines_numbers_as_a_rollout_does(path, what):

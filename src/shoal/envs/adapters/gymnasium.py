@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
+from shoal.core.data import reward_of
 from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve
@@ -189,10 +190,11 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             return Outcome(config.invalid_penalty, effective=False, valid=False)
         self._seen, reward, terminated, truncated, info = self.inner.step(inner_action)
         before, self._text = self._text, self._written()
-        self._return += float(reward)
+        paid = reward_of(reward)
+        self._return += paid
         success = self._succeeded(info, bool(terminated), bool(truncated))
         return Outcome(
-            float(reward),
+            paid,
             bool(terminated),
             success,
             effective=self._text != before,

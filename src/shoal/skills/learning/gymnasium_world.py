@@ -23,6 +23,7 @@ import numpy as np
 from gymnasium import Env
 from gymnasium.spaces import Discrete, flatdim, flatten
 
+from shoal.core.data import reward_of
 from shoal.core.errors import ConfigError
 from shoal.skills.learning.spec import Features
 from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints
@@ -171,7 +172,7 @@ class GymnasiumWorld:
             if self._replayed[lane]:
                 self._played[lane] = [*self._played[lane], int(action)]
             self._see(lane, observation)
-            died[lane] = self.death(self._envs[lane], float(reward), bool(terminated))
+            died[lane] = self.death(self._envs[lane], reward_of(reward), bool(terminated))
             self._over[lane] = terminated or truncated
         return died
 
