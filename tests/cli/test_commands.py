@@ -42,6 +42,72 @@ def said(capsys, *words, code=0):
     return out.out if code == 0 else out.err
 
 
+# --- JSON for programs
+TALKATIVE = """
+import os, subprocess, sys
+import gymnasium
+from shoal.envs.bandit import BanditEnv
+
+def talk():
+    print("an env talks", flush=True)
+    sys.__stdout__.write("past sys.stdout")
+    sys.__stdout__.flush()
+    os.write(1, b"past Python")
+    subprocess.run(["echo", "a program talks"])
+
+class Talkative(gymnasium.Wrapper):
+    def __init__(self):
+        super().__init__(gymnasium.make("CartPole-v1"))
+    def reset(self, **more):
+        talk()
+        return super().reset(**more)
+
+class TalkativeBandit(BanditEnv):
+    def _start(self, rng):
+        talk()
+        super()._start(rng)
+"""
+PPO_WORDS = (
+    "train-ppo --env talkative:Talkative --preset none --n-envs 2 --n-steps 32 --total-timesteps 64 "
+    "--tensorboard False"
+)
+ROLLOUT_WORDS = (
+    "rollout --config-name demo-bandit custom_envs.BanditEnv.env_type=talkative:TalkativeBandit "
+    "es_manager.train.env_groups=2 es_manager.train.group_size=1 agent_proxy.parallel_n_jobs=1 --json --backend"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (f"{PPO_WORDS} --backend serial --json-events True", 3),
+        (f"{PPO_WORDS} --backend process --num-workers 1 --json-events True --json", 4),
+        (f"{ROLLOUT_WORDS} serial", 1),
+        (f"{ROLLOUT_WORDS} processes", 1),
+        ("bench talkative:Talkative --num-envs 2 --seconds 0.05 --json", 1),
+    ],
+    ids=["events", "events of workers", "result", "result of workers", "measured"],
+)
+def test_what_envs_print_stays_out_of_the_json(tmp_path, words, lines):
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-m", "shoal", *words.split()], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for told in ("an env talks", "past sys.stdout", "past Python", "a program talks"):
+        assert told in done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == lines
+
+
+def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    call = [sys.executable, "-m", "shoal", "envs", "show", "talkative:TalkativeBandit"]
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert "an env talks" in done.stdout
+
+
 # --- help
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)
 def test_the_help_of_every_command_fits_on_a_screen_and_has_examples(words, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from shoal.cli.output import only_json
 from shoal.core.errors import unknown_name
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -80,7 +82,14 @@ def run(entry: Entry, name: str, words: list[str]) -> int:
         options = parsed(what, name, words)
     except SystemExit as end:  # a mistake in the call, which has been told
         return int(end.code or 0)
-    return int(what.run(options) or 0)
+    with only_json() if _for_a_program(options) else contextlib.nullcontext():
+        return int(what.run(options) or 0)
+
+
+def _for_a_program(options: Any) -> bool:
+    """Whether the result, or each event, is asked for as JSON."""
+    asked = any(getattr(options, name, False) for name in ("json", "json_events"))
+    return asked or getattr(options, "format", None) == "json"
 
 
 def parsed(command: Command, name: str, words: list[str]) -> Any:

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.command import Flag
+from shoal.cli.output import for_programs
 from shoal.core.errors import ConfigError, EnvError, ShoalError
 from shoal.core.run_folder import finite
 
@@ -54,7 +55,7 @@ def newest_folder(name: str) -> Path:
 
 def print_json(value: Any) -> None:
     """One line of JSON on standard output: an event of `--json-events`, or the result of `--json`."""
-    print(json.dumps(finite(value), allow_nan=False), flush=True)
+    print(json.dumps(finite(value), allow_nan=False), file=for_programs(), flush=True)
 
 
 def count_of(number: int, thing: str, things: str = "") -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal import __version__
+from shoal.cli.output import ReaderGoneError, forget, watched_output
 from shoal.core.errors import ShoalError, explain_import, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # so that "module:Class" finds the caller's own files
     try:
-        with _signals() as got, _output(arguments[:1]):
+        with _signals() as got, watched_output(bool(arguments) and arguments[0] in GOES_ON):
             try:
                 code = _run(arguments)
                 sys.stdout.flush()
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
                 print("shoal: interrupted", file=sys.stderr)
                 code = 130
             return 128 + got[0] if got and code == 130 else code
-    except _ReaderGoneError:  # it has enough, as `| head` does
+    except ReaderGoneError:  # it has enough, as `| head` does
         return 0
     except (ShoalError, ValueError, OSError) as error:
         if os.environ.get("SHOAL_TRACEBACK") and not isinstance(error, BrokenPipeError):
@@ -120,7 +120,7 @@ def _run(arguments: list[str]) -> int:
 def _tell(error: Exception) -> int:
     """One line about what went wrong, and the exit code."""
     if isinstance(error, BrokenPipeError):  # of who writes bytes
-        _forget(sys.stdout)
+        forget(sys.stdout)
         return 0
     text = str(error)
     code = 2 if isinstance(error, ValueError | KeyError | FileNotFoundError) else 1
@@ -135,70 +135,6 @@ def _tell(error: Exception) -> int:
     with contextlib.suppress(OSError):
         print(f"shoal: {text}", file=sys.stderr)
     return code
-
-
-# --- output whose reader goes away, and signals
-class _ReaderGoneError(BaseException):
-    """Nobody reads the output any more; no error, since whoever looks after those would tell of it."""
-
-
-class _Watched:
-    """A stream whose reader may go away (a pipe that was closed, a terminal that is gone): work goes on, or ends."""
-
-    def __init__(self, stream: Any, goes_on: bool) -> None:
-        self._stream, self._goes_on, self._gone = stream, goes_on, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Any) -> None:
-        if self._gone:
-            return
-        try:
-            act()
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            self._gone = True
-            _forget(self._stream)
-            if not self._goes_on:
-                raise _ReaderGoneError from None
-            if self is sys.stdout:
-                print("shoal: nobody reads the output any more; the work goes on", file=sys.stderr)
-
-
-def _forget(stream: Any) -> None:
-    """Send a stream nowhere, so that what it still holds does not fail again when the program ends."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
-@contextlib.contextmanager
-def _output(command: list[str]) -> Iterator[None]:
-    """Commands that work go on without a reader; for the others a reader that has enough is the end.
-
-    What the terminal's encoding has no letter for is written by its number.
-    """
-    before, errors = (sys.stdout, sys.stderr), getattr(sys.stdout, "errors", None)
-    goes_on = bool(command) and command[0] in GOES_ON
-    if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = _Watched(sys.stdout, goes_on), _Watched(sys.stderr, True)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-        if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors=errors)
 
 
 @contextlib.contextmanager

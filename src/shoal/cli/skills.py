@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shoal.cli.command import Command, Group
+from shoal.cli.output import for_programs
 from shoal.core.errors import ConfigError
 from shoal.core.files import write_json
 from shoal.core.run_folder import RunFolder, finite
@@ -195,7 +196,7 @@ def status(options: StatusOptions, store: Store) -> None:
     if options.json:
         from shoal.skills.learning.scheduler import scheduler_state
 
-        print(json.dumps(finite(scheduler_state(store, 0)), indent=2))
+        print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=for_programs())
         return
     from rich.console import Console
 

@@ -1,0 +1,130 @@
+"""What commands print: standard output, whose reader may go away, and which a program that reads JSON has to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+class ReaderGoneError(BaseException):
+    """Nobody reads the output any more; no error, since whoever looks after those would tell of it."""
+
+
+class Watched:
+    """A stream whose reader may go away (a pipe that was closed, a terminal that is gone): work goes on, or ends.
+
+    Args:
+        stream: that is written to.
+        goes_on: whether the work does.
+        tells: whether standard error says so.
+    """
+
+    def __init__(self, stream: Any, goes_on: bool, *, tells: bool = False) -> None:
+        self._stream, self._goes_on, self._tells, self._gone = stream, goes_on, tells, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def onto(self, stream: Any) -> Watched:
+        """The same for another stream."""
+        return Watched(stream, self._goes_on, tells=self._tells)
+
+    def write(self, text: str) -> int:
+        """Write, as long as somebody reads."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Have it read, as long as somebody does."""
+        self._try(self._stream.flush)
+
+    def _try(self, act: Any) -> None:
+        if self._gone:
+            return
+        try:
+            act()
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self._gone = True
+            forget(self._stream)
+            if not self._goes_on:
+                raise ReaderGoneError from None
+            if self._tells:
+                print("shoal: nobody reads the output any more; the work goes on", file=sys.stderr)
+
+
+def forget(stream: Any) -> None:
+    """Send a stream nowhere, so that what it still holds does not fail again when the program ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def watched_output(goes_on: bool) -> Iterator[None]:
+    """Inside, work goes on without a reader or, if it does not, a reader that has enough is the end.
+
+    What the terminal's encoding has no letter for is written by its number.
+    """
+    before, errors = (sys.stdout, sys.stderr), getattr(sys.stdout, "errors", None)
+    if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = Watched(sys.stdout, goes_on, tells=True), Watched(sys.stderr, True)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors=errors)
+
+
+# --- JSON for a program
+_programs: list[Any] = []
+
+
+def for_programs() -> Any:
+    """Where JSON is written: standard output, also where `only_json` keeps all else from it."""
+    return _programs[-1] if _programs else sys.stdout
+
+
+@contextlib.contextmanager
+def only_json() -> Iterator[None]:
+    """Inside, standard output is for `for_programs` alone; what an env or a library prints goes to standard error.
+
+    So does what workers, C code and programs that an env starts print there.
+    """
+    with contextlib.ExitStack() as ending:
+        stream: Any = sys.stdout
+        if _is_standard_output(stream):
+            stream = ending.enter_context(_apart(stream))
+        ending.enter_context(contextlib.redirect_stdout(sys.stderr))
+        _programs.append(stream)
+        ending.callback(_programs.pop)
+        yield
+
+
+def _is_standard_output(stream: Any) -> bool:
+    try:
+        return bool(stream.fileno() == 1)
+    except (AttributeError, OSError, ValueError):  # a stream in memory
+        return False
+
+
+@contextlib.contextmanager
+def _apart(stream: Any) -> Iterator[Any]:
+    """A stream to where `stream` went, while the descriptor that others know, 1, leads to standard error."""
+    stream.flush()
+    kept = os.dup(1)
+    with open(kept, "w", encoding=stream.encoding, errors=stream.errors) as file:
+        os.dup2(2, 1)
+        try:
+            yield stream.onto(file) if isinstance(stream, Watched) else file
+        finally:
+            os.dup2(kept, 1)
