@@ -166,6 +166,22 @@ def test_masked_envs_are_left_out_for_good(fault: str) -> None:
     envs.close()
 
 
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_where_every_env_is_masked_out_the_next_step_says_so(backend: str) -> None:
+    envs = make_vec([functools.partial(Faulty, "raise")] * 3, backend=backend, on_failure="mask")
+    envs.reset(seed=0)
+    envs.step([9, 1, 1])
+    _, _, _, truncated, infos = envs.step([1, 9, 9])  # the last ones are told like the first
+    assert truncated.tolist() == [False, True, True]
+    assert infos["worker_masked"].all()
+    for act in (lambda: envs.step([1, 1, 1]), lambda: envs.reset(seed=1), lambda: envs.step([1, 1, 1])):
+        with pytest.raises(WorkerError, match="none of the 3 environments is left") as caught:
+            act()
+        assert "failed in step with action" in str(caught.value.__cause__)
+    assert envs.call("length") == (None, None, None)
+    envs.close()
+
+
 def test_envs_lost_with_a_neighbour_report_it_when_they_are_stepped_next() -> None:
     fns = [functools.partial(Faulty, "kill"), CountEnv, CountEnv]
     envs = make_vec(fns, backend="process", num_workers=1, on_failure="restart", autoreset="disabled")

@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,17 @@ class VectorMachine(RuleBasedStateMachine):
                     self.twins[i].unsure, self.twins[i].shown = True, None
         self._see_active()
 
+    def _none_is_left(self, act: Callable[[], Any]) -> bool:
+        """Whether all envs were masked out, of which `act` must tell."""
+        if self.envs.active.any():
+            return False
+        self._see_active()
+        for twin in self.twins:
+            twin.active, twin.failed, twin.unsure, twin.shown = False, False, False, None
+        with watchdog("what is refused"), pytest.raises(WorkerError, match=f"none of the {N} environments"):
+            act()
+        return True
+
     def _see_active(self) -> None:
         seen = self.envs.active.tolist()
         for twin, active in zip(self.twins, seen, strict=True):
@@ -274,6 +285,9 @@ class VectorMachine(RuleBasedStateMachine):
 
     def _reset(self, mask: list[bool] | None, given: list[int | None], seed: Any) -> None:
         options = None if mask is None else {"reset_mask": np.array(mask)}
+        if self._none_is_left(lambda: self.envs.reset(seed=seed, options=options)):
+            self.broken = self.endangered = False
+            return
         try:
             with watchdog("reset"):
                 obs, infos = self.envs.reset(seed=seed, options=options)
@@ -326,11 +340,14 @@ class VectorMachine(RuleBasedStateMachine):
             self._reset(mask, [None] * N, None)
 
     def _step(self, actions: dict[int, int]) -> None:
+        given = np.array([actions[i] for i in everyone])
+        if self._none_is_left(lambda: self.envs.step(given)):
+            return
         failing = self._failing(actions)
         lethal = self._lethal(actions) or self.endangered
         try:
             with watchdog("step"):
-                results = self.envs.step(np.array([actions[i] for i in everyone]))
+                results = self.envs.step(given)
         except WorkerError as error:
             self._raised(error, failing, lethal)
         else:
@@ -366,6 +383,8 @@ class VectorMachine(RuleBasedStateMachine):
     )
     def step_and_give_up(self, actions: list[int], bad: dict[int, int], seconds: float) -> None:
         self.be_certain()
+        if not self.envs.active.any():
+            return
         given = self.fitting({**dict(enumerate(actions)), **bad})
         failing, lethal = self._failing(given), self._lethal(given)
         try:

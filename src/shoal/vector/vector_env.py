@@ -25,7 +25,7 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from shoal.core.errors import WorkerTimeoutError
+from shoal.core.errors import WorkerError, WorkerTimeoutError
 from shoal.core.seeding import derive_seed
 from shoal.vector.buffers import (
     NOTHING_LOOSE,
@@ -105,7 +105,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         buffers: the arrays they share with the vector env.
         attach: how the workers were told so.
         description: spaces and metadata.
-        on_failure: "raise" an error, "restart" what failed, or "mask" it out for good.
+        on_failure: "raise" an error, "restart" what failed, or "mask" it out for good (an error once none is left).
         max_restarts: per environment; the next failure raises.
         copy_observations: return copies; else views that later steps overwrite.
         handouts: give large observations where they were written.
@@ -148,6 +148,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._seeds: list[int | None] = [None] * self.num_envs
         self._failed = [0] * self.num_envs
         self._replaced = [0] * self.num_envs
+        self._masked_by: Failure | None = None  # the last env that was masked out
         self._owed: dict[int, Owed] = {}
         # what is under way
         self._turn = threading.Lock()  # held from `*_async` to `*_wait`
@@ -289,6 +290,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _begin_reset(
         self, chosen: Sequence[int], seeds: list[int | None], options: dict[str, Any] | None
     ) -> None:
+        self._check_one_is_left()
         alive = [i for i in chosen if self.active[i]]
         for i in alive:
             self._owed.pop(i, None)
@@ -385,6 +387,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     pending.append((worker, command))
                     worker.begin(command)
                 return
+            self._check_one_is_left()
             for i in np.flatnonzero(~self.active).tolist():
                 self._paying[i] = Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
             chosen = self._active()
@@ -396,6 +399,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         place = self._next_place()
         for worker, members in self._by_worker(going, rest=True):
             self._begin(worker, Step(members, place, of_group(loose, worker.first, worker.count)))
+
+    def _check_one_is_left(self) -> None:
+        if self._masked_by is not None and not self.active.any():
+            raise WorkerError(
+                f"none of the {self.num_envs} environments is left: each failed and was masked out; make them anew, or "
+                "have those that fail replaced (on_failure='restart')"
+            ) from error_of(self._masked_by)
 
     def _paid(self, i: int) -> tuple[float, bool, bool]:
         """What the last step of an env gave: its reward, whether it terminated, and whether it was truncated."""
@@ -620,6 +630,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 for failure in failures:
                     worker = self._by_env[failure.env]
                     self.active[failure.env] = self._all_active = False
+                    self._masked_by = failure
                     worker.env_fns[failure.env - worker.first] = MaskedEnv
             fresh, failures = self._make_anew(hurt, given)
             again = {failure.env for failure in failures}
