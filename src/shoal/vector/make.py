@@ -99,32 +99,26 @@ def make_vec(
     if is_multi_agent(env):
         raise TypeError(f"make_vec takes environments of one agent; for {env!r} use {MULTI_AGENT}")
     options = Options(
-        backend,
-        num_workers=num_workers,
-        start_method=start_method,
-        autoreset=autoreset_mode(autoreset),
-        step_timeout=step_timeout,
-        make_timeout=make_timeout,
-        on_failure=on_failure,
-        max_restarts=max_restarts,
-        check_nan=check_nan,
-        threads=threads,
-        ring=ring,
-        copy_observations=copy_observations,
-        text_bytes=text_bytes,
+        backend, num_workers=num_workers, start_method=start_method, autoreset=autoreset_mode(autoreset),
+        step_timeout=step_timeout, make_timeout=make_timeout, on_failure=on_failure, max_restarts=max_restarts,
+        check_nan=check_nan, threads=threads, ring=ring, copy_observations=copy_observations, text_bytes=text_bytes,
         ray_options=ray_options,
-    )
+    )  # fmt: skip
     if backend == "native":
         native = make_native(env, num_envs, env_kwargs, wrappers, options)
         return cast(VectorPool, native)  # it has the same interface
-    env_fns = env_fns_of(env, num_envs, env_kwargs, wrappers)
+    return _pool(env_fns_of(env, num_envs, env_kwargs, wrappers), options)
+
+
+def _pool(env_fns: Sequence[EnvFn], options: Options) -> VectorPool:
+    """The environments where they were planned to be, or with the caller if its workers turn out not to pay."""
     plan = _plan(env_fns, options)
     opened = open_workers(env_fns, plan, options)
     try:
         if plan.cost is not None and not pays(opened.workers, plan.cost):
             opened.close()
             opened = open_workers(env_fns, Plan("serial"), options)
-        policy: dict[str, Any] = {"on_failure": on_failure, "max_restarts": max_restarts}
+        policy: dict[str, Any] = {"on_failure": options.on_failure, "max_restarts": options.max_restarts}
         return VectorPool(*opened[:5], **policy, copy_observations=options.copies, handouts=opened.handouts)
     except BaseException:
         opened.close()

@@ -147,8 +147,7 @@ def prepare_training_run(
     Returns:
         The run folder, the file that says what to train, and the folder of policies.
     """
-    base_dir = Path(base_dir)
-    world = env_name or "crafting"
+    base_dir, world = Path(base_dir), env_name or "crafting"
     features = world_features(world)
     skill = skill_from_data(skill_name, skill_data, features)
     known = {spec.name: spec for spec in skills or ()} | {skill.name: skill}
@@ -157,14 +156,10 @@ def prepare_training_run(
     to_local, to_global = build_remapping(
         [*dependency_skill_names, *needed], global_expert_idx, completed_skills
     )
-    opened = store or Store(base_dir)
-    try:
+    with contextlib.nullcontext(store) if store else contextlib.closing(Store(base_dir)) as opened:
         mixture, loaded = _load_mixture(
             opened, to_global, global_expert_idx, completed_skills, initialize_expert_fn
         )
-    finally:
-        if store is None:
-            opened.close()
     experts = {name: int(completed_skills[name]["expert_idx"]) for name in needed}
     experts[skill_name] = global_expert_idx
     remap = {
@@ -187,8 +182,16 @@ def prepare_training_run(
         "loaded": loaded,
         "config": asdict(config or TrainingConfig()),
     }
-    folder = run_folder_of(base_dir, global_expert_idx, skill_name)
-    module, policies = folder / f"{global_expert_idx}.json", folder / f"{global_expert_idx}_policies"
+    return _written_training(run_folder_of(base_dir, global_expert_idx, skill_name), mixture, remap, spec)
+
+
+def _written_training(
+    folder: Path,
+    mixture: Mapping[int, Mapping[str, NDArray]],
+    remap: Mapping[str, Any],
+    spec: Mapping[str, Any],
+) -> tuple[Path, Path, Path]:
+    module, policies = folder / f"{spec['expert']}.json", folder / f"{spec['expert']}_policies"
     policies.mkdir(parents=True, exist_ok=True)
     fsync_folder(folder)
     write_bytes(policies / "mixture.safetensors", encode(join_mixture(mixture)))
