@@ -90,15 +90,31 @@ def test_a_place_that_was_left_is_made_again_where_it_is_needed() -> None:
     )
 
 
-def test_every_plan_of_craftax_classic_can_be_carried_out_where_fetching_leaves_the_table() -> None:
-    by_name = {s.name: s for s in CLASSIC_SKILLS}
-    for s in CLASSIC_SKILLS:
-        plan = plan_for(s.name, CLASSIC_SKILLS, CLASSIC)
-        assert replay(plan, by_name, CLASSIC)[s.done.feature] >= 1
-        assert simulate(plan, by_name, CLASSIC) is not None
-    covered = covering_plan(CLASSIC_SKILLS, CLASSIC)
+@pytest.mark.parametrize("world", ["craftax-classic", "craftax"])
+def test_every_plan_of_craftax_can_be_carried_out_where_fetching_leaves_the_table(world: str) -> None:
+    features = features_of(world)
+    skills = load_skills(knowledge_base(world), features)
+    by_name = {s.name: s for s in skills}
+    for s in skills:
+        plan = plan_for(s.name, skills, features)
+        assert replay(plan, by_name, features)[s.done.feature] >= 1
+        assert simulate(plan, by_name, features) is not None
+    covered = covering_plan(skills, features)
     assert {step.skill for step in covered} == set(by_name)
-    replay(covered, by_name, CLASSIC)
+    replay(covered, by_name, features)
+
+
+def test_the_dungeon_of_craftax_is_entered_with_a_stone_and_its_chests_are_opened_there() -> None:
+    features = features_of("craftax")
+    skills = load_skills(knowledge_base("craftax"), features)
+    assert plan_for("Open Chest", skills, features) == [
+        Step("Collect Wood", 3),
+        Step("Place Table", 1),
+        Step("Make Wood Pickaxe", 1),
+        Step("Collect Stone", 1),
+        Step("Enter Dungeon", 1),
+        Step("Open Chest", 1),
+    ]
 
 
 def test_a_plan_goes_on_from_what_the_hands_hold() -> None:

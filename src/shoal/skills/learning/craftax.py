@@ -44,18 +44,64 @@ _FULL = (
 _LEVELS = ("pickaxe", "sword")  # in Craftax, how good the tool is: 0 to 4
 _PLACES = ("near_table", "near_furnace")
 _NEEDS = ("food", "drink", "energy")
-_BLOCKS = ("tree", "stone", "coal", "iron", "water")  # of Classic: what `toward_tree` and its like are about
-_MOBS = {"cow": 3, "zombie": 5}  # of Classic, and their health
-_FARTHEST = 9
-CHANNELS, _FIRST_KIND = 21, 2
-"""Of a cell in sight in Classic: 17 kinds of blocks, of which the first two are none, and 4 of mobs."""
-COMPASS = CHANNELS + 5 * (CHANNELS - _FIRST_KIND)
-"""Numbers that stand behind an observation of Classic, see `_compass`."""
-_SENSES = ("health", "calm", *(f"toward_{name}" for name in (*_BLOCKS, *_MOBS)))
+_BLOCKS = ("tree", "stone", "coal", "iron", "water")  # what `toward_tree` and its like are about
+_MORE_BLOCKS = ("path", "chest", "ladder_down")  # in Craftax, too
+_MOBS = {"cow": 3, "zombie": 5}  # and their health
+_FIRST_KIND = 2  # of what a cell may hold, the first two are nothing to go to
+_KINDS = (
+    "light", "out_of_bounds", "grass", "water", "stone", "tree", "path", "coal", "iron", "diamond", "crafting_table",
+    "furnace", "sand", "lava", "plant", "ripe_plant", "wall", "darkness", "chest", "torch", "ladder_down", "ladder_up",
+    "melee", "passive", "ranged", "projectile",
+)  # fmt: skip
+"""What the cells of the first two floors of Craftax may hold; a cell of Craftax itself tells 83 things apart."""
+_AS_GOOD_AS = {
+    "fountain": "water", "stalagmite": "stone", "fire_tree": "tree", "ice_shrub": "tree", "wall_moss": "wall",
+}  # fmt: skip
+_SHOWN = (7, 9)
+"""Rows and columns of cells that an expert sees; the compass of Craftax looks as far as Craftax shows."""
+
+
+class _View(NamedTuple):
+    """How an observation is laid out: cells row by row, what each may hold, and behind them hands and senses."""
+
+    rows: int
+    columns: int
+    channels: int  # of a cell, as an expert sees it
+    behind: int
+    looks: int  # the first of the four numbers of those behind that tell left, right, up, down
+
+    @property
+    def farthest(self) -> int:
+        """One step farther than the longest way to what is in sight."""
+        return max(self.rows // 2 + self.columns // 2 + 1, 9)
+
+    @property
+    def compass(self) -> int:
+        """Numbers that `_compass` puts behind an observation."""
+        return self.channels + 5 * (self.channels - _FIRST_KIND)
+
+    @property
+    def cells(self) -> int:
+        """Numbers of the cells that an expert sees."""
+        return _SHOWN[0] * _SHOWN[1] * self.channels
+
+
+VIEWS = {"craftax-classic": _View(7, 9, 21, 22, 16), "craftax": _View(9, 11, len(_KINDS), 51, 31)}
+_SENSES = {
+    "craftax-classic": ("health", "calm", *(f"toward_{name}" for name in (*_BLOCKS, *_MOBS))),
+    "craftax": ("health", "calm", *(f"toward_{name}" for name in (*_BLOCKS, *_MORE_BLOCKS, *_MOBS))),
+}
 CLASSIC_ACTIONS = (
     "noop", "left", "right", "up", "down", "do", "sleep", "place_stone", "place_table", "place_furnace", "place_plant",
     "make_wood_pickaxe", "make_stone_pickaxe", "make_iron_pickaxe", "make_wood_sword", "make_stone_sword",
     "make_iron_sword",
+)  # fmt: skip
+ACTIONS = (
+    *CLASSIC_ACTIONS, "rest", "descend", "ascend", "make_diamond_pickaxe", "make_diamond_sword", "make_iron_armour",
+    "make_diamond_armour", "shoot_arrow", "make_arrow", "cast_fireball", "cast_iceball", "place_torch",
+    "drink_potion_red", "drink_potion_green", "drink_potion_blue", "drink_potion_pink", "drink_potion_cyan",
+    "drink_potion_yellow", "read_book", "enchant_sword", "enchant_armour", "make_torch", "level_up_dexterity",
+    "level_up_strength", "level_up_intelligence", "enchant_bow",
 )  # fmt: skip
 CLASSIC_ACHIEVEMENTS = (
     "collect_wood", "place_table", "eat_cow", "collect_sapling", "collect_drink", "make_wood_pickaxe",
@@ -63,32 +109,43 @@ CLASSIC_ACHIEVEMENTS = (
     "defeat_skeleton", "make_stone_pickaxe", "make_stone_sword", "wake_up", "place_furnace", "collect_coal",
     "collect_iron", "collect_diamond", "make_iron_pickaxe", "make_iron_sword",
 )  # fmt: skip
-_MORE_ACHIEVEMENTS = (
-    "make_arrow", "make_torch", "place_torch", "make_diamond_sword", "make_iron_armour", "make_diamond_armour",
-    "enter_gnomish_mines", "enter_dungeon",
+ACHIEVEMENTS = (
+    *CLASSIC_ACHIEVEMENTS, "make_arrow", "make_torch", "place_torch", "make_diamond_sword", "make_iron_armour",
+    "make_diamond_armour", "enter_gnomish_mines", "enter_dungeon", "enter_sewers", "enter_vault", "enter_troll_mines",
+    "enter_fire_realm", "enter_ice_realm", "enter_graveyard", "defeat_gnome_warrior", "defeat_gnome_archer",
+    "defeat_orc_solider", "defeat_orc_mage", "defeat_lizard", "defeat_kobold", "defeat_troll", "defeat_deep_thing",
+    "defeat_pigman", "defeat_fire_elemental", "defeat_frost_troll", "defeat_ice_elemental", "damage_necromancer",
+    "defeat_necromancer", "eat_bat", "eat_snail", "find_bow", "fire_bow", "collect_sapphire", "learn_fireball",
+    "cast_fireball", "learn_iceball", "cast_iceball", "collect_ruby", "make_diamond_pickaxe", "open_chest",
+    "drink_potion", "enchant_sword", "enchant_armour", "defeat_knight", "defeat_archer",
 )  # fmt: skip
+"""Of Craftax, in its order and its spelling."""
 
 
 def features_of(name: str) -> Features:
-    """The features of "craftax-classic" or "craftax": what is held, achievements of the overworld, where one stands.
+    """The features of "craftax-classic" or "craftax": what is held, achievements, where one stands, needs, senses.
 
-    Classic has needs and senses too: `calm` is twice the distance of the nearest zombie in sight, at most 9.
-    `toward_tree` is 8 beside a tree, one less a step away, 0 where none is in sight; towards a cow or a zombie it also
-    grows with each blow. They are for rewards and upkeep: an expert sees the observation alone, and what `_compass`
-    reads from it.
+    `calm` is twice the distance of the nearest zombie in sight, at most 9. `toward_tree` is 8 beside a tree (9 in
+    Craftax, which shows more), one less a step away, 0 where none is in sight; towards a cow or a zombie it also grows
+    with each blow; on another floor they are what is there in their place. They are for rewards and upkeep: an expert
+    sees the observation alone, and what `_compass` reads from it.
     """
+    senses, farthest = _SENSES[name], VIEWS[name].farthest
     if name == "craftax-classic":
         return Features(
-            name, (*_CLASSIC, *_TOOLS, *CLASSIC_ACHIEVEMENTS, *_PLACES, *_NEEDS, *_SENSES),
-            dict.fromkeys((*_CLASSIC, *_NEEDS, *_SENSES), _FARTHEST), frozenset(_CLASSIC), frozenset(_PLACES),
+            name, (*_CLASSIC, *_TOOLS, *CLASSIC_ACHIEVEMENTS, *_PLACES, *_NEEDS, *senses),
+            dict.fromkeys((*_CLASSIC, *_NEEDS, *senses), farthest), frozenset(_CLASSIC), frozenset(_PLACES),
             CLASSIC_ACTIONS,
         )  # fmt: skip
     return Features(
         name,
-        (*_FULL, *_LEVELS, *CLASSIC_ACHIEVEMENTS, *_MORE_ACHIEVEMENTS),
-        {**dict.fromkeys(_FULL, 99), **dict.fromkeys(_LEVELS, 4)},
-        frozenset(_FULL),
-    )
+        (*_FULL, *_LEVELS, "potions", *ACHIEVEMENTS, *_PLACES, *_NEEDS, *senses),
+        {
+            **dict.fromkeys((*_FULL, "potions"), 99), **dict.fromkeys(_LEVELS, 4),
+            **dict.fromkeys(senses, farthest), **dict.fromkeys((*_NEEDS, "health", "calm"), 9),
+        },
+        frozenset((*_FULL, "potions")), frozenset(_PLACES), ACTIONS,
+    )  # fmt: skip
 
 
 class _Programs(NamedTuple):
@@ -112,7 +169,7 @@ def _programs(name: str) -> _Programs:
     env = make_craftax_env_from_name(ENV_NAMES[name], auto_reset=False)
     params = env.default_params
     read = _reader(features_of(name), name)
-    see = _compass() if name == "craftax-classic" else lambda observation: observation
+    see = _compass(name)
 
     def step(key: Any, state: Any, action: Any) -> Any:
         observation, state, _, done, _ = env.step(key, state, action, params)
@@ -144,16 +201,16 @@ class CraftaxWorld:
         self.name, self.lanes = name, lanes
         self.features = features_of(name)
         self.n_actions = int(env.action_space(params).n)
-        seen = int(env.observation_space(params).shape[0])
-        self.obs_size = seen + (COMPASS if name == "craftax-classic" else 0)
+        view = VIEWS[name]
+        seen = view.cells + view.behind
+        self.obs_size = seen + view.compass
         self.former_sizes = (seen,) if name == "craftax-classic" else ()
         held = [*_CLASSIC, *_TOOLS] if name == "craftax-classic" else [*_FULL, *_LEVELS]
         # The inventory stands in front of what ends an observation: 10 numbers in Classic, 38 in Craftax
         # (of whose 16 numbers of inventory the first 13 are features).
-        first = seen - (22 if name == "craftax-classic" else 51)
-        self.feature_columns = {feature: first + number for number, feature in enumerate(held)}
+        self.feature_columns = {feature: view.cells + number for number, feature in enumerate(held)}
         self.action_names = _action_names(name)
-        self.mirrors = _mirrors(self.action_names, seen) if name == "craftax-classic" else ()
+        self.mirrors = _mirrors(view, len(self.action_names))
         self._leaves: list[NDArray] = []
         self._observations: Floats = np.zeros((lanes, self.obs_size), np.float32)
         self._values: Floats = np.zeros((lanes, len(self.features.names)), np.float32)
@@ -262,11 +319,13 @@ def _reader(features: Features, name: str) -> Any:
     blocks = {"near_table": BlockType.CRAFTING_TABLE.value, "near_furnace": BlockType.FURNACE.value}
     numbers = {achievement.name.lower(): achievement.value for achievement in Achievement}
 
-    senses = _senses() if name == "craftax-classic" else lambda state: {}
+    senses = _senses(name)
 
     def value(state: Any, feature: str) -> Any:
         if feature in blocks:
             return is_near_block(state, blocks[feature])
+        if feature == "potions":  # of all colours
+            return state.inventory.potions.sum()
         if feature in _NEEDS:
             return getattr(state, f"player_{feature}")
         return (
@@ -283,80 +342,136 @@ def _reader(features: Features, name: str) -> Any:
     return read
 
 
-def _compass() -> Any:
-    """A function from an observation of Craftax-Classic to the same with `COMPASS` numbers behind it.
+def _compass(name: str) -> Any:
+    """A function from an observation of Craftax to what an expert sees: the same, with a compass behind it.
 
-    They say no more than the 7 x 9 cells in front do: what the next cell in the direction that one looks in holds, and
-    of each kind of block and mob the way to the nearest: left, right, up, down (0 or 1), and how near it is (1: here).
+    The compass says no more than the cells in front do: what the next cell in the direction that one looks in holds,
+    and of each kind of block and mob the way to the nearest: left, right, up, down (0 or 1), and how near it is (1:
+    here). Of Craftax an expert sees fewer cells, and of each what `_KINDS` names.
     """
     import jax.numpy as jnp
-    from craftax.craftax_classic.constants import OBS_DIM
 
-    half = np.array(OBS_DIM) // 2
-    down, right = (np.indices(OBS_DIM) - half[:, None, None]).reshape(2, -1)
+    view = VIEWS[name]
+    half = np.array([view.rows, view.columns]) // 2
+    down, right = (np.indices((view.rows, view.columns)) - half[:, None, None]).reshape(2, -1)
     away = np.abs(down) + np.abs(right)
     middle = int(np.flatnonzero(away == 0)[0])
-    far = np.where(away > 0, away, _FARTHEST)[:, None]  # what one stands on is not what one goes to
-    ways = np.stack([right < 0, right > 0, down < 0, down > 0, 1 - away / _FARTHEST], 1).astype(np.float32)
-    ahead = middle + np.array([-1, 1, -OBS_DIM[1], OBS_DIM[1]])
+    far = np.where(away > 0, away, view.farthest)[:, None]  # what one stands on is not what one goes to
+    ways = [right < 0, right > 0, down < 0, down > 0, 1 - away / view.farthest]
+    to = np.stack(ways, 1).astype(np.float32)
+    ahead = middle + np.array([-1, 1, -view.columns, view.columns])
+    shown = np.flatnonzero((np.abs(down) <= _SHOWN[0] // 2) & (np.abs(right) <= _SHOWN[1] // 2))
+    kinds = None if name == "craftax-classic" else _kinds()
 
     def see(observation: Any) -> Any:
-        cells = observation[: len(away) * CHANNELS].reshape(len(away), CHANNELS)
-        looks = observation[-6:-2]
-        shown = cells[:, _FIRST_KIND:]
-        away_from = jnp.where(shown > 0, far, 2 * _FARTHEST)
-        nearest = shown * (away_from == away_from.min(0))
-        found = (nearest[:, :, None] * jnp.asarray(ways)[:, None, :]).max(0)
-        return jnp.concatenate([observation, looks @ cells[ahead], found.reshape(-1)])
+        cells, rest = observation[: -view.behind].reshape(len(away), -1), observation[-view.behind :]
+        if kinds is not None:
+            cells = cells @ kinds
+        looks = rest[view.looks : view.looks + 4]
+        there = cells[:, _FIRST_KIND:]
+        away_from = jnp.where(there > 0, far, 2 * view.farthest)
+        nearest = there * (away_from == away_from.min(0))
+        found = (nearest[:, :, None] * jnp.asarray(to)[:, None, :]).max(0)
+        return jnp.concatenate([cells[shown].reshape(-1), rest, looks @ cells[ahead], found.reshape(-1)])
 
     return see
 
 
-def _mirrors(action_names: tuple[str, ...], seen: int) -> tuple[tuple[Ints, Ints], ...]:
-    """Of Classic left for right, up for down, and both: what observation column and what action stands for each."""
-    from craftax.craftax_classic.constants import OBS_DIM
+def _kinds() -> NDArray[np.float32]:
+    """`[83, kinds]` which of `_KINDS` each number of a cell of Craftax is, if any."""
+    from craftax.craftax.constants import BlockType, ItemType
 
-    cells = np.arange(seen - 22).reshape(*OBS_DIM, CHANNELS)
+    mobs = [mob for mob in ("melee", "passive", "ranged", "projectile", "own projectile") for _ in range(8)]
+    words = [
+        *(block.name.lower() for block in BlockType),
+        *(item.name.lower() for item in ItemType),
+        *mobs,
+        "light",
+    ]
+    meant = [_AS_GOOD_AS.get(word, word) for word in words]
+    return np.array([[word == kind for kind in _KINDS] for word in meant], np.float32)
+
+
+def _mirrors(view: _View, n_actions: int) -> tuple[tuple[Ints, Ints], ...]:
+    """Left for right, up for down, and both: what observation column and what action stands for each."""
+    cells = np.arange(view.cells).reshape(*_SHOWN, view.channels)
+    looks, seen = view.cells + view.looks, view.cells + view.behind
     found = []
     for flipped in ((1,), (0,), (0, 1)):
         swap = np.arange(4)  # left, right, up, down
         for axis in flipped:
             swap[[2 - 2 * axis, 3 - 2 * axis]] = swap[[3 - 2 * axis, 2 - 2 * axis]]
-        ways = seen + CHANNELS + np.arange(COMPASS - CHANNELS).reshape(-1, 5)
-        columns = [
-            np.flip(cells, flipped).ravel(), np.arange(seen - 22, seen - 6), seen - 6 + swap,
-            np.arange(seen - 2, seen + CHANNELS), ways[:, [*swap, 4]].ravel(),
-        ]  # fmt: skip
-        actions = np.arange(len(action_names))
+        columns = np.arange(seen + view.compass)
+        columns[: view.cells] = np.flip(cells, flipped).ravel()
+        columns[looks : looks + 4] = looks + swap
+        ways = columns[seen + view.channels :].reshape(-1, 5)
+        ways[:, :4] = ways[:, swap]
+        actions = np.arange(n_actions)
         actions[1:5] = actions[1 + swap]
-        found.append((np.concatenate(columns), actions))
+        found.append((columns, actions))
     return tuple(found)
 
 
-def _senses() -> Any:
-    """A function from a state of Craftax-Classic to how near things in sight are."""
+def _senses(name: str) -> Any:
+    """A function from a state of Craftax to how near things in sight are."""
     import jax
     import jax.numpy as jnp
-    from craftax.craftax_classic.constants import OBS_DIM, BlockType
 
-    half = np.array(OBS_DIM) // 2
-    steps = np.abs(np.indices(OBS_DIM) - half[:, None, None]).sum(0)  # [7, 9] from where one stands
+    view = VIEWS[name]
+    shape = (view.rows, view.columns)
+    half = np.array(shape) // 2
+    steps = np.abs(np.indices(shape) - half[:, None, None]).sum(0)  # from where one stands
     edge = int(half.max())
+    if name == "craftax-classic":
+        from craftax.craftax_classic.constants import BlockType
+
+        def around(state: Any) -> Any:
+            return state.map, None
+
+        def mobs(state: Any, kind: str) -> Any:
+            found = getattr(state, f"{kind}s")
+            return found.position, found.mask, _MOBS[kind] - found.health
+    else:
+        from craftax.craftax.constants import MOB_TYPE_HEALTH_MAPPING, BlockType, ItemType
+
+        classes = {"zombie": ("melee_mobs", 1), "cow": ("passive_mobs", 0)}
+
+        def around(state: Any) -> Any:
+            return state.map[state.player_level], state.item_map[state.player_level]
+
+        def mobs(state: Any, kind: str) -> Any:
+            group, number = classes[kind]
+            found = jax.tree.map(lambda leaf: leaf[state.player_level], getattr(state, group))
+            blows = MOB_TYPE_HEALTH_MAPPING[found.type_id, number] - found.health
+            return found.position, found.mask, blows
 
     def senses(state: Any) -> dict[str, Any]:
-        ground = jnp.pad(state.map, edge, constant_values=BlockType.OUT_OF_BOUNDS.value)
-        view = jax.lax.dynamic_slice(ground, state.player_position + edge - half, OBS_DIM)
+        def window(ground: Any, outside: int) -> Any:
+            padded = jnp.pad(ground, edge, constant_values=outside)
+            return jax.lax.dynamic_slice(padded, state.player_position + edge - half, shape)
+
+        ground, items = around(state)
+        blocks = window(ground, BlockType.OUT_OF_BOUNDS.value)
         found: dict[str, Any] = {"health": state.player_health}
-        for name in _BLOCKS:
-            found[f"toward_{name}"] = jnp.max((view == BlockType[name.upper()].value) * (_FARTHEST - steps))
-        for name, health in _MOBS.items():
-            mobs = getattr(state, f"{name}s")
-            away = jnp.abs(mobs.position - state.player_position)
-            seen = mobs.mask & (away <= half).all(-1)
-            near = _FARTHEST - away.sum(-1)
-            found[f"toward_{name}"] = jnp.max(seen * (near + health - mobs.health))
-            if name == "zombie":
-                found["calm"] = jnp.minimum(2 * (_FARTHEST - jnp.max(seen * near)), _FARTHEST)
+        for feature in _SENSES[name]:
+            kind = feature.removeprefix("toward_")
+            if kind in (*_BLOCKS, *_MORE_BLOCKS):
+                if kind == "ladder_down":
+                    there = window(items, ItemType.NONE.value) == ItemType.LADDER_DOWN.value
+                else:
+                    words = [kind, *(word for word, other in _AS_GOOD_AS.items() if other == kind)]
+                    numbers = [block.value for block in BlockType if block.name.lower() in words]
+                    there = jnp.isin(blocks, jnp.array(numbers))
+                found[feature] = jnp.max(there * (view.farthest - steps))
+            elif kind in _MOBS:
+                position, mask, blows = mobs(state, kind)
+                away = jnp.abs(position - state.player_position)
+                seen = mask & (away <= half).all(-1)
+                near = view.farthest - away.sum(-1)
+                found[feature] = jnp.max(seen * (near + blows))
+                if kind == "zombie":
+                    nearest = jnp.min(jnp.where(seen, away.sum(-1), view.farthest))
+                    found["calm"] = jnp.minimum(2 * nearest, 9)
         return found
 
     return senses
