@@ -70,8 +70,8 @@ bench-split: setup ## splitting beside per-window processing, results to benchma
 
 bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over, speeds
 	$(BIN)/python benchmarks/skills.py
-bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about ten minutes a seed (needs the extra "craftax"; SEEDS="0 1 2")
-	$(BIN)/python benchmarks/craftax_classic.py $(SEEDS)
+bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about ten minutes a seed (needs the extra "craftax"; CASE="full" or "iron", SEEDS="0 1 2")
+	$(BIN)/python benchmarks/craftax_skills.py $(CASE) $(SEEDS)
 
 RIVALS := .venv-bench-vector
 .PHONY: rivals

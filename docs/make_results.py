@@ -19,7 +19,7 @@ TITLES = {
     "llm": ("A real language model on a CPU", "bench-llm"),
     "split": ("Splitting recordings", "bench-split"),
     "skills": ("Skills", "bench-skills"),
-    "craftax": ("Craftax-Classic with 1 M steps", "bench-craftax"),
+    "craftax": ("Craftax-Classic and Craftax with 1 M steps", "bench-craftax"),
     "learning": ("What is learned", "bench-learning"),
     "trl_update": ("One update beside TRL", "bench-update"),
     "environments": ("Grid environments", "bench-envs"),
