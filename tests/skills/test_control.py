@@ -239,7 +239,7 @@ def test_a_clock_that_is_set_ends_no_training(tmp_path: Path, scripted, monkeypa
         time.sleep(0.01)
     monkeypatch.setattr(time, "time", lambda: real() + jump)
     s.add_skill("Drink Water", SKILLS["Drink Water"])  # begun when the clock is set, and set back then
-    while len(launcher.launched) < 2 and not launcher.killed:
+    while "Drink Water" not in launcher.running and not launcher.killed:
         time.sleep(0.01)
     monkeypatch.setattr(time, "time", real)
     time.sleep(1.0)

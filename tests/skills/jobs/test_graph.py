@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import sqlite3
@@ -14,15 +15,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
+from shoal.skills.jobs import runner
 from shoal.skills.jobs.graph import Graph
 from shoal.skills.jobs.run import Run, load_function, name_of, pack, unpack
-from shoal.skills.jobs.runner import SlurmLauncher, adopting_launcher, alive, job_environment
+from shoal.skills.jobs.runner import RayLauncher, SlurmLauncher, adopting_launcher, alive, job_environment
 from shoal.skills.jobs.store import MIGRATIONS, Store, read_done, read_failure
 from shoal.skills.learning.spec import Store as SkillStore
 
@@ -213,6 +216,47 @@ def test_a_batch_job_is_found_again_ended_and_not_given_up_while_the_controller_
     assert ended
     assert not alive("slurm", handle)
     assert not launcher.watch(handle, ended.append)
+
+
+class Ray:
+    """A cluster of one machine, whose tasks run when they are asked for."""
+
+    def __init__(self, **have: float) -> None:
+        self.have, self.cancelled = have, []
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.have
+
+    def remote(self, **_: Any) -> Any:
+        return lambda function: SimpleNamespace(remote=functools.partial(functools.partial, function))
+
+    def get(self, task: Any) -> int:
+        return task()
+
+    def cancel(self, task: Any, *, force: bool) -> None:
+        self.cancelled.append((task, force))
+
+
+def test_a_ray_task_ends_with_words_and_one_of_another_driver_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray(CPU=6, GPU=2)
+    monkeypatch.setattr(runner, "connect_ray", lambda **_: (ray, False))
+    launcher = RayLauncher(gpus=0.5, slots=2)  # three CPUs a job
+    assert [launcher.room(running, slots) for running, slots in ((0, 9), (1, 9), (0, 1))] == [2, 1, 1]
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    command = [sys.executable, "-c", "import os, sys; print('said'); sys.exit(int(os.environ['CODE']))"]
+    handles = [launcher.launch(command, "name", {"CODE": code}, tmp_path / "log") for code in ("0", "3")]
+    assert handles[0]["task"] != handles[1]["task"]
+    for handle, words in zip(handles, ("exit status 0", "exit status 3"), strict=True):
+        assert launcher.watch(handle, ended.put)
+        assert ended.get(timeout=30) == words
+    assert (tmp_path / "log").read_text() == "said\n" * 2
+    assert not launcher.watch({**handles[0], "driver": os.getpid() + 1}, ended.put)
+    assert not launcher.watch({"task": "another", "driver": os.getpid()}, ended.put)
+    launcher.kill(handles[1])
+    launcher.kill({"task": "another"})
+    assert [force for _, force in ray.cancelled] == [True]
 
 
 def test_a_database_of_the_first_edition_is_brought_up_to_date_and_a_newer_one_refused(

@@ -14,7 +14,13 @@ import pytest
 
 from shoal.core.errors import MissingExtraError
 from shoal.skills.jobs.runner import job_environment
-from shoal.skills.learning.craftax import ACHIEVEMENTS, CraftaxWorld, _compass, features_of
+from shoal.skills.learning.craftax import (
+    ACHIEVEMENTS,
+    CLASSIC_ACTIONS,
+    CraftaxWorld,
+    _compass,
+    features_of,
+)
 from shoal.skills.learning.worlds import Bank
 
 try:
@@ -55,6 +61,11 @@ def test_the_words_for_achievements_and_actions_are_those_of_craftax() -> None:
 
     assert list(ACHIEVEMENTS) == [one.name.lower() for one in sorted(Achievement, key=lambda one: one.value)]
     assert list(features_of("craftax").actions) == [action.name.lower() for action in Action]
+
+
+def test_who_waits_or_strolls_does_so_by_actions_of_those_names() -> None:
+    assert CLASSIC_ACTIONS[CraftaxWorld.wait] == "noop"
+    assert [CLASSIC_ACTIONS[move] for move in CraftaxWorld.moves] == ["left", "right", "up", "down"]
 
 
 @needs_craftax

@@ -152,6 +152,28 @@ def test_saved_states_go_back_into_any_lane(rng: np.random.Generator) -> None:
     assert (joined.take(np.array([5])).arrays["cells"][0] == after.arrays["cells"][1]).all()
 
 
+def test_a_picture_shows_cells_the_agent_where_it_looks_and_what_it_holds(rng: np.random.Generator) -> None:
+    bank = CraftingWorld(1).fresh(1, rng)
+    bank.arrays["place"][0], bank.arrays["look"][0] = (5, 9), 3  # looks down
+    bank.arrays["hands"][0] = [0, 3, 9, 0, 0, 1, 0, 0, 0, 0]
+    image = crafting.paint_crafting(bank, cell=14)
+    assert image.shape == (19 * 14, 18 * 14, 3)  # 16 x 16 cells, an edge around them, and a bar below
+    assert image.dtype == np.uint8
+    kinds, corners = bank.arrays["cells"][0][2:-2, 2:-2], image[: 18 * 14 : 14, : 18 * 14 : 14]
+    colours = {int(kind): tuple(corners[kinds == kind][0]) for kind in np.unique(kinds)}
+    assert len(set(colours.values())) == len(colours)
+    for kind, colour in colours.items():
+        assert (corners[kinds == kind] == colour).all()
+    row, column = (5 - 2) * 14, (9 - 2) * 14
+    seen = image[row : row + 14, column : column + 14]
+    white, red = (seen == 255).all(2), (seen == (200, 40, 40)).all(2)
+    assert (white.any(1).argmax(), white.sum()) == (10, 9)  # the nose, below the middle
+    assert (red.any(1).argmax(), (red | white)[2:12, 2:12].sum()) == (2, 100)
+    bar = (image[18 * 14 :] != 255).any(2).sum(0)
+    width = 18 * 14 // 10
+    assert [int(bar[i * width + 2]) for i in range(10)] == [0, 5, 13, 0, 0, 2, 0, 0, 0, 0]
+
+
 def test_an_unknown_world_is_guessed() -> None:
     with pytest.raises(KeyError, match="Did you mean 'crafting'"):
         make_world("crafing", 1)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 import yaml
@@ -162,6 +164,11 @@ def test_a_knowledge_base_that_cannot_be_reached_is_refused_before_training(tmp_
         KnowledgeBase(path, CRAFTING)
 
 
+def test_a_world_without_skills_of_its_own_is_told_to_name_a_file() -> None:
+    with pytest.raises(ConfigError, match="no skills come with the world 'corridor'; name a YAML file"):
+        knowledge_base("corridor")
+
+
 def test_fewer_than_no_skills_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_nodes must be at least 0, got -1"):
         KnowledgeBase(knowledge_base("crafting"), CRAFTING, max_nodes=-1)
@@ -298,10 +305,19 @@ def test_a_key_is_not_carried_to_where_a_redirection_points(server: Server) -> N
             one.server_close()
 
 
-def test_a_server_that_is_busy_is_asked_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "again"), [(None, True), (429, True), (500, True), (400, False), (401, False)]
+)
+def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: int | None, again: bool
+) -> None:
     model = LanguageModel("m", server.url, CRAFTING, patience=0.001)
     server.replies = [json.dumps(WOOD)]
-    opened, failures = proposers._opener.open, [OSError("refused"), OSError("refused")]
+    opened = proposers._opener.open
+    failures = [
+        OSError("refused") if status is None else HTTPError(server.url, status, "no", Message(), None)
+        for _ in range(2)
+    ]
 
     def sometimes(*arguments, **more):
         if failures:
@@ -309,8 +325,13 @@ def test_a_server_that_is_busy_is_asked_again(server: Server, monkeypatch: pytes
         return opened(*arguments, **more)
 
     monkeypatch.setattr(proposers._opener, "open", sometimes)
-    assert model.next_skill([], [], {}) is not None
-    assert failures == []
+    if again:
+        assert model.next_skill([], [], {}) is not None
+        assert failures == []
+    else:
+        with pytest.raises(EngineError, match=f"no reply from .*{status}"):
+            model.next_skill([], [], {})
+        assert len(failures) == 1
 
 
 def test_what_was_proposed_again_after_a_kill_is_replayed_once(tmp_path: Path) -> None:

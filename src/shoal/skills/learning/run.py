@@ -132,14 +132,14 @@ def prepare_training_run(
 
     Args:
         skill_name: the skill to train.
-        skill_data: its spec, or the reference's `{"skill_with_consumption": …, "execution_plan": …}`.
+        skill_data: its spec, or the reference's `{"skill_with_consumption": …}`.
         global_expert_idx: its expert.
         dependency_skill_names: skills whose experts its plan uses.
         completed_skills: `{name: {"expert_idx": …}}`; their heads are taken from the store in `base_dir`.
         base_dir: the folder of the whole run.
         initialize_expert_fn: gives the parameters of a new expert; by default the training makes them.
         env_name: the world, "crafting" by default.
-        skills: all specs, to resolve the plan; without them it is `execution_plan`, or the skill alone.
+        skills: all specs, to resolve the plan; without them it is the skill alone.
         seed: run seed.
         config: how to train.
         store: an open store of `base_dir`, if there is one.
@@ -151,7 +151,9 @@ def prepare_training_run(
     features = world_features(world)
     skill = skill_from_data(skill_name, skill_data, features)
     known = {spec.name: spec for spec in skills or ()} | {skill.name: skill}
-    plan = _plan(skill, skill_data, known, features, whole=skills is not None)
+    plan = [Step(skill_name, skill.practice)]
+    if skills is not None:
+        plan = training_plan(skill_name, list(known.values()), features)
     needed = [name for name in dict.fromkeys(step.skill for step in plan) if name != skill_name]
     to_local, to_global = build_remapping(
         [*dependency_skill_names, *needed], global_expert_idx, completed_skills
@@ -221,18 +223,6 @@ def _load_mixture(
         elif initialize is not None:
             mixture[local] = dict(initialize())
     return mixture, loaded
-
-
-def _plan(
-    skill: Skill, data: Mapping[str, Any], known: Mapping[str, Skill], features: Features, *, whole: bool
-) -> list[Step]:
-    if whole:
-        return training_plan(skill.name, list(known.values()), features)
-    steps = [
-        Step(str(step["skill_name"]), int(step.get("count", 1))) for step in data.get("execution_plan") or ()
-    ]
-    before = [step for step in steps if step.skill in known and step.skill != skill.name]
-    return [*before, Step(skill.name, skill.practice)]
 
 
 @dataclass(frozen=True)
