@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from gymnasium.error import AlreadyPendingCallError
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
 import shoal.envs
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
@@ -1489,3 +1489,27 @@ def test_a_step_that_the_caller_never_did_leaves_what_was_seen() -> None:
         with pytest.raises(TypeError):
             envs.step_wait("soon")
         assert envs.observations().tolist() == before.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # of Python 3.12, where threads run
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_a_fork_of_the_caller_cannot_step_its_environments(backend: Any) -> None:
+    envs = make_vec(CountEnv, 2, backend=backend, num_workers=2)
+    envs.reset(seed=0)
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        told = b"stepped"
+        try:
+            envs.step([9, 9])
+        except ClosedEnvironmentError as error:
+            told = str(error).encode()
+            envs.close()
+        finally:
+            os.write(writing, told)
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writing)
+    with os.fdopen(reading) as told_by_child:
+        assert "forked" in told_by_child.read()
+    assert [envs.step([k, k])[1].tolist() for k in (1, 2)] == [[11.0, 11.0], [22.0, 22.0]]
+    envs.close()

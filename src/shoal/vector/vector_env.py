@@ -168,6 +168,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._errors: list[Exception] = []
         self._waited = self._stepping = self._began = 0.0
         self._finalizer = weakref.finalize(self, close_all, self.workers, backend, os.getpid())
+        self._is_parents = False
+        if backend is not None:
+            _with_workers.add(self)
 
     # --- one operation at a time
     def _enter(self, operation: str, *, flying: bool = False) -> None:
@@ -189,6 +192,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._turn.release()
 
     def _check_open(self) -> None:
+        if self._is_parents:
+            raise ClosedEnvironmentError(
+                f"Trying to operate on a `{type(self).__name__}` whose workers answer the process that this one was "
+                "forked from: make one here."
+            )
         if self.closed:
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
@@ -1170,6 +1178,19 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and hasattr(self, "_finalizer"):
             self._finalizer()
+
+
+_with_workers: weakref.WeakSet[VectorPool] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a fork of the process that made them: a command from here would be answered to the parent's next one."""
+    for pool in list(_with_workers):
+        pool.closed = pool._is_parents = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _Before(NamedTuple):
