@@ -11,6 +11,7 @@ from gymnasium.error import AlreadyPendingCallError
 
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
 from shoal.vector import make_vec
+from shoal.vector.vector_env import VectorPool
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.living import children
 
@@ -151,4 +152,51 @@ def test_an_interrupt_in_the_callers_own_group_leaves_only_those_it_cut_off_out_
     envs.send_reset([1], [9])
     assert envs.recv().observations.tolist() == [[9, 1, 0, 0]]
     assert envs.step([1, 1, 1])[1].tolist() == [12.0, 11.0, 11.0]
+    envs.close()
+
+
+def receive_all(envs: Any, received: list[int]) -> None:
+    while envs.in_flight:
+        received += envs.recv(timeout=30.0).ids.tolist()
+
+
+class Interrupts:
+    """An action that is interrupted while it is sent."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_send_leaves_nobody_in_flight_who_never_began() -> None:
+    envs = make_vec(CountEnv, 3, backend="process", num_workers=3)
+    envs.reset(seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        envs.send([0, 1, 2], [1, Interrupts(), 2])
+    assert envs.in_flight == [0]
+    assert envs.recv(min_envs=3).ids.tolist() == [0]
+    envs.send([1, 2], [3, 4])
+    assert sorted(envs.recv(min_envs=2).rewards.tolist()) == [31.0, 41.0]
+    envs.close()
+
+
+def test_an_interrupt_while_an_env_in_flight_is_replaced_leaves_nobody_to_be_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fns = [functools.partial(Faulty, "kill"), *[functools.partial(CountEnv, 1000)] * 2]
+    envs = make_vec(fns, backend="process", num_workers=3, on_failure="restart")
+    envs.reset(seed=0)
+    envs.send([0, 1], [9, 1])
+
+    def interrupted(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(VectorPool, "_make_anew", interrupted)
+    received: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        receive_all(envs, received)
+    receive_all(envs, received)
+    assert received == [1]
+    assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4, 5]
+    assert envs.step([1, 1, 1])[1].tolist() == [11.0] * 3
     envs.close()

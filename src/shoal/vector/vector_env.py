@@ -930,6 +930,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._jobs.setdefault(id(self._by_env[i]), {})[i] = kind, job
             for worker in {id(self._by_env[i]): self._by_env[i] for i in ids}.values():
                 self._set_to_work(worker)
+        except BaseException:
+            self._forget_lost()
+            raise
         finally:
             self._leave()
 
@@ -965,8 +968,21 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 except TimeoutError:
                     break
             return self._taken(timeout)
+        except BaseException:
+            self._forget_lost()
+            raise
         finally:
             self._leave()
+
+    def _forget_lost(self) -> None:
+        """Wait for nobody who, after an interrupt, is neither at work nor ready, nor waits for its worker."""
+        self._at_work = {k: pair for k, pair in self._at_work.items() if pair[0].command is pair[1]}
+        at_work = list(self._at_work.values())
+        busy = {id(worker) for worker in (*self._late, *(worker for worker, _ in at_work))}
+        self._jobs = {k: jobs for k, jobs in self._jobs.items() if k in busy}
+        here = {landed[0] for landed in self._landed}.union(*self._jobs.values())
+        here.update(i for worker, command in at_work for i in _ids(worker, command))
+        self._flying = {i: sent for i, sent in self._flying.items() if i in here}
 
     def _wait_in_flight(self, deadline: float | None) -> None:
         late = [worker for worker in self._late if self._jobs.get(id(worker))]
@@ -1047,12 +1063,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             del self._at_work[id(worker)]
         told, failures = self._land(landing, replies)
         ids = [i for worker, command in landing for i in _ids(worker, command)]
+        interrupt: BaseException | None = None
         if failures:
             failed: set[int] = set()
             try:
                 self._recover(failures, told, [*landing, *self._at_work.values()], set())
-            except Exception as error:
-                self._errors.append(error)
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    self._errors.append(error)
+                else:
+                    interrupt = error
                 ended = self.buffers.terminated | self.buffers.truncated
                 failed = {failure.env for failure in failures}
                 failed |= {i for i in ids if self._by_env[i].lost is not None and not ended[i]}
@@ -1070,6 +1090,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._deliver(ids, told)
         for worker, _ in landing:
             self._set_to_work(worker)
+        if interrupt is not None:
+            raise interrupt
 
     def _deliver(self, ids: Iterable[int], told: Iterable[Told]) -> None:
         infos = by_env(told)
