@@ -393,3 +393,53 @@ def test_infos_of_kinds_that_do_not_go_together_are_told_as_they_are(told: Any) 
         envs.close()
     assert infos["_a"].all()
     assert all(np.array_equal(one, given) for one, given in zip(infos["a"], told, strict=True))
+
+
+class Reuses(gymnasium.Env[Any, Any]):
+    """Gives the same array, list and dict each time, changed; keeps and changes the actions it is given."""
+
+    action_space = spaces.Box(-9, 9, (1,), np.float32)
+
+    def __init__(self, size: int) -> None:
+        self.observation_space = spaces.Box(-9, 9, (size,), np.float32)
+        self.seen, self.log, self.taken = np.zeros(size, np.float32), [], []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.seen[:] = options["start"].pop("at", -1) if options else 0
+        self.log.clear()
+        return self.seen, {"log": self.log}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.taken.append(action)
+        self.log.append(sum(float(one[0]) for one in self.taken))
+        self.seen += 1
+        action *= 2
+        return self.seen, 0.0, len(self.log) == 3, False, {"log": self.log, "nested": {"seen": self.seen}}
+
+
+def play_reusing(backend: Any, **options: Any) -> tuple[Any, Any]:
+    """What was given in some steps, looked at in the end; and what became of what the caller gave."""
+    fns = [functools.partial(Reuses, size) for size in (2, 3, 2, 3)]
+    envs = make_vec(fns, backend=backend, **options)
+    given, start = np.ones((4, 1)), {"start": {"at": 4}}
+    shown: list[Any] = [envs.reset(options=start)]
+    for k in range(4):
+        given[:] = k
+        envs.step_async(given)
+        given[:] = -1
+        obs, *rest = envs.step_wait()
+        shown.append((obs, rest))
+        obs[0][:] = 7  # the caller's own
+        given[:] = k
+        shown.append(envs.step_some([1], [given[1]])[0])
+    shown.append(envs.reset(options={"reset_mask": np.array([False, True, False, False])}))
+    envs.close()
+    return repr(shown), (given.tolist(), start)
+
+
+def test_what_envs_and_callers_go_on_to_change_is_theirs_alone_on_every_backend() -> None:
+    serial, kept = play_reusing("serial")
+    assert kept == ([[3.0]] * 4, {"start": {"at": 4}})
+    assert "array([4., 4., 4.]" in serial  # all began there
+    for backend, workers in (("thread", 2), ("process", 1), ("process", 4)):
+        assert play_reusing(backend, num_workers=workers) == (serial, kept)

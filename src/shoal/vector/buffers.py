@@ -23,7 +23,7 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
-from shoal.vector.values import Layout, Leaf
+from shoal.vector.values import Layout, Leaf, own
 
 Array = np.ndarray[Any, Any]
 LINE = 64
@@ -266,7 +266,7 @@ class Observations:
         columns: list[Any] = []
         for i, rows in enumerate(self.buffers.obs):
             if i in self.values:
-                columns.append(tuple(self.values[i]))
+                columns.append(tuple(map(own, self.values[i]) if copy else self.values[i]))
             else:
                 columns.append(self._copied(i, rows[place]) if copy else rows[place])
         return self.layout.rebuild(columns)
@@ -290,7 +290,7 @@ class Observations:
         """The observations of some environments, each at its place; always copies."""
         where = np.asarray(places, dtype=np.intp), np.asarray(ids, dtype=np.intp)
         columns = [
-            tuple(self.values[leaf][i] for i in ids) if leaf in self.values else rows[where]
+            tuple(own(self.values[leaf][i]) for i in ids) if leaf in self.values else rows[where]
             for leaf, rows in enumerate(self.buffers.obs)
         ]
         return self.layout.rebuild(columns)
@@ -305,11 +305,10 @@ class Observations:
 
     def leaves(self, i: int, place: int) -> list[Any]:
         """The leaf values of one environment's observation; arrays are copies."""
-        found: list[Any] = []
-        for leaf, rows in enumerate(self.buffers.obs):
-            value = self.values[leaf][i] if leaf in self.values else rows[place, i]
-            found.append(value.copy() if isinstance(value, np.ndarray) else value)
-        return found
+        return [
+            own(self.values[leaf][i] if leaf in self.values else rows[place, i])
+            for leaf, rows in enumerate(self.buffers.obs)
+        ]
 
     def one(self, i: int, place: int) -> Any:
         """One environment's observation."""
@@ -395,7 +394,7 @@ def write_batch(buffers: Buffers, columns: Sequence[Any]) -> Loose:
     loose: Loose = {}
     for i, (target, column) in enumerate(zip(buffers.act, columns, strict=True)):
         if target is None or not _same(column, target):
-            loose[i] = dict(enumerate(column))
+            loose[i] = dict(enumerate(own(column)))
         else:
             target[...] = column
     return loose
@@ -418,7 +417,7 @@ def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> 
         if target is not None and _fits(action, target.shape[1:], target.dtype):
             target[i] = action
         else:
-            loose.setdefault(WHOLE, {})[i] = action
+            loose.setdefault(WHOLE, {})[i] = own(action)
     return loose
 
 

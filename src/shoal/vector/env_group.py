@@ -26,7 +26,7 @@ from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception, shown
-from shoal.vector.values import IN_BUFFER, Info, Told
+from shoal.vector.values import IN_BUFFER, Info, Told, own
 
 
 # --- what a group can be told
@@ -106,6 +106,14 @@ class Reply:
     told: list[Told] = field(default_factory=list)  # of those that told something
     failures: list[Failure] = field(default_factory=list)
     value: Any = None  # what calls returned, or what was said of envs that were made
+
+    def kept(self) -> Reply:
+        """The same of envs in this process, which may go on to change what they gave."""
+        self.columns = {leaf: own(values) for leaf, values in self.columns.items()}
+        self.told = [
+            item._replace(final_info=own(item.final_info), info=own(item.info)) for item in self.told
+        ]
+        return self
 
 
 @dataclass
@@ -246,7 +254,7 @@ class EnvGroup:
             self.progress[0] = j
             self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
             try:
-                options = copy.copy(command.options)  # what one env takes out of it is there for the next
+                options = own(command.options)  # what one env takes out of it is there for the next
                 obs, info = self.envs[j].reset(seed=seed, options=options)
                 self._put(j, obs, command.place, columns)
                 info = _checked(info)
@@ -380,7 +388,7 @@ class EnvGroup:
         else:
             self._check_final(obs)
             final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
-        final_info = dict(info)
+        final_info = own(info) if type(info) is dict else dict(info)  # reset may change what it holds
         self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
         self._ending = final, final_info
         obs, info = self.envs[j].reset()

@@ -113,12 +113,14 @@ class Worker:
         """The reply; the caller's own group does its work here."""
         command, self.command = self.command, None
         if type(command) is Step and self.group is not None:
-            return self.group.step(command.actions or [], command.members, command.place)
+            reply = self.group.step(command.actions or [], command.members, command.place)
+            return reply.kept() if reply is not None else None
         if isinstance(command, Make):
             self.group = EnvGroup(self.env_fns, self.first)
             return self.group.make()
         assert self.group is not None
-        return self.group.run(command)
+        reply = self.group.run(command)
+        return reply.kept() if reply is not None else None
 
     def progress(self) -> int:
         """Position of the env that it is at, or `LOADING`."""
@@ -417,7 +419,7 @@ class ThreadWorker(Worker):
             self.backend.bell.get_nowait()  # as many bells as replies
         if isinstance(self.command, Step | Reset):
             self._land()
-        return reply
+        return reply.kept() if reply is not None else None
 
     def _land(self) -> None:
         if self.box.own is not None and self.buffers is not None:

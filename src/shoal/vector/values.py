@@ -168,6 +168,32 @@ def whole(value: Any, what: str, least: int) -> int:
     return number
 
 
+UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def own(value: Any) -> Any:
+    """A value that whoever gave it cannot change any more: arrays, and what Python's own containers hold, are copies.
+
+    In another process all of it is a copy; here it is as far as that costs little.
+    """
+    kind, still = type(value), UNCHANGING
+    if kind in still:
+        return value
+    if kind is dict:
+        kept = dict(value)
+        for key, item in value.items():
+            if type(item) not in still:
+                kept[key] = own(item)
+        return kept
+    if kind is list:
+        return list(value) if still.issuperset(map(type, value)) else list(map(own, value))
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if kind is tuple or kind is set:
+        return kind(map(own, value))
+    return value._make(map(own, value)) if isinstance(value, tuple) and hasattr(value, "_make") else value
+
+
 # --- infos, and the ends of episodes
 PLAIN = (int, float, bool)
 
