@@ -115,6 +115,16 @@ class FailsWhenMadeAgain(CountEnv):
             do(self.first)
 
 
+class Unspeakable:
+    """A reward that is no number, and says so in its own way."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("not while a gradient is wanted")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
 class SlowToMake(CountEnv):
     """Takes its time in the constructor."""
 

@@ -46,6 +46,7 @@ from tests.vector.misbehaving import (
     SlowToMake,
     StartsAProgram,
     TellsItsSeed,
+    Unspeakable,
     do,
 )
 from tests.vector.model import SLOW, Encoded
@@ -1125,6 +1126,22 @@ def test_an_exception_of_any_kind_is_replaced_or_masked(layout: str, policy: str
         assert envs.step([1, 1, 1])[1].tolist() == [12.0, 11.0 if policy == "restart" else 0.0, 12.0]
 
 
+class ExitsWhenClosed(Misbehaving):
+    """Raises in a step with action `FAULT`, and `SystemExit` whenever it is closed."""
+
+    def close(self) -> None:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_env_is_replaced_whatever_it_raises_while_it_is_closed(layout: str) -> None:
+    fns = [HEALTHY, functools.partial(ExitsWhenClosed, "raise")]
+    with closing(make_vec(fns, **LAYOUTS[layout], on_failure="restart")) as envs:
+        envs.reset(seed=0)
+        assert envs.step([1, FAULT])[3].tolist() == [False, True]
+        assert envs.step([1, 1])[1].tolist() == [12.0, 11.0]
+
+
 @pytest.mark.parametrize("fault", ["exit", "kill"])
 @pytest.mark.parametrize(
     "options",
@@ -1372,8 +1389,10 @@ def test_every_step_tells_which_envs_are_masked(layout: str) -> None:
         (float("nan"), "nan"),
         ("5", "5"),
         ([1.0, 2.0], "reward"),
+        (10**400, "reward must be a number, got 1000"),
+        (Unspeakable(), "reward must be a number"),
     ],
-    ids=["inf", "-inf", "nan", "text", "list"],
+    ids=["inf", "-inf", "nan", "text", "list", "huge", "unspeakable"],
 )
 def test_a_reward_that_is_no_number_is_refused_with_its_env(layout: str, reward: Any, word: str) -> None:
     fns = [HEALTHY, functools.partial(Pays, reward)]

@@ -443,3 +443,16 @@ def test_what_envs_and_callers_go_on_to_change_is_theirs_alone_on_every_backend(
     assert "array([4., 4., 4.]" in serial  # all began there
     for backend, workers in (("thread", 2), ("process", 1), ("process", 4)):
         assert play_reusing(backend, num_workers=workers) == (serial, kept)
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("space", [spaces.Dict({}), spaces.Tuple(())], ids=["dict", "tuple"])
+def test_an_action_of_no_parts_reaches_each_env(space: Any, backend: Any) -> None:
+    fns = [functools.partial(Scripted, spaces.Discrete(3), space, 5, 4)] * 3
+    envs = make_vec(fns, backend=backend)
+    envs.reset(seed=0)
+    empty = type(space.sample())()
+    infos = [*envs.step(empty)[4].get("action", ()), *envs.step(empty)[4].get("action", ())]
+    assert set(infos) - {None} == {repr(empty)}
+    assert envs.step_some([1], [empty])[0].observation in range(3)
+    envs.close()

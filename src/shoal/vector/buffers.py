@@ -464,9 +464,11 @@ def read(
             columns.append(list(rows) if len(rows) == len(members) else [rows[j] for j in members])
         else:
             columns.append([None] * len(members))
-    actions = columns[0]
-    if not layout.is_leaf:
-        actions = [layout.rebuild(values) for values in zip(*columns, strict=True)]
+    if layout.is_leaf:
+        actions = columns[0]
+    else:  # (a space of no parts has an action, too)
+        each = zip(*columns, strict=True) if columns else [()] * len(members)
+        actions = [layout.rebuild(values) for values in each]
     if whole is not None:
         actions = [whole.get(first + j, action) for j, action in zip(members, actions, strict=True)]
     return list(actions)

@@ -235,8 +235,11 @@ class EnvGroup:
         return reply
 
     def _rebuild(self, j: int) -> Any:
-        with contextlib.suppress(Exception):
+        try:
             self.envs[j].close()
+        except BaseException as error:  # it is thrown away, whatever it raises
+            if isinstance(error, self.let_pass):
+                raise
         self.envs[j] = self.env_fns[j]()
         self._ended[j] = False
 
@@ -430,7 +433,7 @@ class EnvGroup:
                 self.rewards[members] = [rewards[j] for j in members]
             if total - total == 0.0 or not self.check_nan:
                 return
-        except (TypeError, ValueError):
+        except Exception:  # whatever what an env gave raises: it is looked at one by one
             pass
         for j in members:
             try:
@@ -445,8 +448,8 @@ class EnvGroup:
             if isinstance(reward, str | bytes):
                 raise TypeError
             self.rewards[j] = reward
-        except (TypeError, ValueError):
-            raise EnvError(f"reward must be a number, got {reward!r:.80}") from None
+        except Exception:  # a number without room, a tensor that wants its gradient
+            raise EnvError(f"reward must be a number, got {shown(reward)}") from None
         value = self.rewards[j]
         if self.check_nan and not math.isfinite(value):
             self.rewards[j] = 0.0
