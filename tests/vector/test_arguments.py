@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import RecordEpisodeStatistics
 
 from shoal.core.errors import ConfigError, EnvError
 from shoal.vector import AsyncVectorEnv, make_vec
@@ -311,3 +312,21 @@ def test_copies_that_were_asked_for_belong_to_the_caller_also_where_observations
     first = envs.reset(options={"reset_mask": np.array([True, False, False, False])})[0]
     assert first[:, 0, 0, 0].tolist() == [0, 1, 1, 1]
     envs.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "serial"},
+        {"backend": "thread", "num_workers": 3},
+        {"backend": "process", "num_workers": 1},
+    ],
+    ids=str,
+)
+def test_one_env_cannot_stand_in_two_places(options: Any) -> None:
+    env = CountEnv()
+    with pytest.raises(ConfigError, match="environments 0 and 1 are one object"):
+        make_vec(lambda: env, 3, **options)
+    with pytest.raises(ConfigError, match="environments 0 and 1 are one object"):
+        make_vec(lambda: env, 3, wrappers=[RecordEpisodeStatistics], **options)
+    make_vec(lambda: env, 1, **options).close()

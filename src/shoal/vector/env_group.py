@@ -125,6 +125,12 @@ class About:
     metadata: dict[str, Any]
     render_mode: str | None
     spec: Any
+    identity: tuple[Any, ...]
+    """Equal for one and the same object only, in whatever process it is."""
+
+
+_HERE = os.urandom(8)
+"""Of this interpreter, and of those that were forked from it."""
 
 
 class EnvGroup:
@@ -158,7 +164,8 @@ class EnvGroup:
                 env = fn()
                 self.envs.append(env)
                 spaces = env.observation_space, env.action_space
-                reply.value.append(About(*spaces, dict(env.metadata), env.render_mode, env.spec))
+                who = _HERE, os.getpid(), id(env.unwrapped)
+                reply.value.append(About(*spaces, dict(env.metadata), env.render_mode, env.spec, who))
             except BaseException as error:
                 self._note(reply.failures, j, "make", error)
                 with contextlib.suppress(Exception):

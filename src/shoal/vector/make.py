@@ -279,6 +279,7 @@ def open_workers(
         replies = replies_of(workers)  # the caller makes its own while the workers make theirs
         raise_first(distinct([failure for reply in replies for failure in reply.failures]))
         told = [about for reply in replies for about in reply.value]
+        _refuse_twins([about.identity for about in told])
         seen, acts = [about.observation_space for about in told], [about.action_space for about in told]
         one = told[0].metadata, told[0].render_mode, told[0].spec
         description = describe(Description(seen, acts, batched(seen), batched(acts), *one))
@@ -307,6 +308,17 @@ def open_workers(
         close_all(workers, backend, os.getpid(), 0.0)
         raise
     return Opened(workers, backend, buffers, attach, description, handouts)
+
+
+def _refuse_twins(identities: Sequence[Any]) -> None:
+    """Refuse one env in two places: each step of the one would be a step of the other."""
+    first: dict[Any, int] = {}
+    for i, identity in enumerate(identities):
+        if first.setdefault(identity, i) != i:
+            raise ConfigError(
+                f"environments {first[identity]} and {i} are one object: what makes them must make a new one each "
+                "time (lambda: Env(), not lambda: env)"
+            )
 
 
 def _backend(env_fns: Sequence[EnvFn], plan: Plan, options: Options) -> Backend:
