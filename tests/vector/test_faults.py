@@ -555,6 +555,106 @@ def test_workers_start_after_threads_of_another_library_are_running() -> None:
         thread.join()
 
 
+def run_program(program: str, *flags: str, **options: Any) -> str:
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        **options,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_are_pythons_like_their_callers(method: str) -> None:
+    program = f"""
+import sys
+from shoal.vector import make_vec
+from tests.vector.faulty import CountEnv
+envs = make_vec(CountEnv, 1, backend="process", start_method={method!r})
+look = lambda env: (sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions)
+print(envs.apply(look)[0] == look(None), *look(None))
+"""
+    told = run_program(program, "-O", "-X", "utf8", "-W", "error::BytesWarning")
+    assert told == "True 1 1 ['error::BytesWarning']\n"
+
+
+def test_a_folder_that_is_gone_and_a_path_that_is_no_text_keep_no_worker_from_starting(
+    tmp_path: Path,
+) -> None:
+    program = """
+import os, pathlib, sys
+from shoal.vector import make_vec
+from tests.vector.faulty import Faulty
+sys.path.append(pathlib.Path("/"))
+os.mkdir("here")
+os.chdir("here")
+os.rmdir("../here")
+envs = make_vec(lambda: Faulty("exit"), 2, backend="process", num_workers=2, on_failure="restart")
+envs.reset(seed=0)
+print(envs.step([1, 9])[3].tolist())
+"""
+    assert run_program(program, cwd=tmp_path) == "[False, True]\n"
+
+
+def test_workers_that_are_forked_need_no_standard_output() -> None:
+    program = """
+import os, sys
+from shoal.vector import make_vec
+from tests.vector.faulty import CountEnv
+sys.stdout = sys.stderr = None
+envs = make_vec(CountEnv, 2, backend="process", start_method="fork")
+envs.reset(seed=0)
+os.write(1, str(envs.step([1, 2])[1].tolist()).encode())
+"""
+    assert run_program(program) == "[11.0, 21.0]"
+
+
+class ReadsAFile(Faulty):
+    """Ends its process with action 9; its reward is what a file of the folder that it was made in says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("exit")
+        self.paid = float(Path(name).read_text())
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs, self.paid, *rest
+
+
+def test_a_relative_name_means_the_same_file_when_an_env_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, paid in (("first", "1"), ("second", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "paid.txt").write_text(paid)
+    monkeypatch.chdir(tmp_path / "first")
+    fns = [functools.partial(ReadsAFile, "paid.txt")] * 2
+    envs = make_vec(fns, backend="process", num_workers=2, on_failure="restart")
+    monkeypatch.chdir(tmp_path / "second")
+    envs.reset(seed=0)
+    assert envs.step([1, 9])[3].tolist() == [False, True]
+    assert envs.step([1, 1])[1].tolist() == [1.0, 1.0]
+    envs.close()
+
+
+class DrawsGlobally(CountEnv):
+    """Draws from NumPy's global generator, which nobody seeds."""
+
+    def reset(self, **_: Any) -> Any:
+        return np.random.random(4), {}
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_do_not_draw_the_same_from_a_generator_that_nobody_seeds(method: StartMethod) -> None:
+    envs = make_vec(DrawsGlobally, 3, backend="process", num_workers=3, start_method=method)
+    assert len(np.unique(envs.reset()[0])) == 12
+    envs.close()
+
+
 def test_an_interrupt_leaves_the_pool_usable() -> None:
     class Slow(CountEnv):
         def misbehave(self, action: Any) -> None:

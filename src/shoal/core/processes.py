@@ -399,9 +399,15 @@ def _start(link: socket.socket, request: dict[str, Any], descriptors: list[int])
         if request["method"] == "spawn":
             for item in (channel, log):
                 os.set_inheritable(item, True)
-            program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {function} as main; "
+            program = (
+                f"import sys; sys.path[:] = {module_path()!r}; from {module} import {function} as main; "
+            )
             program += f"main({channel}, {log})"
-            os.execv(sys.executable, [sys.executable, "-c", program])
+            os.execv(sys.executable, [*interpreter(), "-c", program])
+        if (
+            "numpy" in sys.modules
+        ):  # or all workers would draw the same, as their zygote (`random` sees to itself)
+            sys.modules["numpy"].random.seed()
         code = work(channel, log)
     except BaseException:  # whatever it is must not go on as a second zygote
         sys.excepthook(*sys.exc_info())
@@ -410,10 +416,14 @@ def _start(link: socket.socket, request: dict[str, Any], descriptors: list[int])
     raise AssertionError("unreachable")
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # None where this process was started without
+            stream.flush()
+
+
 def _leave(code: int) -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    _flush()
     os._exit(code)
 
 
@@ -482,11 +492,13 @@ class Zygote:
         self.mark = f"{self.owner}-{os.urandom(6).hex()}."
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
-        program = f"import sys; sys.path[:] = {sys.path!r}; from shoal.core.processes import zygote_main; "
+        program = (
+            f"import sys; sys.path[:] = {module_path()!r}; from shoal.core.processes import zygote_main; "
+        )
         program += f"zygote_main({number}, {self.PRELOAD!r}, {self.mark!r})"
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", program],
+                [*interpreter(), "-c", program],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[number],
                 start_new_session=True,  # a Ctrl-C in the terminal is the caller's to handle
@@ -549,9 +561,22 @@ def _end_zygote(link: socket.socket, process: subprocess.Popen[bytes], owner: in
 
 
 # --- one worker
+def interpreter() -> list[str]:
+    """The command of a Python that behaves as this one does (`-O`, `-W error`, `-X utf8`)."""
+    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+
+
+def module_path() -> list[str]:
+    """Where this Python looks for modules; it passes over what is no text, such as a `Path`."""
+    return [item for item in sys.path if isinstance(item, str)]
+
+
 def surroundings() -> tuple[list[str], list[str], dict[str, str], str]:
     """What a worker takes over from its caller: path, arguments, environment variables, folder."""
-    return list(sys.path), list(sys.argv), dict(os.environ), os.getcwd()
+    folder = ""
+    with contextlib.suppress(OSError):  # it was removed
+        folder = os.getcwd()
+    return module_path(), list(sys.argv), dict(os.environ), folder
 
 
 def settle(around: tuple[list[str], list[str], dict[str, str], str]) -> None:
@@ -593,10 +618,13 @@ class WorkerProcess:
         self.exit_code: int | None = None
         self.gone = True
         self._log = self._pidfd = -1
+        self._around = b""
 
     @files_told()
     def start(self) -> None:
         """Start the process and tell it its surroundings; it may be started again once it was released.
+
+        Then it has the surroundings of its first start: relative names of files mean what they meant.
 
         Raises:
             ConfigError: when too many files are open.
@@ -629,12 +657,12 @@ class WorkerProcess:
         with contextlib.suppress(
             ChannelClosedError, WorkerDiedError
         ):  # whoever waits for it finds out and tells
-            self.channel.send(dumps(surroundings())[0], self.check)
+            self._around = self._around or dumps(surroundings())[0]
+            self.channel.send(self._around, self.check)
 
     def _fork(self, theirs: socket.socket) -> int:
         parent = os.getpid()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         pid = os.fork()
         if pid:
             return pid

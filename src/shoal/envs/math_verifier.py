@@ -74,12 +74,13 @@ class MathVerifier:
             self._kill()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(item for item in sys.path if item and isinstance(item, str))
         process = subprocess.Popen(
             [sys.executable, "-m", "shoal.envs.math_verifier", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "PYTHONPATH": path},
         )
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
