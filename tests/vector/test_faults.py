@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -87,6 +88,46 @@ def test_an_exception_names_its_env_and_keeps_type_and_traceback(fault: str, bac
     assert obs[:, 0].tolist() == [5, 6, 7]
     assert envs.step([2, 2, 2])[1].tolist() == [21.0, 21.0, 21.0]
     envs.close()
+
+
+class Raises(CountEnv):
+    """Raises this in each step."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def misbehave(self, action: Any) -> None:
+        raise self.error
+
+
+def failure_of(error: Exception) -> WorkerError:
+    envs = make_vec(functools.partial(Raises, error), 2, backend="serial")
+    envs.reset(seed=0)
+    with pytest.raises(WorkerError) as caught:
+        envs.step([1, 1])
+    envs.close()
+    return caught.value
+
+
+def test_an_error_of_an_env_can_be_sent_to_another_process() -> None:
+    class Local(Exception):  # noqa: N818
+        pass
+
+    for original, kind in ((ZeroDivisionError("by zero"), ZeroDivisionError), (Local("mine"), WorkerError)):
+        error = failure_of(original)
+        arrived = pickle.loads(pickle.dumps(error))
+        assert isinstance(arrived, WorkerError)
+        assert isinstance(arrived, kind)
+        assert (str(arrived), arrived.__notes__) == (str(error), error.__notes__)
+        assert "also: env 1" in arrived.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [StopIteration("no more data"), StopAsyncIteration("no more data")])
+def test_an_env_that_runs_out_of_data_ends_no_loop_of_its_caller(error: Exception) -> None:
+    told = failure_of(error)
+    assert not isinstance(told, StopIteration | StopAsyncIteration)
+    assert type(error).__name__ in str(told)
 
 
 @pytest.mark.parametrize("fault", HANGS)

@@ -89,18 +89,31 @@ def error_of(failure: Failure) -> WorkerError:
 
 def _typed(base: type[WorkerError], original: BaseException | None, message: str) -> WorkerError:
     # `except ValueError` around a vector env must catch a ValueError of its envs, as with a plain loop.
-    kind = type(original)
-    if isinstance(original, Exception) and not isinstance(original, base):
+    # (But for those that end whatever loop or generator they come by: there it would be lost.)
+    if not isinstance(original, Exception) or isinstance(original, base | StopIteration | StopAsyncIteration):
+        return base(message)
+    return _of_both(base, type(original), message)
+
+
+def _of_both(base: type[WorkerError], kind: type[BaseException], message: str) -> WorkerError:
+    """An error of two classes; it can be sent to another process, as the first one where the second cannot."""
+
+    def reduced(error: WorkerError) -> Any:
+        state = {key: value for key, value in vars(error).items() if key == "__notes__"}
         try:
-            both: Any = type(
-                f"{base.__name__}[{kind.__name__}]", (base, kind), {"__str__": lambda _: message}
-            )
-            error: WorkerError = both.__new__(both, message)
-            error.args = (message,)
-            return error
-        except Exception:  # the classes do not go together: the plain error tells the same
-            return base(message)
-    return base(message)
+            pickle.dumps(kind)
+        except Exception:
+            return base, (message,), state
+        return _of_both, (base, kind, message), state
+
+    try:
+        told = {"__str__": lambda _: message, "__reduce__": reduced}
+        both: Any = type(f"{base.__name__}[{kind.__name__}]", (base, kind), told)
+        error: WorkerError = both.__new__(both, message)
+        error.args = (message,)
+        return error
+    except Exception:  # the classes do not go together: the plain error tells the same
+        return base(message)
 
 
 def raise_first(failures: Sequence[Failure]) -> None:
