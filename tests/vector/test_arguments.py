@@ -253,7 +253,7 @@ def test_seeds_are_whole_numbers_of_any_kind_and_nothing_else() -> None:
     assert [seen[0] for seen, _ in envs.reset_some([1, 0], drawn)] == [4, 5]
     envs.send_reset([0, 1], drawn)
     assert envs.recv(2).observations[:, 0].tolist() == [4, 5]
-    for seeds in (0.5, [0.5, 1.7], "12", ["1", "2"]):
+    for seeds in (0.5, [0.5, 1.7], "12", ["1", "2"], {0: 7, 1: 8}, {7, 8}, b"78"):
         with pytest.raises(TypeError, match="a seed must be a whole number or None, got"):
             envs.reset(seed=seeds)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a seed must be a whole number or None, got 0\.5"):
@@ -261,6 +261,22 @@ def test_seeds_are_whole_numbers_of_any_kind_and_nothing_else() -> None:
     with pytest.raises(TypeError, match=r"a seed must be a whole number or None, got 0\.5"):
         envs.send_reset([0], [0.5])  # type: ignore[list-item]
     assert envs.reset(seed=np.int64(7))[0][:, 0].tolist() == [7, 8]
+    envs.close()
+
+
+def test_what_can_be_looked_at_only_once_is_as_good_as_a_list() -> None:
+    envs = make_vec(CountEnv, 3, backend="serial")
+    assert [seen[0] for seen, _ in envs.reset_some(iter([2, 0, 1]), map(int, "456"))] == [4, 5, 6]  # type: ignore[arg-type]
+    assert [result.reward for result in envs.step_some(iter([2, 0]), map(np.int64, "12"))] == [11.0, 21.0]  # type: ignore[arg-type]
+    assert envs.apply(lambda env: env.t, indices=iter([2, 1])) == [1, 0]  # type: ignore[arg-type]
+    envs.send(iter([1, 2]), map(np.int64, "34"))  # type: ignore[arg-type]
+    assert envs.recv(2).rewards.tolist() == [31.0, 42.0]
+    envs.send_reset(iter([1, 2]), map(int, "78"))  # type: ignore[arg-type]
+    assert envs.recv(2).observations[:, 0].tolist() == [7, 8]
+    with pytest.raises(TypeError, match="min_envs must be a whole number, got nan"):
+        envs.recv(float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected one action for each of 2 environments"):
+        envs.step_some([0, 1], {1, 2})  # type: ignore[arg-type]
     envs.close()
 
 

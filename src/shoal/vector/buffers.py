@@ -364,9 +364,9 @@ def one_each(given: Any, n: int, word: str = "actions") -> list[Any]:
 
     Raises:
         ValueError: for another number of them.
-        TypeError: for a text or dict: as many letters, or keys, as environments are no batch.
+        TypeError: for a text, dict or set: as many letters, or keys in any order, as environments are no batch.
     """
-    if isinstance(given, str | bytes | dict):
+    if isinstance(given, str | bytes | dict | set | frozenset):
         raise TypeError(
             f"expected one {word[:-1]} for each of {n} environments, got the single {given!r:.80}"
         )

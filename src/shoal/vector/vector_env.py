@@ -287,7 +287,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
     ) -> list[tuple[Any, Info]]:
         """Reset the environments `indices`, each with its seed; one `(observation, info)` for each."""
-        chosen = self._indices(indices, seeds, "seeds")
+        chosen, seeds = self._indices(indices, seeds, "seeds")
         everyone: list[int | None] = [None] * self.num_envs
         for i, seed in zip(chosen, seeds, strict=True):
             everyone[i] = plain_seed(seed)
@@ -374,7 +374,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         An action may be anything: what is not in the action space reaches the env as it is.
         """
-        chosen = self._indices(indices, actions, "actions")
+        chosen, actions = self._indices(indices, actions, "actions")
         write = functools.partial(write_some, self.buffers, chosen, actions)
         self._begun("step_some", chosen, lambda: self._begin_step(write(), sorted(chosen)))
         infos = by_env(self._collect(None, "step"))
@@ -842,7 +842,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None
     ) -> list[Any]:
         """`function(env, *args)` for each environment, or some of them, where they live."""
-        chosen = list(range(self.num_envs)) if indices is None else self._indices(indices, indices, "indices")
+        chosen = list(range(self.num_envs))
+        if indices is not None:
+            chosen = self._indices(given := list(indices), given, "indices")[0]
         doing = getattr(function, "__name__", "apply")
         self._begin_apply("apply", doing, sorted(chosen), function, [args] * self.num_envs)
         results = self._answers(None)
@@ -909,15 +911,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int | None] | None = None) -> None:
         """Begin to reset these environments; `recv` returns their first observations."""
-        given = [None] * len(env_ids) if seeds is None else [plain_seed(seed) for seed in seeds]
-        self._dispatch("send_reset", env_ids, given, "seeds", "reset")
+        ids = list(env_ids)
+        given = one_each([None] * len(ids) if seeds is None else seeds, len(ids), "seeds")
+        self._dispatch("send_reset", ids, list(map(plain_seed, given)), "seeds", "reset")
 
     def _dispatch(
         self, operation: str, env_ids: Sequence[int], jobs: Sequence[Any], word: str, kind: str
     ) -> None:
         self._enter(operation, flying=True)
         try:
-            ids = self._indices(env_ids, jobs, word)
+            ids, jobs = self._indices(env_ids, jobs, word)
             if busy := [i for i in ids if i in self._flying]:
                 raise ValueError(
                     f"environments {busy} are still in flight: recv them before sending them again"
@@ -947,8 +950,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """
         self._enter("recv", flying=True)
         try:
-            if min_envs < 1:
-                raise ValueError(f"min_envs must be at least 1, got {min_envs}")
+            whole(min_envs, "min_envs", 1)
             if not self._flying and not self._errors:
                 raise ValueError("no environment is in flight: send some actions first")
             deadline = None if timeout is None else time.monotonic() + timeout
@@ -1125,16 +1127,18 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _active(self) -> list[int]:
         return np.flatnonzero(self.active).tolist()
 
-    def _indices(self, indices: Sequence[int], partners: Sequence[Any], word: str) -> list[int]:
-        """Different environments that take part, one for each of `partners` (the `word` that goes with them)."""
+    def _indices(
+        self, indices: Sequence[int], partners: Sequence[Any], word: str
+    ) -> tuple[list[int], list[Any]]:
+        """Different environments that take part, and the `partners` (the `word` that goes with them), one for each."""
         chosen = [whole(i, "an index", 0) for i in indices]
-        one_each(partners, len(chosen), word)
+        each = one_each(partners, len(chosen), word)
         if len(set(chosen)) != len(chosen) or any(i >= self.num_envs for i in chosen):
             raise ValueError(f"indices must be different numbers in [0, {self.num_envs}), got {chosen}")
         masked = [i for i in chosen if not self.active[i]]
         if masked:
             raise ValueError(f"environments {masked} were masked out after a failure")
-        return chosen
+        return chosen, each
 
     def stacked(self, each: Sequence[Sequence[Any]]) -> Any:
         """A batch of observations, each given by the values of its leaves."""
@@ -1280,7 +1284,7 @@ def plain_seed(seed: Any) -> int | None:
 
 def spread(seed: Seeds, n_envs: int) -> list[int | None]:
     """One seed per environment: of an int `seed + i`, of a sequence its own."""
-    if not isinstance(seed, Iterable):
+    if not isinstance(seed, Iterable) or isinstance(seed, bytes | dict | set | frozenset):
         first = plain_seed(seed)
         return [None if first is None else first + i for i in range(n_envs)]
     seeds = [plain_seed(item) for item in seed]
