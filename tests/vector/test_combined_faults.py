@@ -1532,3 +1532,28 @@ def test_a_fork_of_the_caller_cannot_step_its_environments(backend: Any) -> None
         assert "forked" in told_by_child.read()
     assert [envs.step([k, k])[1].tolist() for k in (1, 2)] == [[11.0, 11.0], [22.0, 22.0]]
     envs.close()
+
+
+class Patient(CountEnv):
+    """Waits with the action `FAULT`, for long."""
+
+    def misbehave(self, action: Any) -> None:
+        if int(action) == FAULT:
+            RELEASED.wait(3600)
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+@pytest.mark.parametrize("flying", [False, True], ids=["step", "recv"])
+def test_who_waits_while_another_thread_closes_is_told_so(flying: bool, policy: Any, backend: Any) -> None:
+    envs = make_vec(Patient, 2, backend=backend, num_workers=2, on_failure=policy)
+    before = children() - {row.get("pid") for row in envs.stats()["workers"]}
+    envs.reset(seed=0)
+    another = threading.Timer(0.2, envs.close, kwargs={"timeout": 0.3})
+    another.start()
+    if flying:
+        envs.send([0, 1], [FAULT, FAULT])
+    with pytest.raises(ClosedEnvironmentError, match="close"):
+        envs.recv(2) if flying else envs.step([FAULT, FAULT])
+    another.join()
+    until(lambda: not children() - before)

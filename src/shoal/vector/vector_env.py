@@ -168,7 +168,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._errors: list[Exception] = []
         self._waited = self._stepping = self._began = 0.0
         self._finalizer = weakref.finalize(self, close_all, self.workers, backend, os.getpid())
-        self._is_parents = False
+        self._closing = self._is_parents = False
         if backend is not None:
             _with_workers.add(self)
 
@@ -197,7 +197,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"Trying to operate on a `{type(self).__name__}` whose workers answer the process that this one was "
                 "forked from: make one here."
             )
-        if self.closed:
+        if self.closed or self._closing:
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
@@ -493,6 +493,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._flag(i, owed.reward, owed.terminated, owed.truncated)
                 told.append(owed.told)
             return told
+        except Exception:
+            self._check_open()  # another thread closed it meanwhile: that is why
+            raise
         finally:
             self._pending = []
             if self._paying or self._skipped:
@@ -615,6 +618,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         Raises:
             WorkerError: with the policy "raise", when an env failed too often, or when one was stepped after its end.
         """
+        self._check_open()
         failures = distinct(failures)
         self._report(failures)
         stepped, given = set(beside), dict[int, int | None]()
@@ -883,6 +887,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 if reply is not None and reply.value is not None:
                     answers.update(zip(_ids(worker, command), reply.value, strict=True))
             return answers
+        except Exception:
+            self._check_open()
+            raise
         finally:
             self._pending = []
             self._leave()
@@ -970,8 +977,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 except TimeoutError:
                     break
             return self._taken(timeout)
-        except BaseException:
+        except BaseException as error:
             self._forget_lost()
+            if isinstance(error, Exception):
+                self._check_open()
             raise
         finally:
             self._leave()
@@ -1196,10 +1205,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     # --- the end
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
-        self._pending, self._state = [], None
+        self._pending, self._state, self._closing = [], None, True
         self._finalizer.detach()
         seconds = 0.0 if terminate else (2.0 if timeout is None else timeout)
         close_all(self.workers, self.backend, os.getpid(), seconds)
+        for worker in self.workers:  # who waits for one in another thread does so no longer
+            if worker.command is not None and worker.lost is None and not worker.inline:
+                worker.lost = Failure(worker.first, "wait", "it was closed", kind="died")
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and hasattr(self, "_finalizer"):
