@@ -867,6 +867,13 @@ def test_words_of_a_server_do_not_count_as_success_or_end(monkeypatch):
     assert (info["success"], info["action_is_valid"], info["action_is_effective"]) == (False, True, True)
 
 
+def test_an_answer_that_is_too_deep_to_be_read_is_an_env_error(monkeypatch):
+    env = answered(monkeypatch)
+    monkeypatch.setattr(Line, "recv", lambda line, timeout: "[" * 100_000)
+    with pytest.raises(EnvError, match="did not answer a step: maximum recursion depth"):
+        env.step("x")
+
+
 def test_an_episode_whose_server_is_gone_is_over(monkeypatch):
     env = answered(monkeypatch)
     env.step("x")

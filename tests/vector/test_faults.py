@@ -319,6 +319,23 @@ class Spoiled(CountEnv):
         return super().observe(np.nan if action == 9 else action)
 
 
+class Extreme(CountEnv):
+    """Shows the largest number there is, and with action 9 one that is none."""
+
+    def observe(self, action: Any) -> Any:
+        return np.array([np.finfo(float).max, np.nan if action == 9 else 0.0, 0.0, 0.0])
+
+
+def test_the_largest_numbers_are_observations_also_where_numpy_is_told_to_raise() -> None:
+    envs = make_vec(Extreme, 2, backend="serial")
+    with np.errstate(all="raise"):
+        envs.reset(seed=0)
+        assert envs.step([1, 1])[0][1, 0] == np.finfo(float).max
+        with pytest.raises(WorkerError, match="env 1.*holds NaN"):
+            envs.step([1, 9])
+    envs.close()
+
+
 @pytest.mark.parametrize("backend", ["serial", "process"])
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
 def test_an_observation_with_nan_is_refused_once_and_no_end_comes_of_it(mode: str, backend: Any) -> None:

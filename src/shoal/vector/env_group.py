@@ -496,7 +496,10 @@ NAN_OBSERVATION = f"observation holds NaN{IF_MEANT}"
 
 def _holds_nan(values: Array) -> bool:
     flat = values.reshape(-1)
-    square = flat.dot(flat)  # NaN if and only if one of them is: squares cannot cancel
+    try:
+        square = flat.dot(flat)  # NaN if and only if one of them is: squares cannot cancel
+    except (FloatingPointError, RuntimeWarning):  # where the caller has NumPy raise what it would only note
+        return bool(np.isnan(flat).any())
     return bool(square != square)
 
 

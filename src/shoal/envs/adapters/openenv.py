@@ -156,7 +156,7 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
                 self._socket = self._connect()
             self._socket.send(json.dumps(message))
             answer = json.loads(self._socket.recv(timeout=self.config.answer_seconds))
-        except (OSError, ValueError, WebSocketException) as error:
+        except (OSError, ValueError, RecursionError, WebSocketException) as error:
             self.close()
             self._over = True  # the server has lost the episode with the connection
             raise EnvError(
