@@ -203,7 +203,7 @@ class Episode:
 
     def _see(self, observation: Any, info: Mapping[str, Any]) -> None:
         if isinstance(observation, str):
-            self._text, picture = observation, info.get("image")
+            self._text, picture = str.__str__(observation), info.get("image")  # plain text, be it NumPy's
         else:
             self._text, picture = str(info.get("text", "")), observation
         self._image = None if picture is None else picture_url(picture)

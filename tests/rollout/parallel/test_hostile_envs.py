@@ -5,10 +5,12 @@ import os
 import sys
 import time
 
+import numpy as np
 import pytest
 from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
+from shoal.core.data import encode_trajectory
 from shoal.core.errors import EngineError
 from shoal.core.seeding import stream
 from shoal.rollout.collector import TrajectoryCollector
@@ -32,6 +34,17 @@ def play(backend, env=CounterEnv, times=1, **changes):
         played = [manager.collect(4) for _ in range(times)]
     assert all(trajectories == played[0] for trajectories in played)
     return played[0]
+
+
+def in_lockstep(settings, env, vector="serial"):
+    settings |= {"vector": {"backend": vector, "num_workers": None if vector == "serial" else 2}}
+    settings["custom_envs"]["Counter"]["env_type"] = f"{__name__}:{env.__name__}"
+    train, val = make_environments(settings)
+    val.pool.close()
+    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
+    return TrajectoryCollector(
+        train.pool, train.tags, train.roles, train.group_size, HashEngine(), prompt, 7
+    )
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +206,7 @@ class NoReset(SameWorld):
 def test_whatever_an_env_answers_to_the_lockstep_collector_only_its_own_episode_ends(
     calm, env, turns, vector
 ):
-    settings = config() | {"vector": {"backend": vector, "num_workers": 2}}
-    settings["custom_envs"]["Counter"]["env_type"] = f"{__name__}:{env.__name__}"
-    train, _ = make_environments(settings)
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    tags, roles, size = train.tags, train.roles, train.group_size
-    playing = TrajectoryCollector(train.pool, tags, roles, size, HashEngine(), prompt, 7)
+    playing = in_lockstep(config(), env, vector)
     try:
         for _ in range(2):
             for before, now in zip(calm, playing.collect(4, Sampling(16, 1.0, ("</action>",))), strict=True):
@@ -208,6 +216,24 @@ def test_whatever_an_env_answers_to_the_lockstep_collector_only_its_own_episode_
                     assert (now.status, now.turns) == ("env_error", before.turns[:turns])
     finally:
         playing.close()
+
+
+class NumpyText(SameWorld):
+    """Shows what NumPy drew from a list of words, say."""
+
+    def observe(self):
+        return np.str_(super().observe())
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "lockstep"])
+def test_text_that_is_a_kind_of_text_is_recorded_as_plain_text(calm, backend):
+    if backend == "lockstep":
+        playing = in_lockstep(config(), NumpyText)
+        played = playing.collect(4, Sampling(16, 1.0, ("</action>",)))
+        playing.close()
+    else:
+        played = play(backend, NumpyText)
+    assert list(map(encode_trajectory, played)) == list(map(encode_trajectory, calm))
 
 
 @pytest.mark.parametrize(
