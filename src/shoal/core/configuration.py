@@ -63,11 +63,16 @@ def _hints(kind: type) -> dict[str, Any]:
 def check_fields(config: Any, path: str = "") -> None:
     """Refuse what the types of a dataclass do not allow, in one that was made in Python, and numbers without end.
 
+    NumPy's numbers in it become Python's, which files and workers take.
+
     Raises:
         ConfigError: an unknown word, a value of the wrong type, NaN or infinity; the message has the path of the key.
     """
     for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
-        _check(hint, getattr(config, name), f"{path}{name}")
+        value = getattr(config, name)
+        _check(hint, value, f"{path}{name}")
+        if isinstance(value, np.generic):
+            object.__setattr__(config, name, value.item())
 
 
 def _check(hint: Any, value: Any, path: str) -> None:

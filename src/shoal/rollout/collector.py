@@ -256,7 +256,8 @@ def _mixed(tags: tuple[str, ...]) -> tuple[int, ...]:
 
 def place_of(seed: int, iteration: int, group: int, member: int) -> EpisodeId:
     """Where an episode stands in the run; the members of a group share their env seed."""
-    return EpisodeId(seed, iteration, group, member, derive_seed(seed, "env", iteration, group))
+    env_seed = derive_seed(seed, "env", iteration, group)  # which refuses what is no whole number
+    return EpisodeId(int(seed), int(iteration), group, member, env_seed)  # NumPy's cannot be recorded
 
 
 def role_of(tag: str, env: TextEnv[Any], max_turns: int) -> Role:

@@ -6,11 +6,12 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 from tests.rollout.doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
 
 from shoal import envs
-from shoal.core.data import read_trajectories, write_trajectories
+from shoal.core.data import encode_trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, EngineError
 from shoal.envs.text import Outcome
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
@@ -398,6 +399,15 @@ def test_numbers_that_cannot_reach_workers_are_refused_on_every_backend(backend)
         with pytest.raises(ValueError, match="first_group must be at least 0, got -1"):
             manager.collect(0, first_group=-1)
         assert all(t.status == "ok" for t in manager.collect(0))
+
+
+@pytest.mark.parametrize("backend", ["serial", "processes"])
+def test_numbers_of_numpy_name_the_same_episodes(backend):
+    with ParallelRolloutManager(config(), HashEngine(), seed=np.int64(7), backend=backend) as manager:
+        played = manager.collect(np.int32(2), first_group=np.uint8(1), n_groups=np.int64(2))
+        manager.seed = 7
+        expected = manager.collect(2, first_group=1, n_groups=2)
+    assert list(map(encode_trajectory, played)) == list(map(encode_trajectory, expected))
 
 
 def test_no_process_is_left_behind():
