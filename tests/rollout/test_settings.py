@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.factory import EnvGroups, EnvMix, EnvTag, VectorConfig
+from shoal.rollout.factory import EnvGroups, EnvMix, EnvTag, VectorConfig, validate_environment_config
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.http import Patience
 from shoal.rollout.samplers.sampler import Sampling
@@ -60,3 +61,25 @@ def test_numbers_of_numpy_and_whole_seconds_will_do():
 def test_yaml_names_the_whole_key():
     with pytest.raises(ConfigError, match=r"^agent_proxy\.parallel\.step_timeout must be at most"):
         rollout_config({"agent_proxy": {"parallel": {"step_timeout": INF}}})
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_config_of_hydras_is_read_like_a_mapping(parts):
+    plain = {
+        "seed": 3,
+        "custom_envs": {"lake": {"env_type": "frozen_lake", "env_config": {"desc": ["SF", "FG"]}}},
+        "es_manager": {
+            "train": {"env_groups": 2, "group_size": 1, "env_configs": {"tags": ["lake"], "n_groups": [1]}},
+            "val": "${es_manager.train}",
+        },
+        "agent_proxy": {"max_turn": "${seed}", "format_penalty": 0.1, "prompt": {"history": 1}},
+    }
+    config = OmegaConf.create(plain)
+    if parts:
+        config = dict(config.items())
+    checked = rollout_config(config)
+    assert checked.es_manager.val.group_tags() == ("lake", "lake")
+    assert checked.agent_proxy.max_turn == 3
+    assert validate_environment_config(config).custom_envs["lake"].env_config == {"desc": ["SF", "FG"]}
+    with pytest.raises(ConfigError, match="agent_proxy must be a mapping of settings, got None"):
+        rollout_config({"agent_proxy": None})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -93,6 +94,14 @@ def _check(hint: Any, value: Any, path: str) -> None:
 def to_mapping(config: Any) -> dict[str, Any]:
     """The nested plain values of a config dataclass, as YAML or JSON can hold them."""
     return msgspec.to_builtins(config, enc_hook=_plain)  # type: ignore[no-any-return]
+
+
+def plain_values(config: Any) -> Any:
+    """What a config of Hydra's (OmegaConf) holds, in Python's mappings and lists; anything else as it is."""
+    omegaconf = sys.modules.get("omegaconf")  # imported by whoever has one
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
+        return omegaconf.OmegaConf.to_container(config, resolve=True)
+    return config
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from shoal.core.configuration import from_mapping
+from shoal.core.configuration import from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.envs import TextEnv
 from shoal.envs.actions import Projection
@@ -214,7 +214,7 @@ def part_of(kind: type[C], config: Any) -> C:
     """A config dataclass out of an object or a mapping that has more than its fields."""
     names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
     if isinstance(config, Mapping):
-        return from_mapping(kind, {name: config[name] for name in config if name in names})
+        return from_mapping(kind, {name: plain_values(config[name]) for name in config if name in names})
     return kind(**{name: getattr(config, name) for name in names})
 
 
@@ -224,7 +224,7 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
     Every kind of env that is used is made once, and closed, so that a wrong setting shows now and not in a worker;
     within the time that `config` gives its constructor, if it gives one.
     """
-    proxy = getattr(config, "agent_proxy", None)
+    proxy = None if isinstance(config, Mapping) else getattr(config, "agent_proxy", None)
     parallel, prompt = getattr(proxy, "parallel", None), getattr(proxy, "prompt", PromptConfig())
     checked = part_of(EnvironmentConfig, config)
     if checked.vector.step_timeout is not None and not checked.use_parallel_envs:

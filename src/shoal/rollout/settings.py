@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.core.configuration import plain_values
 from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvironmentConfig, part_of
 from shoal.rollout.parallel.worker import Backend as Backend
@@ -67,8 +68,8 @@ class RolloutConfig(EnvironmentConfig):
 
 def rollout_config(config: Any) -> RolloutConfig:
     """The rollout's part of a config: an object or mapping with these keys, training ones among them."""
-    if isinstance(config, Mapping):
-        proxy = config.get("agent_proxy", {})
+    proxy = plain_values(config.get("agent_proxy")) if isinstance(config, Mapping) else None
+    if isinstance(proxy, Mapping):
         training = {"format_penalty", "reward_normalization", "overlong_buffer", "overlong_penalty"}
         config = {**config, "agent_proxy": {key: proxy[key] for key in proxy if key not in training}}
     return part_of(RolloutConfig, config)

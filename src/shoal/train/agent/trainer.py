@@ -18,6 +18,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from shoal import envs
+from shoal.core.configuration import plain_values
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import Event
@@ -90,8 +91,7 @@ class AgentTrainer:
                 "a policy samples nothing: give AgentTrainer the sampler too that writes for it"
             )
         if not isinstance(config, AgentConfig):
-            plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-            config = AgentConfig.read(plain)  # type: ignore[arg-type]
+            config = AgentConfig.read(plain_values(config))
         begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
         if config.resume and begun.exists():
             config = config.as_begun(OmegaConf.to_container(OmegaConf.load(begun)))  # type: ignore[arg-type]
