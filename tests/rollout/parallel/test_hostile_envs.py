@@ -42,9 +42,7 @@ def in_lockstep(settings, env, vector="serial"):
     train, val = make_environments(settings)
     val.pool.close()
     prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    return TrajectoryCollector(
-        train.pool, train.tags, train.roles, train.group_size, HashEngine(), prompt, 7
-    )
+    return TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, HashEngine(), prompt, 7)
 
 
 @pytest.fixture(scope="module")

@@ -171,7 +171,11 @@ def test_parts_of_a_config_are_held_to_it_when_they_are_made(kind, given, messag
 def test_a_config_made_in_python_takes_what_numpy_counts():
     config = AgentConfig(seed=np.int64(3), algorithm=Algorithm(gamma=np.float32(0.5), epochs=np.int32(2)))
     assert config.comparable()["seed"] == 3
-    assert [type(x) for x in (config.seed, config.algorithm.gamma, config.algorithm.epochs)] == [int, float, int]
+    assert [type(x) for x in (config.seed, config.algorithm.gamma, config.algorithm.epochs)] == [
+        int,
+        float,
+        int,
+    ]
     tag = EnvTag(
         "frozen_lake", env_config={"kind": EnvTag, "of": [1], "limit": math.inf}
     )  # what an env takes is its own

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.core.data import Trajectory, Turn
+from shoal.core.errors import ConfigError
 from shoal.train.agent.advantages import (
     ESTIMATORS,
     Estimator,
@@ -21,7 +22,7 @@ from shoal.train.agent.advantages import (
     turn_gae,
 )
 from shoal.train.agent.config import AgentProxy, Algorithm, GiGPO, RewardNormalization
-from shoal.train.agent.losses import LOSSES, Tokens, aggregation_weights
+from shoal.train.agent.losses import LOSSES, Loss, PolicyLoss, Tokens, aggregation_weights, policy_losses
 
 SEEDS = range(40)
 
@@ -428,14 +429,56 @@ def test_an_estimator_of_the_users_own_that_gives_something_else_is_named(gives,
         turn_advantages(pair, Algorithm(adv_estimator="mine"), AgentProxy())
 
 
-def test_an_estimator_with_a_critic_that_gives_another_shape_is_named(monkeypatch):
+@pytest.mark.parametrize("gives", [lambda known: known[:1], lambda known: known * math.nan])
+def test_an_estimator_with_a_critic_that_gives_something_else_is_named(gives, monkeypatch):
     def mine(rewards, values, algorithm):
-        return [known[:1] for known in values], values
+        return [gives(known) for known in values], values
 
     monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(mine, needs="critic"))
     turn = Turn("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
     one = [Trajectory("lake", 0, 0, 0, 0, (turn,), True, True, False)]
     with pytest.raises(
-        ValueError, match="adv_estimator=mine must give advantages and targets of one number a token"
+        ValueError, match="adv_estimator=mine must give advantages and targets of one finite number a token"
     ):
         critic_advantages(one, [[np.zeros(2)]], Algorithm(adv_estimator="mine"), AgentProxy())
+
+
+@pytest.mark.parametrize("gives", [np.sum, lambda gap: gap[:1], lambda gap: gap / 0.0])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_an_estimator_with_a_teacher_that_gives_something_else_is_named(gives, monkeypatch):
+    mine = Estimator(lambda ours, theirs: gives(theirs - ours), needs="teacher")
+    monkeypatch.setitem(ESTIMATORS._items, "mine", mine)
+    turn = Turn("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
+    one = [Trajectory("lake", 0, 0, 0, 0, (turn,), True, True, False)]
+    known = [[np.zeros(2)]]
+    with pytest.raises(
+        ValueError, match="adv_estimator=mine must give advantages of one finite number a token"
+    ):
+        teacher_advantages(one, known, known, Algorithm(adv_estimator="mine"), AgentProxy())
+
+
+@pytest.mark.parametrize(
+    "gives",
+    [
+        lambda tokens: PolicyLoss(tokens.logprobs[:, None], tokens.logprobs > 0),
+        lambda tokens: PolicyLoss(tokens.logprobs.mean(), tokens.logprobs > 0),
+        lambda tokens: PolicyLoss(tokens.logprobs, 0.0),
+        lambda tokens: tokens.logprobs,
+        lambda tokens: None,
+    ],
+)
+def test_a_loss_of_the_users_own_that_gives_something_else_is_named(gives, monkeypatch):
+    monkeypatch.setitem(LOSSES._items, "mine", Loss(lambda tokens, config: gives(tokens)))
+    tokens = Tokens(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.arange(2))
+    with pytest.raises(
+        ValueError, match=r"policy_loss=mine must give PolicyLoss\(losses, clipped\), each of one"
+    ):
+        policy_losses(tokens, Algorithm(policy_loss="mine"))
+
+
+def test_a_name_that_sets_what_no_name_can_set_is_refused(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(np.sum, {"gamma": 0.9, "entropy_coef": 0.0}))
+    with pytest.raises(
+        ConfigError, match="can set loss_aggregation, .* and not gamma, as adv_estimator=mine"
+    ):
+        Algorithm(adv_estimator="mine")

@@ -126,11 +126,7 @@ def critic_advantages(
     ]
     for known, pair in zip(values, pairs, strict=True):
         for given in pair:
-            if [np.shape(tokens) for tokens in given] != [np.shape(tokens) for tokens in known]:
-                raise ValueError(
-                    f"adv_estimator={algorithm.adv_estimator} must give advantages and targets of one number a token, "
-                    f"{[len(tokens) for tokens in known]} by turn, got {given!r}"
-                )
+            _refuse_other_shape(algorithm, "advantages and targets", given, known)
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     mean, spread = every.mean(), every.std(ddof=int(bessel)) + 1e-8
@@ -151,11 +147,23 @@ def teacher_advantages(
 ) -> list[list[Array]]:
     """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
     compute = ESTIMATORS[algorithm.adv_estimator].compute
-    shaping = shaping_of(trajectories, proxy)
+    found = [[compute(*pair) for pair in zip(*turns, strict=True)] for turns in zip(known, told, strict=True)]
+    for given, ours in zip(found, known, strict=True):
+        _refuse_other_shape(algorithm, "advantages", given, ours)
     return [
-        [compute(ours, theirs) + bonus for ours, theirs, bonus in zip(*turns, strict=True)]
-        for turns in zip(known, told, shaping, strict=True)
+        [np.asarray(own) + bonus for own, bonus in zip(*turns, strict=True)]
+        for turns in zip(found, shaping_of(trajectories, proxy), strict=True)
     ]
+
+
+def _refuse_other_shape(algorithm: Algorithm, what: str, given: Any, like: Sequence[Array]) -> None:
+    """See that a registered estimator gave one finite number for each token of an episode."""
+    right = [np.shape(tokens) for tokens in given] == [np.shape(tokens) for tokens in like]
+    if not right or not all(np.isfinite(np.asarray(tokens, dtype=np.float64)).all() for tokens in given):
+        raise ValueError(
+            f"adv_estimator={algorithm.adv_estimator} must give {what} of one finite number a token, "
+            f"{[len(tokens) for tokens in like]} by turn, got {given!r}"
+        )
 
 
 # --- shaping

@@ -231,6 +231,11 @@ class Algorithm:
         """Give what is left out the value that the estimator or the loss brings along."""
         estimator, loss = _known(ESTIMATORS, self.adv_estimator), _known(LOSSES, self.policy_loss)
         brought = _PLAIN | dict(estimator.defaults) | dict(loss.defaults)
+        if other := sorted(brought.keys() - _PLAIN.keys()):
+            raise ConfigError(
+                f"the name of an estimator or a loss can set {', '.join(_PLAIN)}, and not {', '.join(other)}, as "
+                f"adv_estimator={self.adv_estimator} or policy_loss={self.policy_loss} does"
+            )
         left_out = tuple(name for name in brought if getattr(self, name) is None)
         for name in left_out:
             object.__setattr__(self, name, brought[name])

@@ -74,6 +74,22 @@ def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[
     return register
 
 
+def policy_losses(tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    """What the loss of the config says of these tokens.
+
+    Raises:
+        ValueError: a registered one gives something else than one number a token: it would be spread over others.
+    """
+    found = LOSSES[config.policy_loss].compute(tokens, config)
+    shapes = [getattr(part, "shape", part) for part in found] if isinstance(found, tuple) else found
+    if shapes != [tokens.logprobs.shape] * 2:
+        raise ValueError(
+            f"policy_loss={config.policy_loss} must give PolicyLoss(losses, clipped), each of one number a token, "
+            f"{list(tokens.logprobs.shape)}, got {shapes!r:.200}"
+        )
+    return PolicyLoss(*found)
+
+
 @policy_loss("clip")
 def _clip_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     return _clipped(ratio_of(tokens.logprobs - tokens.old_logprobs), tokens, config)

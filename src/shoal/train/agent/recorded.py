@@ -28,7 +28,7 @@ from shoal.core.seeding import derive_seed, stream
 from shoal.train.agent.advantages import group_relative
 from shoal.train.agent.batch import Batching, Row, plan_batches
 from shoal.train.agent.config import Algorithm, refuse_negative, refuse_not_positive
-from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights
+from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights, policy_losses
 from shoal.train.agent.policy import MasterAdamW, trained_parameters
 from shoal.train.agent.update import refuse_diverged
 from shoal.train.agent.weights import fill_optimizer, whole_optimizer
@@ -280,7 +280,7 @@ class RecordedTrainer:
                 old = _joined([minibatch[i].old_logprobs for i in order], device)
                 advantages = _joined([minibatch[i].advantages for i in order], device)
                 tokens = Tokens(logprobs, old, advantages, rows.samples)
-                losses, clipped = LOSSES[config.policy_loss].compute(tokens, self._algorithm)
+                losses, clipped = policy_losses(tokens, self._algorithm)
             loss = (losses * weight).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.take_gradients()

@@ -32,10 +32,10 @@ from shoal.train.agent.batch import (
 from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.losses import (
-    LOSSES,
     Tokens,
     aggregation_weights,
     kl_penalty,
+    policy_losses,
     ratio_of,
     rollout_correction,
     value_loss,
@@ -214,7 +214,7 @@ def token_loss(
     logprobs, entropy = score(policy, micro, temperature, config.precision, how)
     columns = micro.columns
     tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
-    losses, clipped = LOSSES[config.policy_loss].compute(tokens, config)
+    losses, clipped = policy_losses(tokens, config)
     if "correction" in columns:
         losses = losses * columns["correction"]
         totals.correction += float(columns["correction"].sum())
