@@ -215,3 +215,21 @@ def test_the_config_of_another_env_is_refused():
 def test_an_unknown_env_is_told_the_closest_name():
     with pytest.raises(UnknownNameError, match="Did you mean 'sokoban'"):
         shoal.envs.make("sokobn")
+
+
+def test_an_env_may_call_its_secret_an_answer():
+    """Names that an env of one's own is likely to use are not the base class's."""
+
+    class Guess(BanditEnv):
+        def _start(self, rng):
+            super()._start(rng)
+            self._answer = 2
+
+        def _advance(self, action):
+            assert self._answer == 2
+            return super()._advance(action)
+
+    env = Guess()
+    env.reset(seed=0)
+    env.step(1)
+    assert env._answer == 2

@@ -83,8 +83,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._success = False
         self._rng = np.random.default_rng(0)
         self._gymnasium_rng: np.random.Generator | None = None
-        self._asked_space: Any = None
-        self._answer = range(0)
+        self._plain_space: Any = None
+        self._plain_range = range(0)
         self._has_anchor = type(self).anchor is not TextEnv.anchor
 
     @classmethod
@@ -200,11 +200,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     def _plain_actions(self) -> range:
         """The whole numbers of a discrete space, kept because a space takes long to say what it contains."""
         space = self.action_space
-        if self._asked_space is not space:
-            self._asked_space, self._answer = space, range(0)
+        if self._plain_space is not space:
+            self._plain_space, self._plain_range = space, range(0)
             if isinstance(space, gymnasium.spaces.Discrete):
-                self._answer = range(int(space.start), int(space.start + space.n))
-        return self._answer
+                self._plain_range = range(int(space.start), int(space.start + space.n))
+        return self._plain_range
 
     def _info(self, outcome: Outcome) -> dict[str, Any]:
         info: dict[str, Any] = {

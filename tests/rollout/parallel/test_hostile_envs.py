@@ -100,7 +100,13 @@ class BadExit(Odd):
         raise SystemExit(3)
 
 
+class RewardInWords(Odd):
+    def odd(self, observation, reward, *others):
+        return observation, np.str_("1"), *others
+
+
 ODD = [
+    (RewardInWords, "the reward must be a finite number, got np.str_('1')"),
     (NoInfo, "TypeError: the info must be a dict, got None"),
     (HalfCharacter, "UnicodeEncodeError"),
     (BadPicture, "picture"),
@@ -114,9 +120,9 @@ ODD = [
     ("backend", "env", "cause"),
     [
         *((backend, *odd) for backend in ("serial", "threads") for odd in ODD),
-        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:4]),
+        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:5]),
         *(
-            ("processes", *odd) for odd in ODD[4:]
+            ("processes", *odd) for odd in ODD[5:]
         ),  # what an error says, and an end that fails, cross a process
     ],
 )

@@ -277,9 +277,8 @@ def _step(player: Player, episode: Episode, env: Any, action: int | str) -> bool
     """Step the env, see that it answers what it must, and tell the episode; whether that was the end of it."""
     observation, reward, terminated, truncated, info = env.step(action)
     ended, cut = bool(terminated), bool(truncated)
-    if not hasattr(reward, "__float__") or not math.isfinite(
-        number := float(reward)
-    ):  # words have no such method
+    words = isinstance(reward, str | bytes)  # NumPy's too, which have a number's methods
+    if words or not hasattr(reward, "__float__") or not math.isfinite(number := float(reward)):
         raise ValueError(f"the reward must be a finite number, got {reward!r}")
     if not player.abandoned:
         episode.observe(observation, number, ended, cut, _info(info))
