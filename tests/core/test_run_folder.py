@@ -307,3 +307,17 @@ def test_no_command_writes_over_the_run_of_another(tmp_path, capsys):
     assert sorted((path, path.read_bytes()) for path in tmp_path.iterdir()) == before
     with RunFolder(tmp_path, "train", 0) as again:
         again.finish({})
+
+
+def test_a_run_stays_in_its_folder_when_the_working_directory_changes(tmp_path, monkeypatch):
+    """An env that is stepped in this process may do that."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunFolder("runs/mine", "train", 0) as run:
+        run.append_metrics({"iteration": 0})
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        run.append_metrics({"iteration": 1})
+        assert len(run.read_metrics()) == 2
+        run.finish({})
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "runs" / "mine" / "summary.json").exists()

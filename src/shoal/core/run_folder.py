@@ -187,7 +187,7 @@ class RunFolder:
     """`runs/<name>/` of one run, which it alone writes until `finish` or `close`.
 
     Args:
-        path: the folder; made if it is not there.
+        path: the folder; made if it is not there. It stays where it is though the working directory changes.
         command: what ran, for the summary.
         seed: its run seed.
         on_event: called with `{"event": …, "step": …}` after a durable moment, once the data is safe.
@@ -207,7 +207,7 @@ class RunFolder:
         *,
         lock: bool = True,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.command = command
         self.seed = seed
         self._on_event = on_event
