@@ -337,11 +337,11 @@ def _write(
     result: dict[str, float],
     played_as: dict[str, Any],
 ) -> None:
-    from omegaconf import OmegaConf
-
+    from shoal.core.configuration import as_yaml
     from shoal.core.data import write_trajectories
+    from shoal.core.files import write_text
 
-    OmegaConf.save(OmegaConf.create(played_as), folder.path / "config.yaml")
+    write_text(folder.path / "config.yaml", as_yaml(played_as))
     write_trajectories(folder.path / "trajectories" / "eval.jsonl", trajectories)
     folder.finish(result)
     out = sys.stderr if options.json or options.format == "json" else sys.stdout

@@ -127,15 +127,14 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
 
 def prepare(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> tuple[Any, Any]:
     """The run folder with its config, and the engine, saved beside it when it is small."""
-    from omegaconf import OmegaConf
-
-    from shoal.core.configuration import to_mapping
+    from shoal.core.configuration import as_yaml, to_mapping
+    from shoal.core.files import write_text
     from shoal.core.run_folder import RunFolder
     from shoal.train.agent.policy import policy_of
 
     engine = engine_for(config, options.source, ending)
     folder = RunFolder(config.run_dir, "rollout", config.seed)
-    OmegaConf.save(OmegaConf.create(to_mapping(config)), folder.path / "config.yaml")
+    write_text(folder.path / "config.yaml", as_yaml(to_mapping(config)))
     if config.engine.name == "tiny":
         (folder.path / "engine").mkdir(exist_ok=True)
         policy_of(engine).save(folder.path / "engine")

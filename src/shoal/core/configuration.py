@@ -96,6 +96,15 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return msgspec.to_builtins(config, enc_hook=_plain)  # type: ignore[no-any-return]
 
 
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """Settings as `yaml.safe_load` reads them: a `${` in a text is text, which OmegaConf would take for a reference."""
+    import yaml
+
+    dumper = type("NoAliases", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
+    told: str = yaml.dump(dict(values), Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return told
+
+
 def plain_values(config: Any) -> Any:
     """What a config of Hydra's (OmegaConf) holds, in Python's mappings and lists; anything else as it is."""
     omegaconf = sys.modules.get("omegaconf")  # imported by whoever has one

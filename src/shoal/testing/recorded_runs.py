@@ -48,8 +48,6 @@ def settings_of(run: Path) -> dict[str, Any]:
         DataError: it is broken, or no mapping, or larger than a run's settings are (with all aliases in full).
     """
     import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     path = run / "config.yaml"
     if not path.exists():
@@ -57,7 +55,8 @@ def settings_of(run: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise DataError(f"{path} must have at most {MOST_BYTES} bytes")
-        todo = [yaml.safe_load(path.read_bytes())]
+        values = yaml.safe_load(path.read_bytes())
+        todo = [values]
         for _ in range(MOST_VALUES):
             if not todo:
                 break
@@ -65,8 +64,7 @@ def settings_of(run: Path) -> dict[str, Any]:
             todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if todo:
             raise DataError(f"{path} must hold at most {MOST_VALUES} values, aliases in full")
-        values: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"{path} cannot be read: {why}") from error
     if not isinstance(values, dict):

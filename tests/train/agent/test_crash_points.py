@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from safetensors.numpy import load_file
@@ -12,8 +13,9 @@ from safetensors.numpy import load_file
 from shoal.core import files
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
+from shoal.testing.recorded_runs import settings_of
 from shoal.train.agent.checkpoint import list_checkpoints
-from shoal.train.agent.config import compose_config
+from shoal.train.agent.config import AgentConfig, compose_config
 from shoal.train.agent.records import Records
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -137,6 +139,17 @@ def test_the_config_of_a_run_is_there_as_a_whole_or_not_at_all(tmp_path):
     records.close()
     assert kept.read_text() == "seed: 1", "it was written in place"
     assert "algorithm:" in told.read_text()
+
+
+@pytest.mark.parametrize("text", ["${x", "${seed}", "{observation} # \u2028 1e3: &a *a\n\n"])
+def test_the_config_of_a_run_is_read_again_as_it_was(tmp_path, text):
+    config = compose_config("demo", [*SMALL, f"run_dir={tmp_path}"])
+    proxy = replace(config.agent_proxy, prompt=replace(config.agent_proxy.prompt, system=text))
+    records = Records(replace(config, agent_proxy=proxy, next_step="1e3"), None)
+    records.begin()
+    records.close()
+    again = AgentConfig.read(settings_of(tmp_path))
+    assert again == replace(config, agent_proxy=proxy, next_step="1e3")
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path, scored):

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from shoal.core.configuration import to_mapping
+from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.files import remove_leftovers, write_text
@@ -62,8 +60,7 @@ class Records:
             raise ConfigError(
                 f"{self.folder.path} holds a run already: pass resume=true to go on with it, or another run_dir"
             )
-        told = OmegaConf.to_yaml(OmegaConf.create(to_mapping(self._config)))
-        write_text(self.folder.path / "config.yaml", told)
+        write_text(self.folder.path / "config.yaml", as_yaml(to_mapping(self._config)))
 
     def go_on(self, iteration: int) -> list[dict[str, Any]]:
         """Drop what was reported after `iteration` and what was half written, and give the rows before."""

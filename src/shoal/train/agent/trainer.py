@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from omegaconf import OmegaConf
+import yaml
 
 from shoal import envs
 from shoal.core.configuration import plain_values
@@ -94,7 +94,7 @@ class AgentTrainer:
             config = AgentConfig.read(plain_values(config))
         begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
         if config.resume and begun.exists():
-            config = config.as_begun(OmegaConf.to_container(OmegaConf.load(begun)))  # type: ignore[arg-type]
+            config = config.as_begun(yaml.safe_load(begun.read_bytes()))
         refuse_without_signal(config)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
