@@ -205,6 +205,8 @@ class Episode:
         if isinstance(observation, str):
             self._text, picture = str.__str__(observation), info.get("image")  # plain text, be it NumPy's
         else:
+            if observation is None and "text" not in info:
+                raise TypeError("the observation must be text or a picture, got None")
             self._text, picture = str(info.get("text", "")), observation
         self._image = None if picture is None else picture_url(picture)
         self._words = list(map(str, info.get("available_actions", ())))

@@ -105,7 +105,13 @@ class RewardInWords(Odd):
         return observation, np.str_("1"), *others
 
 
+class NoObservation(Odd):
+    def odd(self, observation, *others):
+        return None, *others
+
+
 ODD = [
+    (NoObservation, "TypeError: the observation must be text or a picture, got None"),
     (RewardInWords, "the reward must be a finite number, got np.str_('1')"),
     (NoInfo, "TypeError: the info must be a dict, got None"),
     (HalfCharacter, "UnicodeEncodeError"),
@@ -120,9 +126,9 @@ ODD = [
     ("backend", "env", "cause"),
     [
         *((backend, *odd) for backend in ("serial", "threads") for odd in ODD),
-        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:5]),
+        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:6]),
         *(
-            ("processes", *odd) for odd in ODD[5:]
+            ("processes", *odd) for odd in ODD[6:]
         ),  # what an error says, and an end that fails, cross a process
     ],
 )
