@@ -2,7 +2,9 @@ import pytest
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
+from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.filters import filter_rollouts, group_scores
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import Algorithm
 
 
@@ -21,6 +23,33 @@ def test_scores_are_those_computed_by_hand():
     # std: 0, sqrt(1/4 * 3/4), 1/2, 2; max - mean: 0, 3/4, 1/2, 2
     assert group_scores(TRAJECTORIES, "std") == pytest.approx({0: 0, 1: 0.4330127, 2: 0.5, 3: 2})
     assert group_scores(TRAJECTORIES, "max_mean") == pytest.approx({0: 0, 1: 0.75, 2: 0.5, 3: 2})
+
+
+class EveryThird:
+    """Of its groups every third has signal; it remembers what it was asked for."""
+
+    tags = ("Lake",) * 4
+
+    def __init__(self):
+        self.asked = []
+
+    def collect(self, iteration, sampling, *, first_group=0, n_groups=None):
+        self.asked.append((first_group, n_groups))
+        groups = range(first_group, first_group + n_groups)
+        return [played(group, reward) for group in groups for reward in (0.0, float(group % 3 == 0))]
+
+
+def test_a_refill_plays_the_groups_after_those_played_and_as_many_as_the_rate_asks_for():
+    collector = EveryThird()
+    everything, kept, report = collect_with_signal(collector, 0, Sampling(8), max_batches=5)
+    # 2 of 4 have signal: 2 * 4 / 2 more; 3 of 8: 1 * 8 / 3 more, rounded up.
+    assert collector.asked == [(0, 4), (4, 4), (8, 3)]
+    assert [t.group for t in everything] == [group for group in range(11) for _ in range(2)]
+    assert {t.group for t in kept} == {0, 3, 6, 9}
+    assert (report.played, report.with_signal, report.batches) == (11, 4, 3)
+    short = EveryThird()
+    assert collect_with_signal(short, 0, Sampling(8), max_batches=2)[2].with_signal == 3
+    assert short.asked == [(0, 4), (4, 4)]
 
 
 @pytest.mark.parametrize(

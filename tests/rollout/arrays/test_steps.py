@@ -136,21 +136,40 @@ class _Both(CountingEnv):
         return observation, reward, over, over, info
 
 
+def under_way(kind):
+    """Some rollouts of `slice_of(kind)`: their last row, the episodes begun, and the actions since."""
+    envs = slice_of(kind)
+    rollouts = collect(envs, 13, 2)
+    actions = np.concatenate([r.actions for r in rollouts])
+    done = np.concatenate([r.done for r in rollouts])
+    histories = []
+    for i in range(3):
+        ends = np.flatnonzero(done[:, i])
+        rows = actions[ends[-1] + 1 if len(ends) else 0 :, i]
+        histories.append(envs.action_rows.to_env(rows) if len(rows) else [])
+    return rollouts[-1].obs[-1], [env.episode for env in envs.envs], histories
+
+
 def test_an_episode_played_again_comes_to_the_same_state():
     for kind in ("target", "identity"):
-        envs = slice_of(kind)
-        rollouts = collect(envs, 13, 2)
-        started = [env.episode for env in envs.envs]
-        actions = np.concatenate([r.actions for r in rollouts])
-        done = np.concatenate([r.done for r in rollouts])
-        histories = []
-        for i in range(3):
-            ends = np.flatnonzero(done[:, i])
-            rows = actions[ends[-1] + 1 if len(ends) else 0 :, i]
-            histories.append(envs.action_rows.to_env(rows) if len(rows) else [])
+        last, started, histories = under_way(kind)
         again = slice_of(kind)
         again.reset()
-        np.testing.assert_array_equal(again.resume(started, histories), rollouts[-1].obs[-1])
+        np.testing.assert_array_equal(again.resume(started, histories), last)
+
+
+def test_a_vector_env_plays_episodes_again_and_breaks_them_off_as_a_plain_loop_does():
+    for kind in ("target", "identity"):
+        last, started, histories = under_way(kind)
+        vector, plain = vector_of(kind, AutoresetMode.SAME_STEP), slice_of(kind)
+        noise = np.random.default_rng(1).random((6, 3, plain.action_rows.size), dtype=np.float32)
+        for again in (vector, plain):
+            again.reset()
+            np.testing.assert_array_equal(again.resume(started, histories), last)
+            again.restart([0, 2])
+        assert (plain.now != last).any()
+        assert_same(*([one.collect(NoisePolicy(one.action_rows), noise)] for one in (vector, plain)))
+        vector.envs.close()
 
 
 def test_seeds_go_by_global_index_and_episode_and_not_by_how_envs_are_shared_out():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import DataError, EngineError
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.rollout.samplers.tiny import ROWS, TinyEngine, TinyShape
 from shoal.rollout.samplers.tokenizers import CONTROL, END, TinyTokenizer
 from shoal.train.agent.policy import policy_of
 
@@ -41,7 +41,8 @@ def test_plain_text_survives_the_tiny_tokenizer(text):
 
 def test_tags_and_action_words_are_one_token():
     tokenizer = TinyTokenizer(WORDS)
-    assert len(tokenizer.encode("<action>Left</action>")) == 3
+    for word in WORDS:
+        assert len(tokenizer.encode(f"<action>{word}</action>")) == 3
     assert tokenizer.encode("<user>") == tuple(tokenizer.encode(c)[0] for c in "<user>")
 
 
@@ -79,6 +80,15 @@ def test_completions_are_bit_equal_whatever_else_is_in_the_batch(order, size):
     parts = [engine.generate([asked[i] for i in order[first : first + size]]) for first in range(0, 40, size)]
     assert [completion for part in parts for completion in part] == [whole[i] for i in order]
     assert engine.level == "L2"
+
+
+def test_more_prompts_of_one_length_than_fit_in_a_batch_are_each_answered_as_alone(engine):
+    ids = np.random.default_rng(0).permutation(np.arange(6, engine.tokenizer.size))
+    asked = [
+        Request((int(ids[i]), int(ids[i + 1])), Key(0, 0, i, 0, 0), Sampling(max_tokens=2))
+        for i in range(ROWS + 5)
+    ]
+    assert engine.generate(asked) == [engine.generate([one])[0] for one in asked]
 
 
 def test_members_of_a_group_differ_by_their_key_alone(engine):
