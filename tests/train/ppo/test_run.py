@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,33 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path):
     assert train(tmp_path / "run", "--total-timesteps", "640") == 0
     assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "960"]) == 0
     assert read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"] == 960
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "best"])
+def test_a_run_that_was_copied_or_is_named_from_elsewhere_goes_on_in_its_own_folder(
+    tmp_path, monkeypatch, part
+):
+    monkeypatch.chdir(tmp_path)
+    assert train(Path("run"), "--total-timesteps", "64") == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    shutil.copytree("run", "copy")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(["train-ppo", "--resume-from", str(Path("../copy", part)), "--total-timesteps", "128"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert list(Path("elsewhere").iterdir()) == []
+    assert before == {path: path.read_bytes() for path in before}
+    assert read_json(Path("copy/summary.json"))["metrics"]["steps"] == 128
+
+
+def test_checkpoints_elsewhere_stay_there_when_their_folder_was_moved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train(tmp_path / "run", "--total-timesteps", "64", "--checkpoint-dir", "kept") == 0
+    Path("kept").rename("moved")
+    assert main(["train-ppo", "--resume-from", "moved", "--total-timesteps", "128"]) == 0
+    assert [path.name for path in list_checkpoints("moved")][-1] == "step_000000000128"
+    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"] == 128
+    assert not Path("kept").exists()
 
 
 def test_events_are_json_lines_after_the_data_is_safe(tmp_path, capsys):

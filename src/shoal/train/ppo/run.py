@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +113,24 @@ def saved_options(path: str) -> tuple[RunOptions, PPOConfig]:
         "atari": saved.policy.get("atari", False),
         "frame_stack": saved.policy.get("frame_stack", 0),
     }
+    options |= _places_of(folder, apart=options.get("checkpoint_dir") is not None)
     return RunOptions(**{**options, "resume_from": str(folder)}), read_config(saved.training["config"])
+
+
+def _places_of(checkpoint: Path, *, apart: bool) -> dict[str, str]:
+    """Where the run of a checkpoint lies now: it may have been moved or copied, or named from another folder.
+
+    Args:
+        checkpoint: of the run.
+        apart: whether the run keeps its checkpoints outside its folder.
+    """
+    kept = Path(os.path.abspath(checkpoint.parent))
+    told = str if checkpoint.is_absolute() else os.path.relpath
+    if apart and kept.name not in ("best", "emergency"):
+        return {"checkpoint_dir": told(kept)}
+    if kept.name not in ("checkpoints", "best", "emergency") or not (kept.parent / "config.yaml").exists():
+        return {}  # a checkpoint that stands alone: the run is where it was
+    return {"run_dir": told(kept.parent)}
 
 
 def safe_name(env: str) -> str:
