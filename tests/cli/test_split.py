@@ -65,6 +65,19 @@ def test_a_bad_trajectory_stops_the_command_or_is_named(folders, tmp_path, capsy
     assert "skipped trajectory 'bad'" in capsys.readouterr().out
 
 
+def test_a_mistake_in_a_further_call_leaves_a_finished_batch_and_its_summary(folders, tmp_path, capsys):
+    base, _ = folders
+    assert main(command(base, tmp_path)) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    for wrong in (
+        ["--ids", "nosuch"],
+        ["--processor", str(tmp_path)],
+        ["--rewards", str(tmp_path / "no.json")],
+    ):
+        assert main(command(base, tmp_path, *wrong)) == 2
+    assert before == {path: path.read_bytes() for path in before}
+
+
 def test_a_run_in_lots_names_what_it_skipped_and_may_skip_more_when_resumed(folders, tmp_path, capsys):
     base, _ = folders
     chats = [

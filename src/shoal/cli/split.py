@@ -124,7 +124,7 @@ def split(options: SplitOptions) -> None:
         try:
             counts, write_page = work(options, folder)
         except BaseException as error:
-            folder.finish({}, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            folder.fail(error)
             raise
         summary = folder.finish({name: value for name, value in counts.items() if name != "reasons"})
     say(_table(counts, options.out / ("shards" if options.shard_size else "batch")))

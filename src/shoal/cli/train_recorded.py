@@ -122,10 +122,15 @@ def train_recorded(options: Any) -> int:
             raise ConfigError(
                 f"{place} holds a run already: pass resume=true to go on with it, or another run_dir"
             )
+        if (folder.path / "config.yaml").exists():  # which training on recordings does not write
+            raise ConfigError(
+                f"{place} holds a training with environments, which one on recordings would write over: "
+                "choose another folder"
+            )
         try:
             metrics = _train(config, folder, out)
         except BaseException as error:
-            folder.finish({}, status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            folder.fail(error)
             raise
         summary = folder.finish(metrics)
     if options.json:

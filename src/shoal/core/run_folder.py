@@ -211,6 +211,7 @@ class RunFolder:
         self.command = command
         self.seed = seed
         self._on_event = on_event
+        self._changed = False
         self._wall, self._cpu = time.monotonic(), _cpu_seconds()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -253,6 +254,7 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add one row, its numbers Python's or NumPy's; those that JSON has no word for (NaN, infinity) become null."""
         self._hold()
+        self._changed = True
         line = json.dumps(finite(dict(row))).encode() + b"\n"
         with self.metrics_path.open("a+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
@@ -291,6 +293,7 @@ class RunFolder:
 
     def event(self, event: str, **fields: Any) -> None:
         """Tell the listener of a durable moment; call it only when the data is on disk."""
+        self._changed = True
         if self._on_event is not None:
             self._on_event({"event": event, **fields})
 
@@ -310,6 +313,11 @@ class RunFolder:
         self.close()
         self.event("summary", path=str(self.path / "summary.json"))
         return summary
+
+    def fail(self, error: BaseException) -> None:
+        """Write the summary of a run that `error` ended; one of before stays if nothing has been added to it."""
+        if self._changed or not (self.path / "summary.json").exists():
+            self.finish({}, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 
 def _cpu_seconds() -> float:

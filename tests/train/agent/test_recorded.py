@@ -333,6 +333,24 @@ def test_a_run_is_neither_written_over_nor_told_twice(tmp_path, capsys, monkeypa
         assert run_cli("recorded", *same, "resume=true") == 0, "it was done, and began anew"
 
 
+def test_a_mistake_in_going_on_leaves_a_finished_run_as_it_is(tmp_path, capsys):
+    write_button_recordings(tmp_path / "screens", 4, seed=3)
+    same = (f"recordings={tmp_path / 'screens'}", f"run_dir={tmp_path / 'run'}", "heldout=0", "resume=true")
+    assert run_cli("recorded", *same) == 0
+    before = (tmp_path / "run" / "summary.json").read_bytes()
+    assert run_cli("recorded", *same, "train.learning_rate=0.5") == 2
+    assert run_cli("recorded", "recordings=nosuch", *same[1:]) == 2
+    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+
+
+def test_training_on_recordings_does_not_go_on_in_the_folder_of_an_agent(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 40}\n')
+    assert run_cli("recorded", "recordings=x", f"run_dir={tmp_path}", "resume=true") == 2
+    assert "holds a training with environments" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 40}\n'
+
+
 def test_settings_that_are_wrong_are_named(tmp_path, capsys):
     assert run_cli("recorded", "recordings=x", "heldout_samples=0") != 0
     assert "heldout_samples must be at least 1" in capsys.readouterr().err
