@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from tests.rollout.samplers.test_huggingface import make_engine
 
 from shoal.train.agent.policy import Critic, MasterAdamW, policy_of, split_optimizer, trained_parameters
-from shoal.train.agent.weights import fill_optimizer, whole_optimizer
+from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
 RATE, STEPS = 1e-6, 30
 
@@ -65,7 +65,7 @@ def test_masters_are_kept_in_checkpoints_and_go_on_from_there(tmp_path):
         made.append((weight, MasterAdamW([{"params": [weight], "lr": 1e-4}])))
     (straight, optimizer), (resumed, fresh) = made
     steps(straight, optimizer, 7)
-    save_file(whole_optimizer(optimizer), tmp_path / "optimizer.safetensors")
+    save_file(optimizer_tensors(optimizer), tmp_path / "optimizer.safetensors")
     with torch.no_grad():
         resumed.copy_(straight)
     fill_optimizer(fresh, load_file(tmp_path / "optimizer.safetensors"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from tests.train.agent.checkpoints import tensors_of
 
 from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError
@@ -52,23 +52,21 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def same_run(one, two, atol, files=("model.safetensors", "critic.safetensors")):
+def same_run(one, two, atol, parts=("engine", "critic")):
     for row, other in zip(rows_of(one), rows_of(two), strict=True):
         assert row.keys() == other.keys()
         for name, value in row.items():
             if not name.startswith(TIMES):
                 assert other[name] == pytest.approx(value, abs=atol), name
-    same_weights(one, two, atol, files)
+    same_weights(one, two, atol, parts)
 
 
-def same_weights(one, two, atol, files=("model.safetensors", "critic.safetensors")):
-    for file in files:
-        first, second = (
-            load_file(next(list_checkpoints(folder / "checkpoints")[-1].rglob(file))) for folder in (one, two)
-        )
-        assert first.keys() == second.keys()
-        for name in first:
-            np.testing.assert_allclose(second[name], first[name], atol=atol, err_msg=name)
+def same_weights(one, two, atol, parts=("engine", "critic")):
+    first, second = (tensors_of(list_checkpoints(folder / "checkpoints")[-1], parts) for folder in (one, two))
+    assert first.keys() == second.keys()
+    assert {name.partition(".")[0] for name in first} == {*parts}
+    for name in first:
+        np.testing.assert_allclose(second[name], first[name], atol=atol, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,7 @@ def test_two_processes_train_otherwise_as_one_does(alone, tmp_path, how, shardin
         done = launch(tmp_path / name, n, *settings)
         assert done.returncode == 0, done.stderr
     assert any(row.get("gradient_steps") for row in rows_of(tmp_path / "one"))
-    same_run(tmp_path / "one", tmp_path / "two", 1e-5, files=("model.safetensors",))
+    same_run(tmp_path / "one", tmp_path / "two", 1e-5, parts=("engine",))
 
 
 @pytest.mark.slow

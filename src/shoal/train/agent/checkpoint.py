@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.core.errors import DataError
-from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder, write_folder
+from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder
 from shoal.train.agent.config import comparable
-from shoal.train.agent.distributed import ShardedPolicy
+from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.policy import Policy
-from shoal.train.agent.weights import fill, fill_optimizer, whole_optimizer, whole_weights, without_twins
+from shoal.train.agent.weights import (
+    fill,
+    fill_optimizer,
+    optimizer_tensors,
+    parameter_of,
+    read_shards,
+    without_twins,
+    write_shards,
+)
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -36,67 +46,73 @@ class Progress:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Everything that is trained, whole; without content in a process that does not write."""
-
-    policy: dict[str, Tensor] | None
-    """Weights for `policy.save`; None: its network is whole, and it takes its own."""
-    critic: dict[str, Tensor] | None
-    optimizer: dict[str, Tensor]
-
-
-def take_snapshot(
-    policy: Policy, critic: nn.Module | None, optimizer: torch.optim.Optimizer, keep: bool = True
-) -> Snapshot:
-    """What a checkpoint holds; where networks lie in shards, all processes ask and those that `keep` it get it."""
-    return Snapshot(
-        policy.gathered(keep) if isinstance(policy, ShardedPolicy) else None,
-        None if critic is None else whole_weights(critic, keep),
-        whole_optimizer(optimizer, keep),
-    )
-
-
 def save_checkpoint(
     folder: Path,
     policy: Policy,
-    snapshot: Snapshot,
+    critic: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
     progress: Progress,
     config: dict[str, Any],
     keep: int,
     *,
     best: bool = False,
+    processes: Processes = ALONE,
 ) -> Path:
     """Commit `folder/step-<iteration>` and drop all but the newest `keep`.
 
     With `best`, `folder/best` is replaced first: a run that ends between the two comes by the same best again.
+    Several `processes` hold networks in shards and all call this: each writes its own shards of the critic and of the
+    optimizer's state, and the first beside them `engine`, which is whole.
     """
     target = folder / f"step-{progress.iteration:06d}"
-    if best:
-        with write_folder(folder / "best") as temporary:
-            _fill(temporary, policy, snapshot, progress, config)
-    with write_folder(target) as temporary:
-        if best:
+    state = {**asdict(progress), "weights_version": policy.weights_version, "config": config}
+
+    def begin(temporary: Path) -> None:
+        if processes.first:
+            (temporary / "engine").mkdir()
+            (temporary / "state.json").write_text(json.dumps(state, indent=2))
+
+    def fill_folder(temporary: Path) -> None:
+        processes.together(partial(begin, temporary))
+        policy.save(temporary / "engine")
+        _write(temporary / "optimizer", optimizer_tensors(optimizer), processes)
+        if critic is not None:
+            single, twins = without_twins(critic.state_dict(keep_vars=True))
+            _write(temporary / "critic", single, processes, twins)
+
+    def copy_best(temporary: Path) -> None:
+        if processes.first:
             ignored = shutil.ignore_patterns(MANIFEST)
             shutil.copytree(folder / "best", temporary, dirs_exist_ok=True, ignore=ignored)
+
+    if best:
+        with processes.write_folder(folder / "best") as temporary:
+            fill_folder(temporary)
+    with processes.write_folder(target) as temporary:
+        if best:
+            processes.together(partial(copy_best, temporary))
         else:
-            _fill(temporary, policy, snapshot, progress, config)
-    for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+            fill_folder(temporary)
+    if processes.first:
+        for old in list_checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
     return target
 
 
-def _fill(
-    folder: Path, policy: Policy, snapshot: Snapshot, progress: Progress, config: dict[str, Any]
+def _write(
+    stem: Path, tensors: dict[str, Tensor], processes: Processes, twins: dict[str, str] | None = None
 ) -> None:
-    (folder / "engine").mkdir()
-    policy.save(folder / "engine", snapshot.policy)
-    save_file(snapshot.optimizer, folder / "optimizer.safetensors")
-    if snapshot.critic is not None:
-        single, twins = without_twins(snapshot.critic)
-        save_file(single, folder / "critic.safetensors", twins)
-    state = {**asdict(progress), "weights_version": policy.weights_version, "config": config}
-    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    """A file of whole tensors, or a folder of shards."""
+    if processes.sharded:
+        write_shards(stem, tensors)
+    else:
+        save_file(tensors, stem.with_suffix(".safetensors"), twins)
+
+
+def _read(stem: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+    """What `_write` wrote, by whatever number of processes; shards lie as tensors do that they are `like`."""
+    file = stem.with_suffix(".safetensors")
+    return load_file(file) if file.exists() else read_shards(stem, like)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -143,8 +159,9 @@ def load_checkpoint(
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
     policy.load_weights(policy.read(path / "engine"), state["weights_version"])
     if critic is not None:
-        fill(critic.state_dict(keep_vars=True), load_file(path / "critic.safetensors"))
-    fill_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
+        own = critic.state_dict(keep_vars=True)
+        fill(own, _read(path / "critic", own.get))
+    fill_optimizer(optimizer, _read(path / "optimizer", partial(parameter_of, optimizer)))
     return Progress(**{item.name: state[item.name] for item in fields(Progress)})
 
 

@@ -12,9 +12,11 @@ import gc
 import heapq
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +32,7 @@ from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
 from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.rollout.samplers.settings import ReplicaConfig
-from shoal.train.agent.policy import Around, Critic, Policy, of_inner
+from shoal.train.agent.policy import Around, Critic, Policy, add_file, of_inner
 from shoal.train.agent.weights import whole_weights
 
 if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it
@@ -173,6 +175,36 @@ class Processes:
         yield from items
         yield from [None] * (most - n_items)
 
+    # --- files
+    @property
+    def writers(self) -> Processes | None:
+        """With whom this process writes networks: all where they lie in shards, else the first alone; None if not."""
+        if self.sharded:
+            return self
+        return ALONE if self.first else None
+
+    @contextmanager
+    def write_folder(self, folder: Path) -> Iterator[Path]:
+        """`shoal.core.files.write_folder` for files of all: the first commits it when each has written its own.
+
+        Raises:
+            ConfigError: a process does not see what the first one made.
+        """
+
+        def look() -> None:
+            if not made[0].is_dir():
+                raise ConfigError(
+                    f"process {self.rank} does not see {folder} of the first: with trainer.sharding=full run_dir must "
+                    f"lie where all processes see it"
+                )
+
+        with ExitStack() as opened:
+            made = self.together(lambda: opened.enter_context(write_folder(folder)) if self.first else folder)
+            self.together(look)
+            yield made[0]
+            self.together(lambda: None)  # each is done
+            self.together(opened.close)
+
     # --- weights
     def share_weights(self, tensors: Iterable[Tensor]) -> None:
         """Everyone takes over the first one's values; of shards, each process has its own."""
@@ -244,6 +276,7 @@ class ShardedPolicy(Around):
 
     def __init__(self, policy: Policy, processes: Processes) -> None:
         super().__init__(policy)
+        self._processes = processes
         _try(policy.logits, policy)  # it finds out what its network is like while that is whole
         self._scores = _Scores(policy)
         self._parts = _shard(self._scores, policy.module, [], processes)
@@ -285,15 +318,20 @@ class ShardedPolicy(Around):
         self._root.reset_iter_state()
 
     # --- files
-    def gathered(self, keep: bool) -> dict[str, Tensor]:
-        """Whole weights for `save`, asked for by all processes and given to those that `keep` them."""
-        return whole_weights(self.module, keep, trained_only=hasattr(self.inner, "without_adapters"))
+    def save(self, folder: Path) -> None:  # type: ignore[override]  # it has the weights of all
+        """Write what `load_policy` needs, with all processes: the first gathers and writes one file at a time."""
+        first, files = self._processes.first, self.inner.files()
 
-    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write what `load_policy` needs, with weights from `gathered`."""
-        if weights is None:
-            raise ValueError("the weights lie in shards: gather them in all processes, and pass them")
-        self.inner.save(folder, weights)
+        def write(number: int, weights: dict[str, Tensor]) -> None:
+            if first and len(files) == 1:
+                self.inner.save(folder, weights)
+            elif first:
+                with tempfile.TemporaryDirectory(dir=folder) as part:
+                    self.inner.save(Path(part), weights)
+                    add_file(folder, Path(part), number, len(files))
+
+        for number, names in enumerate(files, 1):  # no more than one is held at a time
+            self._processes.together(partial(write, number, whole_weights(self.module, first, names)))
 
 
 def shard_critic(critic: Critic, policy: Policy, processes: Processes) -> None:
@@ -386,22 +424,21 @@ class Reference:
     Args:
         policy: with these weights.
         folder: where they are kept for a run that is resumed; None where they never change.
-        writes: whether this process writes the folder.
+        processes: who takes part in the run.
     """
 
-    def __init__(self, policy: Policy, folder: Path | None = None, writes: bool = True) -> None:
+    def __init__(self, policy: Policy, folder: Path | None = None, processes: Processes = ALONE) -> None:
         self.policy = policy
-        self._folder, self._writes = folder, writes
+        self._folder, self._writers = folder, processes.writers
 
     def keep(self, policy: Policy) -> None:
         """Take over the present weights of `policy`, in memory and on disk."""
         if self._folder is None:
             return
         self.policy.module.load_state_dict(policy.module.state_dict())
-        weights = policy.gathered(self._writes) if isinstance(policy, ShardedPolicy) else None
-        if self._writes:
-            with write_folder(self._folder) as folder:
-                policy.save(folder, weights)
+        if self._writers:
+            with self._writers.write_folder(self._folder) as folder:
+                policy.save(folder)
 
     def load(self) -> None:
         """Read back what `keep` wrote."""

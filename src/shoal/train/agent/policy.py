@@ -6,6 +6,8 @@ import contextlib
 import copy
 import json
 import logging
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -107,6 +110,10 @@ class Policy(ABC):
         """What is saved and taken over, by name."""
         return self.module.state_dict(keep_vars=True)
 
+    def files(self) -> list[list[str]]:
+        """Names of weights in the network, those together that `save` wants at once; see `add_file`."""
+        return [list(self.module.state_dict())]
+
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take over weights by name, which every process has whole; of tied ones, one is enough."""
         fill(self.own_weights(), weights)
@@ -136,6 +143,7 @@ class Around(Policy):
     save = of_inner("save")
     read = of_inner("read")
     own_weights = of_inner("own_weights")
+    files = of_inner("files")
 
 
 class TinyPolicy(Policy):
@@ -193,6 +201,10 @@ class TinyPolicy(Policy):
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote."""
         return dict(load_file(folder / "model.safetensors"))
+
+
+FILE = 1 << 30
+"""Bytes of weights in one file of a model, where they are gathered from shards."""
 
 
 class HuggingFacePolicy(Policy):
@@ -300,6 +312,27 @@ class HuggingFacePolicy(Policy):
         self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         self.tokenizer.tokenizer.save_pretrained(folder)
 
+    def files(self) -> list[list[str]]:
+        """Whole blocks, up to `FILE` bytes; a block's weights are converted together, and tied ones are saved once."""
+        blocks: dict[str, list[str]] = {}
+        sizes: dict[str, int] = {}
+        homes: dict[int, str] = {}
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            numbered = re.match(r".*?\.\d+\.", name)
+            known = id(tensor) in homes
+            home = homes.setdefault(id(tensor), numbered[0] if numbered else name)
+            blocks.setdefault(home, []).append(name)
+            sizes[home] = sizes.get(home, 0) + (0 if known else tensor.numel() * tensor.element_size())
+        found: list[list[str]] = []
+        room = 0
+        for home, names in blocks.items():
+            if sizes[home] > room:
+                found.append([])
+                room = FILE
+            found[-1] += names
+            room -= sizes[home]
+        return found
+
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, for `load_weights`."""
         from shoal.rollout.samplers.huggingface import read_weights
@@ -328,6 +361,21 @@ def _reads(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> 
         "position_ids": places - (first - (end - prefix))[..., 0],
         "attention_mask": mask,
     }
+
+
+def add_file(folder: Path, part: Path, number: int, count: int) -> None:
+    """Take over what `save` wrote of some weights into `part`, as file `number` of `count` of the model in `folder`."""
+    name = f"model-{number:05d}-of-{count:05d}.safetensors"
+    os.replace(part / "model.safetensors", folder / name)
+    for file in part.iterdir():  # the same for each part
+        os.replace(file, folder / file.name)
+    index = folder / "model.safetensors.index.json"
+    listed = read_json(index) if number > 1 else {"metadata": {"total_size": 0}, "weight_map": {}}
+    with safe_open(folder / name, "pt") as opened:
+        listed["weight_map"] |= dict.fromkeys(opened.keys(), name)
+        sizes = [opened.get_tensor(each).nbytes for each in opened.keys()]  # noqa: SIM118 (no dict)
+    listed["metadata"]["total_size"] += sum(sizes)
+    index.write_text(json.dumps(listed, indent=2, sort_keys=True))
 
 
 # --- from a config, a sampler or a folder

@@ -31,7 +31,7 @@ from shoal.train.agent.config import Algorithm, refuse_negative, refuse_not_posi
 from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights, policy_losses
 from shoal.train.agent.policy import MasterAdamW, trained_parameters
 from shoal.train.agent.update import refuse_diverged
-from shoal.train.agent.weights import fill_optimizer, whole_optimizer
+from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
 logger = logging.getLogger(__name__)
 Objective = Literal["supervised", "grpo"]
@@ -299,7 +299,7 @@ class RecordedTrainer:
         """Write all that comes after this step; the folder appears whole or not at all."""
         with write_folder(folder) as new:
             self.model.save_pretrained(new / "model")
-            save_file(whole_optimizer(self.optimizer), new / "optimizer.safetensors")
+            save_file(optimizer_tensors(self.optimizer), new / "optimizer.safetensors")
             state = {"step": self.step, "steps": self.steps, "seed": self.seed, "samples": self._digest()}
             write_json(new / "state.json", {**state, "settings": self.config.comparable()})
 

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.files import remove_leftovers, write_text
 from shoal.core.run_folder import Event, RunFolder
-from shoal.train.agent.checkpoint import Progress, Snapshot, list_checkpoints, save_checkpoint
+from shoal.train.agent.checkpoint import Progress, list_checkpoints, save_checkpoint
 from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.distributed import Processes
 from shoal.train.agent.policy import Policy
 from shoal.train.boards import TensorBoard, WandB
 
@@ -90,13 +94,26 @@ class Records:
             write_advantages(self.folder.path / "advantages" / f"{name}.jsonl", advantages)
         write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
 
-    def save(self, policy: Policy, snapshot: Snapshot, progress: Progress, *, best: bool = False) -> None:
-        """Commit a checkpoint, as the best one too if it is the best so far."""
-        if not self._writes:
+    def save(
+        self,
+        policy: Policy,
+        critic: nn.Module | None,
+        optimizer: Optimizer,
+        progress: Progress,
+        processes: Processes,
+        *,
+        best: bool = False,
+    ) -> None:
+        """Commit a checkpoint with all who hold a part of it, as the best one too if it is the best so far."""
+        if processes.writers is None:
             return
         settings, keep = self._config.comparable(), self._config.trainer.keep_checkpoints
-        path = save_checkpoint(self._checkpoints, policy, snapshot, progress, settings, keep, best=best)
-        self.folder.event("checkpoint", step=progress.iteration, path=str(path))
+        networks = (policy, critic, optimizer)
+        path = save_checkpoint(
+            self._checkpoints, *networks, progress, settings, keep, best=best, processes=processes.writers
+        )
+        if self._writes:
+            self.folder.event("checkpoint", step=progress.iteration, path=str(path))
 
     def finish(self, progress: Progress) -> None:
         """Write the summary."""

@@ -33,7 +33,7 @@ from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
 from shoal.train.agent.batch import Sample
-from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint, take_snapshot
+from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent.config import AgentConfig, Algorithm, refuse_without_signal
 from shoal.train.agent.distributed import (
     BasePolicy,
@@ -305,8 +305,8 @@ class AgentTrainer:
         return heldout_metrics(trajectories)
 
     def _save(self, *, best: bool = False) -> None:
-        snapshot = take_snapshot(self.policy, self.critic, self.optimizer, self.processes.first)
-        save = partial(self.records.save, self.policy, snapshot, self.progress, best=best)
+        networks = (self.policy, self.critic, self.optimizer)
+        save = partial(self.records.save, *networks, self.progress, self.processes, best=best)
         self.processes.together(save)
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
@@ -360,7 +360,7 @@ def make_networks(
         frozen = policy.twin()
         frozen.module.requires_grad_(False)
         cut = ShardedPolicy(frozen, processes) if processes.sharded else frozen
-        reference = Reference(cut, kept, processes.first)
+        reference = Reference(cut, kept, processes)
     trained: Policy = ShardedPolicy(policy, processes) if processes.sharded else policy
     if penalty and lora:
         reference = Reference(BasePolicy(trained))

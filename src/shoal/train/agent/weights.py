@@ -1,20 +1,23 @@
 """Weights on their way: between networks and samplers, files, shards and the optimizer.
 
 Tensors that may lie in shards over several processes are gathered whole, and cut again. One that lies here whole is
-what it is: each function is then free, and no process waits for another.
+what it is: each function is then free, and no process waits for another. Files of shards are those of
+`torch.distributed.checkpoint` in safetensors, which know their place in the whole; no pickle is written or read.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, EngineError
 
 if TYPE_CHECKING:
     from shoal.train.agent.policy import Policy
@@ -31,7 +34,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def cut_like(value: Tensor, tensor: Tensor) -> Tensor:
     """`value`, which every process has whole, as `tensor` lies: this process's shard of it, or itself."""
-    if not hasattr(tensor, "full_tensor"):
+    if not hasattr(tensor, "full_tensor") or hasattr(value, "full_tensor"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -40,18 +43,20 @@ def cut_like(value: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(here, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def whole_weights(module: nn.Module, keep: bool = True, trained_only: bool = False) -> dict[str, Tensor]:
+def whole_weights(
+    module: nn.Module, keep: bool = True, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """Weights by name; tied ones are one tensor under two names.
 
     Args:
         module: of which every process that has a shard must ask.
         keep: False takes part in gathering, tensor by tensor, and gives nothing.
-        trained_only: leave out what is frozen.
+        names: those that are wanted; all if not given.
     """
     found: dict[str, Tensor] = {}
     known: dict[int, Tensor | None] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if trained_only and not tensor.requires_grad:
+        if names is not None and name not in names:
             continue
         if id(tensor) not in known:
             value = whole(tensor)
@@ -62,16 +67,14 @@ def whole_weights(module: nn.Module, keep: bool = True, trained_only: bool = Fal
     return found
 
 
-def whole_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Tensor]:
-    """State tensors as `<number of the parameter>.<name>`."""
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """State tensors and masters as they lie, as `<number of the parameter>.<name>`."""
     held = {
         f"{index}.{name}": value
         for index, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    held |= getattr(optimizer, "masters", dict)()
-    gathered = ((name, whole(value)) for name, value in held.items())
-    return {name: value for name, value in gathered if keep}
+    return held | getattr(optimizer, "masters", dict)()  # type: ignore[no-any-return]
 
 
 _TAKEN: set[int] = set()
@@ -136,16 +139,14 @@ class WeightSync:
 
 
 def without_twins(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """One name of each tensor, the first in the alphabet, as files of tensors want it; and for the others, which."""
+    """One name of each object, the first in the alphabet, as files of tensors want it; and for the others, which."""
     first: dict[int, str] = {}
     twins: dict[str, str] = {}
     for name in sorted(weights):
-        place = weights[name].data_ptr()
-        if weights[name].numel() and place in first:
-            twins[name] = first[place]
-        else:
-            first[place] = name
-    return {name: value for name, value in weights.items() if name not in twins}, twins
+        known = first.setdefault(id(weights[name]), name)
+        if known != name:
+            twins[name] = known
+    return {name: value.detach() for name, value in weights.items() if name not in twins}, twins
 
 
 @torch.no_grad()
@@ -164,14 +165,19 @@ def fill(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         own[name].copy_(cut_like(value, own[name]))
 
 
-def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `whole_optimizer` gave; masters that it did not give are the network's weights."""
+def parameter_of(optimizer: torch.optim.Optimizer, key: str) -> Tensor:
+    """The one that a key of `optimizer_tensors` is about."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return parameters[int(key.partition(".")[0])]  # type: ignore[no-any-return]
+
+
+def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` gave; masters that it did not give are the network's weights."""
     state: dict[int, dict[str, Any]] = {}
     getattr(optimizer, "take_weights", lambda: None)()
     for key, value in tensors.items():
         index, _, name = key.partition(".")
-        parameter = parameters[int(index)]
+        parameter = parameter_of(optimizer, key)
         if name == "master":
             with torch.no_grad():
                 parameter.copy_(cut_like(value, parameter))
@@ -180,3 +186,66 @@ def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         state.setdefault(int(index), {})[name] = cut_like(value, parameter) if same else value
     described = optimizer.state_dict()
     optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
+
+
+# --- shards in files
+SHARD_FILE = 1 << 27
+"""Bytes of a process's tensors in one file of shards; who writes it has some three copies of it in memory."""
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors that lie in shards, by all processes at once: each writes what it holds.
+
+    Raises:
+        EngineError: one process could not, told in all.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    files, filled = {}, 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + filled // SHARD_FILE
+        filled += getattr(tensor, "to_local", lambda own=tensor: own)().nbytes
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    try:
+        save(dict(tensors), storage_writer=writer)
+    except CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        raise EngineError(f"process {rank} wrote no shards: {type(error).__name__}: {error}") from error
+
+
+def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+    """What `write_shards` wrote, however many processes did; of a tensor in shards, each reads its own.
+
+    Args:
+        folder: that was written.
+        like: gives, by name, the tensor as which one is to lie here; it is whole if there is none of its shape.
+
+    Raises:
+        DataError: some are missing.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(folder))
+    found: dict[str, Tensor] = {}
+    described: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    for name, kept in described.items():
+        if sum(chunk.sizes.numel() for chunk in kept.chunks) != kept.size.numel():
+            raise DataError(f"{folder} lacks shards of {name}: copy the files of all processes into it")
+        near = like(name)
+        if near is None or near.shape != kept.size:
+            near = torch.empty(kept.size)
+        found[name] = torch.empty_like(near, dtype=kept.properties.dtype)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each reads for itself, which it takes for an oversight
+            load(found, storage_reader=reader, no_dist=True)
+    except CheckpointException as failed:
+        _, (error, _) = min(failed.failures.items())
+        raise DataError(
+            f"the shards in {folder} do not fit together: {type(error).__name__}: {error}"
+        ) from error
+    return found
