@@ -110,9 +110,7 @@ class Reply:
     def kept(self) -> Reply:
         """The same of envs in this process, which may go on to change what they gave."""
         self.columns = {leaf: own(values) for leaf, values in self.columns.items()}
-        self.told = [
-            item._replace(final_info=own(item.final_info), info=own(item.info)) for item in self.told
-        ]
+        self.told = [Told(i, final, own(last), own(info)) for i, final, last, info in self.told]
         return self
 
 
