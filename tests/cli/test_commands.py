@@ -19,7 +19,7 @@ from tests.freeze.record import flags_of
 
 from shoal.cli import command, grammar
 from shoal.cli.command import every
-from shoal.cli.main import COMMANDS, main
+from shoal.cli.main import COMMANDS, _tell, main
 from shoal.core.data import write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import FolderLock
@@ -437,6 +437,60 @@ def test_looking_ends_without_a_word_when_its_reader_has_enough(tmp_path):
     told = process.stderr.read()
     process.stderr.close()
     assert (process.wait(60), told) == (0, "")
+
+
+def in_a_shell(words, streams, **options):
+    """A command whose streams a shell leads elsewhere."""
+    program = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "shoal", *words]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.run(program, env=environ, capture_output=True, text=True, timeout=100, **options)
+
+
+def test_streams_that_were_closed_lead_nowhere(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"iteration": 0}\n')
+    done = in_a_shell(["runs", str(tmp_path)], ">&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert in_a_shell(["runs", str(tmp_path)], "<&- >&- 2>&-").returncode == 0
+    done = in_a_shell(["envs", "play", "frozen_lake"], "<&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "left after 0 steps" in done.stdout
+
+
+def test_a_closed_stream_has_its_number_so_no_file_gets_it(monkeypatch):
+    program = """
+import os
+from shoal.cli.output import open_streams
+open_streams()
+assert [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1)] == [os.devnull] * 2
+assert os.get_inheritable(1)
+"""
+    called = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", program]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(called, env=environ, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_output_that_cannot_be_kept_fails_a_look_in_one_line_and_ends_no_work(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"iteration": 0}\n')
+    done = in_a_shell(["runs", str(tmp_path)], ">/dev/full")
+    assert (done.returncode, done.stderr) == (1, "shoal: No space left on device (standard output)\n")
+    run = tmp_path / "trained"
+    done = in_a_shell(["train", *QUICK, "--run-dir", str(run), "--json"], ">/dev/full")
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if line.startswith("shoal:")]
+    assert told == ["shoal: the output cannot be written (No space left on device); the work goes on"]
+
+
+def test_help_is_offered_where_the_command_has_it(tmp_path, capsys):
+    """Not to go on with `--resume`, nor to take another `--run-dir`, which it does not know."""
+    denied, full = (OSError(number, os.strerror(number), "f") for number in (errno.EACCES, errno.ENOSPC))
+    for name, offered in (("train", True), ("model", False)):
+        for error, flag in ((denied, "--run-dir"), (full, "--resume")):
+            _tell(error, name)
+            assert (flag in capsys.readouterr().err) == offered
 
 
 # --- progress

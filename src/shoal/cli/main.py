@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal import __version__
-from shoal.cli.output import ReaderGoneError, forget, watched_output
+from shoal.cli.output import ReaderGoneError, forget, open_streams, watched_output
 from shoal.core.errors import ShoalError, explain_import, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -50,6 +50,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 GOES_ON = ("train", "train-ppo", "rollout", "prove", "eval", "split", "bench", "skills")
 """Commands whose work goes on when nobody reads what they say any more."""
+RESUMED = ("train", "train-ppo", "split", "skills")
+"""Those that can go on where they ended."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the machine has run out of; other errors of files are mistakes in the call."""
 
@@ -76,6 +78,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    command = arguments[0] if arguments else ""
+    open_streams()
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -84,10 +88,11 @@ def main(argv: list[str] | None = None) -> int:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # so that "module:Class" finds the caller's own files
     try:
-        with _signals() as got, watched_output(bool(arguments) and arguments[0] in GOES_ON):
+        with _signals() as got, watched_output(command in GOES_ON) as lost:
             try:
                 code = _run(arguments)
                 sys.stdout.flush()
+                code = code or int(bool(lost))
             except KeyboardInterrupt:
                 print("shoal: interrupted", file=sys.stderr)
                 code = 130
@@ -97,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ShoalError, ValueError, OSError) as error:
         if os.environ.get("SHOAL_TRACEBACK") and not isinstance(error, BrokenPipeError):
             raise
-        return _tell(error)
+        return _tell(error, command)
 
 
 def _run(arguments: list[str]) -> int:
@@ -117,8 +122,8 @@ def _run(arguments: list[str]) -> int:
         raise explain_import(f"shoal {arguments[0]}", error) from error
 
 
-def _tell(error: Exception) -> int:
-    """One line about what went wrong, and the exit code."""
+def _tell(error: Exception, command: str) -> int:
+    """One line about what went wrong with a command, and the exit code."""
     if isinstance(error, BrokenPipeError):  # of who writes bytes
         forget(sys.stdout)
         return 0
@@ -127,9 +132,9 @@ def _tell(error: Exception) -> int:
     if isinstance(error, OSError) and not isinstance(error, ShoalError):
         named = f" ({error.filename})" if error.filename is not None else ""
         text = f"{error.strerror or error}{named}"
-        if error.errno == errno.ENOSPC or error.errno == errno.EDQUOT:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and command in RESUMED:
             text += "; what was saved before is whole: make room and go on with --resume (resume=true)"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and command in GOES_ON:
             text += "; choose another folder with --run-dir (run_dir=)"
         code = 1 if error.errno in FULL else 2
     with contextlib.suppress(OSError):

@@ -18,21 +18,27 @@ class ReaderGoneError(BaseException):
 class Watched:
     """A stream whose reader may go away (a pipe that was closed, a terminal that is gone): work goes on, or ends.
 
+    So it does where what is written can no longer be kept (a file on a full disk), which is an error of the command.
+
     Args:
         stream: that is written to.
         goes_on: whether the work does.
         tells: whether standard error says so.
+        lost: gets what kept words from being written.
     """
 
-    def __init__(self, stream: Any, goes_on: bool, *, tells: bool = False) -> None:
+    def __init__(
+        self, stream: Any, goes_on: bool, *, tells: bool = False, lost: list[OSError] | None = None
+    ) -> None:
         self._stream, self._goes_on, self._tells, self._gone = stream, goes_on, tells, False
+        self.lost: list[OSError] = [] if lost is None else lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def onto(self, stream: Any) -> Watched:
         """The same for another stream."""
-        return Watched(stream, self._goes_on, tells=self._tells)
+        return Watched(stream, self._goes_on, tells=self._tells, lost=self.lost)
 
     def write(self, text: str) -> int:
         """Write, as long as somebody reads."""
@@ -49,14 +55,17 @@ class Watched:
         try:
             act()
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
             self._gone = True
             forget(self._stream)
+            if error.errno in (errno.EPIPE, errno.EIO):
+                why, ending = "nobody reads the output any more", ReaderGoneError()
+            else:
+                why, ending = f"the output cannot be written ({error.strerror})", None
+                self.lost.append(error)
             if not self._goes_on:
-                raise ReaderGoneError from None
+                raise ending or OSError(error.errno, error.strerror, "standard output") from None
             if self._tells:
-                print("shoal: nobody reads the output any more; the work goes on", file=sys.stderr)
+                print(f"shoal: {why}; the work goes on", file=sys.stderr)
 
 
 def forget(stream: Any) -> None:
@@ -67,18 +76,28 @@ def forget(stream: Any) -> None:
         os.close(nowhere)
 
 
+def open_streams() -> None:
+    """Have streams that were closed (`>&-`) lead nowhere: the files that a program opens would take their numbers."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 (the lowest number: its own)
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
+
+
 @contextlib.contextmanager
-def watched_output(goes_on: bool) -> Iterator[None]:
+def watched_output(goes_on: bool) -> Iterator[list[OSError]]:
     """Inside, work goes on without a reader or, if it does not, a reader that has enough is the end.
 
-    What the terminal's encoding has no letter for is written by its number.
+    What the terminal's encoding has no letter for is written by its number. Yields what kept words from being written.
     """
     before, errors = (sys.stdout, sys.stderr), getattr(sys.stdout, "errors", None)
     if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = Watched(sys.stdout, goes_on, tells=True), Watched(sys.stderr, True)  # type: ignore[assignment]
+    out = Watched(sys.stdout, goes_on, tells=True)
+    sys.stdout, sys.stderr = out, Watched(sys.stderr, True)  # type: ignore[assignment]
     try:
-        yield
+        yield out.lost
     finally:
         sys.stdout, sys.stderr = before
         if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
