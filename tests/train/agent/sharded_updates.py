@@ -309,7 +309,7 @@ def peak(work):
 
 def weigh_saving(processes, folder):
     """What saving and loading a network of 19 million parameters takes in memory, beside the network itself."""
-    policy_files.FILE = weights_files.SHARD_FILE = 1 << 22
+    policy_files.FILE, weights_files.SHARD_FILE = 1 << 25, 1 << 22
     cut = Trained("large", processes, folder / "reference")
     for group in cut.optimizer.param_groups:
         for parameter in group["params"]:

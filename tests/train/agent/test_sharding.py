@@ -130,10 +130,10 @@ def test_a_network_in_shards_is_trained_as_a_whole_one_and_takes_half_the_memory
 
 
 def test_saving_and_loading_take_a_small_part_of_the_whole_in_each_process(told):
-    for seen in (process["large"] for process in told):
+    for seen, part in zip((process["large"] for process in told), (1 / 4, 1 / 10), strict=True):
         assert seen["same"]
         assert seen["whole"] > 200e6
-        assert seen["saving"] < seen["whole"] / 4
+        assert seen["saving"] < part * seen["whole"]  # the first holds a file of the model
         assert seen["loading"] < 0.75 * seen["whole"]
 
 

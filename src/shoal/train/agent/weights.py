@@ -33,8 +33,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def cut_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """`value`, which every process has whole, as `tensor` lies: this process's shard of it, or itself."""
-    if not hasattr(tensor, "full_tensor") or hasattr(value, "full_tensor"):
+    """`value`, which every process has whole, as `tensor` lies: this process's shard of it, or itself.
+
+    One that lies so already is given back.
+    """
+    if not hasattr(tensor, "full_tensor"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 
