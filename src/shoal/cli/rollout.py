@@ -121,7 +121,7 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
         [[k, _shown(v)] for k, v in metrics.items()],
         text=(0, 1),
     )
-    print(f"episodes: {folder.path / 'trajectories'}   replay: shoal rollout --verify {folder.path}")
+    print(f"episodes: {config.run_dir}/trajectories   replay: shoal rollout --verify {config.run_dir}")
     return 0
 
 
