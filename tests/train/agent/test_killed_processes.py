@@ -157,7 +157,8 @@ def test_a_process_killed_amid_its_shards_leaves_the_checkpoint_before(
     assert "SIGKILL" in done.stderr
     newest = newest_checkpoint(folder / "checkpoints")
     assert newest.name == "step-000001"
-    assert [path.name for path in (folder / "checkpoints").glob(".step-000002.*")]  # half of it
+    half = list((folder / "checkpoints").glob(".step-000002.*"))
+    assert half or victim == "1"  # the first removes it if it hears of the other's end before its own
     done = launch(folder, 2, *settings, "resume=true")
     assert done.returncode == 0, done.stderr
     assert not list((folder / "checkpoints").glob(".*"))
