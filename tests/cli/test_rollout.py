@@ -38,16 +38,6 @@ def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeyp
     assert "holds a run already" in capsys.readouterr().err
 
 
-def test_settings_that_were_edited_are_read_as_in_a_config(tmp_path):
-    from shoal.testing.recorded_runs import settings_of
-
-    (tmp_path / "config.yaml").write_text(
-        "rate: 1e-3\nlow: -2E+4\nwritten: 1.0e-05\nword: '1e-3'\nother: 1e-3x\n"
-    )
-    read = {"rate": 0.001, "low": -20000.0, "written": 1e-05, "word": "1e-3", "other": "1e-3x"}
-    assert settings_of(tmp_path) == read
-
-
 def test_a_changed_record_is_found(tmp_path, capsys):
     from dataclasses import replace
 
