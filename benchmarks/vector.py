@@ -5,9 +5,9 @@
 Every case has a process of its own, in which all its subjects live at once. Each is first compared with a plain loop
 over the environments; then they are timed in rounds, in turns, each round from the same seeds with the same actions.
 A ratio is taken within a round, so what slows the machine slows both sides of it; reported are the median and the
-range over the rounds. Fixed work between the rounds tells how even the machine was, and the time that other programs
-took how quiet. `--busy-core` repeats shoal, Gymnasium's serial vector and the ideal while another process keeps one
-core busy.
+range over the rounds. The same work on each core before and after every turn tells how quiet it was: a turn beside
+which it took 5 % longer than at best is taken again, up to three times, and the quietest is kept. `--busy-core` repeats
+shoal, Gymnasium's serial vector and the ideal while another process keeps one core busy.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import gymnasium
 import numpy as np
 
 import vector_envs
+from quiet import Quiet
 from vector_envs import CASES
 
 RESULTS = Path(__file__).parent / "results" / "vector.json"
@@ -367,12 +368,6 @@ def cpu_seconds(pids: set[int]) -> float:
     return time.process_time() + sum(time.clock_gettime(((~pid) << 3) | 2) for pid in pids)
 
 
-def machine_seconds() -> float:
-    """CPU time that all programs on the machine took."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
 def measure(name: str, n: int, options: dict[str, Any], say: Callable[..., None]) -> None:
     """Make, check and time the subjects of a case; `say` tells a watching process how far this is."""
     say(doing=WHOLE)
@@ -399,28 +394,32 @@ def measure(name: str, n: int, options: dict[str, Any], say: Callable[..., None]
             say(failed=subject, error=f"{type(error).__name__}: {error!s:.300}")
         else:
             pause(made[subject], workers[subject], signal.SIGSTOP)
-    work = [vector_envs.calibrate()]
-    others = machine_seconds() - cpu_seconds(descendants())
-    began = time.perf_counter()
+    quiet = Quiet(work=500_000, tries=1 if options["busy"] else 3, patience=0.0 if options["busy"] else 1.0)
     for number in range(options["rounds"]):
         for subject, item in list(made.items()):
             say(doing=subject)
-            pause(item, workers[subject], signal.SIGCONT)
+            seconds = options["seconds"] * (2 if CASES[name].waits else 1)
+            turn = functools.partial(timed, item, workers[subject], number, seconds)
             try:
-                item.start(number)
-                cpu = cpu_seconds(workers[subject])
-                steps, seconds = item.run(options["seconds"] * (2 if CASES[name].waits else 1))
-                cpu = cpu_seconds(workers[subject]) - cpu
+                steps, took, cpu = quiet.turn(turn)
             except Exception as error:
                 del made[subject]
                 say(failed=subject, error=f"{type(error).__name__}: {error!s:.300}")
             else:
-                say(subject=subject, steps=steps, seconds=seconds, cpu=cpu)
-            pause(item, workers[subject], signal.SIGSTOP)
-        work.append(vector_envs.calibrate())
-    took = time.perf_counter() - began
-    others = (machine_seconds() - cpu_seconds(descendants()) - others) / took
-    say(work=work, others=others)
+                say(subject=subject, steps=steps, seconds=took, cpu=cpu)
+    say(best=min(quiet.best.values()), noise=quiet.kept)
+
+
+def timed(item: Subject, workers: set[int], seed: int, seconds: float) -> tuple[int, float, float]:
+    """Steps, seconds and CPU seconds of one turn; workers that would take cores from the others stand still after."""
+    pause(item, workers, signal.SIGCONT)
+    try:
+        item.start(seed)
+        cpu = cpu_seconds(workers)
+        steps, took = item.run(seconds)
+        return steps, took, cpu_seconds(workers) - cpu
+    finally:
+        pause(item, workers, signal.SIGSTOP)
 
 
 def pause(subject: Subject, pids: set[int], number: int) -> None:
@@ -464,7 +463,7 @@ def watch(name: str, n: int, options: dict[str, Any]) -> Iterator[dict[str, Any]
                     said = json.loads(line)
                     doing = said.get("doing", doing)
                     yield said
-                    if "work" in said:
+                    if "noise" in said:
                         return
                 ended = process.poll() is not None and not select.select([channel], [], [], 0.2)[0]
                 if ended or not data:
@@ -493,8 +492,8 @@ def run_case(name: str, n: int, options: dict[str, Any]) -> dict[str, list[dict[
             elif "failed" in said:
                 failed[said["failed"]] = said["error"]
                 rounds.pop(said["failed"], None)
-            elif "work" in said:
-                return report(case, rounds, failed, said["work"], said["others"])
+            elif "noise" in said:
+                return report(case, rounds, failed, said["best"], said["noise"])
             elif "crashed" in said:
                 again = said["crashed"] in failed or said["crashed"] == WHOLE
                 failed[said["crashed"]] = said["error"]
@@ -506,8 +505,8 @@ def report(
     case: str,
     rounds: dict[str, list[dict[str, Any]]],
     failed: dict[str, str],
-    work: list[float],
-    others: float,
+    best: float,
+    noise: list[float],
 ) -> dict[str, Any]:
     """What is saved of a case."""
     speeds = {subject: [r["steps"] / r["seconds"] for r in said] for subject, said in rounds.items()}
@@ -519,15 +518,13 @@ def report(
             row["steps"] = sum(said["steps"] for said in rounds[subject])
         rows.append(row)
     rows += _failures(case, failed)
-    variation = (max(work) - min(work)) / statistics.median(work)
     calibration = {
         "case": case,
         "date": time.strftime("%Y-%m-%d"),
-        "value": round(1000 * statistics.median(work), 3),
+        "value": round(1000 * best, 3),
         "unit": "ms",
-        "variation": round(variation, 3),
-        "cores_others": round(max(0.0, others), 3),
-        "quiet": variation < 0.05 and others < 0.05,
+        "noise": {"median": round(statistics.median(noise), 1), "max": round(max(noise), 1), "unit": "%"},
+        "quiet": max(noise) < 5,
     }
     return {"rows": rows, "ratios": list(ratios(case, speeds)), "calibration": [calibration]}
 
@@ -589,9 +586,10 @@ def show(result: dict[str, Any]) -> None:
         )
     for row in result["calibration"]:
         quiet = "quiet" if row["quiet"] else "NOT QUIET"
+        noise = row["noise"]
         print(
-            f"{row['case']:26} {quiet}: fixed work varied by {row['variation']:.1%}, other programs took "
-            f"{row['cores_others']:.2f} cores",
+            f"{row['case']:26} {quiet}: the same work took up to {noise['max']:.1f} % longer beside the turns than "
+            f"at best, {noise['median']:.1f} % in the median",
             flush=True,
         )
 
@@ -629,7 +627,7 @@ def main() -> int:
     )
     parser.add_argument("--cases", default=",".join(CASES), help="some of them, with commas")
     parser.add_argument("--counts", help="numbers of environments, with commas; default: those of the case")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="of one subject in one round")
     parser.add_argument("--only", default="", help="subjects that start so, with commas")
     parser.add_argument("--busy-core", action="store_true", help="another process keeps one core busy")

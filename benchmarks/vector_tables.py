@@ -96,7 +96,7 @@ def _ratio(row: dict[str, Any] | None) -> str:
 
 
 def _noise(row: dict[str, Any]) -> str:
-    return f"{row['variation']:.0%}" + ("" if row["quiet"] else f", others {row['cores_others']:.1f} cores")
+    return f"{row['noise']['max']:.0f} %, median {row['noise']['median']:.0f} %"
 
 
 def drop_in() -> str:
