@@ -11,7 +11,14 @@ from tests.rollout.doubles import TEMPLATE, byte_tokenizer, llama_engine
 from tests.rollout.doubles import llama_requests as requests
 
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.rollout.samplers.huggingface import HuggingFaceEngine, Prefix, PrefixStore, shared_length
+from shoal.rollout.samplers import huggingface
+from shoal.rollout.samplers.huggingface import (
+    MIN_SHARED,
+    HuggingFaceEngine,
+    Prefix,
+    PrefixStore,
+    shared_length,
+)
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
 from shoal.train.agent.policy import policy_of
 
@@ -198,25 +205,106 @@ def test_the_shared_length_is_that_of_a_plain_walk(a, b):
     assert shared_length(a + b, a) == len(a)
 
 
-def test_the_store_keeps_the_episodes_used_last_and_no_more_tokens_than_allowed():
+def entry(*tokens):
+    return Prefix(tokens, ((torch.tensor(tokens).float()[None, :, None], torch.zeros(1, len(tokens), 1)),))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple), max_size=12),
+    st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
+)
+def test_the_store_finds_what_begins_most_like_a_context(contexts, asked):
+    store = PrefixStore(10_000)
+    for context in contexts:
+        store.keep(entry(*context))
+    found, longest = store.find(asked), max((shared_length(c, asked) for c in contexts), default=0)
+    longest = min(longest, len(asked) - 1)  # the last token must still be fed
+    if longest < MIN_SHARED:
+        assert found is None
+    else:
+        assert found.tokens == asked[:longest]
+        assert tuple(found.layers[0][0][0, :, 0].int().tolist()) == found.tokens
+    assert store.tokens == sum(map(len, store._entries))
+    assert store._sorted == sorted(store._entries)
+    assert all(store.find((*context, 9)) or len(context) < MIN_SHARED for context in contexts)
+
+
+def test_the_store_keeps_the_contexts_used_last_and_no_more_tokens_than_allowed():
     store = PrefixStore(30)
 
-    def entry(n):
-        return Prefix(tuple(range(n)), ((torch.zeros(2, n, 4), torch.zeros(2, n, 4)),))
+    def context(first, n):
+        return (first, *range(n - 1))
 
-    keys = [Key(0, 0, g, 0, 0) for g in range(4)]
-    for key in keys[:3]:
-        store.keep(key, entry(10))
-    assert store.find(keys[0], tuple(range(20))).layers[0][0].shape == (2, 10, 4)
-    store.keep(keys[3], entry(12))  # 42 tokens: the two that were used least go
+    for first in (101, 102, 103):
+        store.keep(entry(*context(first, 10)))
+    assert store.find(context(101, 20)).layers[0][0].shape == (1, 10, 1)
+    store.keep(entry(*context(104, 12)))  # 42 tokens: the two that were used least go
     assert store.tokens == 22
-    assert [store.find(key, tuple(range(20))) is not None for key in keys] == [True, False, False, True]
-    store.keep(keys[0], entry(31))
-    assert (store.tokens, store.find(keys[0], tuple(range(40)))) == (12, None)
-    assert len(store.find(keys[3], tuple(range(12))).tokens) == 11  # the last token must still be fed
-    assert store.find(keys[3], (0, 1, 2, 99)) is None  # too little to be worth it
+    assert [store.find(context(101 + n, 20)) is not None for n in range(4)] == [True, False, False, True]
+    store.keep(entry(*context(105, 31)))
+    assert (store.tokens, store.find(context(105, 40))) == (22, None)
+    store.keep(entry(*context(101, 15)))  # in the place of its beginning
+    assert store.tokens == 27
+    store.keep(entry(*context(101, 9)))  # known
+    store.keep(entry(*context(105, 5)))  # 32: that of 104 is the oldest
+    assert store.tokens == 20
     store.valid_for("new weights")
     assert store.tokens == 0
+
+
+def test_the_store_keeps_the_scores_computed_last(monkeypatch):
+    monkeypatch.setattr(huggingface, "MOST_SCORES", 20)
+    store = PrefixStore(100)
+    store.remember([(1,), (2,)], torch.tensor([[1.0] * 5, [2.0] * 5]))
+    store.remember([(1,), (3,)], torch.tensor([[3.0] * 5, [4.0] * 5]))
+    assert [store.scores((n,))[0].item() for n in (1, 2, 3)] == [3, 2, 4]
+    store.remember([(4,)], torch.tensor([[5.0] * 5]))
+    assert store.scores((2,)) is None
+    assert [store.scores((n,))[0].item() for n in (1, 3, 4)] == [3, 4, 5]
+    store.clear()
+    assert store.scores((4,)) is None
+
+
+@pytest.mark.parametrize("picks_here", [True, False])
+def test_contexts_that_were_computed_for_others_are_not_computed_again(picks_here):
+    engine = make_engine(max_batch=5)
+    engine.picks_here = picks_here
+    prompts = [request.prompt_ids for request in requests(engine, 12)]
+
+    def asked(member, max_tokens, temperature=1.0, **more):
+        sampling = Sampling(max_tokens, temperature, **more)
+        return [Request(p, Key(0, 0, group, member, 0), sampling) for group, p in enumerate(prompts)]
+
+    def check(batch):
+        for request, completion in zip(batch, engine.generate(batch), strict=True):
+            written, logprobs = decode_slowly(engine, request)
+            assert completion.token_ids == written
+            np.testing.assert_allclose(completion.logprobs, logprobs, atol=2e-5)
+
+    check(asked(0, 6))
+    before = engine.computed_tokens, engine.decoded_tokens
+    check(asked(0, 6))
+    check(asked(1, 1))
+    check(asked(2, 1, 0.5))
+    assert (engine.computed_tokens, engine.decoded_tokens) == before
+    engine.generate(asked(3, 1, top_p=0.7))
+    assert (engine.computed_tokens, engine.decoded_tokens) == before
+    check(asked(4, 6, 0.0))  # goes on where what is known ends
+    distinct = len(set(prompts))
+    assert before[0] < engine.computed_tokens <= before[0] + 2 * distinct
+    check(asked(5, 6, 0.4))
+
+
+def test_a_prompt_goes_on_from_what_any_episode_began_with():
+    engine = make_engine()
+    first = tuple(range(60, 90))
+    engine.generate([Request(first, Key(0, 0, 0, 0, 0), Sampling(1))])
+    request = Request((*first[:20], 5, 6, 7), Key(0, 0, 1, 0, 0), Sampling(4))
+    completion = engine.generate([request])[0]
+    written, logprobs = decode_slowly(engine, request)
+    assert completion.token_ids == written
+    np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
+    assert engine.computed_tokens == len(first) + 3
 
 
 @pytest.mark.filterwarnings(
@@ -265,11 +353,11 @@ def test_threads_that_ask_at_once_get_what_one_gets():
     inside, most = [], []
     find = shared.prefixes.find
 
-    def slowly(key, prompt):
+    def slowly(context):
         inside.append(threading.get_ident())
         most.append(len(set(inside)))
         time.sleep(0.002)
-        found = find(key, prompt)
+        found = find(context)
         inside.remove(threading.get_ident())
         return found
 

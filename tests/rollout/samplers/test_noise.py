@@ -111,7 +111,7 @@ def test_a_layer_with_room_holds_what_one_that_copies_holds(seed):
 @pytest.mark.parametrize("picks_here", [True, False])
 def test_answers_are_computed_once_until_they_part(picks_here):
     """Groups of one prompt, at two temperatures: each writes what it writes alone, for less."""
-    engine, alone = make_engine(max_batch=64), make_engine(max_batch=1)
+    engine, alone = make_engine(max_batch=64), make_engine(max_batch=1, prefix_tokens=0)
     engine.picks_here = picks_here
     asked = [
         structs.replace(first, key=Key(0, 0, group, member, 0), sampling=Sampling(8, temperature))

@@ -1,16 +1,18 @@
 """Any causal language model of `transformers` as a sampler in this process; what trains it may share its network.
 
-What is equal is computed once: prompts, what all prompts of a batch begin with, answers until they part. The next turn
-of an episode starts from what is known of the ones before, rows that have ended leave the batch, and the picks are
-keyed Gumbel noise over log-probabilities (level L1), made where the network is: a GPU sends tokens, not scores.
+What is equal is computed once: prompts, what all prompts of a batch begin with, answers until they part. A context that
+was computed before, by whichever episode, goes on from its scores, and one that begins like another from its keys and
+values. Rows that have ended leave the batch, and the picks are keyed Gumbel noise over log-probabilities (level L1),
+made where the network is: a GPU sends tokens, not scores.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 
 from shoal.core.errors import DataError, missing_extra
 from shoal.rollout.samplers.noise import picks
-from shoal.rollout.samplers.sampler import Completion, Key, Level, Noise, Request, restricted, room_left
+from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request, restricted, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 try:
@@ -32,11 +34,14 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-Episode = tuple[int, int, int, int]
+Context = tuple[int, ...]
+"""The tokens of a prompt and of its answer so far."""
 MIN_SHARED = 8
 """Tokens below which starting from an entry saves nothing."""
 SPARE = 16
 """Tokens that keys and values have room for before they are copied to a larger place."""
+MOST_SCORES = 2**26
+"""Numbers that are kept of what follows contexts: 256 MiB in float32."""
 
 
 class HuggingFaceEngine:
@@ -46,7 +51,8 @@ class HuggingFaceEngine:
         model: an `AutoModelForCausalLM`.
         tokenizer: its tokenizer, with a chat template.
         max_batch: rows that are decoded at once.
-        prefix_tokens: tokens of episodes under way whose keys and values are kept for their next turn; 0 for none.
+        prefix_tokens: tokens whose keys and values are kept for contexts that begin with them; 0 for none, and then
+            every prompt is computed.
         template_settings: passed to the chat template.
     """
 
@@ -73,7 +79,7 @@ class HuggingFaceEngine:
         )  # what is known of episodes is found, used and replaced by one call at a time
         self._can_share = True  # until the network is found to keep more than keys and values
         self.prompt_tokens = self.computed_tokens = self.decoded_tokens = 0
-        """Tokens of all distinct prompts so far, how many of them were computed, and how many tokens of answers."""
+        """Tokens of the distinct prompts of all batches, how many were computed, and how many tokens of answers."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.pad_id = int(pad or 0)
         limit = getattr(model.config, "max_position_embeddings", None)
@@ -115,37 +121,49 @@ class HuggingFaceEngine:
             for first in range(0, len(order), self.max_batch):
                 chunk = order[first : first + self.max_batch]
                 rows = [Row(requests[i], self.tokenizer, rooms[i]) for i in chunk]
-                done.update(zip(chunk, self._complete(rows), strict=True))
+                self.prompt_tokens += sum(map(len, {requests[i].prompt_ids for i in chunk}))
+                self._follow(rows)
+                if going := [row for row in rows if not row.ended]:
+                    self._complete(going)
+                answers = [row.completion(self.weights_version) for row in rows]
+                done.update(zip(chunk, answers, strict=True))
         return [done[i] for i in range(len(requests))]
 
     def _to_compute(self, request: Request) -> int:
         """How many tokens of a prompt are not known yet."""
-        known = self.prefixes.find(request.key, request.prompt_ids)
+        known = self.prefixes.find(request.prompt_ids)
         return len(request.prompt_ids) - (len(known.tokens) if known else 0)
 
-    def _complete(self, rows: list[Row]) -> list[Completion]:
+    def _follow(self, rows: list[Row]) -> None:
+        """Write what is known to follow: as long as the scores of a row's context were computed before."""
+        while True:
+            known = [
+                (self.prefixes.scores(context), members) for (context, _), members in alike(rows).items()
+            ]
+            places = [(scores, members) for scores, members in known if scores is not None]
+            if not places:
+                return
+            self._pick(torch.stack([scores for scores, _ in places]), [members for _, members in places])
+            rows = [row for _, members in places for row in members if not row.ended]
+
+    def _complete(self, rows: list[Row]) -> None:
         """Rows whose prompts and answers are the same so far have one place in the cache, until they differ."""
-        requests = [row.request for row in rows]
-        alike: dict[Any, list[int]] = {}
-        for i, request in enumerate(requests):
-            alike.setdefault((request.prompt_ids, request.sampling.temperature), []).append(i)
-        places = list(alike.values())
-        cache, scores, mask = self._prefill([requests[members[0]] for members in places], len(rows))
+        places = list(alike(rows).values())
+        contexts = [members[0].context for members in places]
+        cache, scores, mask = self._prefill(contexts, len(rows))
         keeps = self.prefixes.max_tokens > 0 and can_be_cropped(cache)
         while True:
-            self._pick(scores, [[rows[i] for i in members] for members in places])
-            going: dict[tuple[int, int], list[int]] = {}
+            self.prefixes.remember(contexts, scores)
+            self._pick(scores, places)
+            going: dict[tuple[int, int], list[Row]] = {}
             for place, members in enumerate(places):
-                known: Prefix | None = None
-                for i in members:
-                    if not rows[i].ended:
-                        going.setdefault((place, rows[i].written[-1]), []).append(i)
-                    elif keeps:  # its last token was picked and never fed, so it is not in the cache
-                        tokens = requests[i].prompt_ids + rows[i].written[:-1]
-                        known = known or take_row(cache, place, mask[place], tokens)
-                        self.prefixes.keep(requests[i].key, known, requests[i].prompt_ids)
+                for row in members:
+                    if not row.ended:
+                        going.setdefault((place, row.written[-1]), []).append(row)
+                if keeps and any(row.ended for row in members):  # the last token was picked and never fed
+                    self.prefixes.keep(take_row(cache, place, mask[place], contexts[place]))
             if not going:
-                return [row.completion(self.weights_version) for row in rows]
+                return
             branches = list(going)
             branches = [branches[number] for number in with_few_moves([place for place, _ in branches])]
             if (stay := [place for place, _ in branches]) != list(range(len(mask))):
@@ -153,22 +171,21 @@ class HuggingFaceEngine:
                 keep_rows(cache, chosen)
                 mask = mask[chosen]
             places = [going[branch] for branch in branches]
+            contexts = [members[0].context for members in places]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             fed = torch.tensor([token for _, token in branches], device=mask.device)
             self.decoded_tokens += len(branches)
             out = self._forward(fed[:, None], mask, cache)
             cache, scores = out.past_key_values, out.logits[:, -1]
 
-    def _prefill(self, requests: list[Request], room: int) -> tuple[Any, Tensor, Tensor]:
-        """The cache, the next token's scores and the mask of each request, with room for so many rows.
+    def _prefill(self, contexts: list[Context], room: int) -> tuple[Any, Tensor, Tensor]:
+        """The cache, the next token's scores and the mask of each context, with room for so many rows.
 
-        Equal prompts are computed once.
+        Equal contexts are computed once.
         """
-        known = {r.prompt_ids: self.prefixes.find(r.key, r.prompt_ids) for r in reversed(requests)}
-        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
-        prefixes = self._with_shared(prompts, [known[prompt] for prompt in prompts])
-        rest = [p[len(k.tokens) :] if k else p for p, k in zip(prompts, prefixes, strict=True)]
-        self.prompt_tokens += sum(map(len, prompts))
+        distinct = list(dict.fromkeys(contexts))
+        prefixes = self._with_shared(distinct, [self.prefixes.find(context) for context in distinct])
+        rest = [c[len(k.tokens) :] if k else c for c, k in zip(distinct, prefixes, strict=True)]
         self.computed_tokens += sum(map(len, rest))
         ids, mask = self._pad_left(rest)
         cache = None
@@ -176,29 +193,27 @@ class HuggingFaceEngine:
             cache = DynamicCache()
             mask = torch.cat([fill_cache(cache, prefixes), mask], 1)
         out = self._forward(ids, mask, cache)
-        index = {prompt: place for place, prompt in enumerate(prompts)}
-        select = torch.tensor([index[request.prompt_ids] for request in requests], device=ids.device)
+        index = {context: place for place, context in enumerate(distinct)}
+        select = torch.tensor([index[context] for context in contexts], device=ids.device)
         keep_rows(out.past_key_values, select, room=room)
         return out.past_key_values, out.logits[:, -1][select], mask[select]
 
-    def _with_shared(
-        self, prompts: list[tuple[int, ...]], prefixes: list[Prefix | None]
-    ) -> list[Prefix | None]:
-        """Prefixes of prompts, where what all of them begin with is more than is known of their own episodes."""
-        length = min(min(shared_length(prompts[0], prompt), len(prompt) - 1) for prompt in prompts)
+    def _with_shared(self, contexts: list[Context], prefixes: list[Prefix | None]) -> list[Prefix | None]:
+        """Prefixes of contexts, where what all of them begin with is more than is known of one."""
+        length = min(min(shared_length(contexts[0], context), len(context) - 1) for context in contexts)
         wanting = [prefix is None or len(prefix.tokens) < length for prefix in prefixes]
         if sum(wanting) < 2 or length < MIN_SHARED or not self.prefixes.max_tokens or not self._can_share:
             return prefixes
-        tokens, shared = prompts[0][:length], self.prefixes.shared
-        if shared is None or shared.tokens[:length] != tokens:
-            ids, mask = self._pad_left([tokens])
-            cache = self._forward(ids, mask, None).past_key_values
-            self.computed_tokens += length
-            self._can_share = can_be_cropped(cache)
-            if not self._can_share:
-                return prefixes
-            self.prefixes.shared = shared = take_row(cache, 0, mask[0], tokens)
-        return [shared.cropped(length) if wants else p for p, wants in zip(prefixes, wanting, strict=True)]
+        tokens = contexts[0][:length]
+        ids, mask = self._pad_left([tokens])
+        cache = self._forward(ids, mask, None).past_key_values
+        self.computed_tokens += length
+        self._can_share = can_be_cropped(cache)
+        if not self._can_share:
+            return prefixes
+        shared = take_row(cache, 0, mask[0], tokens)
+        self.prefixes.keep(shared)
+        return [shared if wants else prefix for prefix, wants in zip(prefixes, wanting, strict=True)]
 
     def _weights_stamp(self) -> tuple[int, int]:
         """A value that changes whenever weights do, by `load_weights` or in place by an optimizer."""
@@ -340,6 +355,11 @@ class Row:
         """The tokens so far."""
         return tuple(self._ids)
 
+    @property
+    def context(self) -> Context:
+        """The prompt and the tokens so far."""
+        return self.request.prompt_ids + self.written
+
     def _stopped(self) -> bool:
         stops = self.request.sampling.stop
         if not stops:
@@ -350,6 +370,14 @@ class Row:
     def completion(self, version: int) -> Completion:
         """The response, once it has ended."""
         return Completion(tuple(self._ids), tuple(self._logprobs), self._finish, version)
+
+
+def alike(rows: Sequence[Row]) -> dict[tuple[Context, float], list[Row]]:
+    """Rows by what their next token is drawn from: the context and the temperature."""
+    found: dict[tuple[Context, float], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.context, row.request.sampling.temperature), []).append(row)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,13 +394,14 @@ class Prefix:
 
 
 class PrefixStore:
-    """What a model has computed, kept between turns: the most recently used, up to a number of tokens.
+    """What a model has computed, kept until its weights change: keys and values of contexts, and the scores after them.
 
-    An entry is found by its episode, or by its whole prompt, and cropped to the tokens that the new prompt shares with
-    it, so it is right for append and window prompts alike. Changed weights empty the store.
+    A context is found by its tokens, whichever episode they are of: that of an append prompt goes on from the turn
+    before, that of a window prompt from whatever begins alike. Keys and values are the most recently used, up to a
+    number of tokens, and scores the last computed, up to `MOST_SCORES`.
 
     Args:
-        max_tokens: over all entries; 0 keeps nothing.
+        max_tokens: over all entries; 0 keeps nothing, scores neither.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -380,9 +409,11 @@ class PrefixStore:
             raise ValueError(f"prefix_tokens must be at least 0, got {max_tokens}")
         self.max_tokens = max_tokens
         self.tokens = 0
-        self.shared: Prefix | None = None
-        """What the prompts of a batch began with, whatever their episodes."""
-        self._entries: OrderedDict[Hashable, Prefix] = OrderedDict()
+        self._entries: OrderedDict[Context, Prefix] = OrderedDict()
+        self._sorted: list[Context] = []  # those that begin most alike are neighbours
+        self._scores: dict[Context, tuple[Tensor, int]] = {}  # what was computed together, and its row
+        self._blocks: deque[tuple[Sequence[Context], Tensor]] = deque()  # oldest first
+        self._kept_scores = 0
         self._weights: Any = None
 
     def valid_for(self, weights: Any) -> None:
@@ -394,41 +425,61 @@ class PrefixStore:
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
-        self.shared = None
-        self.tokens = 0
+        self._sorted.clear()
+        self._scores.clear()
+        self._blocks.clear()
+        self.tokens = self._kept_scores = 0
 
-    def find(self, key: Key, prompt: tuple[int, ...]) -> Prefix | None:
-        """What is known of the beginning of `prompt`, at most all of it but the last token."""
-        best: Prefix | None = None
-        for name in (_episode(key), ("prompt", prompt)):
-            entry = self._entries.get(name)
-            if entry is None:
-                continue
-            self._entries.move_to_end(name)
-            shared = min(shared_length(entry.tokens, prompt), len(prompt) - 1)
-            if shared >= max(MIN_SHARED, 1 + len(best.tokens) if best else 0):
-                best = entry.cropped(shared)
-        return best
+    def find(self, context: Context) -> Prefix | None:
+        """What is known of the beginning of `context`, at most all of it but the last token."""
+        at = bisect_left(self._sorted, context)
+        near = self._sorted[max(at - 1, 0) : at + 1]
+        shared, entry = max(((shared_length(tokens, context), tokens) for tokens in near), default=(0, ()))
+        shared = min(shared, len(context) - 1)
+        if shared < MIN_SHARED:
+            return None
+        self._entries.move_to_end(entry)
+        return self._entries[entry].cropped(shared)
 
-    def keep(self, key: Key, prefix: Prefix, prompt: tuple[int, ...] = ()) -> None:
-        """Keep the context of an episode in the place of the one before.
-
-        Its `prompt` is kept too, for whoever asks it again, unless it went on from what was known of the episode.
-        """
-        before = self._entries.get(_episode(key))
-        self._put(_episode(key), prefix)
-        if prompt and (before is None or before.tokens != prefix.tokens[: len(before.tokens)]):
-            self._put(("prompt", prompt), prefix.cropped(len(prompt)))
+    def keep(self, prefix: Prefix) -> None:
+        """Keep a context, in the place of one that it begins with."""
+        tokens = prefix.tokens
+        at = bisect_left(self._sorted, tokens)
+        if at < len(self._sorted) and self._sorted[at][: len(tokens)] == tokens:
+            return self._entries.move_to_end(self._sorted[at])  # it is known, with more behind it
+        if len(tokens) > self.max_tokens:
+            return
+        if at and self._sorted[at - 1] == tokens[: len(self._sorted[at - 1])]:
+            self._drop(self._sorted[at - 1])
+        self._sorted.insert(bisect_left(self._sorted, tokens), tokens)
+        self._entries[tokens] = prefix
+        self.tokens += len(tokens)
         while self.tokens > self.max_tokens:
-            _, dropped = self._entries.popitem(last=False)
-            self.tokens -= len(dropped.tokens)
+            self._drop(next(iter(self._entries)))
 
-    def _put(self, name: Hashable, prefix: Prefix) -> None:
-        before = self._entries.pop(name, None)
-        self.tokens -= len(before.tokens) if before else 0
-        if len(prefix.tokens) <= self.max_tokens:
-            self._entries[name] = prefix
-            self.tokens += len(prefix.tokens)
+    def _drop(self, tokens: Context) -> None:
+        del self._entries[tokens]
+        del self._sorted[bisect_left(self._sorted, tokens)]
+        self.tokens -= len(tokens)
+
+    def scores(self, context: Context) -> Tensor | None:
+        """`[V]` of the token after a context, if they are known."""
+        block, row = self._scores.get(context, (None, 0))
+        return None if block is None else block[row]
+
+    def remember(self, contexts: Sequence[Context], scores: Tensor) -> None:
+        """Keep the scores `[B, V]` of the token after each context."""
+        if not self.max_tokens:
+            return
+        self._blocks.append((contexts, scores))
+        self._scores.update((context, (scores, row)) for row, context in enumerate(contexts))
+        self._kept_scores += scores.numel()
+        while self._kept_scores > MOST_SCORES:
+            contexts, scores = self._blocks.popleft()
+            self._kept_scores -= scores.numel()
+            for context in contexts:
+                if context in self._scores and self._scores[context][0] is scores:
+                    del self._scores[context]
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -558,7 +609,3 @@ def can_be_cropped(cache: Any) -> bool:
     """Whether every layer keeps all tokens: sliding windows and recurrent states cannot be taken apart."""
     layers = getattr(cache, "layers", ())
     return bool(layers) and all(type(layer) in (DynamicLayer, RoomyLayer) for layer in layers)
-
-
-def _episode(key: Key) -> Episode:
-    return key.seed, key.iteration, key.group, key.member
