@@ -118,10 +118,11 @@ def share_alone(engine: HuggingFaceEngine, n: int) -> float:
     """Share of requests that are answered by the same tokens alone as in a batch of `n`."""
     asked = requests(engine, n)
     together = engine.generate(asked)
-    some = range(0, n, max(1, n // 8))
-    return statistics.mean(
-        float(engine.generate([asked[i]])[0].token_ids == together[i].token_ids) for i in some
-    )
+    equal = []
+    for i in range(0, n, max(1, n // 8)):
+        engine.prefixes.clear()
+        equal.append(engine.generate([asked[i]])[0].token_ids == together[i].token_ids)
+    return statistics.mean(map(float, equal))
 
 
 # --- speed

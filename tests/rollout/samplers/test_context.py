@@ -55,7 +55,7 @@ def test_a_response_ends_where_the_context_does(make, context):
             assert completion == Completion((), (), "context", 0)
         elif len(written) == room and written[-1] not in ends:
             assert completion.finish == "length"
-        assert engine.generate([request])[0].token_ids == completion.token_ids  # alone as in the batch
+        assert make().generate([request])[0].token_ids == completion.token_ids  # alone as in the batch
 
 
 def test_engines_with_a_short_context_keep_their_promises():
