@@ -179,6 +179,8 @@ def test_without_a_store_every_token_is_computed_and_the_same_is_written():
     assert asked == asked_plain
     assert [c.token_ids for c in answers] == [c.token_ids for c in answers_plain]
     assert plain.computed_tokens == plain.prompt_tokens == engine.prompt_tokens
+    plain.generate(asked_plain[:6])
+    assert plain.computed_tokens == plain.prompt_tokens > engine.prompt_tokens
     assert plain.prefixes.tokens == 0
 
 
@@ -246,11 +248,15 @@ def test_the_store_keeps_the_contexts_used_last_and_no_more_tokens_than_allowed(
     assert (store.tokens, store.find(context(105, 40))) == (22, None)
     store.keep(entry(*context(101, 15)))  # in the place of its beginning
     assert store.tokens == 27
-    store.keep(entry(*context(101, 9)))  # known
+    store.find(context(104, 20))
+    store.keep(entry(*context(101, 9)))  # known, and used last now
     store.keep(entry(*context(105, 5)))  # 32: that of 104 is the oldest
     assert store.tokens == 20
     store.valid_for("new weights")
     assert store.tokens == 0
+    for n in (10, 12, 15):
+        store.keep(entry(*context(101, n)))
+    assert store.tokens == 15
 
 
 def test_the_store_keeps_the_scores_computed_last(monkeypatch):
