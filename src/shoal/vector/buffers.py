@@ -89,19 +89,18 @@ class Buffers:
         self.act = [plan.array(view, place) for place in act]
         self.obs = [plan.array(view, place) for place in obs]
         self.final = [plan.array(view, place) for place in final]
-        self._memory = view
-        if obs and obs[0] is not None:
-            offset, kind, shape = obs[0]
-            self._handouts = offset, kind, math.prod(shape[1:]) * kind.itemsize
+        self._memory, self._first = view, obs[0] if obs else None
 
     def any_end(self) -> bool:
         """Whether an episode ended in the last step."""
         return b"\x01" in self.flags.tobytes()
 
     def handout(self, place: int) -> Array:
-        """The only leaf of the observations at one place as a flat array that all views of it refer to."""
-        offset, kind, step = self._handouts
-        return np.frombuffer(self._memory[offset + place * step : offset + (place + 1) * step], kind)
+        """The only leaf of the observations at one place, as an array that all views of it refer to."""
+        assert self._first is not None
+        offset, kind, (_, *shape) = self._first
+        step = math.prod(shape) * kind.itemsize
+        return np.ndarray(shape, kind, self._memory, offset + place * step)
 
 
 _Place = tuple[int, np.dtype[Any], tuple[int, ...]]
@@ -242,6 +241,7 @@ class Observations:
         one = self.layout.is_leaf and bool(self.layout.fixed)
         small = one and buffers.obs[0][0].nbytes < RECYCLE_FROM
         self._small = list(buffers.obs[0]) if small and copy else None
+        self._text_alone = self.values[0] if self.layout.is_leaf and self.layout.text else None
         self.handouts = handouts
         self._kept: list[Any] | None = [None] * buffers.places if handouts else None
         self._spares: dict[int, list[tuple[Array, Any]]] = {}
@@ -251,17 +251,21 @@ class Observations:
         if self._kept is None:
             return (place + 1) % self.buffers.places
         # Place 0 is copied when it is given. Of the others it is known from a weak reference when nobody looks.
-        free = (k for k in range(1, len(self._kept)) if self._kept[k] is None or self._kept[k]() is None)
-        return next(free, 0)
+        for place, given in enumerate(self._kept):
+            if place and (given is None or given() is None):
+                return place
+        return 0
 
     def batch(self, place: int) -> Any:
         """The observations of all environments at one place."""
         if self._small is not None:
             return self._small[place].copy()
+        if self._text_alone is not None:
+            return tuple(self._text_alone)
         if self._kept is not None and place:
-            owner = self.buffers.handout(place)
-            self._kept[place] = weakref.ref(owner)
-            return owner.reshape(self.buffers.obs[0].shape[1:])
+            given = self.buffers.handout(place)
+            self._kept[place] = weakref.ref(given)
+            return given
         copy = self.copy or self._kept is not None
         columns: list[Any] = []
         for i, rows in enumerate(self.buffers.obs):

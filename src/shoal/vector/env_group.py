@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,10 +107,13 @@ class Reply:
     failures: list[Failure] = field(default_factory=list)
     value: Any = None  # what calls returned, or what was said of envs that were made
 
-    def kept(self) -> Reply:
-        """The same of envs in this process, which may go on to change what they gave."""
-        self.columns = {leaf: own(values) for leaf, values in self.columns.items()}
-        self.told = [Told(i, final, own(last), own(info)) for i, final, last, info in self.told]
+    def kept(self, but: Container[int]) -> Reply:
+        """The same of envs in this process, which may go on to change what they gave, `but` for these leaves."""
+        for leaf in self.columns:
+            if leaf not in but:
+                self.columns[leaf] = own(self.columns[leaf])
+        if self.told:
+            self.told = [Told(i, final, own(last), own(info)) for i, final, last, info in self.told]
         return self
 
 

@@ -304,6 +304,7 @@ def open_workers(
         for worker in workers:
             if worker.group is not None:
                 worker.group.attach(buffers, attach.autoreset, attach.check_nan)
+                worker.buffers = buffers
     except BaseException:
         close_all(workers, backend, os.getpid(), 0.0)
         raise

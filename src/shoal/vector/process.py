@@ -113,14 +113,18 @@ class Worker:
         """The reply; the caller's own group does its work here."""
         command, self.command = self.command, None
         if type(command) is Step and self.group is not None:
-            reply = self.group.step(command.actions or [], command.members, command.place)
-            return reply.kept() if reply is not None else None
+            return self.kept(self.group.step(command.actions or [], command.members, command.place))
         if isinstance(command, Make):
             self.group = EnvGroup(self.env_fns, self.first)
             return self.group.make()
         assert self.group is not None
-        reply = self.group.run(command)
-        return reply.kept() if reply is not None else None
+        return self.kept(self.group.run(command))
+
+    def kept(self, reply: Reply | None) -> Reply | None:
+        """A reply of envs in this process, which may go on to change what they gave; text they cannot."""
+        if reply is None:
+            return None
+        return reply.kept(self.buffers.observations.text if self.buffers is not None else ())
 
     def progress(self) -> int:
         """Position of the env that it is at, or `LOADING`."""
@@ -419,7 +423,7 @@ class ThreadWorker(Worker):
             self.backend.bell.get_nowait()  # as many bells as replies
         if isinstance(self.command, Step | Reset):
             self._land()
-        return reply.kept() if reply is not None else None
+        return self.kept(reply)
 
     def _land(self) -> None:
         if self.box.own is not None and self.buffers is not None:

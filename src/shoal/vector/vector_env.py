@@ -44,6 +44,7 @@ from shoal.vector.buffers import (
 from shoal.vector.env_group import (
     Apply,
     Command,
+    EnvGroup,
     Rebuild,
     Reply,
     Reset,
@@ -143,6 +144,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._attach = attach
         self._observations = Observations(buffers, copy=copy_observations, handouts=handouts)
         self._plain_actions = plain_target(buffers)
+        self._alone = self.workers[0].group if backend is None else None
         self._by_env = [worker for worker in self.workers for _ in range(worker.count)]
         self._place, self._scattered = 0, False  # scattered: not all workers are at that place
         self._seeds: list[int | None] = [None] * self.num_envs
@@ -320,19 +322,19 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     # --- step
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
         """Step every environment with its action."""
+        if (
+            self._alone is not None
+            and self._all_active
+            and not (self._owed or self._late_failures)
+            and self._is_plain(actions)
+        ):
+            return self._step_alone(self._alone, actions)
         self.step_async(actions)
         return self.step_wait()
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
-        target = self._plain_actions
-        if (
-            target is not None
-            and type(actions) is np.ndarray
-            and actions.dtype is target.dtype
-            and actions.shape == target.shape
-            and not self._late
-        ):
+        if self._is_plain(actions) and not self._late:
             self._begun("step_async", (), lambda: self._begin_plain_step(actions))
             return
         columns = split(self.buffers.actions, actions, self.num_envs)
@@ -341,9 +343,46 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         everyone = range(self.num_envs)
         self._begun("step_async", everyone, lambda: self._begin_step(write_batch(self.buffers, columns)))
 
+    def _is_plain(self, actions: Any) -> bool:
+        """They are one array of the space's own type, to be taken as it is."""
+        target = self._plain_actions
+        return (
+            target is not None
+            and type(actions) is np.ndarray
+            and actions.dtype is target.dtype
+            and actions.shape == target.shape
+        )
+
     def _begin_plain_step(self, actions: Array) -> None:
         self.buffers.act[0][...] = actions
         self._begin_step(NOTHING_LOOSE)
+
+    def _step_alone(self, group: EnvGroup, actions: Array) -> tuple[Any, Any, Any, Any, Info]:
+        """`step` of a group that is the caller's own and the only one: nothing has far to go, nobody is waited for."""
+        self._enter("step")
+        self._state, worker, buffers, told = "step", self.workers[0], self.buffers, list[Told]()
+        try:
+            given = list(actions if actions.ndim == 1 else actions.copy())
+            buffers.flags.fill(False)
+            worker.before, worker.place = worker.place, self._next_place() if buffers.places > 1 else 0
+            try:
+                reply = worker.kept(group.step(given, None, worker.place))
+            except BaseException:  # an interrupt
+                self._land_late(worker, Step(None, worker.place, NOTHING_LOOSE, given), None)
+                raise
+            tells = reply is not None and (reply.told or reply.failures)
+            if tells or (self._same_step and buffers.any_end()):
+                self._pending.append((worker, Step(None, worker.place, NOTHING_LOOSE, given)))
+                told = self._finished([reply])
+            elif reply is not None:
+                self._observations.keep(worker.ids, reply.columns)
+        except Exception:
+            self._check_open()  # an env closed it meanwhile: that is why
+            raise
+        finally:
+            self._pending = []
+            self._leave()
+        return *self._shown(), batch_infos(self.num_envs, told) if told else {}
 
     def step_async_each(self, actions: Sequence[Any]) -> None:
         """`step_async` with one action per environment, not batched."""
@@ -365,9 +404,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if self.closed or self._state != "step":
             self._expect("step")
         told = self._collect(timeout, "step")
+        return *self._shown(), told
+
+    def _shown(self) -> tuple[Any, Any, Any, Any]:
+        """Observations, rewards, terminations and truncations of the last step."""
         buffers = self.buffers
-        flags = buffers.terminated.copy(), buffers.truncated.copy()
-        return self._batch(), buffers.rewards.copy(), *flags, told
+        return self._batch(), buffers.rewards.copy(), buffers.terminated.copy(), buffers.truncated.copy()
 
     def step_some(self, indices: Sequence[int], actions: Sequence[Any]) -> list[StepResult]:
         """Step only the environments `indices`, with one action each; the others are left alone.
@@ -476,23 +518,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _collect(self, timeout: float | None, word: str) -> list[Told]:
         """Finish a reset or step: keep what came beside the buffers, deal with failures, return the infos."""
         try:
-            replies = self._replies(timeout, word)
-            pending = self._pending
-            told, failures = self._land(pending, replies)
-            if failures:
-                paying = set(self._paying) | self._skipped
-                try:
-                    self._recover(failures, told, pending, paying)
-                except BaseException:
-                    self._owed.update(self._paying)
-                    for worker, command in pending:
-                        if isinstance(command, Step):
-                            self._owe(worker, command, told, {failure.env for failure in failures})
-                    raise
-            for i, owed in self._paying.items():
-                self._flag(i, owed.reward, owed.terminated, owed.truncated)
-                told.append(owed.told)
-            return told
+            return self._finished(self._replies(timeout, word))
         except Exception:
             self._check_open()  # another thread closed it meanwhile: that is why
             raise
@@ -501,6 +527,25 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             if self._paying or self._skipped:
                 self._paying, self._skipped = {}, set()
             self._leave()
+
+    def _finished(self, replies: Sequence[Reply | None]) -> list[Told]:
+        """What the pending commands told, failures dealt with and debts paid."""
+        pending = self._pending
+        told, failures = self._land(pending, replies)
+        if failures:
+            paying = set(self._paying) | self._skipped
+            try:
+                self._recover(failures, told, pending, paying)
+            except BaseException:
+                self._owed.update(self._paying)
+                for worker, command in pending:
+                    if isinstance(command, Step):
+                        self._owe(worker, command, told, {failure.env for failure in failures})
+                raise
+        for i, owed in self._paying.items():
+            self._flag(i, owed.reward, owed.terminated, owed.truncated)
+            told.append(owed.told)
+        return told
 
     def _replies(self, timeout: float | None, word: str) -> list[Reply | None]:
         """The replies to what is pending, in its order; notes how long the caller waited for others."""
