@@ -163,9 +163,14 @@ def _wrong(
         return f"must have token ids in [0, {size or 'the vocabulary'}), it has {min(ids)} to {max(ids)}"
     if len(values) != len(ids) and (logprobs or values):
         return f"must have a log-probability for each of {len(ids)} tokens, it has {len(values)}"
-    if not all(map(math.isfinite, values)) or max(values, default=0.0) > ROUNDING:
-        return NO_NUMBERS
+    if values:
+        total = sum(values)  # of which nothing is left when it is taken from itself, but for NaN and infinity
+        if (total - total != 0.0 and not all(map(math.isfinite, values))) or max(values) > ROUNDING:
+            return NO_NUMBERS
     return None
+
+
+_INTS, _FLOATS = frozenset({int}), frozenset({float})
 
 
 def as_completion(answer: Any) -> Completion | Exception:
@@ -178,7 +183,7 @@ def as_completion(answer: Any) -> Completion | Exception:
         try:
             ids, logprobs = answer.token_ids, answer.logprobs
             plain = type(ids) is type(logprobs) is tuple and type(answer.weights_version) is int
-            if plain and {*map(type, ids)} <= {int} and {*map(type, logprobs)} <= {float}:
+            if plain and _INTS.issuperset(map(type, ids)) and _FLOATS.issuperset(map(type, logprobs)):
                 return answer
             numbers = tuple(map(index, ids)), tuple(map(float, logprobs))
             return Completion(*numbers, answer.finish, index(answer.weights_version))
