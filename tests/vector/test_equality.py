@@ -133,6 +133,27 @@ def test_equal_to_gymnasiums_serial_vector_env(
         theirs.close()
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+@pytest.mark.parametrize("talk", [0, 3])
+@pytest.mark.parametrize(
+    "space", [spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Box(0, 255, (64, 64, 8), np.uint8), spaces.Text(40)]
+)
+@pytest.mark.parametrize("actions", [spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)])
+def test_the_callers_own_group_equals_gymnasiums(mode: Any, talk: int, space: Any, actions: Any) -> None:
+    fns = [functools.partial(Scripted, space, actions, length, talk) for length in (2, 3, 5)]
+    theirs = SyncVectorEnv(fns, autoreset_mode=mode)
+    ours = make_vec(fns, backend="serial", autoreset=mode)
+    assert same(ours.reset(seed=4), theirs.reset(seed=4))
+    theirs.action_space.seed(4)
+    for _ in range(12):
+        batch = theirs.action_space.sample()
+        given = batch.copy()
+        assert same(ours.step(given), theirs.step(batch))
+        given[:] = 0  # what was given is the caller's again
+    ours.close()
+    theirs.close()
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     space=nested,
