@@ -349,7 +349,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return (
             target is not None
             and type(actions) is np.ndarray
-            and actions.dtype is target.dtype
+            and (actions.dtype is target.dtype or actions.dtype == target.dtype)
             and actions.shape == target.shape
         )
 
