@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -730,6 +731,66 @@ def test_an_interrupt_leaves_the_pool_usable() -> None:
         signal.signal(signal.SIGALRM, handler)
     obs, *_ = envs.step([3, 3])
     assert obs[:, 3].tolist() == [3, 3]
+    envs.close()
+
+
+class Interrupted(CountEnv):
+    """Ctrl-C comes while it is at action 9."""
+
+    def misbehave(self, action: Any) -> None:
+        if action == 9:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_an_end_before_an_interrupt_in_the_callers_own_group_is_told_by_the_next_step(mode: str) -> None:
+    envs = make_vec([functools.partial(CountEnv, 2), Interrupted], backend="serial", autoreset=mode)
+    envs.reset(seed=0)
+    envs.step(np.array([1, 1]))
+    with pytest.raises(KeyboardInterrupt):
+        envs.step(np.array([4, 9]))
+    obs, rewards, terminated, truncated, infos = envs.step(np.array([1, 3]))
+    assert terminated.tolist() == [True, False]
+    assert not truncated.any()
+    assert rewards.tolist() == [42.0, 33.0]
+    assert infos["late"].tolist() == [True, False]
+    assert obs[1].tolist() == [1, 1, 3, 3]
+    envs.close()
+
+
+def test_an_array_of_actions_reaches_no_env_that_is_masked() -> None:
+    envs = make_vec([CountEnv, functools.partial(Faulty, "raise")], backend="serial", on_failure="mask")
+    envs.reset(seed=0)
+    envs.step(np.array([1, 9]))
+    for t in (2, 3):
+        _, rewards, _, truncated, infos = envs.step(np.array([1, 1]))
+        assert rewards.tolist() == [10.0 + t, 0.0]
+        assert not truncated.any()
+        assert infos["worker_masked"].tolist() == [False, True]
+    envs.close()
+
+
+class KeepsAction(CountEnv):
+    """Shows the action before the last one."""
+
+    action_space = gymnasium.spaces.Box(-9, 9, (4,), np.float64)
+    kept: Any = np.zeros(4)
+
+    def observe(self, action: Any) -> Any:
+        before, self.kept = self.kept, np.zeros(4) if np.ndim(action) == 0 else action
+        return before.copy()
+
+    def step(self, action: Any) -> Any:
+        return self.observe(action), 0.0, False, False, {}
+
+
+def test_an_action_that_an_env_keeps_is_its_own() -> None:
+    envs = make_vec([KeepsAction] * 2, backend="serial")
+    envs.reset(seed=0)
+    actions = np.full((2, 4), 3.0)
+    envs.step(actions)
+    actions[:] = 7.0
+    assert (envs.step(actions)[0] == 3.0).all()
     envs.close()
 
 
