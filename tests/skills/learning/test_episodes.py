@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.skills.learning import episodes
 from shoal.skills.learning.episodes import Chooser, EpisodesReport, Memory, evaluate_chain, play_episodes
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
@@ -223,6 +223,51 @@ def test_goals_are_ranked_by_what_they_took_where_that_is_known() -> None:
     for took, first in (({"Wish": 4.0}, wish), ({"Wish": 4.0, "Eat": 3.5}, eat), ({"Eat": 5.5}, wish)):
         memory.plan.clear()
         assert Chooser(SKILLS, FEATURES, took).choose(values(), memory) == first
+
+
+def test_goals_of_more_worth_come_first_and_those_of_none_only_where_they_are_needed(tmp_path: Path) -> None:
+    memory = fresh_memory()
+    memory.applied[:] = [True, True, True, False, False]  # to eat and to wish, each its horizon of 5 away
+    eat, wish = 3, 4
+    for worth, first in (
+        ({"Eat": 1, "Wish": 1.5}, wish),
+        ({"Eat": 1.5, "Wish": 1}, eat),
+        ({"Wish": 1}, wish),
+        ({"Eat": 1, "Wish": 0}, eat),
+        ({"Forge": 1}, None),  # it was done
+    ):
+        memory.plan.clear()
+        assert Chooser(SKILLS, FEATURES, worth=worth).choose(values(), memory) == first
+    memory.plan.clear()
+    slow = Chooser(SKILLS, FEATURES, {"Wish": 9.0}, {"Wish": 2, "Eat": 1})
+    assert slow.choose(values(), memory) == wish  # 9 / 2 < 5
+
+    Smithy.acts.clear()
+    store = trained(tmp_path, *ACTS)
+    report = play_episodes(store, episodes=1, most_steps=40, worth={"Forge": 1})
+    assert Smithy.acts == [DIG, DIG, BUILD, FORGE]  # nothing is eaten, and the sword is all
+    assert report.lengths.tolist() == [4]
+
+
+def test_what_comes_next_is_judged_by_the_steps_that_it_adds() -> None:
+    # With an anvil on the way, a sword adds 10 steps and the gem 15: 10 / 2 is 15 / 3, and the anvil is soon left.
+    # By all steps of the plan it would be 20 / 2 against 25 / 3.
+    wish = parse_skill({**SKILLS[4].as_dict(), "horizon": 15})
+    skills = check_skills([*SKILLS[:3], wish], FEATURES)
+    for worth, order in ((3.0, ["Forge", "Wish"]), (3.1, ["Wish", "Forge"])):
+        chooser = Chooser(skills, FEATURES, worth={"Build": 9, "Forge": 2, "Wish": worth})
+        memory = Memory(np.zeros(4, np.bool_), np.zeros(4, np.int64))
+        chooser.choose(values(), memory)
+        assert [skills[index].name for index in memory.plan if index > 1] == order
+
+
+@pytest.mark.parametrize(
+    ("worth", "message"),
+    [({"Forg": 1.0}, "'Forg'.*mean 'Forge'"), ({"Forge": -1.0}, "'Forge' must be at least 0, got -1")],
+)
+def test_a_worth_that_means_nothing_is_refused(tmp_path: Path, worth: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        play_episodes(trained(tmp_path, "Dig", "Build", "Forge"), episodes=1, worth=worth)
 
 
 def test_upkeep_that_needs_something_fetches_it_first(

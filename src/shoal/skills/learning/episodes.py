@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError, MissingExtraError, missing_extra
+from shoal.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean, missing_extra
 from shoal.core.files import write_bytes
 from shoal.core.seeding import stream
 from shoal.skills.learning.spec import (
@@ -220,9 +220,18 @@ class EpisodesReport:
 
 
 def play_episodes(
-    store: Store, episodes: int = 256, seed: int = 0, *, most_steps: int = MOST_STEPS
+    store: Store,
+    episodes: int = 256,
+    seed: int = 0,
+    *,
+    most_steps: int = MOST_STEPS,
+    worth: Mapping[str, float] | None = None,
 ) -> EpisodesReport:
-    """Play `episodes` new worlds from their start, each until death, `most_steps`, or until every skill was done."""
+    """Play `episodes` new worlds from their start, each until death, `most_steps`, or until every skill was done.
+
+    `worth` says what it is worth to have done a skill once, by its name; absent: each as much as any other. Skills that
+    it does not name are applied where others or their upkeep need them, and an episode does not wait for them.
+    """
     _check_episodes(episodes)
     world_name, _ = plan_of(store)
     rows = [row for row in store.skills() if row.expert is not None and store.head(row.expert) is not None]
@@ -233,7 +242,7 @@ def play_episodes(
     rng = stream(seed, "unseen episodes")
     measured = "steps_an_application"
     took = {row.name: row.result[measured] for row in rows if measured in (row.result or {})}
-    chooser = Chooser(skills, world_features(world_name), took)
+    chooser = Chooser(skills, world_features(world_name), took, worth)
     parts = []
     for first in range(0, episodes, world.lanes):
         rows_of = np.minimum(np.arange(first, first + world.lanes), episodes - 1)
@@ -265,12 +274,20 @@ class Chooser:
     skills: Sequence[Skill]
     features: Features
     took: Mapping[str, float] = field(default_factory=dict)  # env steps an application; else the horizon
+    worth: Mapping[str, float] | None = None  # of a goal; 0 if it is not named; absent: 1 for each
     _ways: dict[tuple[Any, ...], list[Step] | None] = field(default_factory=dict)
     _plans: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = [skill.name for skill in self.skills]
         self.by_name = {skill.name: skill for skill in self.skills}
+        worth = dict.fromkeys(self.names, 1.0) if self.worth is None else self.worth
+        for name, each in worth.items():
+            if name not in self.by_name:
+                raise ConfigError(f"worth names no trained skill: {name!r}.{did_you_mean(name, self.names)}")
+            if not each >= 0:
+                raise ConfigError(f"the worth of {name!r} must be at least 0, got {each}")
+        self.worths = [worth.get(name, 0.0) for name in self.names]
         self.upkeep = [
             (index, self.features.index(item), amount)
             for index, skill in enumerate(self.skills)
@@ -319,7 +336,9 @@ class Chooser:
             goals = tuple(
                 goal
                 for goal, (column, skill) in enumerate(zip(self.columns, self.skills, strict=True))
-                if not memory.applied[goal] and (column is None or values[column] < skill.done.count)
+                if self.worths[goal]
+                and not memory.applied[goal]
+                and (column is None or values[column] < skill.done.count)
             )
             memory.plan = list(self.plan(hands, goals, tuple(memory.late.tolist())))
         return memory.plan[0] if memory.plan else None
@@ -327,8 +346,8 @@ class Chooser:
     def plan(self, hands: tuple[int, ...], goals: tuple[int, ...], late: tuple[int, ...]) -> tuple[int, ...]:
         """The skills that lead to the goals that come next, one application each.
 
-        What ran out of time less often comes first, then what takes fewer env steps. What several goals need is
-        fetched at one go.
+        What ran out of time less often comes first, then what takes fewer env steps for what it is worth. What several
+        goals need is fetched at one go.
         """
         key = hands, goals, late
         if key not in self._plans:
@@ -343,10 +362,11 @@ class Chooser:
                             longer[goal] = trial, tuple(int(ends[name]) for name in self.items)
                 if not longer:
                     break
+                so_far = self._length(steps)
                 rank = {
                     goal: (
                         sum(late[self.names.index(step.skill)] for step in trial),
-                        self._length(trial),
+                        (self._length(trial) - so_far) / self.worths[goal],
                         self.skills[goal].requirements.keys().isdisjoint(self.features.places),  # soon left
                         goal,
                     )
