@@ -196,9 +196,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows += run(case, seed, Path(os.environ.get("KEEP", folder)))
     if RESULTS.exists():
-        mine = {(row["case"], row["subject"]) for row in rows}
+        subjects = {row["subject"] for row in rows}
         old = json.loads(RESULTS.read_text())["rows"]
-        rows = [row for row in old if (row["case"], row["subject"]) not in mine] + rows
+        mine = [
+            row for row in old if row["case"].startswith(f"{case.title}: ") and row["subject"] in subjects
+        ]
+        rows = [row for row in old if row not in mine] + rows
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "jax", "craftax")}
     machine = {"system": platform.system(), "machine": platform.machine(), "cores": os.cpu_count()}
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
