@@ -21,6 +21,8 @@ from shoal.skills.learning.craftax import (
     _compass,
     features_of,
 )
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.spec import Step, load_skills, plan_for
 from shoal.skills.learning.worlds import Bank
 
 try:
@@ -61,6 +63,12 @@ def test_the_words_for_achievements_and_actions_are_those_of_craftax() -> None:
 
     assert list(ACHIEVEMENTS) == [one.name.lower() for one in sorted(Achievement, key=lambda one: one.value)]
     assert list(features_of("craftax").actions) == [action.name.lower() for action in Action]
+
+
+def test_a_furnace_is_placed_wherever_one_stands_with_a_stone() -> None:
+    features = features_of("craftax")
+    skills = load_skills(knowledge_base("craftax"), features)
+    assert plan_for("Place Furnace", skills, features, hands={"stone": 1}) == [Step("Place Furnace", 1)]
 
 
 def test_who_waits_or_strolls_does_so_by_actions_of_those_names() -> None:
