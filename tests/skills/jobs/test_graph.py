@@ -25,7 +25,23 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.skills.jobs import runner
 from shoal.skills.jobs.graph import Graph
 from shoal.skills.jobs.run import Run, load_function, name_of, pack, unpack
-from shoal.skills.jobs.runner import RayLauncher, SlurmLauncher, adopting_launcher, alive, job_environment
+from shoal.skills.jobs.runner import (
+    LocalLauncher,
+    RayLauncher,
+    SlurmLauncher,
+    adopting_launcher,
+    alive,
+    ask_to_cancel,
+    condition,
+    exit_words,
+    job_environment,
+    kill_group,
+    make_launcher,
+    reopen,
+    resident_memory,
+    start_time,
+    watch_process,
+)
 from shoal.skills.jobs.store import MIGRATIONS, Store, read_done, read_failure
 from shoal.skills.learning.spec import Store as SkillStore
 
@@ -50,6 +66,9 @@ def counts(run):
     if int(path.read_text()) < 3:
         os.kill(os.getpid(), 9)
     run.finish(numbers={"launches": int(path.read_text())})
+
+def says_nothing(run):
+    (run.folder / "kept").write_text(run.settings["text"])
 
 def greedy(run):
     if run.steps < 50:
@@ -93,8 +112,6 @@ def test_what_jobs_make_reaches_those_that_need_them(tmp_path: Path, jobs: str) 
 def test_a_killed_job_finds_what_it_saved_and_one_without_enough_steps_waits_for_more(
     tmp_path: Path, jobs: str
 ) -> None:
-    from shoal.skills.jobs.runner import reopen
-
     graph = Graph(tmp_path / "graph", 2, max_retries=2)
     graph.add("killed", f"{jobs}:counts")
     graph.add("greedy", f"{jobs}:greedy", steps=10)
@@ -341,3 +358,213 @@ def test_a_job_started_by_hand_beside_its_folder_leaves_its_failure_there(tmp_pa
     )  # fmt: skip
     assert done.returncode == 1
     assert read_failure(tmp_path / "job", 3) == ("ExhaustedError: 1 steps are not enough", True)
+
+
+def test_a_function_that_only_returns_has_made_nothing_and_is_done(tmp_path: Path, jobs: str) -> None:
+    told = {
+        "name": "one",
+        "function": f"{jobs}:says_nothing",
+        "settings": {"text": "x"},
+        "steps": 0,
+        "needs": {},
+    }
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.json").write_text(json.dumps(told))
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.skills.jobs.run", "job", "--attempt", "3"],
+        cwd=tmp_path, env={**os.environ, **job_environment(1)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, '{"event": "finished", "job": "one", "attempt": 3}\n')
+    assert (tmp_path / "job" / "kept").read_text() == "x"
+    mark = read_done(tmp_path / "job", 3)
+    assert (mark["steps"], mark["packed"], mark["numbers"]) == (0, False, {})
+    assert (tmp_path / "job" / "result").read_bytes() == b""
+    assert mark["peak_memory"] > 1 << 20  # bytes
+
+
+def test_an_empty_folder_is_packed_and_unpacked_and_nothing_else_is_left(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    unpack(pack(tmp_path / "from"), tmp_path / "deep" / "to")
+    assert list((tmp_path / "deep" / "to").iterdir()) == []
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["to"]
+    (tmp_path / "from" / "x").touch()
+    with pytest.raises(ConfigError, match="from cannot be unpacked to: .*; name a new folder"):
+        unpack(pack(tmp_path / "deep" / "to"), tmp_path / "from")
+
+
+def test_what_a_needed_job_made_is_a_file_or_is_unpacked_once(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "x").write_text("1")
+    (tmp_path / "blob").write_bytes(pack(tmp_path / "from"))
+    told = {"path": str(tmp_path / "blob"), "sha256": "abc", "numbers": {"loss": 2}}
+    run = Run(
+        tmp_path, 1, "one", "", {}, 0, {"file": {**told, "packed": False}, "folder": {**told, "packed": True}}
+    )
+    assert run.input("file") == tmp_path / "blob"
+    assert (run.input("folder") / "x").read_text() == "1"
+    (tmp_path / "blob").unlink()
+    assert run.input("folder") == tmp_path / "inputs" / "abc"
+    assert run.numbers("file") == {"loss": 2}
+    with pytest.raises(ConfigError, match="'one' does not need 'else'; it needs file, folder"):
+        run.input("else")
+    with pytest.raises(ConfigError, match="'one' does not need 'else'; it needs nothing"):
+        Run(tmp_path, 1, "one", "", {}, 0, {}).input("else")
+    with pytest.raises(DataError, match="is not the folder of a job: it has no job.json"):
+        Run.open(tmp_path)
+
+
+def test_a_job_that_may_not_be_changed_says_what_can_be(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for name, needs in (("one", []), ("two", ["one"]), ("three", ["two"])):
+        store.add(name, {}, needs, budget=100)
+    with pytest.raises(ConfigError, match="'one' is waiting; only its budget can be changed now"):
+        reopen(store, "one")
+    with pytest.raises(ConfigError, match="'one' is waiting; only its budget"):
+        reopen(store, "one", budget=200, fresh=True)
+    assert reopen(store, "one", budget=200) == []
+    assert store.job("one").budget_total == 200
+    store.update("one", status="completed", budget_used=150)
+    with pytest.raises(ConfigError, match="'one' is completed; --budget STEPS works on it further"):
+        reopen(store, "one")
+    with pytest.raises(ConfigError, match="'one' has used 150 steps; --budget must be more"):
+        reopen(store, "one", budget=150)
+    for rounds in (1, 2):
+        store.update("one", status="completed", retries=2, fresh=0)
+        assert reopen(store, "one", budget=150 + rounds) == ["one"]
+        row = store.job("one")
+        assert (row.status, row.rounds, row.retries, row.fresh, row.left) == (
+            "waiting",
+            rounds,
+            0,
+            True,
+            rounds,
+        )
+    store.update("one", status="failed", retries=2, cancel=1, fresh=0)
+    for name in ("two", "three"):
+        store.update(name, status="blocked", reason="one failed")
+    assert reopen(store, "one") == ["one", "two", "three"]
+    row = store.job("one")
+    assert (row.status, row.rounds, row.retries, row.cancel, row.fresh) == ("waiting", 2, 0, False, False)
+    assert [(row.status, row.reason) for row in store.jobs()] == [("waiting", None)] * 3
+    store.update("one", status="failed")
+    reopen(store, "one", fresh=True)
+    assert (store.job("one").rounds, store.job("one").fresh) == (3, True)
+    store.close()
+
+
+def test_only_what_waits_or_runs_can_be_cancelled(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add("one", {})
+    for status in ("waiting", "blocked", "running"):
+        store.update("one", status=status, cancel=0)
+        ask_to_cancel(store, "one")
+        assert store.job("one").cancel
+    for status in ("merging", "completed", "failed", "skipped"):
+        store.update("one", status=status)
+        with pytest.raises(ConfigError, match=f"'one' is {status}; there is nothing to cancel"):
+            ask_to_cancel(store, "one")
+    store.close()
+
+
+def test_what_is_true_of_a_job_depends_on_its_process_and_on_who_watches(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add("one", {})
+    assert condition(store, store.job("one"), held=False) == "waiting"
+    number = store.begin_attempt("one", tmp_path / "run")
+    assert condition(store, store.job("one"), held=True) == "running"
+    assert condition(store, store.job("one"), held=False) == "interrupted"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "DONE.json").write_text("{}")
+    assert condition(store, store.job("one"), held=False) == "done, not merged"
+    mine = {"pid": os.getpid(), "began": start_time(os.getpid())}
+    store.set_handle(number, "local", mine, tmp_path / "log")
+    assert condition(store, store.job("one"), held=True) == "running"
+    assert condition(store, store.job("one"), held=False) == "running, no scheduler"
+    store.set_handle(number, "local", {**mine, "began": "1"}, tmp_path / "log")  # another process by then
+    assert condition(store, store.job("one"), held=False) == "done, not merged"
+    store.close()
+
+
+def test_whether_a_launch_is_alive_is_known_from_what_is_kept_of_it() -> None:
+    mine = start_time(os.getpid())
+    assert alive("local", {"pid": os.getpid(), "began": mine})
+    assert alive("ray", {"task": "x", "driver": os.getpid()})
+    for name, handle in (
+        ("local", None), ("local", {}), ("local", {"pid": os.getpid(), "began": None}), ("ray", {"task": "x"}),
+        ("local", {"pid": os.getpid(), "began": "7"}), ("local", {"driver": os.getpid()}),
+    ):  # fmt: skip
+        assert not alive(name, handle)
+    assert adopting_launcher("ray", {"task": "x", "driver": 1}) is None
+    assert isinstance(adopting_launcher("local", {"pid": 1}), LocalLauncher)
+    assert isinstance(adopting_launcher("ray", {"pid": 1}), LocalLauncher)
+    with pytest.raises(ConfigError, match="no launcher named 'slrum'. Did you mean 'slurm'"):
+        make_launcher("slrum")
+
+
+def test_jobs_side_by_side_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "/one:/two")
+    found = job_environment(3, "0,1")
+    assert found["OMP_NUM_THREADS"] == found["MKL_NUM_THREADS"] == "1"
+    assert (found["XLA_PYTHON_CLIENT_MEM_FRACTION"], found["CUDA_VISIBLE_DEVICES"]) == ("0.30", "0,1")
+    assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "shoal" / "jax")
+    assert found["PYTHONPATH"].split(":")[1:] == ["/one", "/two"]
+    assert (Path(found["PYTHONPATH"].split(":")[0]) / "shoal" / "skills" / "jobs" / "runner.py").is_file()
+    assert "CUDA_VISIBLE_DEVICES" not in job_environment(1)
+    assert job_environment(1)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.90"
+    assert job_environment(1)["PYTHONUNBUFFERED"] == "1"
+
+
+def test_a_process_is_told_from_a_later_one_of_its_number_and_measured() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    began = start_time(child.pid)
+    assert began
+    assert began != start_time(1)
+    assert resident_memory(os.getpid()) > 10 << 20
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    handle = {"pid": child.pid, "began": began}
+    for other in ({**handle, "began": "7"}, {**handle, "began": None}):
+        assert not watch_process(other, ended.put)
+        kill_group(other)
+    assert watch_process(handle, ended.put)
+    assert ended.empty()
+    child.communicate(b"\n")
+    assert child.returncode == 0
+    assert ended.get(timeout=30) == "ended"
+    assert start_time(child.pid) is None
+    assert resident_memory(child.pid) == 0
+    assert [exit_words(code) for code in (-9, 0, 1)] == [
+        "killed by signal 9",
+        "exit status 0",
+        "exit status 1",
+    ]
+
+
+def test_what_a_command_says_is_written_here_and_behind_what_the_file_holds(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("before\n")
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; print('said'); print('wrong', file=sys.stderr); sys.exit(3)",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.skills.jobs.runner", str(tmp_path / "log"), *command],
+        env={**os.environ, **job_environment(1)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert sorted(done.stdout.splitlines()) == ["said", "wrong"]
+    assert (tmp_path / "log").read_text() == "before\n" + done.stdout
+
+
+def test_a_batch_job_that_is_not_taken_says_why(slurm: Path) -> None:
+    (slurm / "bin" / "sbatch").write_text("#!/bin/sh\necho 'no such partition' >&2; exit 1\n")
+    with pytest.raises(RuntimeError, match="sbatch failed: no such partition"):
+        SlurmLauncher().launch(["true"], "name", {}, slurm / "log")
+    (slurm / "bin" / "sbatch").write_text("#!/bin/sh\nexit 4\n")
+    with pytest.raises(RuntimeError, match="sbatch failed: 4"):
+        SlurmLauncher().launch(["true"], "name", {}, slurm / "log")
+    assert SlurmLauncher().room(2, 5) == 3
+    (slurm / "bin" / "squeue").unlink()  # what cannot be asked is not known to have ended
+    assert SlurmLauncher().state({"slurm": "7"}) == "UNKNOWN"

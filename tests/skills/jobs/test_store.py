@@ -156,6 +156,7 @@ def test_commits_are_synced_to_disk(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert store._query("pragma synchronous")[0][0] == 2  # FULL
     assert store._query("pragma journal_mode")[0][0] == "wal"
+    assert store._query("pragma foreign_keys")[0][0] == 1
     with sqlite3.connect(tmp_path / "state.db") as other:
         assert other.execute("pragma integrity_check").fetchone() == ("ok",)
     other.close()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -172,6 +174,29 @@ def test_a_picture_shows_cells_the_agent_where_it_looks_and_what_it_holds(rng: n
     bar = (image[18 * 14 :] != 255).any(2).sum(0)
     width = 18 * 14 // 10
     assert [int(bar[i * width + 2]) for i in range(10)] == [0, 5, 13, 0, 0, 2, 0, 0, 0, 0]
+
+
+def test_new_worlds_and_their_pictures_are_what_they_have_been() -> None:
+    """Runs that are gone on with, and films of them, show the worlds that they began with."""
+    bank = CraftingWorld(1).fresh(50, np.random.default_rng(0))
+    bank.arrays["hands"][0] = np.arange(10)
+    found = [
+        hashlib.sha256(np.ascontiguousarray(bank.arrays[key])).hexdigest()[:8] for key in sorted(bank.arrays)
+    ]
+    assert found == ["30187a55", "28ebca7a", "e8c4c38c", "7544f577"]
+    assert hashlib.sha256(crafting.paint_crafting(bank)).hexdigest()[:8] == "52e4478e"
+
+
+def test_an_observation_ends_with_what_is_looked_at_and_where_one_is() -> None:
+    world = CraftingWorld(2)
+    world.load(world.fresh(2, np.random.default_rng(0)), np.arange(2), np.ones(2, bool))
+    world.place[:] = [[3, 18], [11, 5]]  # of 3 to 18
+    world.hands[:] = np.arange(10)
+    seen = world.observe()
+    assert seen.shape == (2, world.obs_size) == (2, 49 * 8 + 10 + 4 + 2)
+    np.testing.assert_allclose(seen[:, 392:402], world.hands / 3, rtol=1e-6)
+    np.testing.assert_allclose(seen[:, -2:], [[-1, 15 / 8 - 1], [0, 2 / 8 - 1]])
+    assert [world.feature_columns[name] for name in ("wood", "plant")] == [392, 401]
 
 
 def test_an_unknown_world_is_guessed() -> None:

@@ -14,9 +14,17 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, MissingExtraError
 from shoal.skills.learning import episodes
-from shoal.skills.learning.episodes import Chooser, EpisodesReport, Memory, evaluate_chain, play_episodes
+from shoal.skills.learning.episodes import (
+    Chooser,
+    EpisodesReport,
+    Memory,
+    draw_chain,
+    evaluate_chain,
+    play_episodes,
+    record_chain,
+)
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.spec import Features, Skill, Step, Store, check_skills, new_version, parse_skill
 from shoal.skills.learning.trainer import Network, Shape, encode
@@ -371,3 +379,87 @@ def test_a_skill_that_no_world_got_to_has_no_success(tmp_path: Path) -> None:
     assert report.reached == [1.0, 0.0, 0.0, 0.0]
     assert (report.skills["Dig"], report.skills["Wish"]) == (1.0, 0.0)
     assert math.isnan(report.skills["Eat"])
+
+
+@pytest.mark.parametrize("play", [play_episodes, evaluate_chain])
+def test_no_episodes_at_all_are_refused(tmp_path: Path, play: Any) -> None:
+    with pytest.raises(ConfigError, match="episodes must be at least 1, got 0"):
+        play(trained(tmp_path, "Dig"), episodes=0)
+    play(trained(tmp_path, "Dig"), episodes=1)
+
+
+def test_what_has_no_world_or_no_expert_is_not_played(tmp_path: Path) -> None:
+    empty = Store(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="has not been trained in: it names no world"):
+        play_episodes(empty)
+    empty.set_setting("world", "smithy:SmithyWorld")
+    empty.add_skill(SKILLS[0], [], 1000)
+    with pytest.raises(ConfigError, match="holds no trained skill yet"):
+        evaluate_chain(empty)
+    with pytest.raises(DataError, match="skill 'Dig' has no expert yet: it is waiting"):
+        episodes.load_experts(empty, ["Dig"], SmithyWorld(1))
+
+
+def test_a_chain_is_told_step_by_step_with_the_steps_that_it_took(tmp_path: Path) -> None:
+    store = trained(tmp_path, "Dig", "Build", "Forge", "Eat")
+    report = evaluate_chain(store, 5, target="Forge")
+    assert report.plan == [Step("Dig", 2), Step("Build", 1), Step("Forge", 1)]
+    assert (report.reached, report.success, report.mean_steps, report.episodes) == (
+        [1.0, 1.0, 1.0],
+        1.0,
+        4.0,
+        5,
+    )
+    assert report.skills == {"Dig": 1.0, "Build": 1.0, "Forge": 1.0}
+    assert evaluate_chain(store, 5, only=["Dig"]).plan == [Step("Dig", 1)]
+    assert {step.skill for step in evaluate_chain(store, 5).plan} == {"Dig", "Build", "Forge", "Eat"}
+
+
+def test_a_film_shows_every_state_with_the_step_that_it_belongs_to(tmp_path: Path) -> None:
+    store = trained(tmp_path, "Dig", "Build", "Forge")
+    film, plan, steps, finished = record_chain(store)
+    assert plan == [Step("Dig", 3), Step("Build", 1), Step("Build", 1), Step("Forge", 1)]
+    assert steps == [0, 0, 0, 1, 3, 3]  # what is to be done next; the anvil stands, so none is built again
+    assert finished
+    world = SmithyWorld(1)
+    seen = []
+    for bank in film:
+        assert len(bank) == 1
+        world.load(bank, np.zeros(1, np.int64), np.ones(1, np.bool_))
+        seen.append(world.values()[0, :3].tolist())
+    assert seen == [[0, 0, 0], [1, 0, 0], [2, 0, 0], [3, 0, 0], [2, 0, 1], [1, 1, 1]]
+
+
+def test_a_film_of_a_plan_that_fails_is_of_the_world_that_got_furthest(tmp_path: Path) -> None:
+    film, plan, steps, finished = record_chain(trained(tmp_path, "Dig", "Wish"))
+    assert [step.skill for step in plan] == ["Dig", "Wish"]
+    assert not finished
+    assert steps == [0, *[1] * 6]  # one for Dig, five that Wish may take
+    assert len(film) == 7
+
+
+def test_a_gif_has_a_frame_a_state_and_leaves_out_what_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    with pytest.raises(MissingExtraError, match="draws no pictures of itself"):
+        draw_chain(trained(tmp_path / "store", "Dig", "Build", "Forge"), tmp_path / "film.gif")
+
+    def picture(bank: Any) -> np.ndarray:
+        return np.full((20, 30, 3), 40 * int((bank.arrays["played"] >= 0).sum()), np.uint8)
+
+    monkeypatch.setattr(SmithyWorld, "picture", staticmethod(picture), raising=False)
+    store = Store(tmp_path / "store")
+    for most, frames in ((400, 6), (6, 6), (5, 3)):
+        monkeypatch.setattr(episodes, "MOST_FRAMES", most)
+        assert draw_chain(store, tmp_path / "film.gif")
+        with image.open(tmp_path / "film.gif") as film:
+            assert (film.size, film.n_frames) == ((30, 36), frames)
+            durations = []
+            for number in range(frames):
+                film.seek(number)
+                durations.append(film.info["duration"])
+                shade = film.convert("RGB").getpixel((29, 35))[0]
+                assert shade == pytest.approx(40 * number * (2 if most == 5 else 1), abs=3)
+            assert durations == [90] * (frames - 1) + [1500]
+            assert film.info["loop"] == 0

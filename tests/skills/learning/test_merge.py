@@ -88,3 +88,39 @@ def test_an_unknown_rule_and_a_missing_score_are_errors() -> None:
         decide("most_frames", None, candidate("run", 1, 1), share_base=False)
     with pytest.raises(ValueError, match="needs a score"):
         decide("auto", candidate("head", 1, 1), candidate("run", 1, 1), share_base=False)
+
+
+def test_evaluate_keeps_the_head_where_nothing_was_better_and_a_rate_counts_not_the_wins() -> None:
+    head, run = candidate("head", 0, 10), candidate("run", 4, 99)
+    assert decide("evaluate", head, run, share_base=False, score=score_by({0.0: 700, 4.0: 700})).winner == 0
+    tallies = {0.0: Tally(9, 10), 4.0: Tally(50, 100)}
+    best = decide("evaluate", head, run, share_base=False, score=lambda p: tallies[float(p["w"][0])])
+    assert best.chosen.kind == "head"
+    none = decide("evaluate", head, run, share_base=False, score=lambda p: Tally(0, 0))
+    assert none.chosen.kind == "head"
+
+
+def test_of_two_that_are_as_good_and_as_old_the_better_bound_wins_and_then_the_head() -> None:
+    head, run = candidate("head", 0, 100), candidate("run", 4, 100)
+    for wins, kind in (
+        ({0.0: 900, 4.0: 901}, "run"),
+        ({0.0: 901, 4.0: 900}, "head"),
+        ({0.0: 900, 4.0: 900}, "head"),
+    ):
+        assert decide("auto", head, run, share_base=False, score=score_by(wins)).chosen.kind == kind
+
+
+def test_two_hundredths_apart_is_a_tie_and_more_is_not() -> None:
+    # Of 1000: 0.9 has the bound 0.8799, 0.882 has 0.8605, 0.881 has 0.8594.
+    for wins, kind in ((882, "run"), (881, "head")):
+        rates = score_by({0.0: 900, 4.0: wins})
+        found = decide("auto", candidate("head", 0, 1), candidate("run", 4, 9), share_base=False, score=rates)
+        assert found.chosen.kind == kind
+
+
+def test_an_average_counts_the_frames_of_the_longer_line_and_needs_equal_shapes() -> None:
+    found = decide("average", candidate("head", 2, 30), candidate("run", 4, 20), share_base=True)
+    assert found.chosen.frames == 30
+    assert found.tallies == [None, None, None]
+    other = Candidate("run", {"w": np.array([4.0, 4.0])}, 20)
+    assert decide("average", candidate("head", 2, 30), other, share_base=True).chosen.kind == "run"

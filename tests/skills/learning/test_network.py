@@ -112,6 +112,7 @@ def test_params_go_to_a_file_and_back() -> None:
         (lambda p: p.update(extra=np.zeros(1)), "wrong: extra"),
         (lambda p: p.update({"torso/1/weight": np.zeros((3, 3), np.float32)}), "must have shape"),
         (lambda p: p.update({"torso/0/weight": np.zeros(3, np.float32)}), "must be a matrix"),
+        (lambda p: p.update({"actor/bias": np.zeros((4, 1), np.float32)}), "actor bias a vector"),
     ],
 )
 def test_a_file_that_is_no_expert_is_refused(change, message: str) -> None:
@@ -182,3 +183,16 @@ def _columns_of(net: Network, actions: list[int]) -> np.ndarray:
     marks.wh[:, actions] = 1
     marks.bh[actions] = 1
     return np.flatnonzero(marks.flat)
+
+
+def test_a_new_expert_begins_with_orthogonal_weights_and_a_nearly_uniform_policy() -> None:
+    net = Network.initial(Shape(9, 6, 4), np.random.default_rng(0))
+
+    def lengths(matrix: np.ndarray) -> np.ndarray:
+        return np.linalg.svd(matrix.astype(np.float64), compute_uv=False)
+
+    for weights, gain in ((net.w0, 2**0.5), (net.w1, 2**0.5), (net.wh[:, :-1], 0.01), (net.wh[:, -1:], 1.0)):
+        np.testing.assert_allclose(lengths(weights), gain, rtol=1e-5)
+    assert not any(bias.any() for bias in (net.b0, net.b1, net.bh))
+    logprobs, _ = net.forward(np.random.default_rng(1).normal(size=(20, 9)).astype(np.float32))
+    np.testing.assert_allclose(np.exp(logprobs), 0.25, atol=0.02)

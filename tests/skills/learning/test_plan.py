@@ -273,3 +273,64 @@ def test_requirements_that_use_each_other_up_are_provided_until_both_are_there()
     ]
     plan = plan_for("Sword", made)
     assert plan == [Step("Chop", 2), Step("Pick", 1), Step("Sword", 1)]
+
+
+def test_a_plan_that_is_too_long_to_be_of_use_is_refused() -> None:
+    features = Features("w", ("ore", "bar"), {"ore": 1, "bar": 999}, frozenset({"ore", "bar"}))
+    pair = [skill("Dig", "ore", horizon=1), skill("Smelt", "bar", uses={"ore": 1}, horizon=1)]
+    assert len(plan_for("Smelt", pair, features, 250)) == 500  # one ore at a time can be held
+    with pytest.raises(ConfigError, match="the plan for 'Dig' has more than 500 steps"):
+        plan_for("Smelt", pair, features, 251)
+    slow = skill("Dig", "ore", horizon=10_000)
+    assert plan_for("Dig", [slow], times=20) == [Step("Dig", 20)]
+    with pytest.raises(ConfigError, match="the plan for 'Dig' may take more than 200,000 env steps"):
+        plan_for("Dig", [slow], times=21)
+
+
+def test_a_graph_with_ever_more_ways_that_lead_nowhere_is_given_up() -> None:
+    made = [skill("Start 0", "a0", uses={"nothing": 1})]
+    for level in range(1, 18):
+        made += [skill(f"Way {level} {way}", f"a{level}", uses={f"a{level - 1}": 1}) for way in range(2)]
+    with pytest.raises(ConfigError, match="is too tangled to resolve"):
+        plan_for("Way 17 0", made)
+
+
+def test_two_places_at_once_cannot_be_had() -> None:
+    features = Features("w", ("here", "there", "key"), {}, frozenset(), frozenset({"here", "there"}))
+    made = [skill("Go", "here"), skill("Leave", "there"), skill("Both", "key", holds={"here": 1, "there": 1})]
+    with pytest.raises(ConfigError, match="skill 'Both': its requirements use each other up"):
+        plan_for("Both", made, features)
+    near = skill("Leave", "there", holds={"here": 1})  # it stays near
+    assert [step.skill for step in plan_for("Both", [made[0], near, made[2]], features)] == [
+        "Go",
+        "Leave",
+        "Both",
+    ]
+
+
+def test_more_than_can_be_held_is_refused_with_both_numbers_and_just_as_much_is_not() -> None:
+    features = Features("w", ("ore", "key"), {"ore": 2}, frozenset({"ore"}))
+    dig = skill("Dig", "ore")
+    assert plan_for("Big", [dig, skill("Big", "key", holds={"ore": 2})], features)[0] == Step("Dig", 2)
+    with pytest.raises(ConfigError, match="'Big' needs 3 'ore' at once, only 2 can be held"):
+        plan_for("Big", [dig, skill("Big", "key", holds={"ore": 3})], features)
+
+
+def test_a_simulation_says_what_is_held_in_the_end_or_that_it_cannot_be_done() -> None:
+    features = Features("w", ("ore", "key", "here"), {"ore": 2}, frozenset({"ore"}), frozenset({"here"}))
+    made = {
+        one.name: one
+        for one in (
+            skill("Dig", "ore"),
+            skill("Forge", "key", uses={"ore": 1}, holds={"here": 1}),
+            skill("Go", "here"),
+        )
+    }
+    dig, go, forge = Step("Dig", 2), Step("Go", 1), Step("Forge", 1)
+    assert simulate([dig, go, forge], made, features) == {"ore": 1, "key": 1, "here": 1}
+    assert simulate([go, dig, forge], made, features) is None  # digging leaves the place
+    assert simulate([go, dig, forge], made) == {"ore": 1, "key": 1, "here": 1}
+    assert simulate([Step("Dig", 3)], made, features) is None  # more than can be held
+    assert simulate([dig], made, features, {"ore": 1}) is None
+    assert simulate([go, forge, forge], made, features, {"ore": 2}) == {"ore": 0, "key": 1, "here": 1}
+    assert simulate([go, Step("Forge", 3)], made, features, {"ore": 2}) is None

@@ -3,16 +3,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shoal import prepare_training_run, process_completed_training
-from shoal.core.errors import DataError
-from shoal.skills.learning.run import Run, Tally, _prepare, finish_training, read_outcome
-from shoal.skills.learning.spec import Store, new_version, parse_skill
-from shoal.skills.learning.trainer import Network, Trainer, decode, encode
+from shoal.core.errors import ConfigError, DataError
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.run import (
+    Run,
+    Tally,
+    _prepare,
+    finish_training,
+    make_score,
+    read_outcome,
+    skill_from_data,
+)
+from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill
+from shoal.skills.learning.trainer import Network, Shape, Trainer, decode, encode
+from shoal.skills.learning.worlds import CRAFTING, CraftingWorld, walk
 
 MILLION = 1_000_000
 
@@ -173,9 +184,6 @@ def test_a_merge_that_is_repeated_counts_once(tmp_path: Path, net: Callable[...,
 
 def test_auto_evaluates_and_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
     # The head interacts and walks at random, which collects wood now and then; the run only ever waits.
-    from shoal.skills.learning.trainer import Shape
-    from shoal.skills.learning.worlds import CraftingWorld
-
     shape = Shape(CraftingWorld.obs_size, 8, CraftingWorld.n_actions)
     able, useless = Network(shape), Network(shape)
     able.bh[:5] = 9
@@ -293,3 +301,96 @@ def test_start_states_are_made_again_for_another_seed_and_not_for_another_budget
         banks.append(trainer.bank.arrays["cells"].tobytes())
     assert made == [0, 1]
     assert banks[0] == banks[1] != banks[2] == banks[3]
+
+
+def acting(action: int) -> Network:
+    """An expert that only ever takes one action."""
+    shape = Shape(CraftingWorld.obs_size, 4, CraftingWorld.n_actions)
+    net = Network(shape)
+    net.bh[action] = 90
+    return net
+
+
+def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path, monkeypatch) -> None:
+    walks = []
+
+    def walked(world_name, starts, course, experts, rng, fixed):
+        walks.append((course.plan, [int(experts[i].bh[:-1].argmax()) for i in course.expert], len(starts)))
+        return walk(world_name, starts.take(np.arange(4)), course, experts, rng, fixed)
+
+    monkeypatch.setattr("shoal.skills.learning.run.walk", walked)
+    store = Store(tmp_path)
+    store.set_setting("world", "crafting")
+    names = ["Collect Wood", "Place Table", "Make Wood Pickaxe", "Make Wood Sword", "Collect Stone"]
+    skills = {one.name: one for one in load_skills(knowledge_base("crafting"), CRAFTING)}
+    for number, name in enumerate(names):
+        store.add_skill(skills[name], [], 1000)
+        sha = store.put_blob(encode(acting(number).params()))
+        made = new_version(store.assign_expert(name), sha, None, 1, 1, "run", True)
+        if name != "Make Wood Sword":  # which has no expert yet
+            store.add_version(made)
+            store.update_skill(name, status="completed")
+    run = SimpleNamespace(spec={"world": "crafting", "skill": "Make Wood Sword", "seed": 3})
+    tally = make_score(store, run, 1)(acting(5).params())  # type: ignore[arg-type]
+    assert tally.episodes == 256 * len(walks)
+    assert [[(step.skill, step.count) for step in plan] for plan, _, _ in walks] == [
+        [("Collect Wood", 2), ("Place Table", 1)],
+        [("Collect Wood", 3), ("Place Table", 1)],  # on the way to the sword, which nobody can make yet
+        [("Collect Wood", 3), ("Place Table", 1)],  # and to the pickaxe; the way to stone would be a fourth
+    ]
+    assert {count for _, _, count in walks} == {256}
+    for plan, acts, _ in walks:
+        assert acts == [5 if step.skill == "Place Table" else names.index(step.skill) for step in plan]
+    store.close()
+
+
+def test_the_two_newest_checkpoints_are_kept_and_forgotten_when_asked(tmp_path: Path) -> None:
+    run = Run.open(prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path)[0])
+    assert run.load_checkpoint() is None
+    for update in (8, 16, 120):
+        run.save_checkpoint(update, {"x": np.full(2, update)}, {"update": update})
+    assert [path.name[:19] for path in run.checkpoints()] == ["checkpoint-00000016", "checkpoint-00000120"]
+    arrays, plain = run.load_checkpoint() or ({}, {})
+    assert (arrays["x"].tolist(), plain) == ([120, 120], {"update": 120})
+    run.clear_checkpoints()
+    assert run.checkpoints() == []
+
+
+def test_a_training_may_use_as_many_steps_as_it_is_allowed_last_and_at_least_one(tmp_path: Path) -> None:
+    folder = prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path)[0]
+    for steps, found in ((500, 500.0), (0, 1.0), (7.5, 7.5)):
+        Run.open(folder).allow(steps)
+        assert Run.open(folder).task().config.total_timesteps == found
+    written = (folder / "0.json").stat().st_mtime_ns
+    Run.open(folder).allow(7.5)  # nothing changes
+    assert (folder / "0.json").stat().st_mtime_ns == written
+
+
+def test_what_the_reference_says_of_a_skill_becomes_its_spec() -> None:
+    told = {"requirements": {"wood": 1}, "consumption": {"wood": 1}, "gain": {"stone": 2}}
+    skill = skill_from_data(
+        "Dig", {"skill_with_consumption": told, "code": "x", "skill_name": "Dig"}, CRAFTING
+    )
+    assert (skill.done.feature, skill.done.count, skill.gain) == ("stone", 2, {"stone": 2})
+    assert (skill.requirements, skill.consumption) == ({"wood": 1}, {"wood": 1})
+    for data, message in (
+        ({"skill_with_consumption": {"requirements": {}}}, "gain is empty, so nothing says when it is done"),
+        ({**skill.as_dict(), "name": "Dug"}, "skill 'Dig': its data names it 'Dug'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            skill_from_data("Dig", data, CRAFTING)
+
+
+def test_a_folder_of_another_skill_or_expert_is_refused(tmp_path: Path, net: Callable[..., Network]) -> None:
+    folder = prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path)[0]
+    finish_training(folder, {0: net("own").params()}, {0: 5})
+    for name, expert in (("Stone", 0), ("Wood", 1)):
+        with pytest.raises(
+            ConfigError, match=f"the training of 'Wood' as expert 0, not of '{name}' as expert {expert}"
+        ):
+            process_completed_training(folder, name, expert, tmp_path)
+    add_expert(tmp_path, "Other", 0, net("other"), 3)
+    with pytest.raises(ConfigError, match="expert 0 belongs to 'Other' in .*, not to 'Wood'"):
+        process_completed_training(folder, "Wood", 0, tmp_path)
+    with pytest.raises(DataError, match="is not the folder of a training: it must hold one <expert>.json"):
+        Run.open(tmp_path)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,14 @@ from shoal.core.errors import ConfigError
 from shoal.core.registry import SAFE_NAME
 from shoal.skills.learning.craftax import features_of
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import check_skill, check_skills, load_skills, parse_skill, slug
+from shoal.skills.learning.spec import (
+    check_skill,
+    check_skills,
+    is_relative,
+    load_skills,
+    parse_skill,
+    slug,
+)
 from shoal.skills.learning.worlds import CRAFTING
 
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
@@ -69,14 +78,96 @@ def test_two_skills_of_one_name_are_refused() -> None:
         ({"reward": {"weights": {"wood": 1e9}}}, "at most 100"),
         ({"reward": {"bonus": float("nan")}}, "finite"),
         ({"code": "import os"}, "unknown field `code`"),
-        ({"horizn": 3}, "Did you mean 'horizon'"),
+        ({"horizn": 3}, "unknown field `horizn`. Did you mean 'horizon'"),
+        ({"done": {"feature": "wood", "cout": 2}}, "unknown field `cout` in `done`. Did you mean 'count'"),
+        ({"reward": {"bonas": 2}}, "unknown field `bonas` in `reward`. Did you mean 'bonus'"),
+        ({"horizon": 10_001}, "horizon in 1..10,000, got 1, 1 and 10001"),
+        ({"practice": 0}, "at least 1, horizon in 1..10,000, got 1, 0 and 100"),
+        ({"done": {"feature": "wood", "count": 0}}, "at least 1, horizon in 1..10,000, got 0, 1 and 100"),
+        ({"done": {"feature": "wood", "count": 10}}, "10 'wood', 1 times in a row, are more than the 9 "),
+        (
+            {"done": {"feature": "wood", "count": 5}, "practice": 2},
+            "5 'wood', 2 times in a row, are more than",
+        ),
+        (
+            {"done": {"feature": "table", "count": 2}},
+            "never done: 2 'table', 1 times in a row, are more than the 1 ",
+        ),
+        ({"done": {"feature": "wood", "op": "<="}}, "done before it begins: 'wood' <= 1 always holds"),
+        ({"done": {"feature": "table", "op": "<="}}, "done before it begins: 'table' <= 1 always holds"),
+        ({"requirements": {"wood": 2}, "consumption": {"wood": 3}}, "consumes 3 'wood' but requires 2"),
+        ({"requirements": {"wood": 0}}, "requirements 'wood' must be in 1..9 (what can be held), got 0"),
+        ({"reward": {"weights": {"wood": -101}}}, "at most 100 in size, got [-101.0, 1.0, 0.01]"),
+        ({"reward": {"step_cost": 100.5}}, "at most 100 in size, got [1.0, 100.5]"),
+        ({"name": "x" * 99, "code": 1}, f"skill {'x' * 80!r}: unknown"),
     ],
 )
 def test_a_skill_that_makes_no_sense_is_refused_with_the_reason(
     change: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         check_skill(parse_skill({**WOOD, **change}), CRAFTING)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gain": {"wood": 9}},
+        {"requirements": {"wood": 9, "table": 1}, "consumption": {"wood": 9}},
+        {"practice": 9},
+        {"practice": 4, "done": {"feature": "wood", "count": 2}},
+        {"practice": 9, "done": {"feature": "wood", "count": 9, "relative": False}},
+        {"horizon": 1},
+        {"horizon": 10_000},
+        {"done": {"feature": "wood", "count": 9}},
+        {"done": {"feature": "wood", "count": 8, "op": "<=", "relative": False}},
+        {"upkeep": {"drink": 0, "wood": 8}},
+        {"reward": {"weights": {"wood": -100, "stone": 100}, "bonus": -100, "step_cost": 100}},
+    ],
+)
+def test_a_skill_at_the_edge_of_what_makes_sense_is_taken(change: dict[str, object]) -> None:
+    assert check_skill(parse_skill({**WOOD, **change}), CRAFTING).name == "Collect Wood"
+
+
+def test_a_skill_that_says_little_has_the_rest_by_default() -> None:
+    skill = parse_skill(WOOD)
+    assert (skill.horizon, skill.practice, skill.description, skill.upkeep, skill.actions) == (
+        100,
+        1,
+        "",
+        {},
+        (),
+    )
+    assert (skill.done.count, skill.done.op, skill.done.relative) == (1, ">=", None)
+    assert (skill.reward.weights, skill.reward.bonus, skill.reward.step_cost) == ({}, 1.0, 0.01)
+    assert (CRAFTING.holds("wood"), CRAFTING.holds("table")) == (9, 1)
+
+
+def test_a_counter_is_judged_from_where_it_began_unless_the_skill_says_otherwise() -> None:
+    for done, relative in (
+        ({"feature": "wood"}, True), ({"feature": "table"}, False),
+        ({"feature": "wood", "relative": False}, False), ({"feature": "table", "relative": True}, True),
+    ):  # fmt: skip
+        assert is_relative(parse_skill({**WOOD, "done": done}).done, CRAFTING) == relative
+
+
+def test_what_a_skill_holds_needs_and_speaks_of_follows_from_its_amounts() -> None:
+    amounts = {"requirements": {"wood": 3, "table": 1}, "consumption": {"wood": 2}, "gain": {"sapling": 1}}
+    skill = parse_skill({**WOOD, **amounts, "reward": {"weights": {"drink": 1}}})
+    assert (skill.held("wood"), skill.held("table"), skill.held("iron")) == (1, 1, 0)
+    assert (skill.needs("wood", 1), skill.needs("wood", 3), skill.needs("table", 3)) == (3, 7, 1)
+    assert skill.speaks_of() == {"wood", "table", "sapling", "drink"}
+
+
+def test_a_knowledge_base_may_have_as_many_bytes_as_are_read(tmp_path) -> None:
+    path = tmp_path / "skills.yaml"
+    path.write_text("skills: [] #".ljust(1 << 20, "x"))
+    assert load_skills(path, CRAFTING) == []
+    path.write_text("skills: [] #".ljust((1 << 20) + 1, "x"))
+    with pytest.raises(ConfigError, match="has 1048577 bytes, at most 1048576 are read"):
+        load_skills(path, CRAFTING)
+    path.write_text("world: Crafting\nskills: []")  # as it is written elsewhere
+    assert load_skills(path, CRAFTING) == []
 
 
 def test_a_spec_survives_the_way_through_plain_data() -> None:

@@ -417,3 +417,244 @@ def test_an_expert_that_does_not_act_in_the_first_update_is_trained_later(quick:
     trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (None, None), (0, 1), 0, config))
     trainer.bank = trainer.test_bank = fresh_worlds(trainer.world, 4, 0, "test")
     assert trainer.step()["entropy"] == 0
+
+
+class Deadly(CraftingWorld):
+    """A world in which every step may be the last, and which remembers what was seen around each."""
+
+    fresh_is_cheap = False
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes)
+        self.met: list[tuple[np.ndarray, ...]] = []
+
+    def step(self, actions: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        before = self.values()
+        super().step(actions, rng)
+        died = np.random.default_rng(len(self.met)).random(self.lanes) < 0.02
+        self.met.append((before, self.values(), self.observe(), died))
+        return died
+
+
+def test_what_is_collected_is_what_a_plain_look_at_each_lane_gives(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.skills.learning.worlds.CraftingWorld", Deadly)
+    plan, count = (Step("Collect Wood", 2), Step("Place Table", 1)), (2, 1)
+    skills = {name: replace(skill, horizon=12) for name, skill in SKILLS.items()}
+    config = replace(quick, num_envs=24, num_steps=90, train_deps="on")
+    given = (wood_expert(), Network.initial(Shape(CraftingWorld.obs_size, 8, 11), np.random.default_rng(1)))
+    trainer = Trainer(Task("crafting", "Place Table", skills, plan, given, (0, 1), 0, config))
+    trainer.bank = fresh_worlds(trainer.world, 40, 0, "test")
+    trainer.bank.arrays["hands"][:, CRAFTING.index("wood")] = 2
+    out = trainer._collect(np.random.default_rng(2), None)
+    wood, table = CRAFTING.index("wood"), CRAFTING.index("table")
+    ended = succeeded = 0
+    met = set()
+    for lane in range(24):
+        at, elapsed = int(lane % 2), 0  # even lanes begin the whole plan, odd ones its last step
+        start = trainer.world.met[0][0][lane]
+        for t, (before, after, seen, died) in enumerate(trainer.world.met):
+            spec, elapsed = skills[plan[at].skill], elapsed + 1
+            if elapsed == 1:
+                start = before[lane]
+                assert start[wood] == (0 if lane % 2 == at == 0 else start[wood])
+            reached = (
+                after[lane, wood] >= min(start[wood] + count[0], 9) if at == 0 else after[lane, table] >= 1
+            )
+            done = bool(reached and not died[lane])
+            late = not done and not died[lane] and elapsed >= 12 * count[at]
+            weights = spec.reward.weights or {spec.done.feature: 1.0}
+            paid = sum(w * (after - before)[lane, CRAFTING.index(f)] for f, w in weights.items())
+            paid += spec.reward.bonus * done - spec.reward.step_cost
+            assert out.experts[t, lane] == at
+            assert out.rewards[t, lane] == pytest.approx(paid, abs=1e-6)
+            assert out.terminal[t, lane] == (done or died[lane])
+            assert out.ends[t, lane] == (done or died[lane] or late)
+            if not out.terminal[
+                t, lane
+            ]:  # the value of where it stands, also where the rollout or a step ends
+                value = trainer.nets[at].forward(seen[lane : lane + 1])[1][0]
+                assert out.next_values[t, lane] == pytest.approx(value, abs=1e-5)
+            over = done or died[lane] or late
+            ended, succeeded = ended + (over and at == 1), succeeded + (done and at == 1)
+            met.add((at, done, bool(died[lane]), late))
+            if over:
+                at, elapsed = (1 if done and at == 0 else lane % 2), 0
+    assert (out.ended, out.succeeded) == (ended, succeeded)
+    assert len(met) == 8  # both steps went on, were done, died, and ran out of time
+
+
+def test_an_expert_is_deaf_to_what_its_skill_does_not_speak_of(quick: TrainingConfig) -> None:
+    plan = (Step("Collect Wood", 2), Step("Place Table", 1))
+    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, quick))
+    trainer.prepare()
+    trainer.step()
+    spoken = {SKILLS["Place Table"].done.feature, *SKILLS["Place Table"].requirements}
+    for feature, column in CraftingWorld.feature_columns.items():
+        assert trainer.nets[1].w0[column].any() == (feature in spoken), feature
+    assert trainer.nets[1].w0[: min(CraftingWorld.feature_columns.values())].any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("anneal", "shares"), [(True, [1.0, 1 - 0.9 * 0.512, 0.1, 0.1]), (False, [1.0, 1.0, 1.0, 1.0])]
+)
+def test_the_learning_rate_falls_to_a_tenth_and_the_norm_of_gradients_is_bounded(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch, anneal: bool, shares: list[float]
+) -> None:
+    taken = []
+    monkeypatch.setattr(
+        "shoal.skills.learning.trainer.Adam.step", lambda *arguments: taken.append(arguments[3:])
+    )
+    config = replace(quick, anneal_lr=anneal, anneal_frames=1000, max_grad_norm=0.25, lr=0.01)
+    trainer = Trainer(task(config))  # 512 env steps an update
+    trainer.prepare()
+    for _ in range(4):
+        trainer.step()
+    each = config.update_epochs * config.num_minibatches
+    assert len(taken) == 4 * each
+    assert [lr for lr, _ in taken[::each]] == pytest.approx([0.01 * share for share in shares])
+    assert {norm for _, norm in taken} == {0.25}
+
+
+def test_what_is_learned_from_are_normalised_advantages_and_returns(
+    quick: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned, collected = [], []
+    collect = Trainer._collect
+
+    def numbered(self: Trainer, *arguments):
+        collected.append(collect(self, *arguments))
+        collected[-1].observations[:, :, 0] = np.arange(32 * 16).reshape(
+            16, 32
+        )  # each step is told by its first number
+        return collected[-1]
+
+    def seen(net: Network, *arguments, **options):
+        learned.append((arguments, options))
+        return np.zeros_like(net.flat), (0.0, 0.0, 0.5)
+
+    monkeypatch.setattr(Trainer, "_collect", numbered)
+    monkeypatch.setattr(Network, "gradient", seen)
+    config = replace(
+        quick, update_epochs=1, clip_eps=0.3, ent_coef=0.02, vf_coef=0.4, gamma=0.9, gae_lambda=0.8
+    )
+    trainer = Trainer(task(config, count=1))
+    trainer.prepare()
+    assert trainer.step()["entropy"] == 0.5
+    (rollout,) = collected
+    advantages = np.zeros((16, 32))
+    for lane in range(32):
+        later = 0.0
+        for t in reversed(range(16)):
+            error = rollout.rewards[t, lane] - rollout.values[t, lane]
+            error += 0.9 * rollout.next_values[t, lane] * (1 - rollout.terminal[t, lane])
+            later = error + 0.9 * 0.8 * later * (1 - rollout.ends[t, lane])
+            advantages[t, lane] = later
+    met = []
+    for (observations, actions, old, gain, returns), options in learned:
+        one = observations[:, 0].astype(int)
+        met += one.tolist()
+        assert options == {"clip": 0.3, "entropy_coef": 0.02, "value_coef": 0.4}
+        assert (actions == rollout.actions.ravel()[one]).all()
+        assert (old == rollout.logprobs.ravel()[one]).all()
+        wanted = advantages.ravel()[one]
+        np.testing.assert_allclose(returns, wanted + rollout.values.ravel()[one], atol=1e-5)
+        np.testing.assert_allclose(gain, (wanted - wanted.mean()) / wanted.std(), atol=1e-3)
+    assert sorted(met) == list(range(32 * 16))
+    assert len(learned) == config.num_minibatches
+
+
+def drawn(trainer: Trainer, scores: dict[int, float]) -> list[int]:
+    """Updates at which a training was evaluated, with these successes; the training itself is left out."""
+    asked = []
+
+    def step() -> dict[str, float]:
+        trainer.update, trainer.frames = trainer.update + 1, trainer.frames + 100
+        return {"success": 0.6}
+
+    def evaluate() -> float:
+        asked.append(trainer.update)
+        score = scores.get(trainer.update, 0.0)
+        if score > trainer.best_success:
+            trainer.best_success, trainer.best_at = score, trainer.frames
+        return score
+
+    trainer.step, trainer.evaluate = step, evaluate  # type: ignore[method-assign]
+    trainer.bank = fresh_worlds(trainer.world, 3, 0, "test")
+    return asked
+
+
+def test_a_training_ends_when_it_is_learned_no_longer_improves_or_has_no_budget_left(
+    quick: TrainingConfig,
+) -> None:
+    config = replace(
+        quick, total_timesteps=2000, evaluate_every=2, checkpoint_every=3, success_state_rate=0.9,
+        patience_frames=600, min_success=0.3, evaluate_from=0.5,
+    )  # fmt: skip
+    for scores, why, updates, evaluated in (
+        ({4: 0.9}, "learned", 4, [2, 4]),
+        ({2: 0.3}, "plateau", 8, [2, 4, 6, 8]),
+        ({2: 0.29}, "budget", 20, [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 20]),
+    ):
+        trainer = Trainer(task(config))
+        kept: list[int] = []
+        rows: list[dict[str, float]] = []
+        asked = drawn(trainer, scores)
+        result = trainer.train(rows.append, lambda one, kept=kept: kept.append(one.update))
+        assert (result.stopped, result.frames, len(rows)) == (why, 100 * updates, updates)
+        assert asked == evaluated
+        assert kept == [update for update in range(3, 21, 3) if update < updates]
+        assert rows[1]["evaluated_success"] == scores.get(2, 0.0)
+        assert (result.success, result.bank_size) == (max(scores.values()), 3)
+
+
+def test_an_evaluation_is_made_where_training_episodes_succeed_about_as_often_as_the_best_did(
+    quick: TrainingConfig,
+) -> None:
+    config = replace(quick, evaluate_every=2, evaluate_from=0.5, min_success=0.3, success_state_rate=0.95)
+    trainer = Trainer(task(config))
+    for update, best, least in (
+        (2, -1.0, 0.5),
+        (2, 0.7, 0.65),
+        (2, 1.0, 0.9),
+        (8, 0.7, 0.65),
+        (10, 0.7, 0.3),
+    ):
+        trainer.update, trainer.best_success = update, best
+        assert trainer._worth_evaluating() == pytest.approx(least)
+
+
+def test_settings_at_the_edge_of_what_is_allowed_are_taken(quick: TrainingConfig) -> None:
+    least = dict.fromkeys(
+        ("num_envs", "update_epochs", "num_minibatches", "anneal_frames", "layer_size", "evaluation_episodes",
+         "bank_worlds", "evaluate_every", "checkpoint_every", "practice_horizon", "total_timesteps"), 1,
+    )  # fmt: skip
+    zeros = ("lr", "gamma", "gae_lambda", "clip_eps", "ent_coef", "vf_coef", "max_grad_norm", "success_state_rate",
+             "patience_frames", "min_success", "evaluate_from", "stroll")  # fmt: skip
+    taken = replace(quick, **least, **dict.fromkeys(zeros, 0), num_steps=2)
+    assert (taken.num_envs, taken.stroll) == (1, 0)
+    assert replace(quick, gamma=1.0, gae_lambda=1.0).gamma == 1.0
+    with pytest.raises(ConfigError, match="gae_lambda must be in 0..1, got 1.1"):
+        replace(quick, gae_lambda=1.1)
+    assert replace(quick, num_envs=1, num_steps=8).num_steps == 8  # two steps in each of 4 parts
+
+
+def test_a_stroll_is_as_long_as_it_may_be_and_not_everybody_goes(quick: TrainingConfig) -> None:
+    trainer = Trainer(task(replace(quick, num_envs=64, stroll=9)))
+    starts = fresh_worlds(trainer.world, 1000, 0, "test")
+    acted = []
+    step = trainer.world.step
+    trainer.world.step = lambda actions, rng: acted.append(actions) or step(actions, rng)  # type: ignore[method-assign]
+    strolled = trainer._stroll(starts, np.random.default_rng(0))
+    assert len(strolled) == 1000
+    ways = np.concatenate([np.stack(acted[first : first + 9], 1) for first in range(0, len(acted), 9)])[:1000]
+    lengths = (ways != trainer.world.wait).sum(1)
+    assert trainer.walked == lengths.sum()
+    assert set(ways[lengths > 0, 0]) == {0, 1, 2, 3}
+    assert lengths.max() == 9
+    # A quarter stays, and so does one in ten of those that go; the others go 1 to 9 steps, each as often.
+    assert (lengths == 0).mean() == pytest.approx(0.25 + 0.75 / 10, abs=0.045)  # three standard deviations
+    assert lengths[lengths > 0].mean() == pytest.approx(5, abs=0.3)
+    turns = np.diff(ways[lengths == 9], axis=1) != 0
+    assert turns.mean() == pytest.approx(0.1 * 3 / 4, abs=0.04)  # a tenth choose, one of four what they did

@@ -5,19 +5,23 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from shoal.core.errors import ConfigError, UnknownNameError
+from shoal.core.errors import ConfigError, DataError, UnknownNameError
 from shoal.skills.jobs.runner import job_environment
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.spec import Features
+from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.worlds import (
     Bank,
     CraftingWorld,
+    batch_lanes,
+    check_inputs,
     default_config,
     make_world,
     world_features,
@@ -79,6 +83,28 @@ def test_the_page_on_ones_own_world_does_what_it_says(corridor: Path) -> None:
 def test_a_world_that_is_none_is_refused_by_name(corridor: Path, name: str, error, message: str) -> None:
     with pytest.raises(error, match=message):
         world_of(name)
+
+
+def test_settings_and_sizes_of_a_world_are_known_without_making_it() -> None:
+    assert default_config("crafting") == TrainingConfig(practice_horizon=150)
+    for name in ("craftax", "craftax-classic"):
+        config = default_config(name)
+        assert (config.num_envs, config.layer_size, config.gamma, config.stroll) == (64, 128, 0.98, 8)
+        assert (batch_lanes(name, 500), batch_lanes(name, 7)) == (64, 7)
+    assert batch_lanes("crafting", 500) == 500
+    for long, short in (
+        ("Craftax-Classic-Symbolic-v1", "craftax-classic"),
+        ("Craftax-Symbolic-v1", "craftax"),
+    ):
+        assert world_of(long) == world_of(short) == short
+
+
+def test_an_expert_made_for_what_a_world_never_showed_is_refused_with_all_that_it_showed() -> None:
+    world = SimpleNamespace(obs_size=7, former_sizes=(5, 3))
+    for inputs in (7, 5, 3):
+        check_inputs(world, inputs, "Dig")
+    with pytest.raises(DataError, match="expert of 'Dig' was made for 6 numbers .* shows 7 or 5 or 3. Train"):
+        check_inputs(world, 6, "Dig")
 
 
 def broken(**change):
@@ -243,3 +269,72 @@ def test_a_world_that_reads_too_little_is_refused(rng) -> None:
         ConfigError, match=r"Short.read must give a number for each of far, near, got \[False\]"
     ):
         world.load(world.fresh(1, rng), np.zeros(1, np.int64), np.ones(1, np.bool_))
+
+
+class FromTwo(FiveSteps):
+    """Its actions are 2, 3 and 4."""
+
+    def make(self):
+        env = Steps()
+        env.action_space = Discrete(3, start=2)
+        return env
+
+
+def test_a_world_of_an_env_knows_its_actions_from_nought_and_what_suits_it(rng) -> None:
+    world = FromTwo(3)
+    assert (world.n_actions, world.obs_size, world.wait, list(world.moves)) == (3, 1, 0, [0, 1, 2])
+    assert world.action_names == ("0", "1", "2")
+    begin = lanes_of(world, world.fresh(3, rng))
+    assert not world.step(np.array([0, 1, 2]), rng).any()
+    assert (world.observe()[:, 0] - begin).tolist() == [2, 3, 4]
+    assert (FromTwo.most_lanes, FromTwo.training["num_envs"], FromTwo.training["num_steps"]) == (64, 32, 64)
+    boxes = type("Boxes", (FiveSteps,), {"make": lambda self: SimpleNamespace(
+        action_space=Box(0, 1, (1,)), observation_space=Steps.observation_space)})  # fmt: skip
+    with pytest.raises(ConfigError, match=r"needs Discrete actions, Boxes has Box\(0"):
+        boxes(1)
+
+
+@pytest.mark.parametrize(("reward", "terminated", "died"), [(0.0, True, True), (-1.0, True, True), (0.5, True, False),
+                                                            (-1.0, False, False)])  # fmt: skip
+def test_who_ends_unrewarded_has_died(reward: float, terminated: bool, died: bool) -> None:
+    assert FiveSteps(1).death(Steps(), reward, terminated) == died
+
+
+def test_a_state_that_is_played_again_stays_within_what_can_be_kept(rng) -> None:
+    class Endless(FiveSteps):
+        def make(self):
+            return Steps()
+
+    world = Endless(1)
+    begin = lanes_of(world, world.fresh(1, rng))
+    for _ in range(2003):
+        world.step(np.ones(1, np.int64), rng)
+    assert world.observe()[:, 0].tolist() == (begin + 2000).tolist()  # where it stands still
+    other = Endless(1)
+    assert lanes_of(other, world.save()).tolist() == (begin + 2000).tolist()
+
+
+def test_a_state_ahead_is_reached_by_playing_on_and_another_from_its_reset(rng) -> None:
+    calls = []
+
+    class Counted(Steps):
+        def reset(self, *, seed=None, options=None):
+            calls.append("reset")
+            return super().reset(seed=seed)
+
+        def step(self, action):
+            calls.append(int(action))
+            return super().step(action)
+
+    world = type("Played", (FiveSteps,), {"make": lambda self: Counted()})(1)
+    start = world.fresh(1, rng)
+    begin = lanes_of(world, start)
+    states = [start]
+    for action in (1, 0, 1):
+        world.step(np.array([action]), rng)
+        states.append(world.save())
+    for frm, to, played in ((3, 1, ["reset", 1]), (1, 3, [0, 1]), (3, 3, []), (3, 0, ["reset"])):
+        lanes_of(world, states[frm])
+        calls.clear()
+        assert lanes_of(world, states[to]).tolist() == (begin + [0, 1, 1, 2][to]).tolist()
+        assert calls == played
