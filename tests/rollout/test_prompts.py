@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.errors import ConfigError
-from shoal.rollout.prompts import PastTurn, PromptConfig, Prompter, Scene, fill
+from shoal.core.errors import ConfigError, EngineError
+from shoal.rollout.prompts import PastTurn, PromptConfig, Prompter, Scene, fill, find_drift, first_difference
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 TOKENIZER = TinyTokenizer(["Up"])
@@ -86,3 +86,103 @@ def test_what_the_model_writes_of_an_answer_is_what_stands_between_prefill_and_c
 def test_templates_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         PromptConfig(**settings)
+
+
+class Bracketed:
+    """A template that puts brackets around each message; its tokens are characters."""
+
+    def render(self, chat):
+        return "".join(f"<{message['content']}>" for message in chat) + "?"
+
+    def spell(self, ids):
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("seen", "piece", "shown"),
+    [
+        ("<one><two>?", None, None),
+        ("[one><two>?", "what the template puts before message 0 (user)", ("[one><two>?", "<one><two>?")),
+        ("<onE><two>?", "message 0 (user)", ("<onE><two>?", "<one><two>?")),
+        (
+            "<one>-<two>?",
+            "what the template puts before message 1 (assistant)",
+            ("<one>-<two>?", "<one><two>?"),
+        ),
+        ("<one><twx>?", "message 1 (assistant)", ("<one><twx>?", "<one><two>?")),
+        ("<one><two>!", "what the template puts after the last message", ("<one><two>!", "<one><two>?")),
+        ("<one><two>", "what the template puts after the last message", ("<one><two>", "<one><two>?")),
+    ],
+)
+def test_where_a_template_writes_otherwise_is_named_and_shown(seen, piece, shown):
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    drift = find_drift(Bracketed(), chat, [ord(c) for c in seen])
+    assert (drift and drift.piece) == piece
+    if drift is not None:  # from ten characters before to thirty after
+        at = first_difference(*shown)
+        assert (drift.seen, drift.written) == tuple(text[max(0, at - 10) : at + 30] for text in shown)
+
+
+def test_what_is_shown_of_a_drift_begins_a_little_before_it():
+    chat = [{"role": "user", "content": "x" * 50 + "y" * 50}]
+    drift = find_drift(Bracketed(), chat, [ord(c) for c in "<" + "x" * 50 + "z" * 50 + ">?"])
+    assert (drift.seen, drift.written) == ("x" * 10 + "z" * 30, "x" * 10 + "y" * 30)
+    assert first_difference("abc", "ab") == first_difference("ab", "abc") == 2
+
+
+@pytest.mark.parametrize(("on_drift", "checks"), [("warn", 8), ("ignore", 0), ("raise", 20)])
+def test_drift_is_looked_for_in_the_first_turns_unless_it_ends_episodes(on_drift, checks, caplog):
+    looked = []
+    tokenizer = Bracketed()
+    tokenizer.render = lambda chat: looked.append(chat) or Bracketed().render(chat)
+    prompter = Prompter(PromptConfig(mode="append", on_drift=on_drift, system="S"), tokenizer)
+    chat = [{"role": "user", "content": "one"}]
+    for _ in range(20):
+        prompter.check_drift(chat, [ord(c) for c in "<S><one>?"])
+    assert len(looked) == checks
+    assert all([message["role"] for message in chat] == ["system", "user"] for chat in looked)
+    other = Prompter(PromptConfig(mode="append", on_drift=on_drift), tokenizer)
+    if on_drift == "raise":
+        with pytest.raises(
+            EngineError, match="in message 0 .user. the model saw '<on!>.?', the template writes"
+        ):
+            other.check_drift(chat, [ord(c) for c in "<on!>?"])
+    else:
+        for _ in range(3):  # one warning is enough
+            other.check_drift(chat, [ord(c) for c in "<on!>?"])
+        assert len(caplog.records) == (on_drift == "warn")
+
+
+class Seeing(TinyTokenizer):
+    """Keeps the messages that it was given."""
+
+    takes_images = True
+
+    def start(self, messages):
+        self.given = messages
+        return super().start(messages)
+
+
+def test_pictures_are_announced_to_a_tokenizer_that_takes_them():
+    for mode in ("window", "append"):
+        tokenizer = Seeing()
+        config = PromptConfig(mode=mode, first="{observation}", later="{observation}", system="S")
+        prompter = Prompter(config, tokenizer)
+        seen = Scene("", "now", [], [], 9, n_images=2)
+        first = prompter.prompt(seen)
+        assert tokenizer.given == [
+            {"role": "system", "content": "S"}, {"role": "user", "content": "now", "images": 2},
+        ]  # fmt: skip
+        later = Scene("", "then", [], [PastTurn("now", "x", "x", 0.0)], 9, n_images=1)
+        prompter.prompt(later, (first, (1,)))
+        assert tokenizer.given[-1] == {"role": "user", "content": "then", "images": 1}
+    plain = Prompter(PromptConfig(first="{observation}"), TOKENIZER)
+    assert plain.prompt(Scene("", "now", [], [], 9, n_images=2)) == plain.prompt(Scene("", "now", [], [], 9))
+
+
+def test_a_kind_of_env_has_templates_of_its_own_made_once():
+    prompter = Prompter(PromptConfig(first="a"), TOKENIZER)
+    own = prompter.variant({"first": "b"})
+    assert own is prompter.variant({"first": "b"}) is not prompter
+    assert prompter.variant({}) is prompter
+    assert (own.message(scene(0)), prompter.message(scene(0))) == ("b", "a")

@@ -1,9 +1,20 @@
+import re
+
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from shoal.core.errors import ConfigError
-from shoal.rollout.factory import EnvGroups, EnvMix, EnvTag, VectorConfig, validate_environment_config
+from shoal.core.errors import ConfigError, EnvError
+from shoal.rollout.factory import (
+    EnvGroups,
+    EnvMix,
+    EnvTag,
+    EsManager,
+    VectorConfig,
+    make_environments,
+    make_roles,
+    validate_environment_config,
+)
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.http import Patience
 from shoal.rollout.samplers.sampler import Sampling
@@ -83,3 +94,118 @@ def test_a_config_of_hydras_is_read_like_a_mapping(parts):
     assert validate_environment_config(config).custom_envs["lake"].env_config == {"desc": ["SF", "FG"]}
     with pytest.raises(ConfigError, match="agent_proxy must be a mapping of settings, got None"):
         rollout_config({"agent_proxy": None})
+
+
+def test_what_is_not_said_of_a_rollout_is_this():
+    settings = RolloutSettings()
+    assert settings.sampling() == Sampling(8, 1.0, ("</action>",), 1.0, 0, 0.0)
+    assert (settings.max_turn, settings.use_parallel_rollout, settings.parallel_n_jobs) == (None, False, -1)
+    other = RolloutSettings(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop=("x",))
+    assert other.sampling() == Sampling(5, 0.5, ("x",), 0.9, 3, 0.1)
+    assert other.sampling(greedy=True) == Sampling(5, 0.0, ("x",))
+    assert (EnvGroups().env_groups, EnvGroups().group_size, EnvGroups().group_tags()) == (8, 16, ())
+    assert (EsManager().val.env_groups, EsManager().val.group_size) == (64, 1)
+    kind = EnvTag("bandit")
+    assert (kind.max_actions_per_traj, kind.max_actions_per_turn, kind.action_sep) == (None, 1, "||")
+    assert VectorConfig() == VectorConfig("auto", None, None, None)
+    assert (PromptConfig().mode, PromptConfig().history, PromptConfig().on_drift) == ("window", 2, "warn")
+
+
+@pytest.mark.parametrize(("jobs", "fine"), [(-1, True), (1, True), (0, False), (-2, False)])
+def test_workers_are_as_many_as_are_said_or_as_pay(jobs, fine):
+    if fine:
+        assert RolloutSettings(parallel_n_jobs=jobs).parallel_n_jobs == jobs
+    else:
+        with pytest.raises(ConfigError, match=f"must be -1 .as many as pay. or at least 1, got {jobs}"):
+            RolloutSettings(parallel_n_jobs=jobs)
+
+
+@pytest.mark.parametrize(
+    ("tags", "shares", "found"),
+    [
+        ("ab", (), "aaaabbbb"),
+        ("ab", (1, 3), "aabbbbbb"),
+        ("ab", (3, 5), "aaabbbbb"),
+        ("ab", (1, 2), "n_groups [1, 2] must sum to env_groups=8 or to a divisor of it, got a sum of 3"),
+        ("ab", (8, 8), "got a sum of 16"),
+        ("ab", (8,), "a positive number for each of the tags ['a', 'b'], got [8]"),
+        ("ab", (0, 8), "a positive number for each of the tags ['a', 'b'], got [0, 8]"),
+        ("abc", (), "n_groups [1, 1, 1] must sum to env_groups=8"),
+    ],
+)
+def test_groups_are_spread_over_kinds_as_is_said(tags, shares, found):
+    if found.startswith("a") and " " not in found:
+        assert "".join(EnvGroups(8, 2, EnvMix(tuple(tags), shares)).group_tags()) == found
+    else:
+        with pytest.raises(ConfigError, match=re.escape(found)):
+            EnvGroups(8, 2, EnvMix(tuple(tags), shares))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"action_sep": ""}, "action_sep must not be empty"),
+        ({"prompt": {"mode": "append"}}, "prompt.mode is one for all envs: set agent_proxy.prompt.mode"),
+        ({"prompt": {"frist": "x"}}, "prompt.frist"),
+        ({"max_actions_per_turn": 0}, "max_actions_per_turn must be at least 1, got 0"),
+    ],
+)
+def test_a_kind_of_env_that_cannot_be_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EnvTag("bandit", **settings)
+
+
+def mixed(**more):
+    side = {"env_groups": 2, "group_size": 1, "env_configs": {"tags": ["lake"]}}
+    return {
+        "custom_envs": {"lake": {"env_type": "frozen_lake"}},
+        "es_manager": {"train": side, "val": side},
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            mixed(custom_envs={}),
+            "es_manager.train.env_configs.tags names 'lake', which is not in custom_envs.",
+        ),
+        (mixed(custom_envs={"lak": {"env_type": "bandit"}}), "not in custom_envs. Did you mean 'lak'"),
+        (
+            mixed(es_manager={"train": mixed()["es_manager"]["train"]}),
+            "es_manager.val.env_configs.tags must name at",
+        ),
+        (
+            mixed(use_parallel_envs=False, vector={"step_timeout": 1}),
+            "vector.step_timeout needs use_parallel_envs",
+        ),
+        (mixed(custom_envs={"lake": {"env_type": "frozen_lak"}}), "custom_envs.lake: no env"),
+    ],
+)
+def test_envs_that_do_not_fit_together_are_refused_before_any_is_played(config, message):
+    with pytest.raises(ConfigError, match=message):
+        validate_environment_config(config)
+
+
+def test_turns_are_limited_by_the_least_of_what_is_said_and_several_actions_are_parted():
+    kinds = {
+        "env": EnvTag("frozen_lake", env_config={"max_steps": 9}),
+        "tag": EnvTag("frozen_lake", 7, {"max_steps": 9}, max_actions_per_turn=2, action_sep=";"),
+    }
+    for most, found in ((None, [9, 7]), (8, [8, 7]), (5, [5, 5])):
+        roles = make_roles(kinds, ["env", "tag", "env"], most)
+        assert [roles[tag].max_turns for tag in ("env", "tag")] == found
+    assert roles["env"].projection("<action>up;down</action>").valid is False
+    assert len(roles["tag"].projection("<action>up;down</action>").actions) == 2
+    assert not roles["tag"].projection("<action>up;down;up</action>").valid
+
+
+def test_a_pool_that_lives_in_workers_has_nothing_to_step():
+    train, _ = make_environments(mixed(), with_pools=False)
+    for act in (train.pool.reset_some, train.pool.step_some):
+        with pytest.raises(
+            EnvError, match="live in rollout workers .use_parallel_rollout.: there is no pool"
+        ):
+            act([0], [0])
+    train.pool.close()

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
 
 from shoal.core.errors import ConfigError, EnvError
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, picture_of
 from shoal.rollout.arrays.steps import EnvSlice, SeededEpisodes, VectorSteps
 
 
@@ -343,3 +343,95 @@ def test_a_picture_of_what_is_no_byte_is_refused(value):
 
 def test_a_picture_of_whole_numbers_will_do():
     assert (EnvSlice([RewardEnv(shown=np.full((8, 8, 3), 7.0))]).reset() == 7).all()
+
+
+@pytest.mark.parametrize("terminates", [False, True])
+def test_an_episode_that_is_played_again_goes_no_further_than_its_end(terminates):
+    env = SeededEpisodes(CountingEnv(5, terminates), 0, 1)
+    observation, _ = env.resume_episode([9, 3], [[], [0] * 8])
+    assert observation.tolist() == [5.0, 0.0]
+    assert env.episode == 3
+    assert env.restart_episode([0, 2]) is None
+    assert env.restart_episode([1])[0].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "picture"),
+    [
+        ((8, 9), ((0, 1), 1, 8, 9)),
+        ((7, 9), None),
+        ((9, 7), None),
+        ((3, 9, 8), ((0, 1, 2), 3, 9, 8)),
+        ((9, 8, 3), ((2, 0, 1), 3, 9, 8)),
+        ((4, 9, 4), ((2, 0, 1), 4, 4, 9)),  # of equals the last axis is the channels
+        ((2, 9, 8, 3), ((0, 3, 1, 2), 6, 9, 8)),
+        ((2, 3, 9, 8), ((0, 1, 2, 3), 6, 9, 8)),
+        ((9,), None),
+        ((2, 2, 2, 9, 9), None),
+    ],
+)
+def test_bytes_of_these_shapes_are_pictures_and_others_are_numbers(shape, picture):
+    found = picture_of(spaces.Box(0, 255, shape, np.uint8))
+    assert (found and (found.order, found.channels, found.height, found.width)) == picture
+    assert picture_of(spaces.Box(0, 255, shape, np.int64)) is None
+    rows = ObservationRows(spaces.Box(0, 255, shape, np.uint8))
+    assert rows.dtype == (np.float32 if picture is None else np.uint8)
+
+
+def test_numbers_beside_a_picture_are_the_first_bytes_and_can_be_changed():
+    space = spaces.Dict({"a": spaces.Box(0, 255, (8, 8), np.uint8), "b": spaces.Box(-9, 9, (2,)),
+                         "c": spaces.Discrete(2), "d": spaces.Box(0, 255, (8, 9), np.uint8)})  # fmt: skip
+    rows = ObservationRows(space)
+    assert (rows.n_numbers, rows.size, rows.dtype, rows.is_plain) == (4, 16 + 64 + 72, np.uint8, False)
+    row = np.zeros((1, rows.size), np.uint8)
+    seen = {"a": np.full((8, 8), 3, np.uint8), "b": np.array([0.5, -2], np.float32), "c": 1,
+            "d": np.full((8, 9), 7, np.uint8)}  # fmt: skip
+    rows.encode_one(seen, row[0])
+    assert rows.numbers(row).tolist() == [[0.5, -2.0, 0.0, 1.0]]
+    assert row[0, 16:].tolist() == [3] * 64 + [7] * 72
+    other = rows.with_numbers(row, np.array([[1, 2, 3, 4]], np.float32))
+    assert rows.numbers(other).tolist() == [[1, 2, 3, 4]]
+    assert (other[0, 16:] == row[0, 16:]).all()
+    assert rows.numbers(row).tolist() == [[0.5, -2.0, 0.0, 1.0]]
+    columns = np.arange(64 + 4 + 72)  # as they were when each pixel had one
+    assert rows.of_numbers(columns).tolist() == [64, 65, 66, 67]
+    assert rows.of_numbers(columns[:4]).tolist() == [0, 1, 2, 3]
+    plain = ObservationRows(spaces.Box(-1, 1, (3,)))
+    assert plain.is_plain
+    assert plain.numbers(row) is row
+    assert plain.with_numbers(row, other) is other
+
+
+@pytest.mark.parametrize(
+    ("space", "wrong"),
+    [
+        (spaces.Discrete(3, start=1), 0),
+        (spaces.Discrete(3, start=1), 4),
+        (spaces.MultiDiscrete([2, 3], start=[0, 5]), [2, 5]),
+        (spaces.MultiDiscrete([2, 3], start=[0, 5]), [0, 4]),
+        (spaces.MultiDiscrete([2, 3]), [1]),
+        (spaces.Box(-1, 1, (3,)), [0.5]),
+        (spaces.Box(-1, 1, (2, 2)), [0.5, 0.5]),
+        (spaces.MultiBinary(2), [1]),
+    ],
+)
+def test_an_observation_of_another_space_is_refused(space, wrong):
+    rows = ObservationRows(space)
+    with pytest.raises(EnvError, match="an observation must be of "):
+        rows.encode_one(np.array(wrong), np.zeros(rows.size, np.float32))
+
+
+@pytest.mark.parametrize("space", [spaces.Dict({}), spaces.Box(0, 1, (0,))])
+def test_a_space_of_nothing_is_refused(space):
+    with pytest.raises(ConfigError, match="the observation space .* is empty"):
+        ObservationRows(space)
+
+
+def test_choices_that_are_left_without_any_option_are_named():
+    actions = ActionRows(spaces.MultiDiscrete([2, 3]))
+    assert (actions.groups, actions.size, actions.n_parameters, actions.is_discrete) == ((2, 3), 2, 5, True)
+    masks = np.array([[1, 0, 0, 0, 0], [0, 1, 0, 0, 1], [0, 0, 1, 0, 0]], bool)
+    assert list(actions.forbidden(masks)) == [(2, 0), (0, 1)]
+    box = ActionRows(spaces.Box(-1, 1, (2, 3)))
+    assert (box.groups, box.size, box.n_parameters, box.is_discrete) == ((), 6, 6, False)
+    assert list(box.forbidden(masks)) == []

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import WorkerDiedError, WorkerError
+from shoal.core.executors import available_cpus
 from shoal.core.processes import kill_group
 from shoal.rollout.parallel import pool
 from shoal.rollout.parallel.pool import WorkerExecutor
+from shoal.rollout.parallel.worker import ParallelConfig
 from shoal.testing import check_executor
 
 
@@ -102,8 +104,11 @@ def test_a_process_that_cannot_be_started_just_now_is_started_later(monkeypatch,
     with WorkerExecutor(1) as executor:
         assert executor.submit(int).result(timeout=60) == 0
     assert Stubborn.attempts == 4
-    monkeypatch.setattr(pool, "PAUSES", (0.01,))
-    Stubborn.attempts = -9
+    monkeypatch.setattr(pool, "PAUSES", (0.01, 0.01, 0.01))
+    Stubborn.attempts = 0
+    with WorkerExecutor(1) as executor:  # the attempt after the last pause is the last one
+        assert executor.submit(int).result(timeout=60) == 0
+    Stubborn.attempts = -1
     with WorkerExecutor(1) as executor, pytest.raises(WorkerError, match="no worker process can be started"):
         executor.submit(int).result(timeout=60)
 
@@ -128,3 +133,23 @@ def test_where_no_process_can_be_forked_the_forking_one_says_so_and_lives_on():
 def test_numbers_that_mean_many_processes_are_never_killed(pid):
     with pytest.raises(ValueError, match="is no worker"):
         kill_group(pid)
+
+
+@pytest.mark.parametrize(("workers", "fine"), [(-1, True), (1, True), (0, False), (-2, False)])
+def test_workers_are_one_a_core_or_as_many_as_are_asked_for(workers, fine):
+    if fine:
+        executor = WorkerExecutor(workers)
+        assert executor.n_workers == (available_cpus() if workers == -1 else workers)
+        executor.shutdown()
+        executor.shutdown()  # as often as one likes
+        with pytest.raises(RuntimeError, match="cannot submit to an executor that was shut down"):
+            executor.submit(int)
+    else:
+        with pytest.raises(ValueError, match=f"must be -1 .one per core. or at least 1, got {workers}"):
+            WorkerExecutor(workers)
+
+
+def test_a_worker_counts_as_frozen_some_seconds_after_its_env_should_have_answered():
+    for settings, seconds in (({}, None), ({"make_timeout": 9}, None), ({"step_timeout": 2}, 7.0),
+                              ({"step_timeout": 2, "make_timeout": 9}, 14.0)):  # fmt: skip
+        assert pool.heartbeat_timeout(ParallelConfig(**settings)) == seconds
