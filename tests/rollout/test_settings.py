@@ -15,10 +15,12 @@ from shoal.rollout.factory import (
     make_roles,
     validate_environment_config,
 )
+from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.http import Patience
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.sampler import Capabilities, Sampling
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
+from shoal.rollout.samplers.tiny import TinyShape
 from shoal.rollout.settings import ParallelConfig, RolloutSettings, rollout_config
 
 NAN, INF = float("nan"), float("inf")
@@ -209,3 +211,69 @@ def test_a_pool_that_lives_in_workers_has_nothing_to_step():
         ):
             act([0], [0])
     train.pool.close()
+
+
+def test_a_time_limit_is_above_nothing_and_no_longer_than_can_be_waited_for():
+    for seconds in (1e-9, 1e6):
+        assert ParallelConfig(step_timeout=seconds).step_timeout == seconds
+    for wrong, message in (
+        (0, "must be positive, or null, got 0"),
+        (1e6 + 1, "must be at most 1000000 seconds, or"),
+    ):
+        for name in ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout"):
+            with pytest.raises(ConfigError, match=f"{name} {message}"):
+                ParallelConfig(**{name: wrong})
+    with pytest.raises(ConfigError, match="timeout must be positive, got 0"):
+        ServerConfig(timeout=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [
+        (
+            ParallelConfig,
+            {"engine_retries": 0, "engine_restarts": 0, "env_retries": 0, "max_batch": 1, "max_deaths": 1},
+        ),
+        (ServerConfig, {"concurrency": 1, "retries": 0, "context": 1}),
+        (ReplicaConfig, {"count": 1, "retries": 0}),
+        (EngineConfig, dict.fromkeys(("width", "layers", "heads", "context", "threads", "max_batch"), 1)),
+        (EnvGroups, {"env_groups": 1, "group_size": 1}),
+        (VectorConfig, {"num_workers": 1}),
+        (Patience, {"retries": 0, "backoff": 0}),
+    ],
+)
+def test_numbers_may_be_as_small_as_makes_sense_and_no_smaller(kind, least):
+    assert all(getattr(kind(**least), name) == number for name, number in least.items())
+    for name, number in least.items():
+        with pytest.raises(ConfigError, match=f"{name} must be at least {number}.*, got {number - 1}"):
+            kind(**{name: number - 1})
+
+
+def test_what_is_not_said_of_an_engine_and_of_workers_is_this():
+    server, replicas, engine = ServerConfig(), ReplicaConfig(), EngineConfig()
+    assert (server.kind, server.concurrency, server.timeout, server.retries) == ("auto", 64, 120.0, 4)
+    assert (replicas.engine, replicas.count, replicas.resources, replicas.timeout, replicas.retries) == (
+        "huggingface", 1, {"num_cpus": 1}, None, 2,
+    )  # fmt: skip
+    assert (engine.name, engine.width, engine.layers, engine.heads, engine.context) == ("tiny", 64, 2, 4, 256)
+    assert (engine.device, engine.threads, engine.dtype, engine.max_batch) == ("cpu", 1, "float32", 32)
+    assert (TinyShape().width, TinyShape().layers, TinyShape().heads, TinyShape().context) == (64, 2, 4, 256)
+    work = ParallelConfig()
+    assert (work.engine_retries, work.engine_restarts, work.env_retries, work.max_deaths) == (1, 3, 1, 3)
+    assert (work.keep_envs, work.deadlines, work.ray_options) == (False, [], {})
+    assert ParallelConfig(step_timeout=1, make_timeout=2, episode_timeout=3).deadlines == [1, 2, 3]
+    # four retries of 120 s, and pauses of at most 8 s between them
+    assert Patience().total == 5 * 120 + 4 * 8
+    assert (Patience().backoff, Patience().max_backoff) == (0.25, 8.0)
+    assert Sampling() == Sampling(64, 1.0, (), 1.0, 0, 0.0)
+    known = Capabilities("L1", token_ids=True, logprobs=True)
+    assert not any((known.gradients, known.weights, known.adapters, known.images))
+
+
+def test_a_new_env_has_the_time_that_it_is_given_or_that_of_a_step():
+    for settings, making in (
+        (ParallelConfig(step_timeout=2), 2),
+        (ParallelConfig(step_timeout=2, make_timeout=9), 9),
+    ):
+        assert settings.seconds_for(MAKE) == making
+        assert settings.seconds_for("env.step") == 2

@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from shoal.core.errors import DataError, EngineError
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
 from shoal.rollout.samplers.tiny import ROWS, TinyEngine, TinyShape
-from shoal.rollout.samplers.tokenizers import CONTROL, END, TinyTokenizer
+from shoal.rollout.samplers.tokenizers import (
+    ASSISTANT,
+    CONTROL,
+    END,
+    PAD,
+    SYSTEM,
+    UNKNOWN,
+    USER,
+    ChatCodec,
+    TinyTokenizer,
+)
 from shoal.train.agent.policy import policy_of
 
 WORDS = ["Left", "Down", "Right", "Up"]
@@ -189,3 +199,85 @@ def test_nothing_is_computed_once_all_responses_have_ended(engine, monkeypatch):
 def test_a_network_of_nothing_is_refused(name):
     with pytest.raises(ValueError, match="width, layers, heads and context must be at least 1, got"):
         TinyShape(**{name: 0})
+    assert getattr(TinyShape(**{"heads": 1, name: 1}), name) == 1
+
+
+def test_heads_share_the_width_evenly():
+    with pytest.raises(ValueError, match="width must be a multiple of heads=3, got 16"):
+        TinyShape(width=16, heads=3)
+
+
+def test_initial_weights_are_drawn_as_widely_as_their_layer_needs():
+    model = TinyEngine(WORDS, TinyShape(width=64, layers=2, heads=4), seed=1).model
+    for name, parameter in model.named_parameters():
+        if name.startswith(("embedding", "position")):
+            assert parameter.mean().item() == pytest.approx(0, abs=0.02)
+            assert parameter.std().item() == pytest.approx(0.5, abs=0.02)
+        elif parameter.ndim == 2:  # uniform, within one over the root of its inputs
+            bound = parameter.shape[1] ** -0.5
+            assert bound * 0.98 < parameter.abs().max() <= bound
+            assert parameter.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+        else:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all()
+    assert not model.training
+    block = model.blocks[0]
+    assert [tuple(layer.weight.shape) for layer in (block.qkv, block.out, block.up, block.down)] == [
+        (192, 64), (64, 64), (256, 64), (64, 256),
+    ]  # fmt: skip
+    assert (block.qkv.bias, block.out.bias, model.head.bias) == (None, None, None)
+    assert block.gradient_checkpointing
+
+
+def test_drawing_initial_weights_leaves_torchs_own_random_numbers_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    TinyEngine(WORDS)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_engine_file_that_describes_none_is_named(tmp_path):
+    for text in ("{}", '{"words": ["Up"], "shape": {"width": 0}}', '{"words": ["Up"], "shape": {"wide": 8}}'):
+        (tmp_path / "engine.json").write_text(text)
+        with pytest.raises(DataError, match="engine.json does not describe a tiny engine: "):
+            TinyEngine.load(tmp_path)
+
+
+def test_words_of_one_letter_and_words_named_twice_make_no_token_more():
+    tokenizer = TinyTokenizer(["Up", "A", "Up", "Upper"])
+    assert tokenizer.words == ("Up", "Upper")
+    assert tokenizer.size == len(tokenizer.tokens) == len(set(tokenizer.tokens))
+    assert [tokenizer.tokens[i] for i in tokenizer.encode("UpperUpA")] == ["Upper", "Up", "A"]  # the longest
+    assert tokenizer.encode("é") == (UNKNOWN,)
+    assert tokenizer.decode((UNKNOWN, END, PAD, *tokenizer.encode("A"))) == "\ufffdA"
+    chat = [{"role": "system", "content": "A"}, {"role": "user", "content": "Up"}]
+    assert tokenizer.start(chat) == (SYSTEM, *tokenizer.encode("A"), USER, *tokenizer.encode("Up"), ASSISTANT)
+    for response, closing in (((), (END,)), ((9,), (END,)), ((9, END), ())):
+        assert tokenizer.extend(response, chat[1]) == (*closing, *tokenizer.start(chat[1:]))
+
+
+def test_chats_of_messages_go_to_numbers_and_back_with_their_pictures():
+    codec = ChatCodec()
+    chat = [{"role": "system", "content": "be"}, {"role": "user", "content": "see", "images": 2}]
+    ids = codec.start(chat)
+    assert codec.decode(ids) == "besee"
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in ("a", "b")]
+    told = [{"role": "system", "content": "be"},
+            {"role": "user", "content": [*pictures, {"type": "text", "text": "see"}]}]  # fmt: skip
+    assert codec.messages(ids, ["a", "b"]) == told  # an empty answer is asked for, not told
+    assert codec.messages(ids + codec.encode("<a>"), ["a", "b"]) == [
+        *told,
+        {"role": "assistant", "content": "<a>"},
+    ]
+    assert codec.extend((1,), {"role": "user", "content": "x"}) == codec.start(
+        [{"role": "user", "content": "x"}]
+    )
+    assert codec.size == 0x110000
+    for wrong, images, message in (
+        (ids, ["a"], "shows more pictures than the 1 that came with it"),
+        (ids, ["a", "b", "c"], "1 of 3 pictures have no place in the prompt"),
+        (codec.encode("see"), [], "was not made by the engine's own tokenizer"),
+        ((), [], "was not made by the engine's own tokenizer"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            codec.messages(wrong, images)
