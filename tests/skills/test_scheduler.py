@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,15 @@ import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.skills.learning.run import Run, finish_training
-from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import Skill, parse_skill
+from shoal.skills.learning.scheduler import (
+    SkillScheduler,
+    _direct,
+    draw_graph,
+    levels,
+    scheduler_state,
+)
+from shoal.skills.learning.spec import Skill, Store, new_version, parse_skill
+from shoal.skills.learning.trainer import Network, Shape, encode
 from shoal.skills.learning.worlds import CRAFTING
 
 
@@ -211,8 +219,6 @@ def test_a_broken_result_is_a_failure_not_an_expert(tmp_path: Path, scripted) ->
 
 
 def test_a_completed_skill_can_be_continued_within_its_budget(tmp_path: Path, scripted, quick) -> None:
-    from dataclasses import replace
-
     launcher = scripted()
     s = scheduler(tmp_path, launcher, config=replace(quick, total_timesteps=2500), merge="most-frames")
     s.add_skill(WOOD.name, WOOD)
@@ -312,8 +318,6 @@ def test_memory_holds_back_a_second_training_but_never_the_first(tmp_path: Path,
 
 
 def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripted) -> None:
-    from shoal.skills.learning.spec import Store
-
     told = []
 
     def hear(event: dict) -> None:
@@ -440,3 +444,162 @@ def test_a_continuation_asked_for_as_soon_as_a_skill_is_completed_keeps_its_fold
     assert s.run(), s.get_failed_skills()
     assert asked == [1000]
     assert s.store.head(0).frames == 2000  # type: ignore[union-attr]
+
+
+def planned(folder: Path) -> Store:
+    """A folder with four skills: one completed, one in training, one that waits for both, one alone."""
+    store = Store(folder)
+    store.set_setting("world", "crafting")
+    for one, needs in (
+        (WOOD, []),
+        (TABLE, ["Collect Wood"]),
+        (PICKAXE, ["Collect Wood", "Place Table"]),
+        (WATER, []),
+    ):
+        store.add_skill(one, needs, 1000)
+    made = store.begin_attempt("Collect Wood", folder / "training_runs" / "one")
+    sha = store.put_blob(encode(Network(Shape(3, 2, 2)).params()))
+    store.commit_training(
+        made, [new_version(store.assign_expert("Collect Wood"), sha, None, 300, 300, "run", True)], {0: None},
+        result={"success": 0.75}, frames=300,
+    )  # fmt: skip
+    store.assign_expert("Place Table")
+    number = store.begin_attempt("Place Table", folder / "training_runs" / "two")
+    store.set_handle(number, "tmux", {"pid": 7, "session": "s_2"}, folder / "log")
+    return store
+
+
+def test_the_state_for_people_says_of_each_skill_where_it_is_and_what_is_left(tmp_path: Path) -> None:
+    store = planned(tmp_path)
+    state = scheduler_state(store, 3)
+    assert list(state["skills"]) == ["Collect_Wood", "Place_Table", "Make_Wood_Pickaxe", "Drink_Water"]
+    wood, table, pickaxe, water = state["skills"].values()
+    assert (wood["status"], wood["expert_idx"], wood["budget_total"], wood["budget_remaining"]) == (
+        "completed", 0, 1000, 700,
+    )  # fmt: skip
+    assert (wood["run_folder"], wood["skill_folder"]) == ("training_runs/one", "skills/0_Collect_Wood")
+    assert (wood["processing_results"], wood["completed_at"] >= wood["started_at"]) == (
+        {"success": 0.75},
+        True,
+    )
+    assert (table["status"], table["tmux_session"], table["pid"], table["condition"]) == (
+        "running", "s_2", 7, "interrupted",
+    )  # fmt: skip
+    assert (pickaxe["dependencies"], pickaxe["expert_idx"], pickaxe["skill_folder"]) == (
+        ["Collect Wood", "Place Table"], None, None,
+    )  # fmt: skip
+    assert (water["run_folder"], water["tmux_session"], water["started_at"]) == (None, None, None)
+    assert pickaxe["skill_data"]["skill_with_consumption"] == {
+        "requirements": {"wood": 1, "table": 1}, "consumption": {"wood": 1}, "gain": {"wood_pickaxe": 1},
+    }  # fmt: skip
+    assert (state["max_parallel"], state["currently_running"]) == (3, ["Place_Table"])
+    assert state["expert_assignments"] == {"Collect Wood": 0, "Place Table": 1}
+    assert state["next_expert_idx"] == 2
+    assert scheduler_state(Store(tmp_path / "empty"), 1)["next_expert_idx"] == 0
+    store.close()
+
+
+def test_skills_lie_one_deeper_than_the_deepest_they_need_and_arrows_go_no_way_twice(tmp_path: Path) -> None:
+    store = planned(tmp_path)
+    rows = store.skills()
+    assert levels(rows) == {"Collect Wood": 0, "Place Table": 1, "Make Wood Pickaxe": 2, "Drink Water": 0}
+    assert [_direct(row, rows) for row in rows] == [[], ["Collect Wood"], ["Place Table"], []]
+    store.update_skill(
+        "Collect Wood", dependencies=["Place Table", "nobody"]
+    )  # a circle, and who is not there
+    assert levels(store.skills())["Make Wood Pickaxe"] >= 1
+    store.close()
+
+
+def test_the_picture_of_a_graph_has_its_skills_and_when_each_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, out, **_: drawn.append(self) or out.write(b"png")
+    )
+    store = planned(tmp_path)
+    with store.transaction() as db:
+        db.execute("update attempt set started=100, ended=130 where id=1")
+        db.execute("update attempt set started=110, ended=115, outcome='failed' where id=2")
+    draw_graph(store, tmp_path / "graph.png")
+    assert (tmp_path / "graph.png").read_bytes() == b"png"
+    graph, chart = drawn[0].axes
+    labels = {text.get_text(): text.get_position() for text in graph.texts if text.get_text()}
+    assert labels == {
+        "Collect Wood\n75% in practice": (0.0, pytest.approx(1 / 3)), "Place Table\nrunning": (1.0, 0.5),
+        "Make Wood Pickaxe\nwaiting": (2.0, 0.5), "Drink Water\nwaiting": (0.0, pytest.approx(2 / 3)),
+    }  # fmt: skip
+    assert len([text for text in graph.texts if not text.get_text()]) == 2  # arrows
+    assert graph.get_xlim() == (-0.6, 2.6)
+    bars = [(bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2) for bar in chart.patches]
+    assert bars == [(0, 30, 0), (10, 5, 1)]
+    green, red = (bar.get_facecolor() for bar in chart.patches)
+    assert green[1] > green[0]
+    assert red[0] > red[1]
+    assert [label.get_text() for label in chart.get_yticklabels()] == [row.name for row in store.skills()]
+    assert chart.get_ylim()[0] > chart.get_ylim()[1]  # the first on top
+    assert tuple(drawn[0].get_size_inches()) == (7.0, pytest.approx(4.5 + 0.28 * 4))
+    store.close()
+
+
+def test_another_budget_is_that_of_skills_that_were_given_none_of_their_own(
+    tmp_path: Path, scripted, quick
+) -> None:
+    for total, own, found in (
+        (1000, None, [1000, 1000]),
+        (2000, 500, [2000, 500]),
+        (3000, None, [3000, 500]),
+    ):
+        s = scheduler(tmp_path, scripted(), config=replace(quick, total_timesteps=total))
+        if total == 1000:
+            s.add_skill(WOOD.name, WOOD)
+            s.add_skill(WATER.name, WATER)
+        if own is not None:
+            s.store.update_skill("Drink Water", budget_total=own)
+        s._remember()
+        assert [row.budget_total for row in s.store.skills()] == found
+        assert (s.store.setting("total_timesteps"), s.store.setting("seed")) == (total, 0)
+        s.close()
+
+
+def test_a_continuation_ends_where_the_budget_does(tmp_path: Path, scripted, quick) -> None:
+    s = scheduler(tmp_path, scripted(), config=replace(quick, total_timesteps=1000))
+    s.add_skill(WOOD.name, WOOD)
+    s.store.assign_expert(WOOD.name)
+    s.store.update_skill(WOOD.name, status="completed", budget_used=999, retries=2)
+    assert s.enqueue_continuation(WOOD.name, 1) == 1
+    row = s.store.skill(WOOD.name)
+    assert (row.status, row.allotment, row.left, row.rounds, row.retries, row.fresh) == (
+        "waiting",
+        1,
+        1,
+        1,
+        0,
+        True,
+    )
+    s.store.update_skill(WOOD.name, status="completed", budget_used=1000)
+    with pytest.raises(ValueError, match="the budget of 'Collect Wood' is used up .1000 of 1000 steps."):
+        s.enqueue_continuation(WOOD.name, 5)
+    assert s.store.skill(WOOD.name).rounds == 1
+    s.close()
+
+
+def test_what_waits_needs_what_a_corrected_plan_uses_too(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path, scripted(), analyse=True)
+    for one in (WOOD, TABLE, WATER):
+        s.add_skill(one.name, one, [])
+    s.merged(None)  # type: ignore[arg-type]
+    assert [row.dependencies for row in s.store.skills()] == [(), ("Collect Wood",), ()]
+    s.store.update_skill("Place Table", status="running", dependencies=["Drink Water"])
+    s.merged(None)  # type: ignore[arg-type]
+    assert s.store.skill("Place Table").dependencies == ("Drink Water",)  # too late
+    s.store.update_skill("Place Table", status="blocked")
+    s.merged(None)  # type: ignore[arg-type]
+    assert s.store.skill("Place Table").dependencies == ("Drink Water", "Collect Wood")
+    s.analyse = False
+    s.store.update_skill("Place Table", status="waiting", dependencies=[])
+    s.merged(None)  # type: ignore[arg-type]
+    assert s.store.skill("Place Table").dependencies == ()
+    s.close()

@@ -11,7 +11,7 @@ from shoal.core.errors import ConfigError, EngineError, UnknownNameError
 from shoal.core.files import write_folder
 from shoal.rollout.samplers import models
 from shoal.rollout.samplers.models import get_model, resolve_model
-from shoal.rollout.samplers.sampler import EngineAround
+from shoal.rollout.samplers.sampler import EngineAround, Key, Request, Sampling
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig
 from shoal.rollout.samplers.tiny import TinyNetwork, TinyShape
 
@@ -82,6 +82,14 @@ def test_an_engine_around_another_has_its_version_and_sets_it():
     assert around.weights_version == 4
     around.weights_version = 6
     assert inner.weights_version == 6
+
+
+def test_an_engine_around_another_answers_as_it_does():
+    inner = HashEngine()
+    around = EngineAround(inner)
+    asked = [Request((1, 2), Key(0, 0, i, 0, 0), Sampling(3)) for i in range(3)]
+    assert around.generate(asked) == inner.generate(asked)
+    assert (around.tokenizer, around.level) == (inner.tokenizer, inner.level)
 
 
 def test_a_model_that_was_fetched_is_not_fetched_again_and_an_unknown_one_is_named(tmp_path, monkeypatch):

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.skills.jobs.store import HeadMovedError
+from shoal.skills.jobs.store import (
+    ExhaustedError,
+    HeadMovedError,
+    clear_marks,
+    mark_of,
+    read_done,
+    read_failure,
+    write_done,
+    write_failure,
+)
 from shoal.skills.learning.spec import Store, new_version, parse_skill
 
 WOOD = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
@@ -206,3 +215,136 @@ def test_a_version_whose_file_is_damaged_cannot_be_gone_back_to(tmp_path: Path) 
     with pytest.raises(DataError, match="was altered or truncated"):
         store.rollback(0, one)
     assert store.head(0).id == two  # type: ignore[union-attr]
+
+
+def test_events_are_numbered_from_one_and_those_after_a_number_can_be_had(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.last_event() == 0
+    assert [store.event("a"), store.event("b", "one", x=1)] == [1, 2]
+    assert store.last_event() == 2
+    (event,) = store.events(1)
+    assert (event["seq"], event["kind"], event["skill"], event["detail"]) == (2, "b", "one", {"x": 1})
+    assert len(store.events()) == 2
+    assert store.events(2) == []
+
+
+def test_a_setting_is_kept_until_it_is_forgotten(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.setting("x") is None
+    for value in ({"a": [1, 2.5]}, 0, "text"):
+        store.set_setting("x", value)
+        assert Store(tmp_path).setting("x") == value
+    store.set_setting("x", None)
+    assert store._query("select * from setting") == []
+
+
+def test_ancestors_are_a_version_and_all_before_it_in_its_line(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    made: list[int | None] = [None]
+    for data, parent in ((b"one", 0), (b"two", 1), (b"three", 2), (b"side", 1)):
+        sha = store.put_blob(data)
+        made.append(store.add_version(new_version(0, sha, made[parent], 1, 1, "run", data != b"side")))
+    assert store.ancestors(made[3]) == {made[1], made[2], made[3]}
+    assert store.ancestors(made[4]) == {made[1], made[4]}
+    assert store.ancestors(None) == set()
+    assert store.head(0).id == made[3]  # type: ignore[union-attr]
+    assert [row.accepted for row in store.versions(0)] == [True, True, True, False]
+    assert store.versions(1) == []
+
+
+def test_numbers_that_nothing_has_are_said(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(ValueError, match="there is no launch 7"):
+        store.attempt(7)
+    with pytest.raises(ValueError, match="there is no version 8"):
+        store.version(8)
+    assert store.head(0) is None
+    assert store.merged("mark") is None
+
+
+def test_a_launch_is_on_record_with_what_it_was_given_and_how_it_ended(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    number = trained(store)
+    store.set_handle(number, "local", {"pid": 3}, tmp_path / "logs" / "one.log")
+    row = store.attempt(number)
+    assert (row.state, row.run_folder, row.launcher, row.handle, row.log, row.outcome, row.ended) == (
+        "running", "training_runs/Collect Wood", "local", {"pid": 3}, "logs/one.log", None, None,
+    )  # fmt: skip
+    job = store.job("Collect Wood")
+    assert (job.status, job.fresh, job.reason, job.ended) == ("running", False, None, None)
+    assert job.started >= job.created
+    store.end_attempt(number, "failed", "nan", peak_memory=5)
+    row = store.attempt(number)
+    assert (row.state, row.outcome, row.reason, row.peak_memory) == ("ended", "failed", "nan", 5)
+    assert row.ended >= row.started
+    assert (store.attempts(state="running"), len(store.attempts("Collect Wood", "ended"))) == ([], 1)
+    assert store.attempts("Place Table") == []
+    with pytest.raises(ValueError, match="what 'x' needs must be a list of names, got 'Collect Wood'"):
+        store.add("x", {}, "Collect Wood")
+
+
+def test_a_new_job_waits_with_its_whole_budget_in_the_order_of_its_coming(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for name in ("b", "a", "c"):
+        store.add(name, {}, ["x"] if name == "c" else [], budget=9)
+    assert [row.name for row in store.jobs()] == ["b", "a", "c"]
+    row = store.job("c")
+    assert (row.status, row.needs, row.budget_total, row.budget_used, row.left, row.allotment) == (
+        "waiting", ("x",), 9, 0, 9, None,
+    )  # fmt: skip
+    assert (row.retries, row.rounds, row.cancel, row.fresh, row.artifact, row.result) == (
+        0,
+        0,
+        False,
+        True,
+        None,
+        {},
+    )
+    assert [event["kind"] for event in store.events()] == ["added"] * 3
+    store.update("a", status="failed", reason="no")
+    store.update("a", reason="still")  # no new status, no event
+    assert [(event["kind"], event["detail"]) for event in store.events(3)] == [("failed", {"reason": "no"})]
+    assert [row.name for row in store.jobs("waiting")] == ["b", "c"]
+    store.update("a", allotment=4)
+    assert store.job("a").left == 4
+
+
+def test_numbers_of_artifacts_go_on_after_those_of_versions_without_a_job(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add("a", {})
+    store.add_version(version(store, 4, b"one"))
+    assert (store.number("a"), store.number("a")) == (5, 5)
+
+
+def test_the_mark_of_a_result_names_its_launch_and_a_failure_is_told_to_its_own(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not done: it has no DONE.json"):
+        read_done(tmp_path)
+    write_done(tmp_path, 3, {"x": 1})
+    mark = mark_of(tmp_path)
+    assert len(mark) == 16
+    assert read_done(tmp_path)["x"] == read_done(tmp_path, 3)["x"] == 1
+    with pytest.raises(DataError, match="is the mark of launch 3, not of launch 4"):
+        read_done(tmp_path, 4)
+    write_done(tmp_path, 3, {"x": 1})
+    assert mark_of(tmp_path) != mark  # alike, and yet another
+    assert read_failure(tmp_path, 3) == (None, False)
+    for error, told in ((ValueError("no"), ("ValueError: no", False)), ("words", ("words", False)),
+                        (ExhaustedError("spent"), ("ExhaustedError: spent", True))):  # fmt: skip
+        write_failure(tmp_path, 3, error)
+        assert read_failure(tmp_path, 3) == told
+        assert read_failure(tmp_path, 4) == (None, False)
+    clear_marks(tmp_path)
+    clear_marks(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_result_of_one_mark_is_committed_once_whatever_its_launch(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first, second = trained(store), store.begin_attempt("Collect Wood", tmp_path / "again")
+    made = [version(store, 0, b"one")]
+    assert store.commit_training(first, made, {0: None}, result={}, frames=5, mark="m", peak_memory=77)
+    assert not store.commit_training(second, made, {0: 1}, result={}, frames=5, mark="m")
+    assert store.merged("m").id == first  # type: ignore[union-attr]
+    row = store.attempt(first)
+    assert (row.steps, row.peak_memory, row.mark) == (5, 77, "m")
+    assert store.events()[-1]["detail"] == {"attempt": first, "heads": {"0": {"version": 1, "frames": 10}}}
