@@ -13,6 +13,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -568,3 +569,29 @@ def test_a_batch_job_that_is_not_taken_says_why(slurm: Path) -> None:
     assert SlurmLauncher().room(2, 5) == 3
     (slurm / "bin" / "squeue").unlink()  # what cannot be asked is not known to have ended
     assert SlurmLauncher().state({"slurm": "7"}) == "UNKNOWN"
+
+
+def test_who_waits_for_a_job_keeps_no_program_from_ending(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray, go, threads = Ray(CPU=1), threading.Event(), []
+    ray.get = lambda task: go.wait(30) and 0  # type: ignore[method-assign]
+    monkeypatch.setattr(runner, "connect_ray", lambda **_: (ray, False))
+    command = [sys.executable, "-c", "input()"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    adopted = {"pid": child.pid, "began": start_time(child.pid)}
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for launcher, handle in (
+        (RayLauncher(), None), (SlurmLauncher(every=0.05), None), (LocalLauncher(), None), (LocalLauncher(), adopted),
+    ):  # fmt: skip
+        known = set(threading.enumerate())
+        handle = handle or launcher.launch(["sleep", "60"], "name", {}, slurm / "log")
+        assert launcher.watch(handle, ended.put)
+        threads += set(threading.enumerate()) - known
+        launcher.kill(handle)
+        go.set()
+        assert ended.get(timeout=30)
+    assert len(threads) == 4
+    assert all(thread.daemon and thread.name.startswith("wait-") for thread in threads)
+    child.wait()
+    child.stdin.close()  # type: ignore[union-attr]

@@ -348,3 +348,11 @@ def test_the_result_of_one_mark_is_committed_once_whatever_its_launch(tmp_path: 
     row = store.attempt(first)
     assert (row.steps, row.peak_memory, row.mark) == (5, 77, "m")
     assert store.events()[-1]["detail"] == {"attempt": first, "heads": {"0": {"version": 1, "frames": 10}}}
+
+
+def test_a_store_that_is_closed_answers_no_more(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.close()
+    store.close()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
+        store.jobs()

@@ -102,7 +102,27 @@ def test_sampling_follows_the_probabilities() -> None:
 
 def test_params_go_to_a_file_and_back() -> None:
     net = Network.initial(SHAPE, np.random.default_rng(0))
+    net.flat[:] = np.arange(net.flat.size)
     assert (Network.from_params(net.params()).flat == net.flat).all()
+
+
+def test_an_experts_arrays_have_the_names_and_places_of_their_layers() -> None:
+    net = Network(Shape(2, 3, 4))
+    net.flat[:] = np.arange(net.flat.size)
+    heads = np.arange(21, 36).reshape(
+        3, 5
+    )  # behind 2 x 3 + 3 and 3 x 3 + 3 numbers; the critic's column is the last
+    expected = {
+        "torso/0/weight": np.arange(6).reshape(2, 3), "torso/0/bias": [6, 7, 8],
+        "torso/1/weight": np.arange(9, 18).reshape(3, 3), "torso/1/bias": [18, 19, 20],
+        "actor/weight": heads[:, :4], "actor/bias": [36, 37, 38, 39],
+        "critic/weight": heads[:, 4:], "critic/bias": [40],
+    }  # fmt: skip
+    found = net.params()
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        assert found[name].flags.c_contiguous
 
 
 @pytest.mark.parametrize(
