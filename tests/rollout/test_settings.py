@@ -1,3 +1,4 @@
+import inspect
 import re
 
 import numpy as np
@@ -15,6 +16,7 @@ from shoal.rollout.factory import (
     make_roles,
     validate_environment_config,
 )
+from shoal.rollout.parallel.server import Batcher, SharedLLMInferenceManager
 from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.http import Patience
@@ -258,7 +260,14 @@ def test_what_is_not_said_of_an_engine_and_of_workers_is_this():
     assert (engine.name, engine.width, engine.layers, engine.heads, engine.context) == ("tiny", 64, 2, 4, 256)
     assert (engine.device, engine.threads, engine.dtype, engine.max_batch) == ("cpu", 1, "float32", 32)
     assert (TinyShape().width, TinyShape().layers, TinyShape().heads, TinyShape().context) == (64, 2, 4, 256)
+    assert (Batcher().schedule, Batcher().max_batch) == ("greedy", 4096)
+    shared = {
+        name: one.default for name, one in inspect.signature(SharedLLMInferenceManager).parameters.items()
+    }
+    assert (shared["schedule"], shared["max_batch"], shared["retries"]) == ("adaptive", 4096, 1)
+    assert (shared["max_restarts"], shared["max_pending"]) == (3, 1024)
     work = ParallelConfig()
+    assert (work.schedule, work.max_batch) == ("adaptive", 4096)
     assert (work.engine_retries, work.engine_restarts, work.env_retries, work.max_deaths) == (1, 3, 1, 3)
     assert (work.keep_envs, work.deadlines, work.ray_options) == (False, [], {})
     assert ParallelConfig(step_timeout=1, make_timeout=2, episode_timeout=3).deadlines == [1, 2, 3]

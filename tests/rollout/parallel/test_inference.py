@@ -1,6 +1,7 @@
 import contextlib
 import os
 import pickle
+import queue
 import signal
 import socket
 import stat
@@ -14,6 +15,7 @@ import pytest
 from tests.rollout.doubles import HashEngine
 
 from shoal.core.errors import EngineError
+from shoal.rollout.parallel import server
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.transport import (
     HEADER,
@@ -323,3 +325,27 @@ def test_answers_are_sent_before_it_is_decided_whether_it_pays_to_wait(monkeypat
             thread.join()
     assert sum(pays for pays, _ in launched) > 10
     assert {unsent for pays, unsent in launched if pays} == {0}
+
+
+def test_what_came_too_late_is_told_over_the_socket_as_soon_as_it_is(monkeypatch):
+    monkeypatch.setattr(server, "SWEEP_SECONDS", 1000)  # nothing else wakes who sends
+    go = threading.Event()
+    engine = HashEngine(lambda _: go.wait(60))
+    with SharedLLMInferenceManager(engine, request_timeout=0.3) as manager:
+        link = SocketLink(manager.serve())
+        told = queue.SimpleQueue()
+
+        def ask():
+            try:
+                told.put(link.generate([request()]))
+            except Exception as error:
+                told.put(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            error = told.get(timeout=20)
+        finally:
+            go.set()
+        assert isinstance(error, TimeoutError)
+        assert "no answer within 0.3 s" in str(error)
+        link.close()

@@ -221,6 +221,22 @@ def test_envs_that_are_made_to_look_at_them_are_closed(limit, monkeypatch):
     assert set(map(id, closed)) == set(map(id, made))
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_envs_of_a_rollout_are_closed_with_it_or_kept_until_the_manager_is(keep, monkeypatch):
+    closed, made = [], []
+    start = CounterEnv.__init__
+    monkeypatch.setattr(CounterEnv, "__init__", lambda env, *a, **k: made.append(env) or start(env, *a, **k))
+    monkeypatch.setattr(CounterEnv, "close", lambda env: closed.append(env))
+    settings = config(groups=3, parallel={"keep_envs": keep})
+    with ParallelRolloutManager(settings, HashEngine(), backend="threads") as manager:
+        looked_at = len(made)
+        manager.collect(0)
+        played = set(map(id, made[looked_at:]))
+        assert played
+        assert len(played & set(map(id, closed))) == (0 if keep else len(played))
+    assert played <= set(map(id, closed))
+
+
 @pytest.mark.parametrize("limit", [None, 20.0])
 def test_what_a_constructor_raises_is_told(limit):
     settings = config(parallel={"make_timeout": limit})
