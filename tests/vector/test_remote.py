@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import os
@@ -13,7 +14,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from shoal.vector import make_vec
 from shoal.vector import ray as remote
 from shoal.vector.env_group import Step
 from shoal.vector.process import Limits
+from tests.vector.actors import RayError, RuntimeEnvSetupError, ThreadCluster, dead_because
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.scripted import Scripted, SlowEnv
 from tests.vector.test_equality import same
@@ -41,6 +43,12 @@ def with_ray(test: Any) -> Any:
     for mark in starts_ray:
         test = mark(test)
     return test
+
+
+with_actors = pytest.mark.parametrize(
+    "cluster", [pytest.param("ray", marks=starts_ray), "threads"], indirect=True
+)
+"""On Ray, and on threads that stand for its actors."""
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +124,26 @@ def test_the_ray_that_was_started_for_vector_envs_ends_with_the_last_of_them(
     assert not of_ray() - before
 
 
+@contextlib.contextmanager
+def threads_of(patch: pytest.MonkeyPatch) -> Iterator[ThreadCluster]:
+    with contextlib.closing(ThreadCluster({"CPU": 2}, {"CPU": 2})) as cluster:
+        yield cluster.enter(patch)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadCluster]:
+    with threads_of(monkeypatch) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="module")
-def cluster(path: str) -> Iterator[Any]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Two nodes of two CPUs, of Ray or made of threads."""
+    if getattr(request, "param", "ray") == "threads":
+        with pytest.MonkeyPatch.context() as patch, threads_of(patch) as made:
+            yield made
+        return
+    request.getfixturevalue("path")
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -129,7 +155,7 @@ def cluster(path: str) -> Iterator[Any]:
     cluster.shutdown()
 
 
-@with_ray
+@with_actors
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 @pytest.mark.parametrize(
     "space",
@@ -171,7 +197,7 @@ def test_ray_gives_what_the_caller_itself_gives(cluster: Any, space: Any, mode: 
     near.close()
 
 
-@with_ray
+@with_actors
 @pytest.mark.parametrize("options", [{}, {"num_cpus": 0.5}, {"num_cpus": 0}], ids=str)
 def test_actors_are_spread_evenly_over_the_nodes(cluster: Any, options: dict[str, Any]) -> None:
     for n in (6, 5):
@@ -211,8 +237,17 @@ def test_an_environment_lives_in_one_thread(cluster: Any, tmp_path: Path) -> Non
     assert out.read_text() == "1"
 
 
-@with_ray
-@pytest.mark.parametrize("fault", ["exit", "raise", "hang", "unpicklable", "info"])
+FAULTS = ["raise", "hang", "unpicklable", "info"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fault"),
+    [
+        *(pytest.param("ray", fault, marks=starts_ray) for fault in ["exit", *FAULTS]),
+        *(("threads", fault) for fault in FAULTS),
+    ],
+    indirect=["cluster"],
+)
 def test_a_failed_actor_is_replaced_and_shows_it(cluster: Any, fault: str) -> None:
     fns = [
         functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(3)
@@ -267,7 +302,7 @@ def test_a_death_names_the_envs_of_the_actor(cluster: Any) -> None:
     envs.close()
 
 
-@with_ray
+@with_actors
 def test_the_time_limit_is_for_each_env_and_hangs_are_waited_for_side_by_side(cluster: Any) -> None:
     slow = [functools.partial(SlowEnv, 0.5)] * 4
     envs = make_vec(slow, backend="ray", num_workers=1, step_timeout=1.2)
@@ -313,7 +348,7 @@ def test_a_constructor_that_ends_its_process_is_told_and_not_tried_for_long(clus
         make_vec(DiesWhenMade, 1, backend="ray")
 
 
-@with_ray
+@with_actors
 def test_what_can_never_be_placed_is_told_in_time(cluster: Any, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5)
     begun = time.monotonic()
@@ -328,12 +363,12 @@ def test_what_can_never_be_placed_is_told_in_time(cluster: Any, caplog: Any, mon
     assert "waiting for 64 CPUs: 1 of 1 actors have no place yet (envs 0 to 1)" in caplog.text
 
 
-@with_ray
+@with_actors
 def test_an_actor_waits_for_its_cpus_and_says_so(cluster: Any, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5)
     first = make_vec(CountEnv, 4, backend="ray", ray_options={"num_cpus": 1})
     assert len(first.stats()["workers"]) == 4  # as many as there is room for
-    threading.Timer(3.0, first.close).start()
+    threading.Timer(1.5, first.close).start()
     with caplog.at_level(logging.WARNING):
         second = make_vec(CountEnv, 1, backend="ray", ray_options={"num_cpus": 1})
     assert "waiting for 1 CPU: 1 of 1 actors have no place yet (env 0)" in caplog.text
@@ -341,7 +376,7 @@ def test_an_actor_waits_for_its_cpus_and_says_so(cluster: Any, caplog: Any, monk
     second.close()
 
 
-@with_ray
+@with_actors
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -356,7 +391,7 @@ def test_options_that_ray_does_not_know_are_refused(cluster: Any, options: dict[
         make_vec(CountEnv, 1, backend="ray", ray_options=options)
 
 
-@with_ray
+@with_actors
 def test_calls_bring_no_rows(cluster: Any, monkeypatch: Any) -> None:
     landed = []
     monkeypatch.setattr(remote, "land", lambda *args: landed.append(args))
@@ -373,7 +408,7 @@ def test_calls_bring_no_rows(cluster: Any, monkeypatch: Any) -> None:
     envs.close()
 
 
-@with_ray
+@with_actors
 def test_a_command_that_cannot_be_sent_harms_nobody(cluster: Any) -> None:
     envs = make_vec(CountEnv, 2, backend="ray", num_workers=2)
     envs.reset()
@@ -383,7 +418,7 @@ def test_a_command_that_cannot_be_sent_harms_nobody(cluster: Any) -> None:
     envs.close()
 
 
-@with_ray
+@with_actors
 def test_whichever_actor_is_ready_first_comes_first(cluster: Any) -> None:
     envs = make_vec([functools.partial(SlowEnv, s) for s in (1.5, 0.0)], backend="ray", num_workers=2)
     envs.reset(seed=0)
@@ -397,7 +432,7 @@ def test_whichever_actor_is_ready_first_comes_first(cluster: Any) -> None:
     envs.close()
 
 
-@with_ray
+@with_actors
 def test_a_late_answer_is_never_the_next_one(cluster: Any) -> None:
     envs = make_vec([functools.partial(SlowEnv, s) for s in (1.0, 0.0)], backend="ray", num_workers=2)
     envs.reset(seed=0)
@@ -413,7 +448,7 @@ class OfThisTest(CountEnv):
         return self.observe(action), 5.0, False, False, {}
 
 
-@with_ray
+@with_actors
 def test_names_that_a_script_registered_are_known_to_actors(cluster: Any) -> None:
     shoal.envs.register("of_this_test", OfThisTest, replace=True)
     envs = make_vec("of_this_test", 1, backend="ray")
@@ -447,3 +482,126 @@ def test_without_ray_the_extra_is_named(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"shoal\[parallel\]"):
         make_vec(CountEnv, 1, backend="ray")
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_the_envs_of_a_lost_node_begin_again_where_somebody_answers(
+    threads: ThreadCluster, noticed: bool
+) -> None:
+    doomed = threads.add_node({"CPU": 20})
+    envs = make_vec(functools.partial(CountEnv, 1000), 2, backend="ray", num_workers=1, on_failure="restart")
+    envs.reset(seed=0)
+    assert envs.stats()["workers"] == [{"pid": os.getpid(), "node": doomed, "restarts": 0}]
+    threads.lose_node(doomed, noticed)
+    _, rewards, _, truncated, infos = envs.step([1, 1])
+    assert (rewards.tolist(), truncated.tolist()) == ([0.0, 0.0], [True, True])
+    assert "the Ray actor of envs 0 to 1 is gone: its node has died (or" in infos["worker_error"][1]
+    assert envs.stats()["workers"] == [{"pid": os.getpid(), "node": "n0", "restarts": 1}]
+    threads.kill(threads.actors[-1])
+    assert envs.step([1, 1])[3].all()
+    assert envs.stats()["workers"][0]["node"] == "n0"  # an actor died there, the node did not
+    assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
+    envs.close()
+
+
+def test_an_actor_that_dies_on_its_way_is_started_again_for_a_while(
+    threads: ThreadCluster, caplog: Any, monkeypatch: Any
+) -> None:
+    threads.stillborn = [RayError("lost"), RayError("lost again")]
+    with contextlib.closing(make_vec(CountEnv, 1, backend="ray")) as envs:
+        assert envs.reset(seed=4)[0].tolist() == [[4, 1, 0, 0]]
+    said = "the actor for env 0 died before it served ({}); starting another"
+    assert caplog.messages == [said.format("lost"), said.format("lost again")]
+    broken = RayError("its class raises")
+    broken.actor_init_failed = True  # type: ignore[attr-defined]
+    for error in (broken, RuntimeEnvSetupError("no such package")):  # it would end like this every time
+        threads.stillborn = [error]
+        with pytest.raises(WorkerDiedError, match=f"failed in make: the Ray actor of env 0 is gone: {error}"):
+            make_vec(CountEnv, 1, backend="ray")
+    monkeypatch.setattr(remote, "RETRY_SECONDS", -1.0)
+    threads.stillborn = [RayError("lost")]
+    with pytest.raises(WorkerDiedError, match="the Ray actor of env 0 is gone: lost"):
+        make_vec(CountEnv, 1, backend="ray")
+    assert len(caplog.messages) == 2
+
+
+def test_a_session_that_is_ended_ends_its_actors_and_is_left_alone(threads: ThreadCluster) -> None:
+    envs = make_vec(CountEnv, 2, backend="ray", num_workers=1)
+    envs.reset(seed=0)
+    envs.step([1, 1])
+    threads.shutdown()
+    with pytest.raises(WorkerDiedError, match="env 0 .*the Ray session that it lived in was ended"):
+        envs.step([1, 1])
+    envs.close()
+    assert not any(actor.death for actor in threads.actors)
+
+
+@pytest.mark.parametrize(
+    ("options", "n_actors"),
+    [({}, 4), ({"num_cpus": 1}, 4), ({"num_cpus": 0.5}, 6), ({"num_cpus": 2}, 2), ({"num_cpus": 0}, 4),
+     ({"num_cpus": 9}, 1), ({"resources": {"sim": 1}}, 1), ({"num_cpus": 0, "resources": {"sim": 1}}, 3)],
+    ids=str,
+)  # fmt: skip
+def test_there_are_as_many_actors_as_the_cluster_has_room_for(
+    threads: ThreadCluster, options: dict[str, Any], n_actors: int
+) -> None:
+    threads.add_node({"CPU": 0.5, "sim": 3})
+    threads.resources["n1"] = {"CPU": 2, "sim": 1}
+    threads.resources["n2"] = {"CPU": 0.5, "sim": 2}
+    backend = remote.RayBackend([CountEnv] * 6, None, Limits(), options)
+    assert len(backend.workers) == n_actors
+    assert backend.hopeless() is (options == {"num_cpus": 9})
+
+
+def test_where_actors_go_is_wished_for_unless_the_caller_says_it(threads: ThreadCluster) -> None:
+    for options, soft in (({}, True), ({"num_cpus": 1}, True), ({"num_cpus": 0}, False)):
+        make_vec(CountEnv, 2, backend="ray", num_workers=2, ray_options=options).close()
+        wishes = [actor.kind.strategy for actor in threads.actors[-2:]]
+        assert [(wish.node_id, wish.soft) for wish in wishes] == [("n0", soft), ("n1", soft)]
+    make_vec(CountEnv, 1, backend="ray", ray_options={"scheduling_strategy": "SPREAD"}).close()
+    assert threads.actors[-1].kind.strategy is None
+    assert threads.actors[-1].kind.given["scheduling_strategy"] == "SPREAD"
+    assert len({id(actor) for actor in threads.actors if actor.death}) == len(threads.actors) == 7
+
+
+class Closes(CountEnv):
+    """Tells, when it is closed, whether the actors live."""
+
+    told: ClassVar[list[bool]] = []
+
+    def close(self) -> None:
+        self.told.append(not any(actor.death for actor in sys.modules["ray"].actors))
+
+
+def test_envs_are_closed_in_their_actors_before_those_are_killed(threads: ThreadCluster) -> None:
+    make_vec([Closes, Closes], backend="ray", num_workers=1).close()
+    assert Closes.told == [True, True]
+    assert "it was killed" in str(threads.actors[0].death)
+
+
+def test_a_command_that_an_actor_cannot_read_is_told_and_the_next_is_done(monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", ["a", os.getcwd()])
+    host = remote.Host(3, ["a", os.sep, "no such folder", os.getcwd()])
+    assert sys.path == ["a", os.getcwd(), os.sep]
+    data, rows = host.run(b"no pickle")
+    (failure,) = remote.unpacked(data)[1].failures
+    assert (failure.env, failure.doing, failure.pid, rows) == (3, "reading its command", os.getpid(), None)
+    data, rows = host.run(remote.dumps(remote.Make(3, [CountEnv]))[0])
+    assert len(remote.unpacked(data)[1].value) == 1
+    assert rows is None
+    assert host.run(remote.dumps(remote.Close())[0]) == (b"", None)
+    host.thread.join(10)
+    assert not host.thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (str(dead_because("its node died")), "its node died"),
+        ("  indented\none\n\ttwo\nthree", "three"),
+        ("", "RayError"),
+        ("x" * 400, "x" * 300),
+    ],
+)
+def test_the_reason_of_a_death_is_one_line(text: str, reason: str) -> None:
+    assert remote._reason(RayError(text)) == reason
