@@ -672,6 +672,49 @@ def test_step_some_and_send_tell_late_ends_too_and_a_reset_forgets_them(layout: 
             envs.step_wait(timeout=0.05)
         assert envs.reset(seed=4)[0].tolist() == [[4 + i, 1, 0, 0] for i in range(4)]
         assert "late" not in envs.step([1] * 4)[4]
+        given_up(envs, [Dawdling.SLOW] * 4, "timeout")
+        envs.send_reset([2, 0], [7, 8])
+        seen = dict[int, float]()
+        while envs.in_flight:
+            ready = envs.recv(timeout=5.0)
+            seen.update(zip(ready.ids.tolist(), ready.observations[:, 0].tolist(), strict=True))
+        assert seen == {2: 7.0, 0: 8.0}
+        late = [result.info.get("late", False) for result in envs.step_some(range(4), [1] * 4)]
+        assert late == [False, True, False, True]
+
+
+def test_an_end_in_an_abandoned_step_is_told_though_another_worker_is_replaced_meanwhile() -> None:
+    fns = [functools.partial(Dawdling, 0.5, 1), functools.partial(Misbehaving, "kill")]
+    with closing(make_vec(fns, backend="process", num_workers=2, on_failure="restart")) as envs:
+        envs.reset(seed=0)
+        given_up(envs, [Dawdling.SLOW, 1], "timeout")
+        (lost,) = envs.step_some([1], [FAULT])
+        assert lost.info["worker_restarted"]
+        (late,) = envs.step_some([0], [4])
+        assert (late.reward, late.terminated, late.info["late"]) == (81.0, True, True)
+
+
+def test_what_a_neighbour_of_the_one_that_died_showed_last_is_what_the_caller_saw() -> None:
+    fns = [
+        HEALTHY,
+        functools.partial(Dawdling, 0.3),
+        functools.partial(Misbehaving, "kill"),
+    ]  # by one and two
+    with closing(make_vec(fns, backend="process", num_workers=2, on_failure="restart")) as envs:
+        envs.reset(seed=0)
+        envs.step([1, 1, 1])
+        both = envs.step_some([1, 2], [2, FAULT])
+        assert [result.info["worker_restarted"] for result in both] == [True, True]
+        assert [result.info["final_obs"].tolist() for result in both] == [[1, 1, 1, 1], [2, 1, 1, 1]]
+        envs.reset(seed=0)
+        given_up(envs, [1, Dawdling.SLOW, 1], "timeout")
+        envs.step_some([0], [3])  # the others have not answered yet, and stay where they were
+        both = envs.step_some([1, 2], [2, FAULT])
+        assert [result.info["worker_restarted"] for result in both] == [True, True]
+        assert [result.info["final_obs"].tolist() for result in both] == [
+            [1, 1, 1, Dawdling.SLOW],
+            [2, 1, 1, 1],
+        ]
 
 
 @pytest.mark.parametrize(
@@ -1488,6 +1531,7 @@ def test_an_action_that_cannot_be_sent_leaves_everything_as_it_was(policy: Any) 
         with pytest.raises(TypeError, match="cannot pickle"):
             envs.step_some([1], [locked])
         assert envs.observations().tolist() == before.tolist()
+        before = envs.step([1, 2, 3, 4])[0]
         envs.send([0, 1, 2, 3], [1, locked, 3, 4])  # 0 and 1 live together, and are told together
         with pytest.raises(TypeError, match="cannot pickle") as caught, within(2.0):
             envs.recv(4)
@@ -1496,7 +1540,7 @@ def test_an_action_that_cannot_be_sent_leaves_everything_as_it_was(policy: Any) 
         with within(2.0):
             assert sorted(envs.recv(2).ids.tolist()) == [2, 3]
         assert envs.observations()[:2].tolist() == before[:2].tolist()
-        assert envs.step([1, 1, 1, 1])[1].tolist() == [13.0, 13.0, 14.0, 14.0]
+        assert envs.step([1, 1, 1, 1])[1].tolist() == [14.0, 14.0, 15.0, 15.0]
 
 
 def test_a_step_that_the_caller_never_did_leaves_what_was_seen() -> None:

@@ -12,8 +12,9 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import EnvError, UnknownNameError
+from shoal.core.errors import EnvError, UnknownNameError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.testing import check_vector_env
 from shoal.vector import (
@@ -28,7 +29,7 @@ from shoal.vector import (
 from shoal.vector.buffers import BUCKETS
 from shoal.vector.env_group import bucket_of, quantiles
 from tests.vector.faulty import CountEnv, Faulty
-from tests.vector.scripted import SlowEnv, WordEnv
+from tests.vector.scripted import Coordinates, Scripted, SlowEnv, WordEnv
 
 
 def test_a_container_steps_groups_that_start_alike() -> None:
@@ -142,6 +143,41 @@ def test_envpool_style_receives_batches_with_ids() -> None:
     envs.close()
 
 
+def test_envpool_style_keeps_what_came_early_and_takes_all_or_some() -> None:
+    envs = EnvPoolStyle(make_vec(CountEnv, 4, backend="serial"))
+    assert envs.batch_size == 4
+    envs.async_reset(seed=10)
+    assert sorted(envs.recv()[0][:, 0].tolist()) == [10, 11, 12, 13]
+    obs, rewards, terminated, truncated, infos = envs.step(np.array([1, 2, 3, 4]))
+    order = infos["env_id"]
+    assert rewards.tolist() == [11.0 + 10 * i for i in order]
+    assert obs[:, 3].tolist() == [1 + i for i in order]
+    assert (terminated.any(), truncated.any(), infos["infos"]) == (False, False, [{"t": 1}] * 4)
+    envs.batch_size = 1  # the group answers as a whole
+    envs.send([5, 6], [3, 0])
+    first, second = envs.recv(), envs.recv()
+    assert [(part[4]["env_id"].tolist(), part[1].tolist()) for part in (first, second)] == [
+        ([0], [62.0]),
+        ([3], [52.0]),
+    ]
+    envs.close()
+    assert envs.pool.closed
+    for size, message in (
+        (5, r"batch_size must be in \[1, 4\], got 5"),
+        (-1, "batch_size must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EnvPoolStyle(make_vec(CountEnv, 4, backend="serial"), size)
+
+
+def test_a_container_of_no_environments_is_refused() -> None:
+    for env_num, group_n in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match=f"at least 1, got {env_num} and {group_n}"):
+            MultiProcessEnvironmentContainer(WordEnv, env_num, group_n)
+        with pytest.raises(ValueError, match=f"at least 1, got {env_num} and {group_n}"):
+            groups(0, env_num, group_n)
+
+
 def test_puffer_style_sends_to_the_batch_it_received() -> None:
     envs = PufferStyle(make_vec(CountEnv, 4, backend="process", num_workers=2), batch_size=2)
     envs.async_reset(seed=3)
@@ -207,10 +243,84 @@ def test_async_vector_env_takes_gymnasiums_arguments() -> None:
     envs.step_async([1, 1])
     with pytest.warns(UserWarning, match="pending call to `step`"):
         envs.close()
-    with pytest.raises(ValueError, match="worker"):
-        AsyncVectorEnv([CountEnv], worker=print)
-    with pytest.raises(ValueError, match="max_concurrency"):
-        AsyncVectorEnv([CountEnv], max_concurrency=0)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"worker": print}, "worker"),
+        ({"context": "frok"}, "context must be one of .* or None, got 'frok'"),
+        ({"max_concurrency": 0}, "`max_concurrency` must be a positive or None, got 0"),
+        ({"max_concurrency": 1.5}, "`max_concurrency` must be an integer or None, got <class 'float'>"),
+    ]
+    for given, message in refused:
+        with pytest.raises(ValueError, match=message):
+            AsyncVectorEnv([CountEnv], **given)
+
+
+class Within(CountEnv):
+    """Its observations lie within `bounds`, its actions below `n`."""
+
+    def __init__(self, low: float, high: float, size: int = 4, n: int = 10) -> None:
+        super().__init__()
+        self.observation_space = gymnasium.spaces.Box(low, high, (size,), np.float64)
+        self.action_space = gymnasium.spaces.Discrete(n)
+
+
+WIDE = gymnasium.spaces.Box(-9, 9, (4,), np.float64)
+ALIKE, WIDER = functools.partial(Within, 0, 9), functools.partial(Within, 0, 99)
+
+
+@pytest.mark.parametrize(
+    ("fns", "mode"),
+    [
+        ([ALIKE, ALIKE], "same"),
+        ([ALIKE, WIDER], "same"),
+        ([ALIKE, WIDER], "different"),
+        ([ALIKE, functools.partial(Within, 0, 9, 5)], "different"),
+        ([ALIKE, WIDER], (batch_space(WIDE, 2), WIDE)),
+        ([ALIKE, functools.partial(Within, 0, 9, 5)], (batch_space(WIDE, 2), WIDE)),
+        ([ALIKE, WIDER], ("wide", WIDE)),
+        ([ALIKE, WIDER], (WIDE, WIDE, WIDE)),
+        ([ALIKE, WIDER], "alike"),
+        ([ALIKE, functools.partial(Within, 0, 9, 4, 3)], "same"),
+    ],
+)
+def test_observation_modes_are_gymnasiums(fns: Any, mode: Any) -> None:
+    try:
+        theirs = SyncVectorEnv(fns, observation_mode=mode)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        kind = RuntimeError if isinstance(error, AssertionError) else type(error)
+        with pytest.raises(kind):
+            AsyncVectorEnv(fns, observation_mode=mode, num_workers=1)
+        return
+    with contextlib.closing(AsyncVectorEnv(fns, observation_mode=mode, num_workers=1)) as ours:
+        assert ours.observation_space == theirs.observation_space
+        assert ours.single_observation_space == theirs.single_observation_space
+        assert ours.single_action_space == theirs.single_action_space
+        assert (ours.context, ours.observation_mode, ours.max_concurrency) == (None, mode, None)
+
+
+def test_shared_memory_takes_the_spaces_that_gymnasiums_does() -> None:
+    for space, message in ((gymnasium.spaces.Sequence(WIDE), "dynamic shape"), (Coordinates(), "custom")):
+        fns = [functools.partial(Scripted, space, gymnasium.spaces.Discrete(2), 3, 0)] * 2
+        with pytest.raises((TypeError, ValueError), match=f"{message}.*[pP]ass(ing)? shared_memory=False"):
+            AsyncVectorEnv(fns, num_workers=1)
+        with contextlib.closing(AsyncVectorEnv(fns, shared_memory=False, num_workers=1)) as envs:
+            assert len(envs.reset(seed=0)[0]) == 2
+
+
+def test_failures_are_logged_as_gymnasium_does(monkeypatch: Any) -> None:
+    for policy in ("raise", "restart"):
+        said: list[str] = []
+        monkeypatch.setattr(gymnasium.logger, "error", said.append)
+        fns = [functools.partial(Faulty, "raise"), functools.partial(Faulty, "kill")]
+        with contextlib.closing(AsyncVectorEnv(fns, num_workers=2, on_failure=policy)) as envs:
+            envs.reset(seed=0)
+            with pytest.raises(ZeroDivisionError) if policy == "raise" else contextlib.nullcontext():
+                envs.step([9, 9])
+        first, trace, second, died, *last = said
+        assert first == "Received the following error from Worker-0 - Shutting it down"
+        assert trace.endswith("ZeroDivisionError: one over zero\n")
+        assert second == "Received the following error from Worker-1 - Shutting it down"
+        assert "SIGKILL" in died
+        assert last == (["Raising the last exception back to the main process."] if policy == "raise" else [])
 
 
 @pytest.mark.slow
@@ -298,6 +408,7 @@ def test_sb3_sees_what_its_own_vec_env_shows(monkeypatch: Any) -> None:
                 envs.get_attr("length", wrong)
     assert ours.get_images() == [None, None]
     ours.close()
+    assert ours.pool.closed
     ours.close()
     theirs.close()
 
@@ -307,6 +418,54 @@ def test_sb3_sees_what_its_own_vec_env_shows(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(patch_gym, "_patch_env", lambda env: ("patched", env))
     assert patched(lambda: "an old env")() == ("patched", "an old env")  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
+    own = pytest.importorskip("stable_baselines3.common.vec_env")
+    from shoal.vector import SB3VecEnv
+
+    class Seen(CountEnv):
+        def render(self) -> Any:
+            return np.full((2, 2, 3), self.t)
+
+    fns = [functools.partial(Seen, 2, 0, "rgb_array")] * 2
+    ours, theirs = SB3VecEnv(fns, backend="serial"), own.DummyVecEnv(fns)
+    for envs in (ours, theirs):
+        envs.seed(3)
+        envs.set_options([{"level": 1}, {}])
+    for _ in range(2):  # seeds and options hold for one reset
+        assert ours.reset().tolist() == theirs.reset().tolist()
+        assert ours.reset_infos == theirs.reset_infos
+    ours.step_async([1, 2])
+    theirs.step_async(np.array([1, 2]))
+    (obs, rewards, dones, infos), wanted = ours.step_wait(), theirs.step_wait()
+    assert (obs.tolist(), rewards.tolist(), dones.tolist()) == tuple(part.tolist() for part in wanted[:3])
+    assert infos == wanted[3]
+    assert rewards.dtype == wanted[1].dtype == np.float32
+    pictures = ours.get_images(), theirs.get_images()
+    assert all(np.array_equal(a, b) for a, b in zip(*pictures, strict=True))
+    assert pictures[0][0].shape == (2, 2, 3)
+    with pytest.raises(ValueError, match="frok"):
+        SB3VecEnv(fns, "frok")
+    strange = SB3VecEnv([functools.partial(Pays, float("nan"))], backend="serial", check_nan=True)
+    strange.reset()
+    strange.step_async(np.array([1]))
+    with pytest.raises(WorkerError, match="reward is NaN"):
+        strange.step_wait()
+    lax = SB3VecEnv([functools.partial(Pays, float("nan"))], backend="serial")
+    lax.reset()
+    assert np.isnan(lax.step(np.array([1]))[1]).all()
+
+
+class Pays(CountEnv):
+    def __init__(self, pays: float) -> None:
+        super().__init__()
+        self.pays = pays
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs, self.pays, *rest
 
 
 def test_names_are_found_or_explained() -> None:
@@ -352,7 +511,7 @@ def test_stats_tell_pid_memory_and_restarts_of_each_worker() -> None:
     stats = envs.stats()
     assert stats["failures"] == [0, 1]
     assert [row["restarts"] for row in stats["workers"]] == [0, 1]
-    assert all(row["rss_mib"] > 5 for row in stats["workers"])
+    assert all(5 < row["rss_mib"] < 5000 for row in stats["workers"])
     envs.close()
 
 

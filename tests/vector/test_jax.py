@@ -1,13 +1,30 @@
-"""JAX environments as one vector env, against a plain loop over the same functions."""
+"""JAX environments as one vector env, against a plain loop over the same functions; NumPy where JAX is missing."""
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-jax = pytest.importorskip("jax")
+from shoal.core.errors import MissingExtraError
+from shoal.vector import make_vec
+
+try:
+    import jax
+except ImportError:
+    from tests.vector import jax_of_numpy as jax
+
+
+@pytest.fixture(autouse=True)
+def _jax_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", jax)
+
+
+def native(env: Any, n: int = 3, **kwargs: Any) -> Any:
+    return make_vec(env, n, backend="native", autoreset="same_step", env_kwargs=kwargs)
 
 
 class Discrete:
@@ -80,3 +97,91 @@ def test_time_limits_are_truncations_when_told() -> None:
     flags = [envs.step(np.array([1, 1]))[2:4] for _ in range(4)]
     assert flags[-1][0].tolist() == [False, False]
     assert flags[-1][1].tolist() == [True, True]
+
+
+def test_masked_resets_leave_the_others_alone() -> None:
+    for env in (Walk, Walk()):
+        envs, calm = native(env), native(env)
+        first, _ = envs.reset(seed=4)
+        calm.reset(seed=4)
+        before, want = envs.step([2, 2, 2])[0], calm.step([2, 2, 2])[0]
+        assert np.array_equal(before, want)
+        after, _ = envs.reset(seed=4, options={"reset_mask": np.array([False, True, False])})
+        assert np.array_equal(after, np.array([before[0], first[1], before[2]]))
+        one, other = envs.step([0, 2, 1]), calm.step([0, 1, 1])
+        assert np.array_equal(one[0][[0, 2]], other[0][[0, 2]])  # undisturbed
+        assert np.array_equal(one[0][1], before[1])  # again its own first step
+
+
+def test_resets_without_a_seed_begin_other_episodes_that_follow_from_the_seed_of_all() -> None:
+    def starts(**kwargs: Any) -> list[list[float]]:
+        envs = native(Walk, 2, **kwargs)
+        return [envs.reset()[0][:, 0].tolist() for _ in range(3)]
+
+    seen = starts(seed=5)
+    assert len({x for row in seen for x in row}) == 6
+    assert starts(seed=5) == seen
+    assert starts() == starts(seed=0) != seen
+
+
+def test_steps_are_those_of_the_functions_themselves() -> None:
+    class Plain:
+        """Named as in older versions of gymnax; its episodes are cut after three steps."""
+
+        default_params = 0.5
+        observation_space, action_space, see = Walk.observation_space, Walk.action_space, Walk.see
+        reset, step = Walk.reset_env, Walk.step_env
+
+        def is_truncated(self, state: Any, params: Any) -> Any:
+            return state.t >= 3
+
+    envs = native(Plain, 2, params=2.0)
+    obs, infos = envs.reset(seed=1)
+    assert infos == {}
+    x = obs[:, 0]
+    for t in range(1, 7):
+        obs, rewards, terminated, truncated, infos = envs.step([2, 0])
+        over = t % 3 == 0
+        assert (terminated.tolist(), truncated.tolist()) == ([False] * 2, [over] * 2)
+        assert rewards.dtype == np.float64
+        assert infos["discount"].tolist() == [1.0, 1.0]
+        last = np.array(infos["final_obs"].tolist()) if over else obs
+        assert last.tolist() == [[rewards[i], (t - 1) % 3 + 1] for i in range(2)]
+        moved = last[:, 0] - x - [2.0, -2.0]  # params times action - 1, and noise
+        assert (np.abs(moved) < 5).all()
+        assert moved[0] != moved[1]
+        assert obs[:, 1].tolist() == [0.0 if over else t % 3] * 2
+        x = obs[:, 0]
+
+
+def test_what_terminates_at_its_time_limit_is_both_told_apart() -> None:
+    class Falls(Walk):
+        def step_env(self, key: Any, state: Any, action: Any, params: Any) -> Any:
+            obs, after, x, _, info = super().step_env(key, state, action, params)
+            return obs, after, x, (after.t >= 4) | (action == 0), info
+
+    envs = native(Falls, 2, truncation=lambda state, params: state.t >= 4)
+    envs.reset(seed=0)
+    ends = [envs.step([0, 1])[2:4] for _ in range(4)]
+    assert [end[0].tolist() for end in ends] == [[True, False]] * 4
+    assert [end[1].tolist() for end in ends] == [[False, False]] * 3 + [[False, True]]
+
+
+def test_gymnaxs_environments_are_made_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = types.SimpleNamespace(make=lambda env_id, **settings: (Walk(), len(env_id) * settings["far"]))
+    monkeypatch.setitem(sys.modules, "gymnax", made)
+    assert native("gymnax:Walk-v0", 2, far=3).batch.params == 21
+    monkeypatch.setitem(sys.modules, "gymnax", None)
+    with pytest.raises(MissingExtraError, match="'gymnax:Walk-v0' needs gymnax: run pip install gymnax"):
+        native("gymnax:Walk-v0", 2)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(MissingExtraError, match="JaxVectorEnv"):
+        native(Walk)
+
+
+def test_at_least_one_environment_is_needed() -> None:
+    from shoal.vector import JaxVectorEnv
+
+    with pytest.raises(ValueError, match="num_envs must be at least 1, got 0"):
+        JaxVectorEnv(Walk(), 0)
+    assert JaxVectorEnv(Walk(), 1).reset(seed=0)[0].shape == (1, 2)

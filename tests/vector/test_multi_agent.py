@@ -346,3 +346,22 @@ def test_environments_of_pettingzoo_play_as_they_do_by_hand(name: str, limit: in
     assert ends > early
     assert (early > 0) == falls  # knights and archers fall one by one
     envs.close()
+
+
+def test_all_copies_are_reset_together_and_each_shows_its_picture() -> None:
+    class Drawn(Race):
+        render_mode = "ansi"
+
+        def render(self) -> str:
+            return f"{self.t} steps"
+
+    envs = PettingZooVectorEnv(Drawn, 2, backend="serial")
+    with pytest.raises(ConfigError, match="resets all copies; leave options"):
+        envs.reset(options={"reset_mask": np.array([True, False])})
+    envs.reset(seed=0)
+    envs.step(np.ones(6, int))
+    assert envs.render_mode == "ansi"
+    assert envs.pool.render() == ("1 steps", "1 steps")
+    assert envs.stats()["active"] == 2
+    envs.close()
+    assert envs.pool.closed

@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 
 from shoal.core.errors import ConfigError, EnvError, MissingExtraError
 from shoal.vector import groups, make_vec
-from shoal.vector.native import to_gymnasium
+from shoal.vector.native import int32_seed, to_gymnasium
 
 
 class Counters(VectorEnv[Any, Any, Any]):
@@ -463,6 +463,12 @@ def test_rows_of_an_envpool_reach_their_environments_in_whatever_order_they_come
     envs.reset()
     for step in range(1, 7):
         envs.send([3, 0], [1, 2])
+        with pytest.raises(EnvError, match=r"cannot take recv\(timeout=\)"):
+            envs.recv(timeout=1.0)
+        with pytest.raises(
+            AlreadyPendingCallError, match="`send` while waiting for a pending call to `recv`"
+        ):
+            envs.send([1], [1])
         ready = envs.recv()
         assert ready.ids.tolist() == [0, 3]
         assert ready.rewards.tolist() == [2, 1]
@@ -483,6 +489,42 @@ def test_rows_of_an_envpool_reach_their_environments_in_whatever_order_they_come
     few.send([2], [1])
     with pytest.raises(EnvError, match="needs 2 in flight, got 1"):
         few.recv()  # EnvPool itself would wait for ever
+    few.send([0], [1])
+    with pytest.raises(EnvError, match=r"recv\(min_envs=3\) needs 4 in flight, got 2"):
+        few.recv(min_envs=3)
+    few.send([3, 1], [4, 3])
+    ready = few.recv(min_envs=3)
+    assert sorted(zip(ready.ids.tolist(), ready.rewards.tolist(), strict=True)) == [
+        (0, 1),
+        (1, 3),
+        (2, 1),
+        (3, 4),
+    ]
+    assert ready.late == []
+    for ids in ([], [0, 0], [4], [-1]):
+        with pytest.raises(ValueError, match=r"must be"):
+            few.send(ids, [1] * len(ids))
+    with pytest.raises(EnvError, match="needs 2 in flight, got 0"):
+        few.recv()
+    with pytest.raises(EnvError, match=r"send_reset of some; do this: send_reset\(range"):
+        few.send_reset([0, 1])
+    few.send_reset([3, 2, 1, 0], seeds=[9, 8, 7, 6])
+    ready = few.recv(4)
+    assert ready.observations[np.argsort(ready.ids), 0].tolist() == [9, 8, 7, 6]
+    with pytest.raises(ConfigError, match="pass autoreset='next_step'"):
+        native("envpool:Any-v0", 4, autoreset="same_step", env_kwargs={"batch_size": 2})
+    fresh = native("envpool:Any-v0", 4, autoreset=mode)
+    with pytest.raises(EnvError, match=r"send before reset\(\) or send_reset\(\); do this: reset first"):
+        fresh.send([0], [1])
+    fresh.reset(seed=7)
+    assert fresh.reset(seed=[1, 2, 2**31, -5])[0][:2, 0].tolist() == [1, 2]
+    for wrong in ({"options": {"speed": 2}}, {"options": {"reset_mask": mask}, "seed": 3}):
+        with pytest.raises(EnvError, match="ValueError: expected a reset_mask or a seed, got"):
+            fresh.reset(**wrong)
+        fresh.reset()
+    fresh.close()
+    with pytest.raises(ClosedEnvironmentError):
+        fresh.recv()
 
 
 @quiet_envpool
@@ -601,24 +643,6 @@ def test_gymnax_environments_end_by_time_as_gymnax_says() -> None:
     obs[:] = 0  # the caller's own
 
 
-def test_jax_environments_reset_by_mask() -> None:
-    pytest.importorskip("jax")
-    from tests.vector.test_jax import Walk
-
-    for env in (Walk, Walk()):
-        envs = native(env, 3, autoreset="same_step")
-        first, _ = envs.reset(seed=4)
-        calm = native(env, 3, autoreset="same_step")
-        calm.reset(seed=4)
-        before, want = envs.step([2, 2, 2])[0], calm.step([2, 2, 2])[0]
-        assert np.array_equal(before, want)
-        after, _ = envs.reset(seed=4, options={"reset_mask": np.array([False, True, False])})
-        assert np.array_equal(after, np.array([before[0], first[1], before[2]]))
-        one, other = envs.step([0, 2, 1]), calm.step([0, 1, 1])
-        assert np.array_equal(one[0][[0, 2]], other[0][[0, 2]])  # undisturbed
-        assert np.array_equal(one[0][1], before[1])  # again its own first step
-
-
 class Pictured(Counters):
     """Its actions are a Dict, and it renders."""
 
@@ -701,3 +725,109 @@ def test_a_mask_that_names_no_environment_is_refused(mask: Any) -> None:
     envs.reset()
     with pytest.raises(ValueError, match="reset_mask must be 3 booleans, one of them True"):
         envs.reset(options={"reset_mask": mask})
+
+
+class Nested(Counters):
+    """Its observations have parts, one of them again in parts; it resets in the step itself."""
+
+    def __init__(self, num_envs: int, autoreset_mode: AutoresetMode, own: bool = False) -> None:
+        super().__init__(num_envs, autoreset_mode=autoreset_mode)
+        self.own = own
+        one = self.single_observation_space
+        self.single_observation_space = spaces.Dict(a=one, b=spaces.Tuple((one, one)))  # type: ignore[assignment]
+
+    def parts(self, obs: Any) -> Any:
+        return {"a": obs, "b": (obs + 10, obs + 20)}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        obs, infos = super().reset(seed=seed, options=options)
+        return self.parts(obs), infos
+
+    def step(self, actions: Any) -> Any:
+        obs, rewards, over, cut, infos = super().step(actions)
+        if self.own and over.any():
+            infos = {**infos, "final_obs": self.parts(obs.copy())}  # of all, without a mask
+            obs[over], self.over[over] = 0, False
+        if self.fault == "nan" and self.steps == 2:
+            obs = obs.copy()
+            obs[1] = np.nan
+        return self.parts(obs), rewards, over, cut, infos
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_parts_of_observations_are_copied_and_kept_at_an_end(own: bool) -> None:
+    mode = AutoresetMode.SAME_STEP if own else AutoresetMode.DISABLED
+
+    def batch(num_envs: int, autoreset_mode: AutoresetMode) -> Nested:
+        assert autoreset_mode is AutoresetMode.SAME_STEP  # it is asked for what is wanted
+        return Nested(num_envs, mode, own)
+
+    envs = native(batch, 2, autoreset="same_step")
+    envs.reset()
+    assert set(envs.step([5, 5])[4]) == {"count"}
+    kept = envs.step([5, 5])[0]
+    obs, _, terminated, _, infos = envs.step([5, 5])  # env 0 ends in its third step, env 1 in its fourth
+    assert terminated.tolist() == infos["_final_obs"].tolist() == [True, False]
+    assert (kept["a"].tolist(), kept["b"][1].tolist()) == ([[2], [2]], [[22], [22]])
+    assert (obs["a"].tolist(), obs["b"][0].tolist()) == ([[0], [3]], [[10], [13]])
+    final = infos["final_obs"]
+    assert (final[0]["a"].tolist(), final[0]["b"][0].tolist(), final[0]["b"][1].tolist()) == ([3], [13], [23])
+    assert final[1] is None
+    assert ("final_info" in infos) is not own
+
+
+def test_a_part_that_holds_nan_is_told_with_its_environment_and_a_reset_begins_again() -> None:
+    envs = native(lambda num_envs: Nested(num_envs, AutoresetMode.NEXT_STEP))
+    envs.reset()
+    envs.step([5, 5, 5])
+    envs.batch.fault = "nan"
+    with pytest.raises(EnvError, match=r"gave NaN in step: environments \[1\]; reset\(\) begins again"):
+        envs.step([5, 5, 5])
+    with pytest.raises(EnvError, match=r"a step before reset\(\)"):
+        envs.step([5, 5, 5])
+    assert envs.stats()["failures"] == [1, 1, 1]
+    envs.reset()
+    assert envs.step([5, 5, 5])[0]["b"][1].tolist() == [[21]] * 3
+
+
+def test_specs_and_names_of_modules_are_taken_like_ids() -> None:
+    spec = gymnasium.spec("CartPole-v1")
+    envs = [native("CartPole-v1", 2), native(spec, 2), native("gymnasium:CartPole-v1", 2)]
+    first, *others = [one.reset(seed=3)[0].tolist() for one in envs]
+    assert others == [first, first]
+    assert envs[1].name == "the native batch of 'CartPole-v1' (CartPoleVectorEnv, 2 environments)"
+    with pytest.raises(ConfigError, match="vector_entry_point, got 'gymnasium:CartPol-v1', which has none"):
+        native("gymnasium:CartPol-v1")
+
+
+def test_what_is_no_number_of_environments_or_no_operation_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_envs is needed for backend='native'"):
+        native(Counters, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="wrappers=.*wrappers.vector around the result"):
+        native(Counters, wrappers=[gymnasium.Wrapper])
+    envs = native(Counters)
+    with pytest.raises(NoAsyncCallError, match="reset_wait"):
+        envs.reset_wait()
+    with pytest.raises(AttributeError, match="'NativeVectorEnv' object has no attribute 'stepp'"):
+        envs.stepp  # noqa: B018
+    with pytest.raises(EnvError, match=r"a reset_mask before the first reset; do this: reset all"):
+        native(lambda num_envs: Counters(num_envs, reset_mask=True)).reset(
+            options={"reset_mask": np.array([True, False, False])}
+        )
+    stats = native(Counters).stats()
+    assert np.isnan(stats["step_p50"]).all()
+    assert (stats["active"], stats["restarts"], stats["workers"]) == (3, [0, 0, 0], [])
+
+
+def test_seeds_of_all_kinds_of_whole_numbers_reach_the_batch_as_integers() -> None:
+    envs = native(lambda num_envs: Counters(num_envs, seed_per_env=True))
+    for seed, given in ((np.int64(7), 7), (np.array([4, 5, 6]), [4, 5, 6]), (None, None)):
+        reached = envs.reset(seed=seed)[1]["seed"]
+        assert (reached, type(reached)) == (given, type(given))
+    for wrong in ([1, 2], [1, 2, 3, 4], [1, 2, 0.5]):
+        with pytest.raises(ValueError, match="expected 3 integer seeds, got"):
+            envs.reset(seed=wrong)
+    assert [int32_seed(seed) for seed in (0, 7, 2**31 - 1)] == [0, 7, 2**31 - 1]
+    drawn = {int32_seed(seed) for seed in (-1, 2**31, 2**31 + 1, 2**40)}
+    assert len(drawn) == 4
+    assert all(0 <= seed < 2**31 for seed in drawn)

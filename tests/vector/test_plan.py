@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,60 @@ def test_nothing_is_tried_where_steps_are_long() -> None:
     paid, worker = decision(StepCost(LONGEST, LONGEST), own_core=False)
     assert paid
     assert not worker.rounds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tried"),
+    # 300 at most; 50 ms; three where that takes longer, which may take half a second
+    [(1e-5, 300), (1e-3, 50), (0.03, 3), (0.2, 3), (0.6, 1)],
+)
+def test_an_env_is_tried_for_a_moment_and_three_times_if_half_a_second_is_enough(
+    monkeypatch: Any, seconds: float, tried: int
+) -> None:
+    machine = Machine()
+    steps = []
+
+    class Timed(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            machine.seconds += seconds
+            steps.append(action)
+
+    clock = types.SimpleNamespace(perf_counter=machine.now, thread_time=lambda: machine.seconds / 2)
+    monkeypatch.setattr(make, "time", clock)
+    cost = make.probe(functools.partial(Timed, 4))
+    assert cost is not None
+    assert abs(len(steps) - tried) <= (tried == 50)  # sums of milliseconds are not exact
+    assert cost.wall == pytest.approx(seconds)
+    assert cost.cpu == pytest.approx(seconds / 2)
+    assert cost.nbytes == 32
+
+
+def test_an_env_that_cannot_be_tried_is_left_to_whoever_makes_it_and_an_interrupt_is_not() -> None:
+    class Fails(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            raise error
+
+    error: BaseException = SystemExit(1)
+    assert make.probe(Fails) is None
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        make.probe(Fails)
+
+
+def test_the_slowest_quarter_of_a_trial_is_not_counted(monkeypatch: Any) -> None:
+    machine = Machine()
+    takes = iter([1e-3, 1e-3, 9e-3, 1e-3] * 3 + [1.0])
+
+    class Timed(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            machine.seconds += next(takes)
+
+    monkeypatch.setattr(
+        make, "time", types.SimpleNamespace(perf_counter=machine.now, thread_time=machine.now)
+    )
+    cost = make.probe(Timed)
+    assert cost is not None
+    assert cost.wall == pytest.approx(1e-3)  # nine of twelve or thirteen
 
 
 PROGRAM = """

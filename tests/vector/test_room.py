@@ -15,26 +15,35 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Text, Tuple
+from gymnasium.vector import SyncVectorEnv
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.core.processes import dumps
 from shoal.vector import env_group, make_vec, process
 from shoal.vector.buffers import (
     BUCKETS,
     LINE,
     LOADING,
+    NOTHING_LOOSE,
+    WHOLE,
     Buffers,
     Observations,
     Patience,
+    RowWriter,
     TextBuffer,
     available_memory,
+    of_group,
+    read,
     shared_file,
+    split,
+    write_batch,
+    write_some,
 )
 from shoal.vector.env_group import Apply, Step, StepTimes, bucket_of
 from shoal.vector.failures import restart_seed
 from shoal.vector.make import probe
 from shoal.vector.process import Limits, Worker, look_at
-from shoal.vector.values import Layout, Told, batch_infos
+from shoal.vector.values import Layout, Leaf, Told, batch_infos
 from shoal.vector.worker import Make
 from tests.rooms.trace import Tracer
 from tests.vector.faulty import CountEnv
@@ -385,3 +394,92 @@ def test_what_a_worker_is_at_is_told_with_the_action_as_far_as_it_is_known() -> 
     worker.begin(Apply("call name", print, [()], [1]))
     worker.at = 1
     assert worker.current() == (11, "call name", None)
+
+
+@pytest.mark.parametrize("n", [3, 16, 17, 40])
+@pytest.mark.parametrize(
+    "value", [1, 0.5, True, np.float32(2), np.int64(-3), "text", None, np.arange(2)], ids=repr
+)
+def test_infos_that_all_tell_are_batched_like_those_that_some_do(n: int, value: Any) -> None:
+    for who in (range(n), range(0, n, 2), [n - 1]):
+        infos = dict[str, Any]()
+        theirs = SyncVectorEnv.__new__(SyncVectorEnv)
+        theirs.num_envs = n
+        for i in who:
+            infos = theirs._add_info(infos, {"a": value, "deep": {"b": value}}, i)
+        ours = batch_infos(n, [Told(i, None, None, {"a": value, "deep": {"b": value}}) for i in who])
+        for got, wanted in ((ours, infos), (ours["deep"], infos["deep"])):
+            assert list(got) == list(wanted)
+            for key in ("a", "_a") if got is ours else ("b", "_b"):
+                assert got[key].dtype == wanted[key].dtype
+                assert np.array_equal(got[key], wanted[key])
+
+
+def test_what_does_not_fit_into_a_row_is_refused_with_what_was_expected() -> None:
+    rows = np.zeros((2, 3), np.float32)
+    writer = RowWriter(Leaf("fixed", (3,), np.dtype(np.float32)), rows)
+    writer.write(0, np.array([1, 2, 3], np.float64))  # the same kind of number
+    writer.write(1, [4, 5, 6])
+    assert rows.tolist() == [[1, 2, 3], [4, 5, 6]]
+    for value, message in (
+        (np.zeros(2, np.float32), r"must have shape \(3,\), got \(2,\)"),
+        (np.zeros((1, 3), np.float32), r"must have shape \(3,\), got \(1, 3\)"),
+        (np.zeros(3, complex), r"must have dtype float32, got complex128"),
+    ):
+        with pytest.raises(EnvError, match=message):
+            writer.write(0, value)
+    numbers = np.zeros(2, np.int8)
+    one = RowWriter(Leaf("fixed", (), np.dtype(np.int8)), numbers)
+    one.write(0, 127)
+    one.write(1, np.int8(7))
+    one.write(1, np.int64(-128))
+    assert numbers.tolist() == [127, -128]
+    for wrong, message in (
+        (np.int64(128), "no room for"),
+        (np.int64(-129), "no room for"),
+        (1.5, "must have dtype"),
+    ):
+        with pytest.raises(EnvError, match=message):
+            one.write(0, wrong)
+    assert numbers.tolist() == [127, -128]
+
+
+def test_what_one_env_showed_can_be_put_carried_and_kept_without_the_others() -> None:
+    space = Dict({"a": Box(0, 9, (2,), np.float32), "b": Text(5)})
+    buffers = Buffers(3, Layout.of(space), Layout.of(Discrete(2)), places=2)
+    observations = Observations(buffers, copy=True)
+    for i in range(3):
+        observations.put(i, 0, [np.full(2, i, np.float32), f"t{i}"])
+    observations.carry([0, 2], 0, 1)
+    assert observations.batch(1)["a"].tolist() == [[0, 0], [0, 0], [2, 2]]
+    observations.carry([1], 1, 1)
+    observations.keep([2, 0], {1: ["two", "none"]}, but={0})
+    observations.keep(range(1, 2), {1: ["one"]})
+    assert observations.batch(0)["b"] == ("t0", "one", "two")
+    one = observations.one(2, 1)
+    assert (one["a"].tolist(), one["b"]) == ([2, 2], "two")
+    some = observations.rows([2, 1], [1, 0])
+    assert (some["a"].tolist(), some["b"]) == ([[2, 2], [1, 1]], ("two", "one"))
+    stacked = observations.stack([observations.leaves(1, 0), observations.leaves(0, 1)])
+    assert (stacked["a"].tolist(), stacked["b"]) == ([[1, 1], [0, 0]], ("one", "t0"))
+    assert stacked["a"].dtype == np.float32
+
+
+def test_actions_are_read_as_they_were_written_whatever_part_of_them_is_loose() -> None:
+    space = Dict({"go": Discrete(5), "say": Text(9)})
+    buffers = Buffers(4, Layout.of(Discrete(2)), Layout.of(space))
+    parts = split(buffers.actions, {"go": np.arange(4), "say": list("abcd")}, 4)
+    loose = write_batch(buffers, parts)
+    assert sorted(loose) == [1]
+    mine = of_group(loose, 1, 2)
+    assert mine == {1: {1: "b", 2: "c"}}
+    assert read(buffers, 1, range(2), mine) == [{"go": 1, "say": "b"}, {"go": 2, "say": "c"}]
+    assert read(buffers, 1, [1], mine) == [{"go": 2, "say": "c"}]
+    assert read(buffers, 1, [], mine) == []
+    plain = Buffers(4, Layout.of(Discrete(2)), Layout.of(Discrete(5)))
+    loose = write_some(plain, [3, 1, 2], [np.int64(4), np.int64(3), "up"])
+    assert loose == {WHOLE: {2: "up"}}
+    assert read(plain, 1, range(3), loose) == [3, "up", 4]
+    assert read(plain, 1, [0, 2], loose) == [3, 4]
+    assert read(plain, 1, [1], loose) == ["up"]
+    assert of_group(NOTHING_LOOSE, 0, 4) is NOTHING_LOOSE
