@@ -138,6 +138,7 @@ class ThreadCluster:
         self.stillborn: list[RayError] = []
         """What the next actors die of before they have a place."""
         self.here = threading.local()
+        self.lock = threading.Lock()
         self.job = 1
         for node in nodes:
             self.add_node(node)
@@ -173,21 +174,22 @@ class ThreadCluster:
 
     def place(self) -> None:
         """Begin those who wait, where there is room for them: where they wish, else where most is free."""
-        for actor in self.actors:
-            if actor.node or actor.death:
-                continue
-            if self.stillborn:
-                actor.end(self.stillborn.pop(0))
-                continue
-            names = sorted(self.resources, key=lambda name: -self.free(name).get("CPU", 0))
-            names = [name for name in names if self.ports[name].fileno() >= 0]
-            wish = actor.kind.strategy
-            if isinstance(wish, NodeAffinitySchedulingStrategy):
-                names = [wish.node_id, *(names if wish.soft else [])]
-            for name in names:
-                if all(self.free(name).get(k, 0) >= n for k, n in actor.kind.needs.items()):
-                    actor.begin(name)
-                    break
+        with self.lock:  # actors end in any thread, and each begins once
+            for actor in self.actors:
+                if actor.node or actor.death:
+                    continue
+                if self.stillborn:
+                    actor.end(self.stillborn.pop(0))
+                    continue
+                names = sorted(self.resources, key=lambda name: -self.free(name).get("CPU", 0))
+                names = [name for name in names if self.ports[name].fileno() >= 0]
+                wish = actor.kind.strategy
+                if isinstance(wish, NodeAffinitySchedulingStrategy):
+                    names = [wish.node_id, *(names if wish.soft else [])]
+                for name in names:
+                    if all(self.free(name).get(k, 0) >= n for k, n in actor.kind.needs.items()):
+                        actor.begin(name)
+                        break
 
     def close(self) -> None:
         for port in self.ports.values():

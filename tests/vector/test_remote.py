@@ -155,6 +155,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
     cluster.shutdown()
 
 
+@pytest.fixture
+def moment(cluster: Any) -> float:
+    """Seconds that are long beside an answer: Ray's take a while."""
+    return 0.2 if isinstance(cluster, ThreadCluster) else 1.0
+
+
 @with_actors
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 @pytest.mark.parametrize(
@@ -349,8 +355,10 @@ def test_a_constructor_that_ends_its_process_is_told_and_not_tried_for_long(clus
 
 
 @with_actors
-def test_what_can_never_be_placed_is_told_in_time(cluster: Any, caplog: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5)
+def test_what_can_never_be_placed_is_told_in_time(
+    cluster: Any, moment: float, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5 * moment)
     begun = time.monotonic()
     with (
         caplog.at_level(logging.WARNING),
@@ -358,17 +366,21 @@ def test_what_can_never_be_placed_is_told_in_time(cluster: Any, caplog: Any, mon
             WorkerError, match=r"env 0 failed in make: .*waiting for 64 CPUs.*the cluster has 4 CPUs"
         ),
     ):
-        make_vec(CountEnv, 2, backend="ray", num_workers=1, ray_options={"num_cpus": 64}, make_timeout=2.0)
+        make_vec(
+            CountEnv, 2, backend="ray", num_workers=1, ray_options={"num_cpus": 64}, make_timeout=2.0 * moment
+        )
     assert time.monotonic() - begun < 20
     assert "waiting for 64 CPUs: 1 of 1 actors have no place yet (envs 0 to 1)" in caplog.text
 
 
 @with_actors
-def test_an_actor_waits_for_its_cpus_and_says_so(cluster: Any, caplog: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5)
+def test_an_actor_waits_for_its_cpus_and_says_so(
+    cluster: Any, moment: float, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5 * moment)
     first = make_vec(CountEnv, 4, backend="ray", ray_options={"num_cpus": 1})
     assert len(first.stats()["workers"]) == 4  # as many as there is room for
-    threading.Timer(1.5, first.close).start()
+    threading.Timer(1.5 * moment, first.close).start()
     with caplog.at_level(logging.WARNING):
         second = make_vec(CountEnv, 1, backend="ray", ray_options={"num_cpus": 1})
     assert "waiting for 1 CPU: 1 of 1 actors have no place yet (env 0)" in caplog.text
@@ -419,8 +431,10 @@ def test_a_command_that_cannot_be_sent_harms_nobody(cluster: Any) -> None:
 
 
 @with_actors
-def test_whichever_actor_is_ready_first_comes_first(cluster: Any) -> None:
-    envs = make_vec([functools.partial(SlowEnv, s) for s in (1.5, 0.0)], backend="ray", num_workers=2)
+def test_whichever_actor_is_ready_first_comes_first(cluster: Any, moment: float) -> None:
+    envs = make_vec(
+        [functools.partial(SlowEnv, s) for s in (1.5 * moment, 0.0)], backend="ray", num_workers=2
+    )
     envs.reset(seed=0)
     envs.send([0, 1], [1, 1])
     assert envs.recv(1).ids.tolist() == [1]
@@ -433,12 +447,12 @@ def test_whichever_actor_is_ready_first_comes_first(cluster: Any) -> None:
 
 
 @with_actors
-def test_a_late_answer_is_never_the_next_one(cluster: Any) -> None:
-    envs = make_vec([functools.partial(SlowEnv, s) for s in (1.0, 0.0)], backend="ray", num_workers=2)
+def test_a_late_answer_is_never_the_next_one(cluster: Any, moment: float) -> None:
+    envs = make_vec([functools.partial(SlowEnv, s) for s in (moment, 0.0)], backend="ray", num_workers=2)
     envs.reset(seed=0)
     envs.step_async([1, 1])
     with pytest.raises(TimeoutError):
-        envs.step_wait(timeout=0.2)
+        envs.step_wait(timeout=0.2 * moment)
     assert envs.step([2, 2])[1].tolist() == [22.0, 22.0]
     envs.close()
 
