@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -310,6 +310,38 @@ def test_an_info_that_is_no_dict_is_refused_wherever_it_comes(mode: str, where: 
         envs.step([1, 1])
     with pytest.raises(WorkerError, match=r"env 1 .*info must be a dict, got (str|list)"):
         envs.step([1, 1])
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+def test_an_env_that_failed_while_it_was_reset_begins_with_the_seed_that_was_given(mode: str) -> None:
+    class Once(CountEnv):
+        left: ClassVar[list[int]] = []
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if seed in self.left:
+                self.left.remove(seed)
+                raise ZeroDivisionError
+            return super().reset(seed=seed, options=options)
+
+    envs = make_vec(Once, 3, backend="serial", autoreset=mode, on_failure="restart")
+    Once.left = [8]
+    obs, infos = envs.reset(seed=[7, 8, 9])
+    assert obs[:, :2].tolist() == [[7, 1], [8, 1], [9, 1]]
+    assert infos["worker_restarted"].tolist() == [False, True, False]
+    assert "final_obs" not in infos
+    Once.left = [4]
+    ((seen, info),) = envs.reset_some([2], [4])
+    assert (seen.tolist(), info["worker_restarted"]) == ([4, 1, 0, 0], True)
+    Once.left = [5]
+    envs.send_reset([0], [5])
+    ready = envs.recv()
+    assert ready.observations.tolist() == [[5, 1, 0, 0]]
+    assert ready.infos[0]["worker_restarted"]
+    _, rewards, _, truncated, infos = envs.step([1, 1, 1])
+    assert (rewards.tolist(), truncated.any()) == ([11.0] * 3, False)
+    assert "worker_restarted" not in infos
+    assert envs.stats()["restarts"] == envs.stats()["failures"] == [1, 1, 1]
     envs.close()
 
 

@@ -23,11 +23,13 @@ from shoal.vector import (
     MultiProcessEnvironmentContainer,
     ParallelEnv,
     PufferStyle,
+    compat,
     groups,
     make_vec,
 )
 from shoal.vector.buffers import BUCKETS
 from shoal.vector.env_group import bucket_of, quantiles
+from shoal.vector.make import StepCost
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.scripted import Coordinates, Scripted, SlowEnv, WordEnv
 
@@ -295,6 +297,30 @@ def test_observation_modes_are_gymnasiums(fns: Any, mode: Any) -> None:
         assert ours.single_observation_space == theirs.single_observation_space
         assert ours.single_action_space == theirs.single_action_space
         assert (ours.context, ours.observation_mode, ours.max_concurrency) == (None, mode, None)
+
+
+@pytest.mark.parametrize(
+    ("cost", "given", "tried", "groups"),
+    [
+        (StepCost(1e-3, 1e-5), {}, 1, [1, 1, 1]),  # it waits: a thread for each
+        (StepCost(1e-3, 1e-3), {}, 1, [1, 2]),
+        (None, {}, 1, [1, 2]),
+        (StepCost(1e-3, 1e-5), {"num_workers": 1}, 0, [3]),
+        (StepCost(1e-3, 1e-5), {"max_concurrency": 2}, 0, [1, 2]),
+        (StepCost(1e-3, 1e-3), {"threads": True}, 0, [1, 1, 1]),
+        (StepCost(1e-3, 1e-3), {"max_concurrency": 9}, 0, [1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_gymnasiums_constructor_tries_an_env_where_nothing_else_says_how_many_workers(
+    monkeypatch: Any, cost: Any, given: Any, tried: int, groups: list[int]
+) -> None:
+    tries = []
+    monkeypatch.setattr(compat, "probe", lambda fn: (tries.append(fn), cost)[1])
+    monkeypatch.setattr(compat, "available_cpus", lambda: 2)
+    with contextlib.closing(AsyncVectorEnv([CountEnv] * 3, **given)) as envs:
+        assert [worker.count for worker in envs.workers] == groups
+        assert len(tries) == tried
 
 
 def test_shared_memory_takes_the_spaces_that_gymnasiums_does() -> None:

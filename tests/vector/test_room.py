@@ -18,7 +18,7 @@ from gymnasium.spaces import Box, Dict, Discrete, Text, Tuple
 from gymnasium.vector import SyncVectorEnv
 
 from shoal.core.errors import ConfigError, EnvError
-from shoal.core.processes import dumps
+from shoal.core.processes import SLICE, dumps
 from shoal.vector import env_group, make_vec, process
 from shoal.vector.buffers import (
     BUCKETS,
@@ -42,7 +42,7 @@ from shoal.vector.buffers import (
 from shoal.vector.env_group import Apply, Step, StepTimes, bucket_of
 from shoal.vector.failures import restart_seed
 from shoal.vector.make import probe
-from shoal.vector.process import Limits, Worker, look_at
+from shoal.vector.process import Limits, Worker, look_at, wait_any
 from shoal.vector.values import Layout, Leaf, Told, batch_infos
 from shoal.vector.worker import Make
 from tests.rooms.trace import Tracer
@@ -380,6 +380,87 @@ def test_those_who_live_with_one_that_is_overdue_are_lost_with_it_and_nobody_els
     ]
     assert lost[0] is not None
     assert (lost[0].summary, lost[0].trace) == ("no answer within 1e-09 s", "here")
+
+
+def test_those_who_die_together_are_lost_for_one_reason_that_names_the_others() -> None:
+    class Gone(Clocked):
+        def is_gone(self) -> bool:
+            return True
+
+    def worker(first: int, home: Any, kind: type[Clocked] = Gone) -> Clocked:
+        made = kind(first, [CountEnv] * 2)
+        made.home = home
+        made.begin(Step(None, 0, {}))
+        return made
+
+    house: Any = object()
+    workers = [
+        worker(0, house),
+        worker(2, house),
+        worker(4, house),
+        worker(6, None),
+        worker(8, house, Clocked),
+    ]
+    workers[1].at = 1
+    idle, done = worker(10, house), worker(12, None)
+    idle.command = None
+    done.answered = lambda: True  # type: ignore[method-assign]
+    look_at([*workers, idle, done])
+    lost = [one.lost for one in workers]
+    assert lost[0] is not None
+    assert lost[3] is not None
+    assert lost[0] is lost[1] is lost[2]
+    said = "its thread ended (or it was the fault of env 3, 4, which it stepped at the same time)"
+    assert (lost[0].env, lost[0].kind, lost[0].summary) == (0, "died", said)
+    assert (lost[3].env, lost[3].doing, lost[3].summary) == (6, "step", "its thread ended")
+    assert [lost[4], idle.lost, done.lost] == [None] * 3
+
+
+def test_the_time_of_a_constructor_begins_when_no_process_is_starting_any_more(monkeypatch: Any) -> None:
+    now = [100.0]
+    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Clocked, "stack", lambda worker: "here")
+    starting, making, stepping = (Clocked(i, [CountEnv], Limits(step=1.0, make=5.0)) for i in range(3))
+    starting.begin(Make(0, ()))
+    starting.at = LOADING
+    making.begin(Make(1, ()))
+    stepping.begin(Step(None, 0, {}))
+    look_at([making, stepping])
+    now[0] += 6.0
+    look_at([starting, making, stepping])
+    assert (starting.lost, making.lost) == (None, None)
+    assert stepping.lost is not None
+    starting.at = 0
+    now[0] += 4.9
+    look_at([starting, making])
+    assert (starting.lost, making.lost) == (None, None)
+    now[0] += 0.2
+    look_at([starting, making])
+    assert starting.lost is None
+    assert making.lost is not None
+    assert (making.lost.doing, making.lost.summary) == ("make", "no answer within 5 s")
+
+
+def test_a_wait_gives_those_who_are_ready_looks_at_all_and_ends_at_its_deadline(monkeypatch: Any) -> None:
+    now, looks, pauses = [100.0], list[float](), list[float]()
+    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(process, "look_at", lambda workers: looks.append(len(workers)))
+    workers = [Clocked(i, [CountEnv]) for i in range(3)]
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds + 1e-9
+
+    with pytest.raises(TimeoutError):
+        wait_any(workers[:2], workers, 100.0 + 2.5 * SLICE, pause)
+    assert looks == [3, 3]
+    assert pauses == pytest.approx([SLICE, SLICE, SLICE / 2], rel=1e-3)
+    with pytest.raises(TimeoutError):
+        wait_any(workers[:2], workers, now[0], pause)
+    workers[2].answered = lambda: True  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        wait_any(workers[:2], workers, now[0] + SLICE / 2, pause)
+    assert wait_any(workers[1:], workers, now[0] - 1.0, pause) == [workers[2]]
 
 
 def test_what_a_worker_is_at_is_told_with_the_action_as_far_as_it_is_known() -> None:
