@@ -243,6 +243,23 @@ def test_partial_resets_by_mask_equal_gymnasiums(backend: Any) -> None:
     theirs.close()
 
 
+@pytest.mark.parametrize("options", [{"ring": 3}, {"on_failure": "restart"}], ids=str)
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_who_is_not_reset_or_stepped_shows_what_it_showed_before(backend: Any, options: Any) -> None:
+    envs = make_vec(functools.partial(CountEnv, 1000), 4, backend=backend, num_workers=3, **options)
+    envs.reset(seed=0)
+    for k in range(6):
+        seen = envs.step([k, 1, 2, 3])[0].copy()
+        mask = np.arange(4) == k % 4
+        seen[mask] = [[k % 4, seen[k % 4, 1] + 1, 0, 0]]
+        assert envs.reset(options={"reset_mask": mask})[0].tolist() == seen.tolist()
+        (one,) = envs.step_some([(k + 1) % 4], [5])
+        seen[(k + 1) % 4] = one.observation
+        assert envs.observations().tolist() == seen.tolist()
+        assert one.observation[3] == 5.0
+    envs.close()
+
+
 def test_a_step_after_the_end_raises_when_nothing_resets() -> None:
     envs = make_vec(functools.partial(CountEnv, 1), 2, backend="process", autoreset="disabled")
     envs.reset(seed=0)

@@ -114,6 +114,19 @@ def test_a_first_reset_that_fails_is_done_again_with_the_same_seeds() -> None:
         assert [obs[0] for obs in container.reset()[0]] == [seed % 1000 for seed in groups(42, 2, 1)]
 
 
+def test_what_is_left_or_closed_ends_its_environments() -> None:
+    with MultiProcessEnvironmentContainer(CountEnv, 2, backend="serial") as container:
+        assert not container.envs.closed
+    with ParallelEnv([CountEnv], backend="serial") as parallel:
+        assert not parallel.envs.closed
+    puffer = PufferStyle(make_vec(CountEnv, 2, backend="serial"))
+    pool = puffer._inner.pool
+    puffer.close()
+    assert container.envs.closed
+    assert parallel.envs.closed
+    assert pool.closed
+
+
 def test_groups_are_the_seeds_of_the_container() -> None:
     assert groups(42, 2, 2) == [derive_seed(42, "env", 0, g) for g in (0, 0, 1, 1)]
 
