@@ -136,7 +136,8 @@ def test_equal_to_gymnasiums_serial_vector_env(
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
 @pytest.mark.parametrize("talk", [0, 3])
 @pytest.mark.parametrize(
-    "space", [spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Box(0, 255, (64, 64, 8), np.uint8), spaces.Text(40)]
+    "space",
+    [spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Box(0, 255, (64, 64, 8), np.uint8), spaces.Text(40)],
 )
 @pytest.mark.parametrize("actions", [spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)])
 def test_the_callers_own_group_equals_gymnasiums(mode: Any, talk: int, space: Any, actions: Any) -> None:
