@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 
 from shoal.vector import make, make_vec
@@ -17,6 +18,7 @@ from shoal.vector.env_group import Trial
 from shoal.vector.make import LEAST, LONGEST, StepCost, open_workers, pays
 from shoal.vector.process import Worker
 from tests.vector.faulty import CountEnv
+from tests.vector.scripted import Scripted
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,6 +170,7 @@ os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
 import shoal.vector.make as plan
 from shoal.vector import make_vec
 from tests.vector.faulty import CountEnv
+from tests.vector.scripted import Scripted
 class Busy(CountEnv):
     def misbehave(self, action):
         for _ in range(2000):
@@ -220,3 +223,38 @@ def test_the_first_two_rounds_of_a_trial_wake_up_and_do_not_count() -> None:
     cost = StepCost(100e-6, 100e-6)
     assert pays([worker, caller(16)], cost, work=machine.work, now=machine.now)
     assert len(worker.rounds) == LEAST
+
+
+def test_what_the_clocks_take_is_no_cost_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Timed(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            clock[0] += 5.0
+
+    def thread_time() -> float:  # it takes a second to look at
+        clock[0] += 1.0
+        return clock[0]
+
+    monkeypatch.setattr(
+        make, "time", types.SimpleNamespace(perf_counter=lambda: clock[0], thread_time=thread_time)
+    )
+    cost = make.probe(Timed)
+    assert cost is not None
+    assert (cost.wall, cost.texts, cost.nbytes) == (5.0, 0, 32)
+
+
+@pytest.mark.parametrize(
+    ("texts", "backend"), [(0, "process"), (1, "serial")], ids=["as many bytes", "as text"]
+)
+def test_short_steps_that_show_text_stay_with_the_caller(texts: int, backend: str) -> None:
+    assert make.choose(StepCost(1e-6, 1e-6, 500, texts), 64, cpus=2).backend == backend
+    assert make.choose(StepCost(20e-6, 20e-6, 500, texts), 64, cpus=2).backend == "process"
+
+
+def test_texts_are_counted_wherever_they_are() -> None:
+    spaces = gymnasium.spaces
+    space = spaces.Dict({"a": spaces.Text(9), "b": spaces.Tuple((spaces.Text(9), spaces.Discrete(2)))})
+    cost = make.probe(lambda: Scripted(space, spaces.Discrete(2), 3, 0))
+    assert cost is not None
+    assert cost.texts == 2

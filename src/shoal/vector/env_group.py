@@ -312,7 +312,9 @@ class EnvGroup:
         for failure in failures:
             failure.action = shown(actions[chosen.index(failure.env - self.first)])
         if columns or told or failures:
-            return Reply(_of_members(columns, chosen, self.count), told, failures)
+            if members is not None:
+                columns = _of_members(columns, members, self.count)
+            return Reply(columns, told, failures)
         return None
 
     def _advance(

@@ -340,6 +340,8 @@ HANDOVER = 10e-6
 """Seconds that a vector step with workers takes beyond its longest share."""
 WRITE, READ = 0.4e-9, 0.1e-9
 """Seconds per byte to write memory that another core has just read, and to read what it has just written."""
+TEXT = 1e-6
+"""Seconds to pack a text where it was made and to unpack it where it is read."""
 WORTH_IT = 0.9
 """Workers are used when a vector step with them takes less than this part of the time without."""
 WAITS = 0.5
@@ -353,6 +355,7 @@ class StepCost:
     wall: float
     cpu: float
     nbytes: int = 0  # of an observation
+    texts: int = 0  # in it
 
     @property
     def waits(self) -> bool:
@@ -388,6 +391,7 @@ def probe(fn: EnvFn) -> StepCost | None:
     """Make one environment, step it with random actions for a moment, and close it; None if it fails at that."""
     best: list[tuple[float, float]] = []
     obs: Any = None
+    clocks = min(map(_clocks, range(20)))
     try:
         env = fn()
         try:
@@ -403,7 +407,7 @@ def probe(fn: EnvFn) -> StepCost | None:
                 wall, cpu = time.perf_counter(), time.thread_time()
                 obs, _, terminated, truncated, _ = env.step(action)
                 copy.copy(obs)  # what a vector env does with it at least
-                best.append((time.perf_counter() - wall, time.thread_time() - cpu))
+                best.append((time.perf_counter() - wall - clocks, time.thread_time() - cpu))
                 if terminated or truncated:
                     env.reset()
         finally:
@@ -415,7 +419,13 @@ def probe(fn: EnvFn) -> StepCost | None:
     best.sort()
     middle = best[: max(1, len(best) * 3 // 4)]  # without the outliers of a busy machine
     wall, cpu = (sum(times) / len(middle) for times in zip(*middle, strict=True))
-    return StepCost(wall, cpu, _nbytes(obs))
+    return StepCost(max(wall, 0.0), cpu, _nbytes(obs), _texts(obs))
+
+
+def _clocks(_: int) -> float:
+    """Seconds that looking at both clocks takes."""
+    wall, _cpu = time.perf_counter(), time.thread_time()
+    return time.perf_counter() - wall
 
 
 def _nbytes(value: Any) -> int:
@@ -428,6 +438,11 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, tuple | list):
         return sum(map(_nbytes, value))
     return 8
+
+
+def _texts(value: Any) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return isinstance(value, str) + sum(map(_texts, parts))
 
 
 def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
@@ -462,7 +477,7 @@ def _together(cost: StepCost, n_envs: int, parts: int, caller_share: int) -> flo
     moved = n_envs - caller_share
     worker = -(-moved // (parts - 1)) * (cost.wall + cost.nbytes * WRITE)
     caller = caller_share * cost.wall
-    return max(worker, caller) + HANDOVER + moved * cost.nbytes * READ
+    return max(worker, caller) + HANDOVER + moved * (cost.nbytes * READ + cost.texts * TEXT)
 
 
 # --- whether workers that are started already make steps faster here and now, before anything depends on it
@@ -510,7 +525,8 @@ def pays(
         work(int(per_env * n_envs))
         shared.append(middle - start)
         single.append(now() - middle)
-    carrying = -(-moved // len(others)) * cost.nbytes * WRITE + moved * cost.nbytes * READ
+    carrying = -(-moved // len(others)) * cost.nbytes * WRITE
+    carrying += moved * (cost.nbytes * READ + cost.texts * TEXT)
     return bool(_mean(shared) + carrying < WORTH_IT * _mean(single))
 
 
