@@ -96,6 +96,8 @@ def _ratio(row: dict[str, Any] | None) -> str:
 
 
 def _noise(row: dict[str, Any]) -> str:
+    if "noise" not in row:  # measured before the noise of turns was
+        return f"{row['variation']:.0%} between rounds"
     return f"{row['noise']['max']:.0f} %, median {row['noise']['median']:.0f} %"
 
 
