@@ -407,7 +407,7 @@ def probe(fn: EnvFn) -> StepCost | None:
                 wall, cpu = time.perf_counter(), time.thread_time()
                 obs, _, terminated, truncated, _ = env.step(action)
                 copy.copy(obs)  # what a vector env does with it at least
-                best.append((time.perf_counter() - wall - clocks, time.thread_time() - cpu))
+                best.append((time.perf_counter() - wall - clocks, time.thread_time() - cpu - clocks))
                 if terminated or truncated:
                     env.reset()
         finally:
@@ -419,7 +419,7 @@ def probe(fn: EnvFn) -> StepCost | None:
     best.sort()
     middle = best[: max(1, len(best) * 3 // 4)]  # without the outliers of a busy machine
     wall, cpu = (sum(times) / len(middle) for times in zip(*middle, strict=True))
-    return StepCost(max(wall, 0.0), cpu, _nbytes(obs), _texts(obs))
+    return StepCost(max(wall, 0.0), max(cpu, 0.0), _nbytes(obs), _texts(obs))
 
 
 def _clocks(_: int) -> float:
