@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium import spaces
 
 from tests.vector.faulty import CountEnv
@@ -67,6 +69,62 @@ class Scripted(gymnasium.Env[Any, Any]):
             "none": None,
         }
         return {key: everything[key] for key in list(everything)[: self.talk] if self.np_random.integers(3)}
+
+
+NUMBERS: dict[str, Callable[[int], Any]] = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "float64": np.float64,
+    "float32": lambda k: np.float32(k / 3),
+    "int64": np.int64,
+    "int32": np.int32,
+    "uint8": np.uint8,
+    "float16": np.float16,
+    "bool_": np.bool_,
+    "complex": complex,
+    "longdouble": np.longdouble,
+    "text": str,
+    "NaN": lambda k: float("nan") if k % 2 else 0.5,
+}
+
+
+class Numbers(gymnasium.Env[Any, Any]):
+    """Tells numbers of the given kinds: after t steps those of `script[t % len(script)]`.
+
+    Those of env `odd` come in another order.
+    """
+
+    observation_space: spaces.Space[Any] = spaces.Box(-9, 9, (2,))
+    action_space: spaces.Space[Any] = spaces.Discrete(4)
+
+    def __init__(
+        self, number: int, script: Sequence[dict[str, str]], length: int, odd: int, text: bool = False
+    ) -> None:
+        self.number, self.script, self.length, self.odd = number, script, length, odd
+        self.t = self.all = 0
+        if text:
+            self.observation_space = spaces.Text(9)
+
+    def observe(self) -> Any:
+        if isinstance(self.observation_space, spaces.Text):
+            return f"{self.number} {self.t}"
+        return np.full(2, self.t, np.float32)
+
+    def told(self) -> dict[str, Any]:
+        self.all += 1
+        kinds = self.script[self.all % len(self.script)]
+        names = reversed(kinds) if self.number == self.odd and self.all % 5 == 0 else kinds
+        return {name: NUMBERS[kinds[name]](10 * self.number + self.t) for name in names}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), self.told()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.observe(), 1.0, self.t >= self.length, False, self.told()
 
 
 class SlowEnv(CountEnv):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import time
 from typing import Any
 
 import gymnasium
@@ -10,13 +13,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from shoal.core.errors import WorkerError
 from shoal.vector import make_vec
 from shoal.vector.make import Plan
 from tests.vector.faulty import CountEnv
-from tests.vector.scripted import Coordinates, Scripted
+from tests.vector.scripted import NUMBERS, Coordinates, Numbers, Scripted
 
 simple = st.sampled_from(
     [
@@ -52,6 +56,7 @@ action_spaces = st.sampled_from(
         spaces.Dict({"move": spaces.Discrete(2), "say": spaces.Text(5)}),
     ]
 )
+PROCESSES = {"backend": "process", "num_workers": 2}
 layouts = st.sampled_from(
     [
         {"backend": "serial"},
@@ -153,6 +158,165 @@ def test_the_callers_own_group_equals_gymnasiums(mode: Any, talk: int, space: An
         given[:] = 0  # what was given is the caller's again
     ours.close()
     theirs.close()
+
+
+tables = st.dictionaries(
+    st.sampled_from(["x", "speed", "y", "é"]),
+    st.sampled_from(list(NUMBERS)),
+    max_size=4,
+)
+
+
+def of_values(infos: Any) -> Any:
+    """Infos in which NaN equals itself, with the types of what they hold."""
+    if isinstance(infos, dict):
+        return {key: of_values(value) for key, value in infos.items()}
+    if isinstance(infos, np.ndarray):
+        return str(infos.dtype), infos.shape, [of_values(item) for item in infos.tolist()]
+    if isinstance(infos, tuple | list):
+        return type(infos), [of_values(item) for item in infos]
+    return type(infos), repr(infos)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    script=st.lists(tables, min_size=1, max_size=3),
+    n=st.integers(1, 5),
+    length=st.integers(1, 9),
+    odd=st.integers(0, 9),
+    mode=st.sampled_from([AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP]),
+    layout=layouts,
+)
+@example([{"x": "float64", "speed": "float32", "é": "int"}], 5, 4, 9, AutoresetMode.SAME_STEP, PROCESSES)
+@example(
+    [{"x": "text"}, {"x": "int"}, {"x": "int", "y": "bool"}], 5, 4, 9, AutoresetMode.NEXT_STEP, PROCESSES
+)
+@example([{"final_obs": "float"}], 5, 4, 9, AutoresetMode.NEXT_STEP, PROCESSES)
+@example([{f"x{k}": "float" for k in range(17)}], 5, 4, 9, AutoresetMode.NEXT_STEP, PROCESSES)
+@example([{f"x{k}": "float" for k in range(16)}], 5, 4, 9, AutoresetMode.NEXT_STEP, PROCESSES)
+def test_infos_of_numbers_equal_gymnasiums(
+    monkeypatch: Any, script: Any, n: int, length: int, odd: int, mode: Any, layout: Any
+) -> None:
+    fns = [functools.partial(Numbers, i, script, length, odd) for i in range(n)]
+    theirs, ours = SyncVectorEnv(fns, autoreset_mode=mode), build(fns, layout, monkeypatch, autoreset=mode)
+    kept = []
+    try:
+        assert of_values(ours.reset(seed=1)) == of_values(theirs.reset(seed=1))
+        for _ in range(12):
+            batch = np.ones(n, np.int64)
+            kept.append((ours.step(batch)[4], theirs.step(batch)[4]))
+            assert of_values(kept[-1][0]) == of_values(kept[-1][1])
+        for mine, other in kept:  # no later step has changed them
+            assert of_values(mine) == of_values(other)
+    finally:
+        ours.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("silent", [(), (2, 3), (0, 1), (1,)])
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize(
+    "layout", [{"backend": "serial"}, {"backend": "thread", "num_workers": 2}, PROCESSES]
+)
+def test_infos_of_numbers_equal_gymnasiums_where_some_tell_none(layout: Any, text: bool, silent: Any) -> None:
+    fns = [
+        functools.partial(Numbers, i, [{} if i in silent else {"a": "float64", "b": "int"}], 4, 9, text)
+        for i in range(4)
+    ]
+    with (
+        contextlib.closing(SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)) as theirs,
+        contextlib.closing(make_vec(fns, **layout)) as ours,
+    ):
+        theirs.reset(seed=0)
+        ours.reset(seed=0)
+        for _ in range(6):
+            mine, other = ours.step([1] * 4), theirs.step([1] * 4)
+            assert of_values(mine[4]) == of_values(other[4])
+            assert np.array_equal(mine[0], other[0])
+
+
+@pytest.mark.parametrize("kinds", [{"a": "float", "b": "int"}, {"a": "float64", "b": "int32", "c": "bool"}])
+def test_infos_of_numbers_have_their_types_for_each_env_too(kinds: dict[str, str]) -> None:
+    fns = [functools.partial(Numbers, i, [kinds], 100, 9) for i in range(4)]
+    plain = [fn() for fn in fns]
+    with contextlib.closing(make_vec(fns, backend="process", num_workers=2)) as ours:
+        first = [env.reset()[1] for env in plain]
+        assert of_values(ours.reset_each([0] * 4)[1]) == of_values(first)
+        for _ in range(3):
+            told = [env.step(1)[4] for env in plain]
+            ours.step_async(np.ones(4, np.int64))
+            *_, found = ours.step_wait_each()
+            assert of_values([item.info for item in found]) == of_values(told)
+            told = [env.step(1)[4] for env in plain]
+            assert of_values([one.info for one in ours.step_some(range(4), [1] * 4)]) == of_values(told)
+            told = [env.step(1)[4] for env in plain]
+            ours.send(range(4), [1] * 4)
+            ready = ours.recv(4)
+            assert of_values([ready.infos[k] for k in np.argsort(ready.ids)]) == of_values(told)
+
+
+def test_infos_of_an_abandoned_step_do_not_become_those_of_the_next() -> None:
+    """What the group told late is of its own step, also where it was the first of its kind."""
+    fns = [functools.partial(SlowNumbers, i, 0.3 if i == 0 else 0.0) for i in range(4)]
+    with contextlib.closing(make_vec(fns, backend="process", num_workers=2)) as ours:
+        ours.reset(seed=0)
+        ours.step_async(np.ones(4, np.int64))
+        with pytest.raises(TimeoutError):
+            ours.step_wait(timeout=0.05)
+        for t in (2, 3):
+            infos = ours.step(np.ones(4, np.int64))[4]
+            assert infos["x"].tolist() == [t, 10 + t, 20 + t, 30 + t]
+            assert infos["_x"].all()
+
+
+class Unreadable:
+    """Cannot be loaded in one process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.pid = state["pid"]
+        if os.getpid() == self.pid:
+            raise ValueError("not here")
+
+
+class ShowsTheUnreadable(Numbers):
+    """Its first step shows what its caller cannot load, and every step, but no reset, tells a number."""
+
+    observation_space = Coordinates()
+
+    def __init__(self, number: int, pid: int) -> None:
+        super().__init__(number, [{"x": "float64"}], 100, 9)
+        self.pid = pid
+
+    def observe(self) -> Any:
+        return {"it": Unreadable(self.pid) if self.t == 1 and self.number == 0 else self.t}
+
+    def told(self) -> dict[str, Any]:
+        return super().told() if self.t else {}
+
+
+def test_numbers_that_came_with_what_cannot_be_read_are_known_in_later_steps() -> None:
+    fns = [functools.partial(ShowsTheUnreadable, i, os.getpid()) for i in range(2)]
+    with contextlib.closing(make_vec(fns, backend="process", num_workers=1)) as ours:
+        ours.reset(seed=0)
+        with pytest.raises(WorkerError, match="not here"):
+            ours.step(np.ones(2, np.int64))
+        for t in (2, 3):
+            assert ours.step(np.ones(2, np.int64))[4]["x"].tolist() == [t, 10 + t]
+
+
+class SlowNumbers(Numbers):
+    """Its first step takes a while."""
+
+    def __init__(self, number: int, seconds: float) -> None:
+        super().__init__(number, [{"x": "float64"}], 100, 9)
+        self.seconds = seconds
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self.seconds if self.t == 0 else 0.0)
+        return super().step(action)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -420,11 +584,16 @@ class TellingEnv(CountEnv):
         (np.zeros(2), {"b": 1}),
         (2**70, 1),
         (1, 2**70),
+        (2**63 - 1, 2**63),
+        (2**63, 2**64),
         (np.int8(1), 300),
     ],
 )
-def test_infos_of_kinds_that_do_not_go_together_are_told_as_they_are(told: Any) -> None:
-    envs = make_vec([functools.partial(TellingEnv, one) for one in told], backend="serial")
+@pytest.mark.parametrize(
+    "layout", [{"backend": "serial"}, {"backend": "process", "num_workers": 1}, PROCESSES]
+)
+def test_infos_of_kinds_that_do_not_go_together_are_told_as_they_are(told: Any, layout: Any) -> None:
+    envs = make_vec([functools.partial(TellingEnv, one) for one in told], **layout)
     try:
         envs.reset(seed=0)
         infos = envs.step(np.ones(len(told), int))[4]

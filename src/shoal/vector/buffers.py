@@ -23,11 +23,13 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
-from shoal.vector.values import Layout, Leaf, own
+from shoal.vector.values import Layout, Leaf, Table, Told, own
 
 Array = np.ndarray[Any, Any]
 LINE = 64
 """Bytes of a group's command line and of its reply line: one cache line each, so they never share one."""
+TOLD_BYTES = 128
+"""Room per environment for the numbers that it tells in its infos, 8 bytes each."""
 BUCKETS = 128
 """Of the histogram of step times that each env has."""
 RECYCLE_FROM = 65_536
@@ -54,6 +56,7 @@ class Buffers:
     truncated: Array  # [n_envs] bool
     members: Array  # [n_envs] bool  who takes part in a step of some
     times: Array  # [n_envs, BUCKETS] uint32
+    told: Array  # [n_envs, TOLD_BYTES] uint8: see `TableBuffer`
     act: list[Any]  # per leaf of an action [n_envs, *shape], None if it has no fixed size
     obs: list[
         Any
@@ -74,7 +77,7 @@ class Buffers:
         self.observations, self.actions = observations, actions
         plan = _Plan()
         vectors = [plan.add(code, (n_envs,)) for code in ("f8", "?", "?", "?")]
-        times = plan.add("u4", (n_envs, BUCKETS))
+        times, told = plan.add("u4", (n_envs, BUCKETS)), plan.add("u1", (n_envs, TOLD_BYTES))
         act = [plan.leaf(leaf, (n_envs,), 0) for leaf in actions.leaves]
         obs = [plan.leaf(leaf, (places, n_envs), text_bytes) for leaf in observations.leaves]
         final = [plan.leaf(leaf, (n_envs,), 0) for leaf in observations.leaves]
@@ -85,7 +88,7 @@ class Buffers:
         self.rewards, self.terminated, self.truncated, self.members = (plan.array(view, v) for v in vectors)
         self.flags = np.frombuffer(view[vectors[1][0] : vectors[2][0] + n_envs], np.bool_)
         """Both kinds of ends in one array, with what lies between them."""
-        self.times = plan.array(view, times)
+        self.times, self.told = plan.array(view, times), plan.array(view, told)
         self.act = [plan.array(view, place) for place in act]
         self.obs = [plan.array(view, place) for place in obs]
         self.final = [plan.array(view, place) for place in final]
@@ -222,6 +225,70 @@ class TextBuffer:
             texts.append(whole[start : start + length])
             start += length
         return texts
+
+
+class TableBuffer:
+    """The numbers that the infos of one group hold: a message tells once what they are, then only they are written.
+
+    Args:
+        buffers: of all environments.
+        first: the first env of the group.
+        count: how many it has.
+    """
+
+    MOST = 64
+    """Different tables; what tells more kinds of them goes by message."""
+
+    def __init__(self, buffers: Buffers, first: int, count: int) -> None:
+        self.first, self.count = first, count
+        self._cells = buffers.told[first : first + count].reshape(-1)
+        self._numbers: dict[Schema, int] = {}
+        self._tables: dict[int, Table] = {}
+
+    def write(self, told: Sequence[Told]) -> tuple[int, Schema | None]:
+        """Write what all envs of the group told.
+
+        Returns:
+            the number of the kind of table, 0 if it is none; its names and types where they are new to the reader.
+        """
+        table = Table.of(told, self.count)
+        if table is None or len(table.keys) * 8 > TOLD_BYTES:
+            return 0, None
+        schema = table.keys, table.kinds
+        number, new = self._numbers.get(schema, 0), None
+        if not number:
+            if len(self._numbers) == self.MOST:
+                return 0, None
+            number, new = len(self._numbers) + 1, schema
+        where = self._tables.get(number) or self._made(schema)
+        try:
+            for cells, values in zip(where.columns, table.columns, strict=True):
+                cells[...] = values
+        except OverflowError:  # an int without room
+            return 0, None
+        if new:
+            self.know(number, schema)
+        return number, new
+
+    def know(self, number: int, schema: Schema) -> None:
+        """Take the names and types of a kind of table."""
+        self._numbers[schema], self._tables[number] = number, self._made(schema)
+
+    def read(self, number: int) -> Table:
+        """The table last written; it is overwritten by the group's next command."""
+        return self._tables[number]
+
+    def _made(self, schema: Schema) -> Table:
+        keys, kinds = schema
+        size = 8 * self.count
+        columns: list[Any] = [
+            self._cells[k * size : (k + 1) * size].view(kind)[: self.count] for k, kind in enumerate(kinds)
+        ]
+        return Table(self.first, self.count, keys, kinds, columns)
+
+
+Schema = tuple[tuple[str, ...], tuple[type, ...]]
+"""Names and types of the columns of a `Table`."""
 
 
 class Observations:

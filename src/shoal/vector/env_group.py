@@ -24,9 +24,9 @@ from gymnasium.vector import AutoresetMode
 from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
-from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
+from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, Schema, read, reader
 from shoal.vector.failures import Failure, from_exception, shown
-from shoal.vector.values import IN_BUFFER, Info, Told, own
+from shoal.vector.values import IN_BUFFER, Info, Table, Told, own
 
 
 # --- what a group can be told
@@ -106,13 +106,26 @@ class Reply:
     told: list[Told] = field(default_factory=list)  # of those that told something
     failures: list[Failure] = field(default_factory=list)
     value: Any = None  # what calls returned, or what was said of envs that were made
+    table: Table | None = None  # instead of `told`: what all of the group told, in numbers
+    schema: tuple[int, Schema] | None = None  # of a table that is new to the reader
 
-    def kept(self, but: Container[int]) -> Reply:
-        """The same of envs in this process, which may go on to change what they gave, `but` for these leaves."""
+    def every(self) -> list[Told]:
+        """What all told, in the table or beside."""
+        return [*self.told, *self.table] if self.table is not None else self.told
+
+    def kept(self, but: Container[int], count: int) -> Reply:
+        """The same of `count` envs in this process, which may go on to change what they gave.
+
+        Args:
+            but: leaves that they cannot change.
+            count: how many envs the group has.
+        """
         for leaf in self.columns:
             if leaf not in but:
                 self.columns[leaf] = own(self.columns[leaf])
-        if self.told:
+        if self.told and not self.failures and (table := Table.of(self.told, count)) is not None:
+            self.told, self.table = [], table
+        elif self.told:
             self.told = [Told(i, final, own(last), own(info)) for i, final, last, info in self.told]
         return self
 

@@ -34,7 +34,7 @@ from shoal.core.processes import (
 from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector import worker as operations
-from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer, read, shared_file
+from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer, read, shared_file
 from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
 from shoal.vector.failures import Failure, from_exception, shown
 from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve
@@ -124,7 +124,7 @@ class Worker:
         """A reply of envs in this process, which may go on to change what they gave; text they cannot."""
         if reply is None:
             return None
-        return reply.kept(self.buffers.observations.text if self.buffers is not None else ())
+        return reply.kept(self.buffers.observations.text if self.buffers is not None else (), self.count)
 
     def progress(self) -> int:
         """Position of the env that it is at, or `LOADING`."""
@@ -500,6 +500,7 @@ class ProcessWorker(Worker):
         self._patience = Patience()
         self._sequence = 0
         self.texts: dict[int, TextBuffer] = {}
+        self.tables: TableBuffer | None = None
         self.channel: Channel | None = None
 
     def connect(self, channel: Channel) -> None:
@@ -572,6 +573,8 @@ class ProcessWorker(Worker):
         if flags & operations.HAS_TEXT:
             for leaf, text in self.texts.items():
                 reply.columns[leaf] = text.unpack()
+        if (number := flags >> operations.TABLE) and self.tables is not None and self.lost is None:
+            reply.table = self.tables.read(number)
         return reply
 
     def _message(self) -> Reply:
@@ -589,6 +592,8 @@ class ProcessWorker(Worker):
             except BaseException as error:  # what came cannot be read here
                 env, doing, _ = self.current()
                 return Reply(failures=[from_exception(env, f"reading its reply to {doing}", error)])
+            if reply.schema is not None and self.tables is not None:  # of whatever command: it is told once
+                self.tables.know(*reply.schema)
             if sequence == self._sequence:
                 return reply
 
@@ -685,6 +690,7 @@ class ProcessBackend(Backend):
     def attach(self, workers: Sequence[Any], attach: Attach, buffers: Buffers) -> None:
         for worker in workers:
             worker.texts = TextBuffer.of(buffers, worker.first, worker.count)
+            worker.tables = TableBuffer(buffers, worker.first, worker.count)
             worker.buffers = buffers
             worker.begin(attach)
             with contextlib.suppress(ChannelClosedError, WorkerDiedError):

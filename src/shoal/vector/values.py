@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -168,7 +168,8 @@ def whole(value: Any, what: str, least: int) -> int:
     return number
 
 
-UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
+NUMBERS = {np.dtype(code).type for code in "bBhHiIlLqQefdgFD"} | {int, float, bool}
+UNCHANGING = frozenset({str, bytes, type(None), np.bool_} | NUMBERS)
 
 
 def own(value: Any) -> Any:
@@ -181,6 +182,8 @@ def own(value: Any) -> Any:
         return value
     if kind is dict:
         kept = dict(value)
+        if still.issuperset(map(type, value.values())):
+            return kept
         for key, item in value.items():
             if type(item) not in still:
                 kept[key] = own(item)
@@ -246,17 +249,91 @@ def by_env(told: Iterable[Told]) -> dict[int, Info]:
     """One info per environment."""
     infos: dict[int, Info] = {}
     for env, final, final_info, info in told:
-        ended = {} if final_info is None else {"final_obs": final, "final_info": final_info}
-        infos[env] = {**ended, **info}
+        if final_info is not None:
+            info = {"final_obs": final, "final_info": final_info, **info}
+        infos[env] = info
     return infos
 
 
-def batch_infos(n_envs: int, told: Iterable[Told]) -> Info:
+CELLS = NUMBERS - {np.longdouble, np.complex64, np.complex128, np.clongdouble}
+"""Types of numbers that fit into 8 bytes."""
+
+
+@dataclass(slots=True)
+class Table:
+    """What consecutive environments told, where all tell numbers of the same types by the same names.
+
+    Iterating gives what each told.
+    """
+
+    first: int
+    count: int
+    keys: tuple[str, ...]
+    kinds: tuple[type, ...]
+    columns: Sequence[Any]
+    """For each key the numbers, one per env: arrays of its type, or any sequences."""
+
+    @classmethod
+    def of(cls, told: Sequence[Told], count: int) -> Table | None:
+        """The table of what these `count` environments told, if it is one."""
+        if len(told) != count:
+            return None
+        info = told[0].info
+        keys, kinds = tuple(info), tuple(map(type, info.values()))
+        if not (keys and CELLS.issuperset(kinds)):
+            return None
+        if not all(type(key) is str for key in keys) or "final_obs" in keys:
+            return None
+        rows = []
+        for _, _, final_info, info in told:
+            row = tuple(info.values())
+            if final_info is not None or tuple(info) != keys or tuple(map(type, row)) != kinds:
+                return None
+            rows.append(row)
+        return cls(told[0].env, count, keys, kinds, list(zip(*rows, strict=True)))
+
+    @classmethod
+    def joined(cls, tables: Sequence[Table], n_envs: int) -> Table | None:
+        """One table of all environments, in arrays of its own; None if their tables differ or do not cover all."""
+        keys, kinds = tables[0].keys, tables[0].kinds
+        if sum(table.count for table in tables) != n_envs:
+            return None
+        if not all(table.keys == keys and table.kinds == kinds for table in tables[1:]):
+            return None
+        columns: list[Any] = [np.empty(n_envs, kind) for kind in kinds]
+        try:
+            for table in tables:
+                rows = slice(table.first, table.first + table.count)
+                for column, values in zip(columns, table.columns, strict=True):
+                    column[rows] = values
+        except OverflowError:  # an int without room
+            return None
+        return cls(0, n_envs, keys, kinds, columns)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Told]:
+        plain = [
+            values.tolist() if isinstance(values, np.ndarray) and kind in PLAIN else list(values)
+            for kind, values in zip(self.kinds, self.columns, strict=True)
+        ]
+        for i, *row in zip(range(self.first, self.first + self.count), *plain, strict=True):
+            yield Told(i, None, None, dict(zip(self.keys, row, strict=True)))
+
+
+def batch_infos(n_envs: int, told: Iterable[Told] | Table) -> Info:
     """Each key of any env's info becomes an array over envs, with a mask `_key` of who had it.
 
     Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included. Where that fails, because some tell
     a dict and others none, or a number that does not fit, the array holds what each told as it is.
     """
+    if isinstance(told, Table) and told.count == n_envs and isinstance(told.columns[0], np.ndarray):
+        batch: Info = {}
+        everyone = np.ones(n_envs, dtype=np.bool_)
+        for key, column in zip(told.keys, told.columns, strict=True):
+            batch[key], batch[f"_{key}"] = column, everyone.copy()
+        return batch
     told = list(told)
     if told and not any(
         item.info or item.final_info or item.final_info is None for item in told
@@ -285,16 +362,22 @@ def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[Info]) -> In
                 else:
                     columns[key] = [i], [value]
     out: Info = {}
+    masked, mask = None, np.zeros(n_envs, dtype=np.bool_)
     for key, (who, values) in columns.items():
-        mask = np.zeros(n_envs, dtype=np.bool_)
-        for i in who:
-            mask[i] = True
-        out[key], out[f"_{key}"] = _info_column(n_envs, key, who, values), mask
+        if who is not masked:
+            masked, mask = who, np.zeros(n_envs, dtype=np.bool_)
+            mask[who] = True
+        out[key], out[f"_{key}"] = _info_column(n_envs, key, who, values), mask.copy()
     return out
 
 
 def _info_column(n_envs: int, key: str, ids: Sequence[int], values: Sequence[Any]) -> Any:
     kinds = set(map(type, values)) if key != "final_obs" else {object}
+    if len(ids) == n_envs and len(kinds) == 1 and (kind := next(iter(kinds))) in NUMBERS:
+        try:
+            return np.array(values, dtype=kind)
+        except OverflowError:  # it is told as objects
+            pass
     dicts = [kind for kind in kinds if issubclass(kind, dict)]
     if len(dicts) == len(kinds):
         return _batched_infos(n_envs, ids, values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import multiprocessing
 import operator
@@ -65,7 +66,7 @@ from shoal.vector.failures import (
     told_of,
 )
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
-from shoal.vector.values import IN_BUFFER, Info, Ready, StepResult, Told, batch_infos, by_env, whole
+from shoal.vector.values import IN_BUFFER, Info, Ready, StepResult, Table, Told, batch_infos, by_env, whole
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)
@@ -360,7 +361,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _step_alone(self, group: EnvGroup, actions: Array) -> tuple[Any, Any, Any, Any, Info]:
         """`step` of a group that is the caller's own and the only one: nothing has far to go, nobody is waited for."""
         self._enter("step")
-        self._state, worker, buffers, told = "step", self.workers[0], self.buffers, list[Told]()
+        self._state, worker, buffers = "step", self.workers[0], self.buffers
+        told: list[Told] | Table = []
         try:
             given = list(actions if actions.ndim == 1 else actions.copy())
             buffers.flags.fill(False)
@@ -370,7 +372,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             except BaseException:  # an interrupt
                 self._land_late(worker, Step(None, worker.place, NOTHING_LOOSE, given), None)
                 raise
-            tells = reply is not None and (reply.told or reply.failures)
+            tells = reply is not None and (reply.told or reply.table or reply.failures)
             if tells or (self._same_step and buffers.any_end()):
                 self._pending.append((worker, Step(None, worker.place, NOTHING_LOOSE, given)))
                 told = self._finished([reply])
@@ -399,7 +401,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         *result, told = self.step_wait_each(timeout)
         return *result, batch_infos(self.num_envs, told) if told else {}  # type: ignore[return-value]
 
-    def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told]]:
+    def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told] | Table]:
         """`step_wait` with the infos as they came."""
         if self.closed or self._state != "step":
             self._expect("step")
@@ -515,7 +517,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         worker.begin(command, bell=bell)
 
     # --- replies
-    def _collect(self, timeout: float | None, word: str) -> list[Told]:
+    def _collect(self, timeout: float | None, word: str) -> list[Told] | Table:
         """Finish a reset or step: keep what came beside the buffers, deal with failures, return the infos."""
         try:
             return self._finished(self._replies(timeout, word))
@@ -528,10 +530,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._paying, self._skipped = {}, set()
             self._leave()
 
-    def _finished(self, replies: Sequence[Reply | None]) -> list[Told]:
+    def _finished(self, replies: Sequence[Reply | None]) -> list[Told] | Table:
         """What the pending commands told, failures dealt with and debts paid."""
         pending = self._pending
-        told, failures = self._land(pending, replies)
+        found, failures = self._land(pending, replies)
+        if not (failures or self._paying):
+            return found
+        told = list(found)
         if failures:
             paying = set(self._paying) | self._skipped
             try:
@@ -601,7 +606,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._observations.keep(_ids(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
         if isinstance(command, Step):
-            self._owe(worker, command, reply.told, failed)
+            self._owe(worker, command, reply.every(), failed)
 
     def _owe(self, worker: Worker, command: Step, told: Sequence[Told], failed: set[int]) -> None:
         """Remember the ends of a step that the caller does not see."""
@@ -623,9 +628,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             return rows[i].copy()
         return self._observations.one(i, self._by_env[i].before)
 
-    def _land(self, pending: Pending, replies: Sequence[Reply | None]) -> tuple[list[Told], list[Failure]]:
-        """Take over the replies of workers: infos, completed by the ends without any, and failures."""
-        told: list[Told] = []
+    def _land(
+        self, pending: Pending, replies: Sequence[Reply | None]
+    ) -> tuple[list[Told] | Table, list[Failure]]:
+        """Take over the replies of workers: infos, completed by the ends without any, and failures.
+
+        The infos are one table only where nothing failed.
+        """
+        told, tables = list[Told](), list[Table]()
         failures, self._late_failures = self._late_failures, []
         if not any(replies) and not self.buffers.any_end():
             return told, failures
@@ -636,6 +646,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     self._observations.keep(_ids(worker, command), reply.columns, failed)
                 told += reply.told
                 failures += reply.failures
+                if reply.table is not None:
+                    tables.append(reply.table)
+        if tables:
+            if not (told or failures) and (table := Table.joined(tables, self.num_envs)) is not None:
+                return table, failures
+            told += itertools.chain.from_iterable(tables)
         if self._same_step and self.buffers.any_end():
             told = [
                 item._replace(final=self._final(item.final, item.env)) if item.final is IN_BUFFER else item
@@ -813,7 +829,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             failures += more
             for (worker, command), reply in zip(commands, replies, strict=True):
                 self._observations.keep(_ids(worker, command), reply.columns, {item.env for item in more})
-                infos.update({item.env: item.info for item in reply.told})
+                infos.update({item.env: item.info for item in reply.every()})
         return infos, failures
 
     def _start_anew(self, lost: Sequence[Worker]) -> list[Failure]:
@@ -1117,7 +1133,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     self._set_to_work(worker)
                 raise
             del self._at_work[id(worker)]
-        told, failures = self._land(landing, replies)
+        found, failures = self._land(landing, replies)
+        told = list(found)
         ids = [i for worker, command in landing for i in _ids(worker, command)]
         interrupt: BaseException | None = None
         if failures:

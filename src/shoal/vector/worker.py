@@ -30,7 +30,7 @@ from shoal.core.processes import (
 )
 from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
-from shoal.vector.buffers import Buffers, Lines, Patience, TextBuffer
+from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer
 from shoal.vector.env_group import EnvGroup, Reply, Step, Trial
 from shoal.vector.failures import Failure, from_exception, portable
 from shoal.vector.values import IN_BUFFER, Layout, Told
@@ -39,6 +39,8 @@ STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
 """Operations on a command line; a `MESSAGE` carries any other command."""
 HAS_MESSAGE, HAS_TEXT = 1, 2
 """Flags of a reply line."""
+TABLE = 8
+"""The bits from this one on are the number of the table that the infos are in."""
 
 
 @dataclass
@@ -203,6 +205,7 @@ class LineBox:
         self._parent = os.getppid()
         self._members: Any = None
         self._texts: dict[int, TextBuffer] = {}
+        self._tables: TableBuffer | None = None
         self._first = 0
         self._sequence = self._rings = 0
 
@@ -236,6 +239,7 @@ class LineBox:
         self._first = group.first
         self._members = found.members[group.first : group.first + group.count]
         self._texts = TextBuffer.of(found, group.first, group.count)
+        self._tables = TableBuffer(found, group.first, group.count)
         if self.alone:
             gc.collect()
             gc.freeze()
@@ -247,7 +251,12 @@ class LineBox:
         if reply is not None:
             if reply.columns and self._pack_text(reply):
                 flags = HAS_TEXT
-            if reply.columns or reply.told or reply.failures or reply.value is not None:
+            if self._tables is not None and reply.told and not (reply.failures or reply.columns):
+                number, schema = self._tables.write(reply.told)
+                if number:
+                    flags |= number << TABLE
+                    reply.told, reply.schema = [], schema and (number, schema)
+            if reply.columns or reply.told or reply.failures or reply.schema or reply.value is not None:
                 flags |= HAS_MESSAGE
                 data = packed(reply, self._sequence, self._first)
         line = self._reply
@@ -297,7 +306,7 @@ def _plain(sequence: int, reply: Reply) -> tuple[Any, ...]:
         (ids, keys, list(map(_column, kinds, zip(*rows, strict=True))))
         for (keys, kinds), (ids, rows) in tables.items()
     ]
-    return sequence, reply.columns, told, packed_tables, reply.failures, reply.value
+    return sequence, reply.columns, told, packed_tables, reply.failures, reply.value, reply.schema
 
 
 SCALARS = {np.float64, np.float32, np.int64, np.int32, np.uint8, np.bool_}
@@ -311,13 +320,13 @@ def _column(kind: type, values: Sequence[Any]) -> Any:
 
 def unpacked(data: bytes | bytearray) -> tuple[int, Reply]:
     """The sequence number and the reply in what `packed` gave."""
-    sequence, columns, plain, tables, failures, value = pickle.loads(data)
+    sequence, columns, plain, tables, failures, value, schema = pickle.loads(data)
     told = [Told(*item) if len(item) == 4 else Told(item[0], IN_BUFFER, item[1], item[2]) for item in plain]
     for ids, keys, packed_columns in tables:
         each = (list(np.frombuffer(c[1], c[0])) if type(c[0]) is str else c for c in packed_columns)
         for i, *row in zip(ids, *each, strict=True):
             told.append(Told(i, None, None, dict(zip(keys, row, strict=True))))
-    return sequence, Reply(columns, told, failures, value)
+    return sequence, Reply(columns, told, failures, value, None, schema)
 
 
 def _tried(value: Any) -> bytes:
