@@ -60,7 +60,7 @@ CASES = {
     "demo-rloo": fixed_map("RLOO", "algorithm.adv_estimator=rloo"),
     "demo-reinforce-pp": fixed_map("REINFORCE++", "algorithm.adv_estimator=reinforce_pp"),
     "demo-ppo": fixed_map("PPO with critic (GAE)", "algorithm.adv_estimator=gae"),
-    "demo-maps": Case("FrozenLake, random maps, GRPO", "demo-maps", goal=0.6),
+    "demo-maps": Case("FrozenLake, random maps, PPO with critic (GAE)", "demo-maps", goal=0.85),
     "mixed": Case("FrozenLake, Bandit and Sokoban in one run", "mixed"),
     "sokoban": Case("Sokoban 6x6, one box, GiGPO", "sokoban", goal=0.8),
     "smollm2-bandit": Case(

@@ -167,6 +167,12 @@ def test_each_trouble_is_told_by_its_name_and_nothing_else_is(change, title):
     assert [advice.title for advice in advise(rows(**{**GOOD, **change}))] == [title]
 
 
+def test_groups_without_variance_are_no_trouble_for_a_critic():
+    alone = {**GOOD, "groups_with_signal": 0.0}
+    assert advise(rows(**alone, value_loss=0.05)) == []
+    assert [advice.title for advice in advise(rows(**alone))] == ["No variance of reward within groups"]
+
+
 def test_responses_at_the_limit_of_tokens_are_told():
     config = {"agent_proxy": {"max_tokens": 10}}
     found = advise(rows(**{**GOOD, "turns": 2.0, "response_tokens": 19.5, "valid_actions": 0.6}), config)

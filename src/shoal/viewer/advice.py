@@ -74,6 +74,8 @@ def _no_signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         )
         yield Advice("note", "groups_all_solved", "The task is solved", text)
         return
+    if _values(rows, "value_loss"):
+        return  # a critic teaches by each episode alone
     why = "no member solves them" if unsolved >= solved else "all members solve them"
     text = (
         f"Only {signal:.0%} of the groups have members with different rewards, and the others teach nothing; in "
