@@ -110,7 +110,7 @@ def run_case(name: str, seed: int, episodes: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "case": case.title, "subject": f"shoal, seed {seed}", "value": None, "unit": "held-out success",
         "cpu_seconds": 0.0, "runs": 1, "name": name, "seed": seed, "goal": case.goal,
-        "constant": case.constant,
+        "constant": case.constant, "cpu": _cpu(), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -166,7 +166,10 @@ def merge(rows: list[dict[str, Any]]) -> None:
 
 
 def _merge(rows: list[dict[str, Any]]) -> None:
-    kept = read_json(RESULTS)["rows"] if RESULTS.exists() else []
+    kept = []
+    if RESULTS.exists():
+        before = read_json(RESULTS)
+        kept = [{"cpu": before["machine"]["cpu"], "date": before["date"], **row} for row in before["rows"]]
     every = {(row["name"], row["seed"]): row for row in [*kept, *rows] if row["name"] in CASES}
     order = list(CASES)
     write_json(

@@ -30,17 +30,25 @@ def main() -> None:
         *(line(case, rows) for case, rows in groups.items()),
     ]
     lines += by_env(found["rows"])
-    machine = found["machine"]
-    lines += [
-        "",
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, one thread a run, {found['date']}.",
-    ]
+    lines += ["", f"Measured with one thread a run on {found['machine']['cores']} cores. {where(groups)}"]
     page = PAGE.read_text()
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
     draw(groups, PICTURE, 3)
     draw({case: rows for case, rows in groups.items() if case.startswith("SmolLM2")}, PICTURE_LLM, 2)
     print("\n".join(lines))
+
+
+def where(groups: dict[str, list[dict[str, Any]]]) -> str:
+    """Which processor made which rows, and when."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for case, rows in groups.items():
+        places.setdefault((rows[0]["cpu"], max(row["date"] for row in rows)), []).append(case)
+    most = max(places.values(), key=len)
+    return " ".join(
+        f"{cpu}, {date}." if cases is most else f"{cpu}, {date}: {'; '.join(cases)}."
+        for (cpu, date), cases in sorted(places.items(), key=lambda item: item[1] is not most)
+    )
 
 
 def line(case: str, rows: list[dict[str, Any]]) -> str:
