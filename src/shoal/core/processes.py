@@ -469,9 +469,27 @@ def end_programs(theirs: Callable[[str], bool]) -> None:
             if not entry.name.isdigit():
                 continue
             with contextlib.suppress(OSError):
-                for variable in Path("/proc", entry.name, "environ").read_bytes().split(b"\0"):
+                for variable in environment_of(Path(entry.path)).split(b"\0"):
                     if variable.startswith(mark) and theirs(variable[len(mark) :].decode("ascii", "replace")):
                         os.kill(int(entry.name), signal.SIGKILL)
+
+
+def environment_of(process: Path, patience: float = 1.0) -> bytes:
+    """The variables of a process, each with a zero byte behind it, of its folder in `/proc`.
+
+    One that has just become another program has none for a moment, though whoever started it already goes on: it is
+    looked at again for so many seconds.
+    """
+    data, end = Path(process, "environ").read_bytes(), time.monotonic() + patience
+    while not data and time.monotonic() < end:
+        os.readlink(process / "exe")  # a thread of the kernel, or who is dead, has none: an OSError
+        # the address where its variables end: 0 as long as they are not there
+        settled = Path(process, "stat").read_text().rpartition(")")[2].split()[48] != "0"
+        data = Path(process, "environ").read_bytes()
+        if settled:
+            break
+        time.sleep(0.0 if data else 0.005)
+    return data
 
 
 class Zygote:

@@ -1,0 +1,60 @@
+"""What a worker leaves behind is found and ended."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from shoal.core.processes import TOKEN, end_programs, environment_of
+
+
+def folder_of(tmp_path, environ: bytes, env_end: int, program: bool = True):
+    """A process as `/proc` shows it."""
+    (tmp_path / "environ").write_bytes(environ)
+    fields = ["0"] * 50
+    fields[0], fields[48] = "S", str(env_end)
+    (tmp_path / "stat").write_text("7 (a (name) 9) " + " ".join(fields) + "\n")
+    if program:
+        (tmp_path / "exe").symlink_to(sys.executable)
+    return tmp_path
+
+
+def test_the_variables_of_a_program_that_is_just_starting_are_waited_for(tmp_path):
+    folder = folder_of(tmp_path, b"", 0)
+    threading.Timer(0.1, lambda: (folder / "environ").write_bytes(b"A=1\0")).start()
+    assert environment_of(folder, 20.0) == b"A=1\0"
+
+
+def test_variables_that_came_between_two_looks_are_read(tmp_path, monkeypatch):
+    folder = folder_of(tmp_path, b"", 5)
+    look = os.readlink
+    monkeypatch.setattr(
+        os, "readlink", lambda path: ((folder / "environ").write_bytes(b"A=1\0"), look(path))[1]
+    )
+    assert environment_of(folder) == b"A=1\0"
+
+
+def test_a_program_without_variables_is_not_waited_for(tmp_path):
+    began = time.monotonic()
+    assert environment_of(folder_of(tmp_path, b"", 4711), 60.0) == b""
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_program_that_never_gets_variables_is_left_alone_in_the_end(tmp_path):
+    assert environment_of(folder_of(tmp_path, b"", 0), 0.05) == b""
+
+
+def test_who_is_dead_or_of_the_kernel_is_passed_over(tmp_path):
+    with pytest.raises(OSError, match="exe"):
+        environment_of(folder_of(tmp_path, b"", 0, program=False), 60.0)
+
+
+def test_programs_are_found_as_soon_as_they_were_started():
+    token = f"test-{os.urandom(6).hex()}"
+    for _ in range(100):
+        program = subprocess.Popen(["sleep", "100"], env={**os.environ, TOKEN: token}, start_new_session=True)
+        end_programs(token.__eq__)
+        assert program.wait(timeout=60) == -9
