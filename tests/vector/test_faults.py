@@ -495,7 +495,8 @@ def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -
         once()
     assert me.num_fds() <= files  # fewer: something of an earlier test was let go meanwhile
     assert me.memory_info().rss - memory < 16 * 2**20
-    assert [name for name in sorted(os.listdir("/dev/shm")) if name not in shared] == []
+    new = [name for name in sorted(os.listdir("/dev/shm")) if name not in shared]
+    assert [name for name in new if not name.startswith("sem.loky")] == []  # these are of other tests
     assert children() <= processes
 
 
