@@ -25,6 +25,7 @@ from shoal.vector import (
     PufferStyle,
     compat,
     groups,
+    make,
     make_vec,
 )
 from shoal.vector.buffers import BUCKETS
@@ -330,7 +331,7 @@ def test_gymnasiums_constructor_tries_an_env_where_nothing_else_says_how_many_wo
 ) -> None:
     tries = []
     monkeypatch.setattr(compat, "probe", lambda fn: (tries.append(fn), cost)[1])
-    monkeypatch.setattr(compat, "available_cpus", lambda: 2)
+    monkeypatch.setattr(make, "available_cpus", lambda: 2)
     with contextlib.closing(AsyncVectorEnv([CountEnv] * 3, **given)) as envs:
         assert [worker.count for worker in envs.workers] == groups
         assert len(tries) == tried

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -13,9 +14,9 @@ from typing import Any
 import gymnasium
 import pytest
 
-from shoal.vector import make, make_vec
+from shoal.vector import AsyncVectorEnv, make, make_vec
 from shoal.vector.env_group import Trial
-from shoal.vector.make import LEAST, LONGEST, StepCost, open_workers, pays
+from shoal.vector.make import LEAST, LONGEST, StepCost, default_workers, open_workers, pays
 from shoal.vector.process import Worker
 from tests.vector.faulty import CountEnv
 from tests.vector.scripted import Scripted
@@ -258,3 +259,28 @@ def test_texts_are_counted_wherever_they_are() -> None:
     cost = make.probe(lambda: Scripted(space, spaces.Discrete(2), 3, 0))
     assert cost is not None
     assert cost.texts == 2
+
+
+@pytest.mark.parametrize(
+    ("n_envs", "threads", "cpus", "workers"),
+    [
+        (1, True, 2, 1),
+        (8, True, 2, 2),
+        (32, True, 2, 4),
+        (128, True, 2, 16),
+        (128, True, 32, 32),
+        (128, False, 2, 2),
+    ],
+)
+def test_threads_that_wait_are_shared_out_over_more_processes_than_cores(
+    n_envs: int, threads: bool, cpus: int, workers: int
+) -> None:
+    assert default_workers(n_envs, threads, cpus) == workers
+
+
+@pytest.mark.parametrize("made", [make_vec, AsyncVectorEnv])
+def test_forty_envs_in_threads_live_in_five_processes(monkeypatch: Any, made: Any) -> None:
+    monkeypatch.setattr(make, "available_cpus", lambda: 2)
+    given = {"backend": "process"} if made is make_vec else {}
+    with contextlib.closing(made([CountEnv] * 40, threads=True, make_timeout=60.0, **given)) as envs:
+        assert len({worker.home for worker in envs.workers}) == 5

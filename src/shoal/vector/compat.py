@@ -19,11 +19,19 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from shoal.core.errors import EnvError
-from shoal.core.executors import available_cpus
 from shoal.core.processes import START_METHODS, StartMethod
 from shoal.vector.buffers import one_each
 from shoal.vector.failures import Failure, OnFailure
-from shoal.vector.make import TEXT_BYTES, BackendName, Options, Plan, make_vec, open_workers, probe
+from shoal.vector.make import (
+    TEXT_BYTES,
+    BackendName,
+    Options,
+    Plan,
+    default_workers,
+    make_vec,
+    open_workers,
+    probe,
+)
 from shoal.vector.values import whole
 from shoal.vector.vector_env import Description, VectorPool, groups
 
@@ -252,7 +260,8 @@ class AsyncVectorEnv(VectorPool):
         if n_workers is None and not threads:
             cost = probe(env_fns[0])  # (Gymnasium's makes one env more, too)
             threads = cost is not None and cost.waits
-        plan = Plan("process", min(n_workers or available_cpus(), len(env_fns)), threads)
+        n_workers = min(n_workers or default_workers(len(env_fns), threads), len(env_fns))
+        plan = Plan("process", n_workers, threads)
         describe = lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode)  # noqa: E731
         opened = open_workers(list(env_fns), plan, options, describe)
         super().__init__(

@@ -68,7 +68,8 @@ def make_vec(
             episodes differ, and it refuses what it cannot honour), or "auto": one environment is tried for a
             moment and what suits it is taken (the caller steps a share of CPU-bound environments, so one that
             crashes takes it along; asking for restarts or a timeout keeps all of them in workers).
-        num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env).
+        num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env; with
+            `threads`: at least one per eight envs).
         start_method: of worker processes: "forkserver" (default), "spawn" or "fork".
         env_kwargs: passed to what makes each env.
         wrappers: put around each env, the first innermost: callables from env to env, or "module:Name".
@@ -383,8 +384,21 @@ def _plan(env_fns: Sequence[EnvFn], options: Options) -> Plan:
     if options.backend == "auto" and workers is None and not options.threads and not guarded:
         cost = probe(env_fns[0])
         return Plan("serial") if cost is None else choose(cost, n_envs)
-    default = n_envs if limited and not options.threads else available_cpus()
+    default = n_envs if limited and not options.threads else default_workers(n_envs, options.threads)
     return Plan("process", workers=min(workers or default, n_envs), threads=options.threads)
+
+
+def default_workers(n_envs: int, threads: bool, cpus: int | None = None) -> int:
+    """Worker processes where nobody says how many: one per core, and with `threads` at least one per `THREADS` envs.
+
+    Threads of one process take turns at waking up: many of them would begin and end their waits in a queue.
+    """
+    cpus = available_cpus() if cpus is None else cpus
+    return min(max(cpus, n_envs // THREADS) if threads else cpus, n_envs)
+
+
+THREADS = 8
+"""Envs to a worker process that steps each in a thread, where that takes more processes than there are cores."""
 
 
 def probe(fn: EnvFn) -> StepCost | None:
@@ -451,7 +465,7 @@ def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
     >>> choose(StepCost(1e-6, 1e-6), n_envs=4, cpus=2).backend
     'serial'
     >>> choose(StepCost(5e-3, 1e-5), n_envs=32, cpus=2)
-    Plan(backend='process', workers=2, threads=True, caller_share=0)
+    Plan(backend='process', workers=4, threads=True, caller_share=0)
     >>> choose(StepCost(2e-4, 2e-4), n_envs=32, cpus=2)
     Plan(backend='process', workers=1, threads=False, caller_share=16)
     """
@@ -461,7 +475,7 @@ def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
     if cost.waits:
         if not sys.platform.startswith("linux"):
             return Plan("thread")
-        return Plan("process", workers=min(cpus, n_envs), threads=True)
+        return Plan("process", workers=default_workers(n_envs, True, cpus), threads=True)
     parts = min(cpus, n_envs)
     if parts == 1 or not sys.platform.startswith("linux"):
         return Plan("serial")
