@@ -516,7 +516,7 @@ def test_the_plan_moves_work_only_where_that_pays() -> None:
     assert light.workers == 1
     assert light.caller_share == 16  # dealing the work out costs the caller less than one step
     waiting = choose(StepCost(5e-3, 1e-4), 32, cpus=2)
-    assert (waiting.workers, waiting.caller_share, waiting.threads) == (2, 0, True)
+    assert (waiting.workers, waiting.caller_share, waiting.threads) == (4, 0, True)
 
 
 class OneSpaceEnv(gymnasium.Env[Any, Any]):

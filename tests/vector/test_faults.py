@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 
-from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.errors import ConfigError, EnvError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.processes import StartMethod, WorkerProcess
 from shoal.vector import make_vec
 from shoal.vector.buffers import shared_file
@@ -953,3 +953,21 @@ def test_an_env_that_never_begins_is_given_up_in_one_operation_and_may_begin_in_
         (_, _), (_, info) = envs.reset_some([0, 1], [2, 4])
         assert "worker_restarted" not in info
         assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
+
+
+@pytest.mark.parametrize("which", ["terminated", "truncated"])
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_the_end_of_an_episode_is_not_told_in_words(which: str, autoreset: str) -> None:
+    class Wordy(CountEnv):
+        def step(self, action: Any) -> Any:
+            obs, reward, terminated, truncated, info = super().step(action)
+            return (
+                (obs, reward, "False", truncated, info)
+                if which == "terminated"
+                else (obs, reward, terminated, "False", info)
+            )
+
+    with contextlib.closing(make_vec([Wordy], backend="serial", autoreset=autoreset)) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(EnvError, match=f"{which} must be True or False, got 'False'"):
+            envs.step([0])

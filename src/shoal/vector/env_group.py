@@ -385,6 +385,9 @@ class EnvGroup:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
         if type(info) is not dict:
             _checked(info)
+        for name, value in (("terminated", terminated), ("truncated", truncated)):
+            if isinstance(value, str | bytes):  # "False" is true
+                raise EnvError(f"{name} must be True or False, got {shown(value)}")
         # An end is whole in the buffers, and looked at, before anything else can go wrong: who ends this worker
         # meanwhile leaves it to the caller.
         if type(reward) is float and reward - reward == 0.0:

@@ -23,7 +23,7 @@ from shoal.vector.failures import OnFailure, raise_first
 from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
 from shoal.vector.native import make_native
 from shoal.vector.process import Backend, Limits, ProcessBackend, ThreadBackend, Worker, replies_of
-from shoal.vector.values import Layout, batched, whole
+from shoal.vector.values import Layout, batched, limit, whole
 from shoal.vector.vector_env import Description, VectorPool, close_all, distinct
 from shoal.vector.worker import Attach, Make
 
@@ -158,11 +158,14 @@ class Options:
         for name, least in (("num_workers", 1), ("text_bytes", 0), ("ring", 2)):
             if getattr(self, name) is not None:
                 whole(getattr(self, name), name, least)
-        if not self.max_restarts >= 0:  # (infinity is a number of restarts, NaN is none)
-            raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
+        restarts = limit(self.max_restarts, "max_restarts")
+        if restarts is None:
+            raise TypeError("max_restarts must be a number (math.inf for no limit), got None")
+        if restarts < 0:
+            raise ValueError(f"max_restarts must be at least 0, got {restarts}")
         for name in ("step_timeout", "make_timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # NaN would never be over
+            value = limit(getattr(self, name), name)
+            if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.backend == "serial" and self.step_timeout is not None:
             raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")

@@ -7,6 +7,7 @@ observations and of infos look exactly like those of `gymnasium.vector.SyncVecto
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -166,6 +167,20 @@ def whole(value: Any, what: str, least: int) -> int:
     if number < least:
         raise ValueError(f"{what} must be at least {least}, got {number}")
     return number
+
+
+def limit(value: Any, what: str) -> Any:
+    """A number (infinity is one), or None for no limit, as it came.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for NaN, which would never be reached.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise TypeError(f"{what} must be a number or None, got {value!r:.80}")
+    if value is not None and value != value:
+        raise ValueError(f"{what} must be a number or None, got {value}")
+    return value
 
 
 NUMBERS = {np.dtype(code).type for code in "bBhHiIlLqQefdgFD"} | {int, float, bool}

@@ -66,7 +66,18 @@ from shoal.vector.failures import (
     told_of,
 )
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
-from shoal.vector.values import IN_BUFFER, Info, Ready, StepResult, Table, Told, batch_infos, by_env, whole
+from shoal.vector.values import (
+    IN_BUFFER,
+    Info,
+    Ready,
+    StepResult,
+    Table,
+    Told,
+    batch_infos,
+    by_env,
+    limit,
+    whole,
+)
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)
@@ -275,6 +286,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
         """The first observations and infos of the episodes begun by `reset_async`."""
         self._expect("reset")
+        limit(timeout, "timeout")
         told = self._collect(timeout, "reset")
         return self._batch(), batch_infos(self.num_envs, told)
 
@@ -405,6 +417,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """`step_wait` with the infos as they came."""
         if self.closed or self._state != "step":
             self._expect("step")
+        if timeout is not None:
+            limit(timeout, "timeout")
         told = self._collect(timeout, "step")
         return *self._shown(), told
 
@@ -885,6 +899,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`, in the order of the environments; None for those that were masked out."""
         self._expect("call")
+        limit(timeout, "timeout")
         answers = self._answers(timeout)
         return tuple(answers.get(i) for i in range(self.num_envs))
 
@@ -1019,6 +1034,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._enter("recv", flying=True)
         try:
             whole(min_envs, "min_envs", 1)
+            limit(timeout, "timeout")
             if not self._flying and not self._errors:
                 raise ValueError("no environment is in flight: send some actions first")
             deadline = None if timeout is None else time.monotonic() + timeout
@@ -1267,6 +1283,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     # --- the end
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
+        limit(timeout, "timeout")
         self._pending, self._state, self._closing = [], None, True
         self._finalizer.detach()
         seconds = 0.0 if terminate else (2.0 if timeout is None else timeout)
