@@ -221,6 +221,7 @@ def test_where_every_env_is_masked_out_the_next_step_says_so(backend: str) -> No
             act()
         assert "failed in step with action" in str(caught.value.__cause__)
     assert envs.call("length") == (None, None, None)
+    assert envs.reset_some([], []) == envs.step_some([], []) == []
     envs.close()
 
 

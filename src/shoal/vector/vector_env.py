@@ -313,7 +313,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _begin_reset(
         self, chosen: Sequence[int], seeds: list[int | None], options: dict[str, Any] | None
     ) -> None:
-        self._check_one_is_left()
+        if chosen:
+            self._check_one_is_left()
         alive = [i for i in chosen if self.active[i]]
         for i in alive:
             self._owed.pop(i, None)
