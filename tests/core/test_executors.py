@@ -94,7 +94,7 @@ def test_a_senseless_number_of_workers_is_refused(workers):
 
 @pytest.mark.parametrize("workers", [1.5, float("nan"), "2", None])
 def test_workers_are_a_whole_number(workers):
-    with pytest.raises(TypeError, match="integer"):
+    with pytest.raises(TypeError, match="workers must be a whole number, got"):
         make_executor("thread", workers)
 
 

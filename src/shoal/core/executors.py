@@ -92,7 +92,10 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
         ValueError: on an unknown backend or a number of workers that is neither -1 nor positive.
         TypeError: on a number of workers that is not whole.
     """
-    workers = operator.index(workers)
+    try:
+        workers = operator.index(workers)
+    except TypeError:
+        raise TypeError(f"workers must be a whole number, got {workers!r:.80}") from None
     if workers != -1 and workers < 1:
         raise ValueError(f"workers must be -1 (one per core) or at least 1, got {workers}")
     count = available_cpus() if workers == -1 else workers

@@ -160,6 +160,8 @@ def resolve(
     """
     if isinstance(wrappers, str):
         raise ConfigError(f"wrappers must be a sequence of wrappers, got the text {wrappers!r}")
+    if not isinstance(env_kwargs, Mapping | None):
+        raise ConfigError(f"env_kwargs must be a mapping of names to values, got {env_kwargs!r:.80}")
     make = _bound(name_of(env), find(env), dict(env_kwargs or {}))
     return functools.partial(_make_wrapped, make, *map(find_wrapper, wrappers)) if wrappers else make
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from shoal.core.configuration import plain_values
@@ -41,10 +42,7 @@ class RolloutSettings:
     parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self) -> None:
-        if self.parallel_n_jobs != -1 and self.parallel_n_jobs < 1:
-            raise ConfigError(
-                f"parallel_n_jobs must be -1 (as many as pay) or at least 1, got {self.parallel_n_jobs}"
-            )
+        check_jobs(self.parallel_n_jobs, "parallel_n_jobs")
         check_settings(self, max_turn=1)
         try:
             self.sampling()
@@ -56,6 +54,12 @@ class RolloutSettings:
         if greedy:
             return Sampling(self.max_tokens, 0.0, self.stop)
         return Sampling(self.max_tokens, self.temperature, self.stop, self.top_p, self.top_k, self.min_p)
+
+
+def check_jobs(value: Any, name: str) -> None:
+    """Refuse what is no number of workers."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or (value != -1 and value < 1):
+        raise ConfigError(f"{name} must be -1 (as many as pay) or at least 1, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,10 @@ class Options:
         for name, least in (("num_workers", 1), ("text_bytes", 0), ("ring", 2)):
             if getattr(self, name) is not None:
                 whole(getattr(self, name), name, least)
+        for name in ("check_nan", "threads", "copy_observations"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | np.bool_) and (value is not None or name != "copy_observations"):
+                raise TypeError(f"{name} must be True or False, got {value!r:.80}")
         restarts = limit(self.max_restarts, "max_restarts")
         if restarts is None:
             raise TypeError("max_restarts must be a number (math.inf for no limit), got None")

@@ -392,8 +392,9 @@ def test_refills_are_further_whole_groups_and_only_groups_with_signal_are_kept()
 def test_settings_that_cannot_run_are_refused():
     with pytest.raises(ConfigError, match="no rollout backend named 'proceses'. Did you mean 'processes'"):
         ParallelRolloutManager(config(), HashEngine(), backend="proceses")
-    with pytest.raises(ConfigError, match="n_jobs must be -1"):
-        ParallelRolloutManager(config(), HashEngine(), n_jobs=0)
+    for wrong in (0, "2", 1.5, True):
+        with pytest.raises(ConfigError, match=f"n_jobs must be -1 .* got {wrong!r}"):
+            ParallelRolloutManager(config(), HashEngine(), n_jobs=wrong)
     with pytest.raises(ConfigError, match="side must be 'train' or 'val', got 'test'"):
         ParallelRolloutManager(config(), HashEngine(), side="test")
     with pytest.raises(ConfigError, match="make_timeout must be positive"):

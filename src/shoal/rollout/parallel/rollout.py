@@ -46,7 +46,7 @@ from shoal.rollout.parallel.worker import (
 )
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Engine, Sampling
-from shoal.rollout.settings import rollout_config
+from shoal.rollout.settings import check_jobs, rollout_config
 
 logger = logging.getLogger(__name__)
 OTHER_ROLLOUT_SECONDS = 10.0
@@ -124,9 +124,8 @@ class ParallelRolloutManager:
         self.seed = self.config.seed if seed is None else seed
         self.prompter = Prompter(proxy.prompt, engine.tokenizer)
         self.report = RolloutReport()
-        self.n_jobs = proxy.parallel_n_jobs if n_jobs is None else n_jobs
-        if self.n_jobs != -1 and self.n_jobs < 1:
-            raise ConfigError(f"n_jobs must be -1 (as many as pay) or at least 1, got {self.n_jobs}")
+        check_jobs(n_jobs := proxy.parallel_n_jobs if n_jobs is None else n_jobs, "n_jobs")
+        self.n_jobs = int(n_jobs)
         self._workers = available_cpus() if self.n_jobs == -1 else self.n_jobs
         chosen = backend or self.settings.backend
         self.backend: str = "processes" if chosen == "auto" else chosen
