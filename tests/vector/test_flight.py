@@ -6,6 +6,7 @@ import functools
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError
 
@@ -199,4 +200,29 @@ def test_an_interrupt_while_an_env_in_flight_is_replaced_leaves_nobody_to_be_wai
     assert received == [1]
     assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4, 5]
     assert envs.step([1, 1, 1])[1].tolist() == [11.0] * 3
+    envs.close()
+
+
+class PaysNothingKnown(CountEnv):
+    """Its reward for the action 9 is NaN, which is noticed when its observation has been written."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        return obs, float("nan") if action == 9 else reward, *rest
+
+
+@pytest.mark.parametrize("flights", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_the_last_observation_of_an_env_that_fails_after_a_flight_is_what_it_showed(
+    backend: Any, flights: int
+) -> None:
+    envs = make_vec([PaysNothingKnown] * 2, backend=backend, on_failure="restart", autoreset="same_step")
+    envs.reset(seed=0)
+    envs.step_some([0], [1])  # which moves the places on without the flights
+    for _ in range(flights):
+        envs.send([0], [1])
+        shown = envs.recv().observations[0].tolist()
+    infos = envs.step(np.array([9, 1]))[4]
+    assert infos["worker_restarted"].tolist() == [True, False]
+    assert infos["final_obs"][0].tolist() == shown
     envs.close()

@@ -379,7 +379,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         try:
             given = list(actions if actions.ndim == 1 else actions.copy())
             buffers.flags.fill(False)
-            worker.before, worker.place = worker.place, self._next_place() if buffers.places > 1 else 0
+            place = self._next_place() if buffers.places > 1 else 0  # which may itself move the worker: first
+            worker.before, worker.place = worker.place, place
             try:
                 reply = worker.kept(group.step(given, None, worker.place))
             except BaseException:  # an interrupt
