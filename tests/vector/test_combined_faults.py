@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -1543,15 +1544,46 @@ def test_an_action_that_cannot_be_sent_leaves_everything_as_it_was(policy: Any) 
         assert envs.step([1, 1, 1, 1])[1].tolist() == [14.0, 14.0, 15.0, 15.0]
 
 
-def test_a_step_that_the_caller_never_did_leaves_what_was_seen() -> None:
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_amid_a_step_it_shows_what_was_seen_before(backend: Any) -> None:
+    workers = None if backend == "serial" else 2
+    with closing(make_vec(CountEnv, 4, backend=backend, num_workers=workers, on_failure="restart")) as envs:
+        envs.reset(seed=0)
+        for k in range(3):
+            before = envs.step([1, 2, 3, 4])[0]
+            assert envs.observations().tolist() == before.tolist()
+            envs.step_async([3, 4, 5, 6])
+            if k == 1:
+                with pytest.raises(TypeError):
+                    envs.step_wait("soon")
+            until(lambda: all(worker.answered() for worker in envs.workers))
+            assert envs.observations().tolist() == before.tolist()
+            after = envs.step_wait()[0]
+            assert after.tolist() != before.tolist()
+            assert envs.observations().tolist() == after.tolist()
+        envs.send([1], [7])
+        until(envs.workers[0].answered)
+        assert envs.observations().tolist() == after.tolist()
+        shown = envs.recv(1).observations[0]
+        assert envs.observations()[1].tolist() == shown.tolist() != after[1].tolist()
+        envs.call_async("get_wrapper_attr", "spec")
+        assert envs.observations()[1].tolist() == shown.tolist()
+        envs.call_wait()
+
+
+def test_a_step_that_the_caller_never_did_leaves_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(make_vec(CountEnv, 2, backend="serial", on_failure="restart")) as envs:
         envs.reset(seed=0)
         for _ in range(2):
             before = envs.step([1, 2])[0]
         envs.step_async([3, 4])
-        with pytest.raises(TypeError):
-            envs.step_wait("soon")
+        (worker,) = envs.workers
+        with monkeypatch.context() as patched:
+            patched.setattr(worker, "take", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                envs.step_wait()
         assert envs.observations().tolist() == before.tolist()
+        assert envs.step([1, 2])[0][:, 2].tolist() == (before[:, 2] + 1).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # of Python 3.12, where threads run

@@ -1240,8 +1240,18 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return self._observations.one(i, self._by_env[i].place)
 
     def observations(self) -> Any:
-        """The present observations of all environments."""
-        return self._observations.rows(range(self.num_envs), [worker.place for worker in self._by_env])
+        """The present observations of all environments.
+
+        While one is stepped, or reset, it is what it showed before where earlier observations are kept
+        (`on_failure="restart"` or "mask", `ring` above 1); else it may be the new one already, or half of it.
+        """
+        amid = [isinstance(worker.command, Step | Reset) for worker in self.workers]
+        places = [
+            worker.before if at_work else worker.place
+            for worker, at_work in zip(self.workers, amid, strict=True)
+            for _ in range(worker.count)
+        ]
+        return self._observations.rows(range(self.num_envs), places)
 
     def observation_ring(self) -> Any:
         """The observations of the last `ring` steps, batched `[ring, num_envs, ...]`: views, not copies.
