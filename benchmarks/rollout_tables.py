@@ -8,7 +8,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "rollout.md"
-SUBJECTS = ("shoal", "barrier (shoal, lockstep)", "worker-batched lock", "lock per request")
+SUBJECTS = (
+    "shoal",
+    "greedy (shoal)",
+    "barrier (shoal, lockstep)",
+    "worker-batched lock",
+    "lock per request",
+)
 
 
 def cases() -> dict[str, dict[str, float]]:
