@@ -15,12 +15,15 @@ import pytest
 from tests.rollout.doubles import HashEngine
 
 from shoal.core.errors import EngineError
-from shoal.rollout.parallel import server
+from shoal.rollout.parallel import server, transport
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.transport import (
+    BRIEF,
     HEADER,
+    READ,
     Address,
     Ask,
+    Connections,
     Frames,
     Hello,
     LinkLostError,
@@ -349,3 +352,71 @@ def test_what_came_too_late_is_told_over_the_socket_as_soon_as_it_is(monkeypatch
         assert isinstance(error, TimeoutError)
         assert "no answer within 0.3 s" in str(error)
         link.close()
+
+
+class Scripted:
+    """In the place of an epoll and of the clock: (seconds that a poll lasts, what it finds)."""
+
+    def __init__(self):
+        self.now, self.waits, self.script = 0.0, [], []
+
+    def perf_counter(self):
+        return self.now
+
+    def poll(self, wait):
+        self.waits.append(wait)
+        seconds, found = self.script.pop(0)
+        self.now += seconds
+        return found
+
+
+def test_a_wait_after_a_brief_one_begins_without_sleep(monkeypatch):
+    connections = Connections(print, print, bool)
+    stranger, bell = [(10**6, READ)], [(connections._bell, READ)]
+    scripted = Scripted()
+    monkeypatch.setattr(transport, "time", scripted)
+    epoll, connections._epoll = connections._epoll, scripted
+
+    def waits(wait, awake, *script):
+        scripted.waits, scripted.script = [], list(script)
+        connections.look(wait, awake)
+        assert not scripted.script
+        return scripted.waits
+
+    assert waits(None, True, (0, stranger)) == [None]  # nothing is known yet
+    assert waits(None, True, (0, []), (0, stranger)) == [0, 0]
+    assert waits(None, True, (2 * BRIEF, []), (0, stranger)) == [0, None]  # in vain: it was not brief
+    assert waits(None, True, (0, stranger)) == [None]
+    assert waits(2 * BRIEF, True, (0, stranger)) == [0]
+    assert waits(BRIEF, True, (0, stranger)) == [BRIEF]  # it ends as soon
+    assert waits(0, True, (0, [])) == [0]
+    assert waits(None, True, (0, stranger)) == [None]  # nothing came in the last one
+    assert waits(None, False, (0, stranger)) == [None]
+    assert waits(None, True, (0, bell)) == [0]
+    assert waits(None, True, (0, stranger)) == [None]  # a thread of this process rang
+    connections._epoll = epoll
+    connections.close()
+
+
+@pytest.mark.parametrize(
+    ("pause", "timeout", "awake"), [(0.0, None, True), (0.0, 60, True), (0.002, None, False)]
+)
+def test_only_an_engine_that_answers_at_once_is_waited_for_awake(monkeypatch, pause, timeout, awake):
+    class Engine(HashEngine):
+        def generate(self, requests):
+            time.sleep(pause)
+            return super().generate(requests)
+
+    monkeypatch.setattr(server, "QUICK", 0.001 if pause else 1.0)
+    with SharedLLMInferenceManager(Engine(), engine_timeout=timeout) as manager:
+        looks, look = [], manager._connections.look
+        manager._connections.look = lambda wait, awake: (
+            looks.append((awake, manager._running)),
+            look(wait, awake),
+        )
+        link = SocketLink(manager.serve())
+        for turn in range(40):
+            link.generate([request(turn=turn)])
+        link.close()
+    assert any(stays for stays, _ in looks) == awake
+    assert not any(stays for stays, running in looks if running is not None)

@@ -660,7 +660,10 @@ class SharedLLMInferenceManager:
         running = self._running
         if running is not None and running.deadline is not None:
             until.append(running.deadline)
-        self._connections.look(max(0.0, min(until) - now) if until else None)
+        awake = (
+            running is None and self._is_quick
+        )  # else the engine would share the interpreter with a busy wait
+        self._connections.look(max(0.0, min(until) - now) if until else None, awake)
         while self._inbox:
             self._inbox.popleft()()
         if until:
@@ -690,11 +693,16 @@ class SharedLLMInferenceManager:
         timeout = self._engine_timeout
         call = _Call(batch, now, None if timeout is None else now + timeout)
         self._running = call
-        if self._quick_calls >= KNOWN - 2 and timeout is None and self._request_timeout is None:
+        if self._is_quick and timeout is None and self._request_timeout is None:
             call.ask(self._answerer)
             self._finish(call)
         else:
             self._runner.start(call, lambda: call.ask(self._answerer))
+
+    @property
+    def _is_quick(self) -> bool:
+        """Whether the engine is known to answer at once."""
+        return self._quick_calls >= KNOWN - 2
 
     def _call_is_over(self, call: _Call) -> None:
         """A call is over (said by the engine's thread)."""

@@ -46,6 +46,8 @@ STRANGERS = 2**16
 MAX_CONNECTIONS = 1024
 MESSAGE_SECONDS = 30.0
 """Within which a connection must have introduced itself and a message that began must end."""
+BRIEF = 1e-4
+"""Seconds of a wait that is shorter than what falling asleep and being woken costs both sides."""
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -507,7 +509,7 @@ class Connections:
         self._by_descriptor: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()
         self._listener: socket.socket | None = None
-        self._paused = False
+        self._paused = self._was_brief = False
         self._folder: Path | None = None
         self._chunk = memoryview(bytearray(CHUNK))
         self._token = secrets.token_bytes(16)
@@ -537,10 +539,13 @@ class Connections:
         return Address(self._listener.getsockname(), self._token, beat)
 
     # from the engine's thread
-    def look(self, wait: float | None) -> None:
-        """Handle what arrived, waiting up to `wait` seconds for something to; None waits as long as it takes."""
+    def look(self, wait: float | None, awake: bool = False) -> None:
+        """Handle what arrived, waiting up to `wait` seconds for something to; None waits as long as it takes.
+
+        With `awake` a wait after a brief one begins without sleep: who asks next need not wake this thread.
+        """
         writable = False
-        for descriptor, events in self._epoll.poll(wait):
+        for descriptor, events in self._arrived(wait, awake):
             connection = self._by_descriptor.get(descriptor)
             if connection is not None:
                 if events & WRITE:
@@ -555,6 +560,17 @@ class Connections:
                 self._accept(self._listener)
         if writable:
             self.flush()
+
+    def _arrived(self, wait: float | None, awake: bool) -> list[tuple[int, int]]:
+        poll, clock = self._epoll.poll, time.perf_counter
+        began, found = clock(), list[tuple[int, int]]()
+        if awake and self._was_brief and (wait is None or wait > BRIEF):
+            while not found and clock() - began < BRIEF:
+                found = poll(0)
+        found = found or poll(wait)
+        # The bell is rung by a thread of this process, which wants the interpreter for itself.
+        self._was_brief = bool(found) and found[0][0] != self._bell and clock() - began < BRIEF
+        return found
 
     def flush(self) -> None:
         """Send the answers that were written since the last time."""
