@@ -10,6 +10,7 @@ import _multiprocessing  # type: ignore[import-not-found]
 import ctypes
 import errno
 import functools
+import itertools
 import math
 import mmap
 import os
@@ -359,10 +360,23 @@ class Observations:
 
     def rows(self, ids: Sequence[int], places: Sequence[int]) -> Any:
         """The observations of some environments, each at its place; always copies."""
+        return self.layout.rebuild(self.columns(ids, places))
+
+    def columns(self, ids: Sequence[int], places: Sequence[int]) -> list[Any]:
+        """The same, a column for each leaf."""
         where = np.asarray(places, dtype=np.intp), np.asarray(ids, dtype=np.intp)
-        columns = [
+        return [
             tuple(own(self.values[leaf][i]) for i in ids) if leaf in self.values else rows[where]
             for leaf, rows in enumerate(self.buffers.obs)
+        ]
+
+    def joined(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """A batch of observations of what `columns` gave at several times."""
+        if len(parts) == 1:
+            return self.layout.rebuild(parts[0])
+        columns = [
+            tuple(itertools.chain.from_iterable(column)) if leaf in self.values else np.concatenate(column)
+            for leaf, column in enumerate(zip(*parts, strict=True))
         ]
         return self.layout.rebuild(columns)
 
@@ -484,6 +498,9 @@ def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> 
     """Put one action for each of the envs `ids` into the buffers; returns what must go by message."""
     loose: Loose = {}
     target = plain_target(buffers)
+    if target is not None and target.ndim == 1 and set(map(type, actions)) == {target.dtype.type}:
+        target[ids] = actions
+        return loose
     for i, action in zip(ids, actions, strict=True):
         if target is not None and _fits(action, target.shape[1:], target.dtype):
             target[i] = action
@@ -589,6 +606,13 @@ class Lines:
     def reply(self, number: int) -> memoryview:
         """Words that the group writes."""
         return self._words(4 * number + 1)
+
+    def replied(self) -> Array:
+        """The command that each group answered last, `[n_groups]`, as it stands there now."""
+        lines = np.frombuffer(
+            self._view, np.uint32, self.n_groups * LINE
+        )  # four lines of LINE / 4 words a group
+        return lines.reshape(self.n_groups, LINE)[:, LINE // 4 + REPLY_SEQUENCE]
 
     def _words(self, line: int) -> memoryview:
         return self._view[line * LINE : (line + 1) * LINE].cast("I")

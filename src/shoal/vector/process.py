@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +101,10 @@ class Worker:
     def answered(self) -> bool:
         """The reply is there, or never will be: `take` does not wait."""
         return True
+
+    def silent(self) -> bool:
+        """It is sure, now that it has answered, that all of the reply is in the buffers."""
+        return False
 
     def pause(self, seconds: float) -> None:
         """Sleep until there is a reply, or so many seconds."""
@@ -270,7 +274,11 @@ def look_at(workers: Iterable[Worker]) -> None:
 
 
 def wait_any(
-    wanted: Sequence[Worker], workers: Sequence[Worker], deadline: float | None, pause: Any
+    wanted: Sequence[Worker],
+    workers: Sequence[Worker],
+    deadline: float | None,
+    pause: Any,
+    found: Callable[[], list[Worker]] | None = None,
 ) -> list[Worker]:
     """Those of `wanted` that have an answer, or never will; waits until there is one.
 
@@ -279,13 +287,14 @@ def wait_any(
         workers: all at work, whose time runs meanwhile.
         deadline: by `time.monotonic`.
         pause: sleeps until there may be something, or so many seconds.
+        found: tells the same of many at less cost.
 
     Raises:
         TimeoutError: at the deadline.
     """
     looked = time.monotonic()
     while True:
-        ready = [worker for worker in wanted if worker.answered()]
+        ready = found() if found is not None else [worker for worker in wanted if worker.answered()]
         if ready:
             return ready
         now = time.monotonic()
@@ -337,6 +346,10 @@ class Backend:
         if worker.home is None:
             return [worker]
         return [other for other in self.workers if other.home is worker.home]
+
+    def answered(self) -> Sequence[Any]:
+        """All who have an answer, or never will; those who are at nothing may be among them."""
+        return [worker for worker in self.workers if worker.answered()]
 
     def wait_bell(self, seconds: float) -> None:
         """Sleep until a reply rings, or so many seconds."""
@@ -485,6 +498,14 @@ class ThreadBackend(Backend):
                 thread.join(max(0.0, end - time.monotonic()))
 
 
+class Board(NamedTuple):
+    """What is known of all groups in worker processes, one entry each: who has answered is told by one comparison."""
+
+    asked: Any  # the number of its latest command
+    told: Any  # the number of the command that it answered last, as it says
+    gone: Any  # whether it is lost
+
+
 class ProcessWorker(Worker):
     """A group in a worker process, or in one of its threads."""
 
@@ -492,16 +513,25 @@ class ProcessWorker(Worker):
 
     home: WorkerProcess
 
-    def __init__(self, home: WorkerProcess, lines: Lines, number: int, *group: Any) -> None:
+    def __init__(self, home: WorkerProcess, lines: Lines, number: int, board: Board, *group: Any) -> None:
+        self.lines, self.number = lines, number
+        self._asked, self._gone = board.asked.data, board.gone.data
         super().__init__(*group)
         self.home = home
-        self.lines, self.number = lines, number
         self._command, self._reply = lines.command(number), lines.reply(number)
         self._patience = Patience()
         self._sequence = 0
         self.texts: dict[int, TextBuffer] = {}
         self.tables: TableBuffer | None = None
         self.channel: Channel | None = None
+
+    @property  # type: ignore[override]
+    def lost(self) -> Failure | None:
+        return self._lost
+
+    @lost.setter
+    def lost(self, failure: Failure | None) -> None:
+        self._lost, self._gone[self.number] = failure, failure is not None
 
     def connect(self, channel: Channel) -> None:
         """Begin anew with a fresh process."""
@@ -510,6 +540,7 @@ class ProcessWorker(Worker):
         self._wake = self.lines.wake(self.number, new=True)
         self._ready = self.lines.ready(self.number, new=True)
         self._reply[words.REPLY_SEQUENCE] = self._command[words.SEQUENCE] = self._sequence
+        self._asked[self.number] = self._sequence
         self._reply[words.PROGRESS] = words.LOADING
         self._rings = False
 
@@ -540,7 +571,7 @@ class ProcessWorker(Worker):
         line[words.OPERATION], line[words.PLACE] = operation, number
         line[words.HAS_MESSAGE] = bool(data)
         line[words.BELL] = self._rings = bell
-        line[words.SEQUENCE] = self._sequence
+        line[words.SEQUENCE] = self._asked[self.number] = self._sequence
         self._wake.release()
         if data and self.lost is None and self.channel is not None:
             with contextlib.suppress(ChannelClosedError, WorkerDiedError):  # who waits finds out and tells
@@ -553,6 +584,9 @@ class ProcessWorker(Worker):
 
     def answered(self) -> bool:
         return self.lost is not None or self._reply[words.REPLY_SEQUENCE] == self._sequence
+
+    def silent(self) -> bool:
+        return self.lost is None and not self._reply[words.REPLY_FLAGS]
 
     def quick(self) -> bool:
         if self._rings or self.lost is not None:
@@ -649,11 +683,13 @@ class ProcessBackend(Backend):
             os.close(self._control)
             raise
         self._bell = self.lines.bell(new=True)
+        self._board = Board(np.zeros(n_groups, np.uint32), self.lines.replied(), np.zeros(n_groups, np.bool_))
         for process, (lo, hi) in zip(self.processes, cuts, strict=True):
             for first, stop in [(i, i + 1) for i in range(lo, hi)] if threads else [(lo, hi)]:
                 number = len(self.workers)
                 fns = env_fns[first:stop]
-                self.workers.append(ProcessWorker(process, self.lines, number, first, fns, limits))
+                worker = ProcessWorker(process, self.lines, number, self._board, first, fns, limits)
+                self.workers.append(worker)
 
     def start(self, workers: Sequence[Worker]) -> None:
         """Fresh processes for these workers and all who live with them."""
@@ -699,6 +735,12 @@ class ProcessBackend(Backend):
     def share(self, attach: Attach) -> Buffers:
         self._block = shared_file(attach.buffers(False).nbytes)
         return attach.buffers(mmap.mmap(self._block, 0))
+
+    def answered(self) -> Sequence[Any]:
+        if len(self.workers) <= 16:  # fewer are looked at sooner one by one
+            return super().answered()
+        asked, told, gone = self._board
+        return [self.workers[k] for k in ((asked == told) | gone).nonzero()[0].tolist()]
 
     def wait_bell(self, seconds: float) -> None:
         """Sleep until a worker rings; one look serves all that rang."""

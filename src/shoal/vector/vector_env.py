@@ -157,6 +157,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._observations = Observations(buffers, copy=copy_observations, handouts=handouts)
         self._plain_actions = plain_target(buffers)
         self._alone = self.workers[0].group if backend is None else None
+        self._inline = [worker for worker in self.workers if worker.inline]
         self._by_env = [worker for worker in self.workers for _ in range(worker.count)]
         self._place, self._scattered = 0, False  # scattered: not all workers are at that place
         self._seeds: list[int | None] = [None] * self.num_envs
@@ -178,8 +179,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._flying: dict[int, float] = {}
         self._at_work: dict[int, tuple[Worker, Command]] = {}
         self._jobs: dict[int, dict[int, tuple[str, Any]]] = {}
-        self._landed: list[tuple[int, list[Any], float, bool, bool, dict[str, Any]]] = []
+        self._landed: list[_Landing] = []
         self._errors: list[Exception] = []
+        self._pace = 0.0  # seconds between results in the last `recv` that had as many as it wanted
         self._waited = self._stepping = self._began = 0.0
         self._finalizer = weakref.finalize(self, close_all, self.workers, backend, os.getpid())
         self._closing = self._is_parents = False
@@ -464,6 +466,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._skipped = failed.intersection(chosen)
         self._paying.update({i: self._owed.pop(i) for i in chosen if i in self._owed})
         going = [i for i in chosen if i not in self._paying and i not in failed]
+        self._clear_ends(going)
         place = self._next_place()
         for worker, members in self._by_worker(going, rest=True):
             self._begin(worker, Step(members, place, of_group(loose, worker.first, worker.count)))
@@ -518,6 +521,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._pending.append((worker, command))
         self._launch(worker, command)
 
+    def _ended(self, ids: list[int]) -> bool:
+        return bool((self.buffers.terminated[ids] | self.buffers.truncated[ids]).any())
+
+    def _clear_ends(self, ids: list[int]) -> None:
+        self.buffers.terminated[ids] = self.buffers.truncated[ids] = False
+
     def _launch(self, worker: Worker, command: Any, *, bell: bool = False) -> None:
         if isinstance(command, Step | Reset):
             members = command.members
@@ -525,11 +534,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             if worker.place == command.place and self.buffers.places > 1:  # what it showed last must stay
                 self._move(worker, [], self._observations.next_place(worker.place))
             self._move(worker, members, command.place)
-            if isinstance(command, Step):
-                ids = [worker.first + j for j in members]
-                self.buffers.terminated[ids] = self.buffers.truncated[ids] = False
-                if len(members) == worker.count and WHOLE not in command.loose:
-                    command.members = None
+            if isinstance(command, Step) and len(members) == worker.count and WHOLE not in command.loose:
+                command.members = None
         worker.begin(command, bell=bell)
 
     # --- replies
@@ -1006,18 +1012,20 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._enter(operation, flying=True)
         try:
             ids, jobs = self._indices(env_ids, jobs, word)
-            if busy := [i for i in ids if i in self._flying]:
+            if not self._flying.keys().isdisjoint(ids):
+                busy = [i for i in ids if i in self._flying]
                 raise ValueError(
                     f"environments {busy} are still in flight: recv them before sending them again"
                 )
-            now = time.monotonic()
+            self._flying.update(dict.fromkeys(ids, time.monotonic()))
+            workers: dict[int, Worker] = {}
             for i, job in zip(ids, jobs, strict=True):
                 if kind == "reset" and job is not None:
                     self._seeds[i] = job
-                self._flying[i] = now
-                self._jobs.setdefault(id(self._by_env[i]), {})[i] = kind, job
-            for worker in {id(self._by_env[i]): self._by_env[i] for i in ids}.values():
-                self._set_to_work(worker)
+                worker = self._by_env[i]
+                workers[id(worker)] = worker
+                self._jobs.setdefault(id(worker), {})[i] = kind, job
+            self._set_to_work(workers.values())
         except BaseException:
             self._forget_lost()
             raise
@@ -1039,7 +1047,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             limit(timeout, "timeout")
             if not self._flying and not self._errors:
                 raise ValueError("no environment is in flight: send some actions first")
-            deadline = None if timeout is None else time.monotonic() + timeout
+            began = time.monotonic()
+            deadline = None if timeout is None else began + timeout
             while True:
                 self._collect_landed()
                 if self._errors:
@@ -1049,8 +1058,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                         for told in (f"also: {other}", *getattr(other, "__notes__", ())):
                             error.add_note(told)
                     raise error
-                if len(self._landed) >= min(min_envs, len(self._flying)):
+                here = sum(len(landing.ids) for landing in self._landed)
+                if (short := min(min_envs, len(self._flying)) - here) <= 0:
+                    self._pace = (time.monotonic() - began) / max(here, 1)
                     break
+                if short * self._pace > 2 * NAP and (deadline is None or time.monotonic() + NAP < deadline):
+                    time.sleep(NAP)  # instead of being woken by each
                 try:
                     self._wait_in_flight(deadline)
                 except TimeoutError:
@@ -1070,41 +1083,55 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         at_work = list(self._at_work.values())
         busy = {id(worker) for worker in (*self._late, *(worker for worker, _ in at_work))}
         self._jobs = {k: jobs for k, jobs in self._jobs.items() if k in busy}
-        here = {landed[0] for landed in self._landed}.union(*self._jobs.values())
+        here = set[int]().union(*(landing.ids for landing in self._landed), *self._jobs.values())
         here.update(i for worker, command in at_work for i in _ids(worker, command))
         self._flying = {i: sent for i, sent in self._flying.items() if i in here}
 
     def _wait_in_flight(self, deadline: float | None) -> None:
-        late = [worker for worker in self._late if self._jobs.get(id(worker))]
-        workers = [worker for worker, _ in self._at_work.values()] + late
+        late = any(self._jobs.get(id(worker)) for worker in self._late)
         sleep = time.sleep if self.backend is None else self.backend.wait_bell
         longest = 0.005 if late else 1.0
-        wait_any(workers, workers, deadline, lambda left: sleep(min(left, longest)))
+        wait_any((), self.workers, deadline, lambda left: sleep(min(left, longest)), self._answered)
 
-    def _set_to_work(self, worker: Worker) -> None:
-        """Begin the next jobs of a worker, if it is free."""
-        jobs = self._jobs.get(id(worker))
-        while jobs and worker.command is None and id(worker) not in self._at_work:
-            kind = next(iter(jobs.values()))[0]
-            chosen = sorted(i for i, job in jobs.items() if job[0] == kind)
-            given = {i: jobs.pop(i)[1] for i in chosen}
-            if kind == "step":
+    def _answered(self) -> list[Worker]:
+        """Those at work, or at an abandoned command, that have an answer, or never will."""
+        found = [] if self.backend is None else self.backend.answered()
+        busy = [worker for worker in found if id(worker) in self._at_work or worker in self._late]
+        return busy + [worker for worker in self._inline if id(worker) in self._at_work]
+
+    def _set_to_work(self, workers: Iterable[Worker]) -> None:
+        """Begin the next jobs of those of these workers that are free; their actions are written together."""
+        going: list[tuple[Worker, str, dict[int, Any]]] = []
+        actions: dict[int, Any] = {}
+        for worker in workers:
+            jobs = self._jobs.get(id(worker))
+            while jobs and worker.command is None and id(worker) not in self._at_work:
+                kind = next(iter(jobs.values()))[0]
+                chosen = sorted(i for i, job in jobs.items() if job[0] == kind)
+                given = {i: jobs.pop(i)[1] for i in chosen}
                 for i in [i for i in chosen if i in self._owed]:
                     owed = self._owed.pop(i)
-                    chosen.remove(i)
-                    self._flag(i, owed.reward, owed.terminated, owed.truncated)
-                    self._deliver([i], [owed.told])
-            if not chosen:
-                continue
-            members, each = [i - worker.first for i in chosen], [given[i] for i in chosen]
-            place = self._observations.next_place(worker.place)
+                    if kind == "step":
+                        del given[i]
+                        self._flag(i, owed.reward, owed.terminated, owed.truncated)
+                        self._deliver([i], [owed.told])
+                if given:
+                    going.append((worker, kind, given))
+                    if kind == "step":
+                        actions |= given
+                    break
+        if not going:
+            return
+        loose = write_some(self.buffers, ids := list(actions), list(actions.values()))
+        self._clear_ends(ids)
+        again = []
+        for worker, kind, given in going:
+            members, place = [i - worker.first for i in given], self._observations.next_place(worker.place)
             command: Command
             if kind == "step":
-                command = Step(members, place, write_some(self.buffers, chosen, each))
+                command = Step(members, place, of_group(loose, worker.first, worker.count))
             else:
-                for i in chosen:
-                    self._owed.pop(i, None)
-                command = Reset(members, each, None, place)
+                command = Reset(members, list(given.values()), None, place)
             self._scattered = True
             self._at_work[id(worker)] = worker, command
             try:
@@ -1113,30 +1140,53 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 if worker.command is not command:  # an action cannot be sent
                     del self._at_work[id(worker)]
                     self._take_back(worker, command)
-                    for i in chosen:
+                    for i in given:
                         del self._flying[i]
                 if worker.command is command or not isinstance(error, Exception):
                     raise
-                error.add_note(
-                    f"this was to be sent to the environments {chosen}, which are in flight no more"
-                )
+                told = f"this was to be sent to the environments {list(given)}, which are in flight no more"
+                error.add_note(told)
                 self._errors.append(error)
+                again.append(worker)
+        self._set_to_work(again)
 
     def _collect_landed(self) -> None:
         """Take over what workers in flight have answered, and give them their next jobs."""
         while True:
-            for worker in [worker for worker in self._late if worker.answered()]:
-                self._land_late(worker, *worker.take())
-                self._set_to_work(worker)
-            ready = [pair for pair in self._at_work.values() if pair[0].answered()]
+            answered = self._answered()
+            if self._late:
+                for worker in [worker for worker in answered if worker in self._late]:
+                    self._land_late(worker, *worker.take())
+                    self._set_to_work([worker])
+                answered = self._answered()
+            ready = [pair for worker in answered if (pair := self._at_work.get(id(worker))) is not None]
             if not ready:
                 return
-            lost = [pair for pair in ready if pair[0].lost is not None]
-            for landing in [*([pair] for pair in ready if pair[0].lost is None), lost]:
+            silent = self._land_silent(ready)
+            if len(silent) == len(ready):
+                return
+            rest = [pair for pair in ready if id(pair[0]) not in silent]
+            lost = [pair for pair in rest if pair[0].lost is not None]
+            for landing in [*([pair] for pair in rest if pair[0].lost is None), lost]:
                 # Those that a landing before them replaced are over.
                 landing = [pair for pair in landing if self._at_work.get(id(pair[0])) is pair]
                 if landing:
                     self._land_in_flight(landing)
+
+    def _land_silent(self, ready: Pending) -> dict[int, Worker]:
+        """Take over, all at once, what those answered that told nothing beside the buffers; who they are."""
+        silent = [pair for pair in ready if pair[0].silent()]
+        ids = [i for worker, command in silent for i in _ids(worker, command)]
+        if not ids or self._late_failures or (self._same_step and self._ended(ids)):
+            return {}
+        landing = self._landing(ids, [{} for _ in ids])
+        workers = {id(worker): worker for worker, _ in silent}
+        for key, worker in workers.items():
+            worker.take()
+            del self._at_work[key]
+        self._landed.append(landing)
+        self._set_to_work(workers.values())
+        return workers
 
     def _land_in_flight(self, landing: Pending) -> None:
         replies = []
@@ -1148,7 +1198,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     del self._at_work[id(worker)]
                     for i in _ids(worker, command):
                         self._flying.pop(i, None)
-                    self._set_to_work(worker)
+                    self._set_to_work([worker])
                 raise
             del self._at_work[id(worker)]
         found, failures = self._land(landing, replies)
@@ -1179,31 +1229,41 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._flying.pop(i, None)
             ids = [i for i in ids if i not in failed]
         self._deliver(ids, told)
-        for worker, _ in landing:
-            self._set_to_work(worker)
+        self._set_to_work(worker for worker, _ in landing)
         if interrupt is not None:
             raise interrupt
 
-    def _deliver(self, ids: Iterable[int], told: Iterable[Told]) -> None:
+    def _deliver(self, ids: Sequence[int], told: Iterable[Told]) -> None:
         infos = by_env(told)
-        for i in ids:
-            leaves = self._observations.leaves(i, self._by_env[i].place)
-            self._landed.append((i, leaves, *self._paid(i), infos.get(i, {})))
+        self._landed.append(self._landing(ids, [infos.get(i, {}) for i in ids]))
+
+    def _landing(self, ids: Sequence[int], infos: list[Info]) -> _Landing:
+        """What these envs show and were paid now; copies."""
+        chosen, buffers = np.array(ids, dtype=np.intp), self.buffers
+        columns = self._observations.columns(ids, [self._by_env[i].place for i in ids])
+        return _Landing(
+            ids,
+            columns,
+            buffers.rewards[chosen],
+            buffers.terminated[chosen],
+            buffers.truncated[chosen],
+            infos,
+        )
 
     def _taken(self, timeout: float | None) -> Ready:
-        landed, self._landed = self._landed, []
-        ids, leaves, rewards, terminated, truncated, infos = zip(*landed, strict=True) if landed else [()] * 6
-        for i in ids:
+        landed, self._landed = self._landed or [self._landing([], [])], []
+        ids, columns, rewards, terminated, truncated, infos = zip(*landed, strict=True)
+        for i in (taken := list(itertools.chain.from_iterable(ids))):
             self._flying.pop(i, None)
         now = time.monotonic()
         late = [i for i, sent in self._flying.items() if timeout is not None and now - sent >= timeout]
         return Ready(
-            np.array(ids, dtype=np.int64),
-            self._observations.stack(leaves),
-            np.array(rewards, dtype=np.float64),
-            np.array(terminated, dtype=np.bool_),
-            np.array(truncated, dtype=np.bool_),
-            list(infos),
+            np.array(taken, dtype=np.int64),
+            self._observations.joined(columns),
+            np.concatenate(rewards),
+            np.concatenate(terminated),
+            np.concatenate(truncated),
+            list(itertools.chain.from_iterable(infos)),
             sorted(late),
         )
 
@@ -1309,6 +1369,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._finalizer()
 
 
+NAP = 1e-4
+"""Seconds that `recv` does not look for answers while it is short of several and they come slowly."""
 _with_workers: weakref.WeakSet[VectorPool] = weakref.WeakSet()
 
 
@@ -1320,6 +1382,17 @@ def _leave_to_parent() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class _Landing(NamedTuple):
+    """Results of some envs that were in flight, until `recv` gives them."""
+
+    ids: Sequence[int]
+    columns: list[Any]  # of their observations, one a leaf
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    infos: list[Info]
 
 
 class _Before(NamedTuple):
