@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from gymnasium.error import AlreadyPendingCallError
 
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
 from shoal.vector import make_vec
-from shoal.vector.vector_env import VectorPool
+from shoal.vector.vector_env import PendingTimeoutError, VectorPool
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.living import children
 
@@ -67,6 +68,30 @@ def test_recv_with_a_timeout_may_return_nothing_but_says_who_is_late() -> None:
     assert ready.observations.shape == (0, 4)
     assert sorted(envs.recv(2).ids.tolist()) == [0, 1]
     envs.close()
+
+
+@pytest.mark.parametrize("flying", [True, False])
+@pytest.mark.parametrize(("backend", "fault"), [("process", "kill"), ("process", "hang"), ("thread", "hang")])
+def test_who_asks_often_and_never_waits_long_hears_of_a_failure(
+    backend: Any, fault: str, flying: bool
+) -> None:
+    options = {"step_timeout": 0.3} if fault == "hang" else {}
+    envs = make_vec([functools.partial(Faulty, fault), CountEnv], backend=backend, num_workers=2, **options)
+    envs.reset(seed=0)
+    error = WorkerTimeoutError if fault == "hang" else WorkerDiedError
+    end = time.monotonic() + 10.0
+    with pytest.raises(error, match="env 0"):
+        if flying:
+            envs.send([0], [9])
+            while time.monotonic() < end:
+                envs.recv(timeout=0.01)
+        actions = [9, 0]
+        while time.monotonic() < end:
+            envs.step_async(actions)
+            actions = [0, 0]
+            with contextlib.suppress(PendingTimeoutError):
+                envs.step_wait(timeout=0.01)
+    envs.close(terminate=True)
 
 
 @pytest.mark.parametrize(

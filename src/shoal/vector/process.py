@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +86,8 @@ class Worker:
         """Why it can no longer work, if so."""
         self.group: EnvGroup | None = None
         self.buffers: Buffers | None = None
+        self.looked = 0.0
+        """When it was looked at last, whether it still lives and is in time."""
         self._seen = (-1, 0.0)
         self._packed: tuple[Any, bytes] = (None, b"")
 
@@ -234,7 +236,7 @@ class Worker:
             return None
 
 
-def look_at(workers: Iterable[Worker]) -> None:
+def look_at(workers: Sequence[Worker]) -> None:
     """Notice workers that are gone, and give up those that are overdue, all at once."""
     at_work = [worker for worker in workers if worker.lost is None and worker.command is not None]
     waiting = [worker for worker in at_work if not worker.answered()]
@@ -250,6 +252,8 @@ def look_at(workers: Iterable[Worker]) -> None:
         for worker in suspects:
             worker.lose(failure)
     now = time.monotonic()
+    for worker in workers:
+        worker.looked = now
     if any(worker.progress() == words.LOADING for worker in waiting):
         # The machine is busy starting processes: constructors have their time after that.
         for worker in waiting:
@@ -298,16 +302,16 @@ def wait_any(
         if ready:
             return ready
         now = time.monotonic()
-        if now - looked >= SLICE:
+        over = deadline is not None and now >= deadline
+        # Who asks often, and never waits for long, has them looked at all the same.
+        if now - looked >= SLICE or (over and now - workers[0].looked >= SLICE):
             looked = now
             look_at(workers)
             continue
+        if over:
+            raise TimeoutError
         left = SLICE - (now - looked)
-        if deadline is not None:
-            if now >= deadline:
-                raise TimeoutError
-            left = min(left, deadline - now)
-        pause(left)
+        pause(left if deadline is None else min(left, deadline - now))
 
 
 def replies_of(workers: Sequence[Worker]) -> list[Reply]:
