@@ -78,19 +78,22 @@ def test_who_asks_often_and_never_waits_long_hears_of_a_failure(
     options = {"step_timeout": 0.3} if fault == "hang" else {}
     envs = make_vec([functools.partial(Faulty, fault), CountEnv], backend=backend, num_workers=2, **options)
     envs.reset(seed=0)
-    error = WorkerTimeoutError if fault == "hang" else WorkerDiedError
-    end = time.monotonic() + 10.0
-    with pytest.raises(error, match="env 0"):
+
+    def ask() -> None:
         if flying:
             envs.send([0], [9])
-            while time.monotonic() < end:
-                envs.recv(timeout=0.01)
-        actions = [9, 0]
+        actions, end = [9, 0], time.monotonic() + 10.0
         while time.monotonic() < end:
+            if flying:
+                envs.recv(timeout=0.01)
+                continue
             envs.step_async(actions)
             actions = [0, 0]
             with contextlib.suppress(PendingTimeoutError):
                 envs.step_wait(timeout=0.01)
+
+    with pytest.raises(WorkerTimeoutError if fault == "hang" else WorkerDiedError, match="env 0"):
+        ask()
     envs.close(terminate=True)
 
 
@@ -134,6 +137,23 @@ def test_a_failure_in_flight_is_replaced_and_the_others_come_as_ever(fault: str)
         ready = envs.recv()
         rewards.update(zip(ready.ids.tolist(), ready.rewards.tolist(), strict=True))
     assert rewards == {0: 12.0, 1: 11.0}
+    envs.close()
+
+
+@pytest.mark.parametrize("flying", [True, False])
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_an_env_is_not_late_because_its_caller_was_away(backend: Any, flying: bool) -> None:
+    fns = [functools.partial(Held, 1000)] * 3  # 1.8 s for all, 0.6 s for each
+    envs = make_vec(fns, backend=backend, num_workers=1, step_timeout=1.0)
+    envs.reset(seed=0)
+    if flying:
+        envs.send(range(3), [HELD] * 3)
+        time.sleep(1.4)
+        assert sorted(envs.recv(3).ids.tolist()) == [0, 1, 2]
+    else:
+        envs.step_async([HELD] * 3)
+        time.sleep(1.4)
+        assert envs.step_wait()[1].tolist() == [31.0] * 3
     envs.close()
 
 

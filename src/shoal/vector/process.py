@@ -193,8 +193,8 @@ class Worker:
         at = self.progress()
         if at == words.LOADING:
             limit = max(limit, LOADING_SECONDS)
-        if at != self._seen[0]:
-            self._seen = (at, now if self._seen[0] >= 0 else self._seen[1])
+        if at != self._seen[0]:  # since when it is at it, nobody saw
+            self._seen = (at, now)
         return limit if now - self._seen[1] > limit else None
 
     def excuse(self, now: float) -> None:
