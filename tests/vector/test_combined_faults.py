@@ -30,7 +30,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 import shoal.envs
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import AsyncVectorEnv, make_vec
-from tests.vector.faulty import CountEnv
+from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.living import alive, children
 from tests.vector.misbehaving import (
     BASE_EXCEPTIONS,
@@ -1569,6 +1569,24 @@ def test_amid_a_step_it_shows_what_was_seen_before(backend: Any) -> None:
         envs.call_async("get_wrapper_attr", "spec")
         assert envs.observations()[1].tolist() == shown.tolist()
         envs.call_wait()
+
+
+@pytest.mark.parametrize("flying", [True, False])
+@pytest.mark.parametrize("options", [{"ring": 3}, {"on_failure": "restart", "max_restarts": 0}])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_after_an_error_it_shows_what_was_seen_before(
+    backend: Any, options: dict[str, Any], flying: bool
+) -> None:
+    fns = [functools.partial(Faulty, "raise"), CountEnv]
+    with closing(make_vec(fns, backend=backend, **options)) as envs:
+        envs.reset(seed=0)
+        for k in range(4):
+            before = envs.step([k, k])[0].copy()
+        if flying:
+            envs.send([0], [9])
+        with pytest.raises(WorkerError, match="env 0"):
+            _ = envs.recv() if flying else envs.step([9, 1])
+        assert envs.observations()[0].tolist() == before[0].tolist()
 
 
 def test_a_step_that_the_caller_never_did_leaves_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:

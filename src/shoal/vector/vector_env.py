@@ -621,14 +621,18 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         gone = worker.lost is not None
         reply = Reply() if gone or reply is None else reply
         failed = {failure.env for failure in reply.failures}
-        over = self.buffers.terminated | self.buffers.truncated
-        hurt = list(worker.ids if gone else failed)  # what these showed before stands, but for ends
-        stay = [i for i in hurt if not over[i] or (self._same_step and i in failed)]
-        self._observations.carry(stay, worker.before, worker.place)
+        self._stay(worker, failed)
         self._observations.keep(_ids(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
         if isinstance(command, Step):
             self._owe(worker, command, reply.every(), failed)
+
+    def _stay(self, worker: Worker, failed: Iterable[int]) -> None:
+        """What those showed before that failed, or whose worker is lost, stands, but for ends."""
+        over = self.buffers.terminated | self.buffers.truncated
+        hurt = worker.ids if worker.lost is not None else failed
+        stay = [i for i in hurt if not over[i] or (self._same_step and i in failed)]
+        self._observations.carry(stay, worker.before, worker.place)
 
     def _owe(self, worker: Worker, command: Step, told: Sequence[Told], failed: set[int]) -> None:
         """Remember the ends of a step that the caller does not see."""
@@ -705,7 +709,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         failures = distinct(failures)
         self._report(failures)
         stepped, given = set(beside), dict[int, int | None]()
+        failed = {failure.env for failure in failures}
         for worker, command in pending:
+            if isinstance(command, Step | Reset):
+                self._stay(worker, failed.intersection(worker.ids))
             if isinstance(command, Step):
                 stepped.update(_ids(worker, command))
             elif isinstance(command, Reset):
