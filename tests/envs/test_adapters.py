@@ -202,11 +202,11 @@ def test_options_of_a_reset_reach_the_env_inside():
 class Pays(Told):
     """Pays what it is told."""
 
-    def __init__(self, what, render_mode=None):
-        self.what = what
+    def __init__(self, what, ends=(False, False), render_mode=None):
+        self.what, self.ends = what, ends
 
     def step(self, action):
-        return np.zeros(2, np.float32), self.what, False, False, {}
+        return np.zeros(2, np.float32), self.what, *self.ends, {}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,16 @@ def test_a_reward_may_be_any_number(what):
     env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(what))
     env.reset(seed=1)
     assert env.step(1)[1] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("ends", "name"), [(("False", False), "terminated"), ((False, np.str_("False")), "truncated")]
+)
+def test_an_end_in_words_is_none(ends, name):
+    env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(1.0, ends))
+    env.reset(seed=1)
+    with pytest.raises(EnvError, match=f"{name} must be True or False, got "):
+        env.step(1)
 
 
 # --- reasoning-gym

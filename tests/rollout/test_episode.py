@@ -107,6 +107,24 @@ def test_pictures_are_carried_in_the_trajectory_and_to_engines_that_take_them():
             assert decode_trajectory(encode_trajectory(trajectory)) == trajectory
 
 
+@pytest.mark.parametrize(("mode", "counts"), [("window", [1, 0, 1]), ("append", [1, 1, 2])])
+def test_a_turn_without_a_picture_is_not_asked_with_that_of_the_turn_before(mode, counts):
+    tokenizer = ChatCodec()
+    prompter = Prompter(PromptConfig(mode=mode), tokenizer)
+    role = Role("Page", "", make("frozen_lake").projection, 9)
+    episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, prompter, Sampling())
+    picture, found = "data:image/png;base64,AAAA", []
+    episode.begin("a page", {"image": picture})
+    for shown in ({}, {"image": picture}, {}):
+        request = episode.request()
+        found.append(len(request.images))
+        tokenizer.messages(request.prompt_ids, request.images)  # as many marks as pictures
+        episode.respond(Completion(tokenizer.encode("<action>Up</action>"), (), "stop"))
+        episode.observe("a page", 0.0, False, False, shown)
+        episode.end_turn()
+    assert found == counts
+
+
 def test_an_engine_that_takes_no_pictures_is_not_shown_an_empty_prompt():
     for trajectory in collect(RandomEngine(WORDS), env_config={**LAKE, "observation": "rgb"}):
         assert (trajectory.status, trajectory.turns) == ("engine_error", ())

@@ -68,6 +68,13 @@ def test_of_equal_groups_the_first_is_kept_and_failed_episodes_do_not_count():
     assert {t.group for t in filter_rollouts(equal, equal, 0.34, "std").kept} == {3}
 
 
+def test_the_best_are_those_among_what_may_be_learned_from_when_more_groups_were_played():
+    # A refill overshot: of the three groups with signal two were wanted, and the best is none of them.
+    candidates = [t for t in TRAJECTORIES if t.group in (1, 2)]
+    assert {t.group for t in filter_rollouts(TRAJECTORIES, candidates, 0.25, "std").kept} == {2}
+    assert {t.group for t in filter_rollouts(TRAJECTORIES, candidates, 0.5, "std").kept} == {1, 2}
+
+
 def test_a_ratio_outside_its_range_is_refused():
     with pytest.raises(ConfigError, match=r"rollout_filter_ratio must be in \(0, 1\], got 0"):
         Algorithm(rollout_filter_ratio=0)

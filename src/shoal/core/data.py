@@ -27,6 +27,13 @@ def reward_of(value: Any) -> float:
     return float(number)
 
 
+def refuse_words(terminated: Any, truncated: Any, where: str = "") -> None:
+    """An `EnvError` where an env tells the end of an episode in words: "False" is true."""
+    for name, value in (("terminated", terminated), ("truncated", truncated)):
+        if isinstance(value, str | bytes):
+            raise EnvError(f"{where}{name} must be True or False, got {value!r:.80}")
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One exchange: what the agent saw, the tokens it was given and wrote, what the env paid."""

@@ -82,9 +82,9 @@ class Episode:
         self._prompt = prompter.prompt(scene, self._before)
         if prompter.config.mode == "append":
             self._check_append(prompter.message(scene))
-        if self._image is not None and prompter.shows_images:
-            grows = prompter.config.mode == "append"
-            self._images = (*self._images, self._image) if grows else (self._image,)
+        if prompter.shows_images:
+            before = self._images if prompter.config.mode == "append" else ()
+            self._images = before if self._image is None else (*before, self._image)
         elif self._image is not None and not self._text:
             raise EngineError(
                 f"{role.tag} shows pictures only, and this engine takes none: use an engine for images, or an "

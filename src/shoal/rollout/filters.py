@@ -126,19 +126,19 @@ def filter_rollouts(
     how: FilterType,
     gamma: float = 1.0,
 ) -> Filtered:
-    """Those of `candidates` whose group is among the best `ratio` of the groups played.
+    """Those of `candidates` that are of their best groups: as many as `ratio` of the groups played.
 
     Args:
         played: all trajectories of the iteration.
         candidates: those that may be learned from.
-        ratio: share of the groups to keep, rounded down, at least one; of equal scores the lower group number wins.
+        ratio: share of the groups played, rounded down, at least one; of equal scores the lower group number wins.
         how: the score of a group.
         gamma: discount a turn.
     """
     scores = group_scores(played, how, gamma)
     n_kept = max(1, int(ratio * len(scores) + 1e-9))
-    best = set(sorted(scores, key=lambda group: (-scores[group], group))[:n_kept])
     before = {t.group for t in candidates}
+    best = set(sorted(before, key=lambda group: (-scores[group], group))[:n_kept])
     mean = statistics.fmean(scores.values()) if scores else 0.0
     mean_kept = statistics.fmean(scores[group] for group in best) if best else 0.0
     return Filtered(

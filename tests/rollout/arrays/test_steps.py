@@ -302,8 +302,8 @@ class RewardEnv(gym.Env):
 
     action_space = spaces.Discrete(2)
 
-    def __init__(self, reward=1.0, shown=None):
-        self.reward = reward
+    def __init__(self, reward=1.0, shown=None, ends=(False, False)):
+        self.reward, self.ends = reward, ends
         self.shown = np.zeros(2, np.float32) if shown is None else shown
         low, high, kind = (0, 255, np.uint8) if self.shown.ndim > 1 else (-1, 1, np.float32)
         self.observation_space = spaces.Box(low, high, self.shown.shape, kind)
@@ -312,10 +312,12 @@ class RewardEnv(gym.Env):
         return self.shown, {}
 
     def step(self, action):
-        return self.shown, self.reward, False, False, {}
+        return self.shown, self.reward, *self.ends, {}
 
 
-@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "1.5", np.array([1.0, 2.0]), {}])
+@pytest.mark.parametrize(
+    "reward", [None, float("nan"), float("inf"), "1.5", np.str_("1.5"), np.array([1.0, 2.0]), {}]
+)
 def test_a_reward_that_is_no_finite_number_names_its_env(reward):
     envs = EnvSlice([RewardEnv(), RewardEnv(reward)], first_index=4)
     with pytest.raises(EnvError, match="env 5, step 0 of the rollout: reward must be finite, got "):
@@ -326,6 +328,13 @@ def test_a_reward_that_is_no_finite_number_names_its_env(reward):
 def test_a_reward_may_be_any_number(reward):
     (rollout,) = collect(EnvSlice([RewardEnv(), RewardEnv(reward)]), 3)
     assert rollout.rewards.tolist() == [[1.0, float(np.ravel(reward)[0])]] * 3
+
+
+@pytest.mark.parametrize(("ends", "name"), [(("False", False), "terminated"), ((False, "no"), "truncated")])
+def test_an_end_in_words_names_its_env(ends, name):
+    envs = EnvSlice([RewardEnv(), RewardEnv(ends=ends)], first_index=4)
+    with pytest.raises(EnvError, match=f"env 5, .*{name} must be True or False, got"):
+        collect(envs, 3)
 
 
 def test_a_vector_env_whose_rewards_are_no_numbers_is_refused():

@@ -105,6 +105,11 @@ class RewardInWords(Odd):
         return observation, np.str_("1"), *others
 
 
+class EndInWords(Odd):
+    def odd(self, observation, reward, terminated, truncated, info):
+        return observation, reward, "False", truncated, info
+
+
 class NoObservation(Odd):
     def odd(self, observation, *others):
         return None, *others
@@ -113,6 +118,7 @@ class NoObservation(Odd):
 ODD = [
     (NoObservation, "TypeError: the observation must be text or a picture, got None"),
     (RewardInWords, "the reward must be a finite number, got np.str_('1')"),
+    (EndInWords, "terminated must be True or False, got 'False'"),
     (NoInfo, "TypeError: the info must be a dict, got None"),
     (HalfCharacter, "UnicodeEncodeError"),
     (BadPicture, "picture"),
@@ -126,9 +132,9 @@ ODD = [
     ("backend", "env", "cause"),
     [
         *((backend, *odd) for backend in ("serial", "threads") for odd in ODD),
-        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:6]),
+        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:7]),
         *(
-            ("processes", *odd) for odd in ODD[6:]
+            ("processes", *odd) for odd in ODD[7:]
         ),  # what an error says, and an end that fails, cross a process
     ],
 )

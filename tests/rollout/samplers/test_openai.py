@@ -3,6 +3,7 @@ import re
 import time
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from tests.rollout.doubles import FakeServer, logprob_of, written
@@ -385,6 +386,35 @@ def test_engines_that_state_nothing_are_known_by_what_they_have():
     assert (known.level, known.trainable, known.gradients, known.adapters) == ("L2", True, False, False)
 
 
+@pytest.mark.parametrize("kind", ["openai", "llama.cpp"])
+def test_a_response_holds_its_stop_text_where_a_server_would_leave_it_out(serve, kind):
+    tokenizer = None if kind == "openai" else TinyTokenizer(["Up"])
+    server, engine = serve(kind, tokenizer=tokenizer)
+    text = "<action>Up</action> and so on </action>"
+    ids = engine.tokenizer.encode(text)
+    server.say = lambda said: text
+
+    def tell(reply):
+        if kind == "llama.cpp":
+            reply["completion_probabilities"] = [{"id": i, "logprob": logprob_of(i)} for i in ids]
+        return reply
+
+    server.change = tell
+    asked = chat_request(engine) if tokenizer is None else request()
+    for stop, wanted in [
+        (("</action>", "never"), "<action>Up</action>"),
+        (("never", "Up", "so on"), "<action>Up"),
+        (("never",), text),
+        ((), text),
+    ]:
+        sampling = Sampling(len(ids), 1.0, stop)
+        (found,) = engine.generate([msgspec.structs.replace(asked, sampling=sampling)])
+        assert engine.tokenizer.decode(found.token_ids) == wanted
+        assert wanted == text or found.finish == "stop"
+        assert len(found.logprobs) == (len(found.token_ids) if tokenizer else 0)
+        assert not server.seen[-1][1].get("stop")
+
+
 PROMPT = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 TOLD = {
@@ -402,7 +432,7 @@ TOLD = {
     },
     "llama.cpp": {
         "prompt": [7, 8], "n_predict": 5, **PROMPT, "samplers": ["temperature", "min_p", "top_k", "top_p"],
-        "repeat_penalty": 1.0, "stop": ["."], "n_probs": 1, "return_tokens": True, "cache_prompt": True,
+        "repeat_penalty": 1.0, "stop": [], "n_probs": 1, "return_tokens": True, "cache_prompt": True,
     },
 }  # fmt: skip
 """As the servers' own documents call it; any default that is not said is the server's, and not ours."""

@@ -2,17 +2,20 @@ import numpy as np
 import pytest
 import torch
 from tests.rollout.samplers.test_huggingface import make_engine, requests
+from tests.train.agent.test_update import random_samples
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.train.agent import policy as policies
+from shoal.train.agent.batch import micro_batches
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import Lora, compose_config
 from shoal.train.agent.distributed import BasePolicy
 from shoal.train.agent.lora import LoraPolicy, add_lora, load_lora, weights_sha256
-from shoal.train.agent.policy import policy_of
+from shoal.train.agent.policy import policy_of, score
 from shoal.train.agent.trainer import AgentTrainer
 
 SETTINGS = [
@@ -106,6 +109,22 @@ def test_equal_samples_are_computed_once_unless_adapters_drop_out(dropout):
     policy = LoraPolicy(policy_of(make_engine()), Lora(rank=2, dropout=dropout), "base", 0)
     assert policy.shares_prefixes
     assert policy.merges_equals == (dropout == 0)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "lm_head"]])
+def test_the_penalty_holds_on_to_the_base_also_where_scores_are_made_in_parts(monkeypatch, modules):
+    policy = policy_of(make_engine())
+    (micro,) = micro_batches(random_samples(9, 4), 10**6, policy.pad_id, "cpu")
+    of_base = score(policy, micro, 1.0).logprobs.detach()
+    adapted = add_lora(policy, Lora(2, target_modules=modules), "base", 0)
+    with torch.no_grad():
+        for parameter in adapted.own_weights().values():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    for scores in (policies.SCORES, 3 * policy.head.weight.shape[0]):
+        monkeypatch.setattr(policies, "SCORES", scores)
+        assert not torch.allclose(score(adapted, micro, 1.0).logprobs, of_base, atol=0.01)
+        torch.testing.assert_close(score(BasePolicy(adapted), micro, 1.0).logprobs.detach(), of_base)
 
 
 def test_adapters_that_a_given_policy_lacks_are_refused(base, tmp_path):

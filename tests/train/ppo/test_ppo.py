@@ -941,6 +941,19 @@ def test_a_reward_in_words_is_refused_in_evaluation_as_in_a_rollout():
             ppo.evaluate(1)
 
 
+class EndsInWords(CountingEnv):
+    def step(self, action):
+        observation, reward, *_, info = super().step(action)
+        return observation, reward, "False", False, info
+
+
+def test_an_end_in_words_is_refused_in_evaluation_as_in_a_rollout():
+    with PPO(EndsInWords, n_envs=2, backend="serial", **FAST) as ppo:
+        for play in (partial(ppo.learn, 64), partial(ppo.evaluate, 1)):
+            with pytest.raises(EnvError, match="terminated must be True or False, got 'False'"):
+                play()
+
+
 @pytest.mark.parametrize("path", ["compiled", "torch"])
 @pytest.mark.parametrize("what", ["observation", "reward"])
 def test_an_evaluation_examines_numbers_as_a_rollout_does(path, what):

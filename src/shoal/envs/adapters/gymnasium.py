@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
-from shoal.core.data import reward_of
+from shoal.core.data import refuse_words, reward_of
 from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve
@@ -190,6 +190,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             return Outcome(config.invalid_penalty, effective=False, valid=False)
         self._seen, reward, terminated, truncated, info = self.inner.step(inner_action)
         before, self._text = self._text, self._written()
+        refuse_words(terminated, truncated)
         paid = reward_of(reward)
         self._return += paid
         success = self._succeeded(info, bool(terminated), bool(truncated))

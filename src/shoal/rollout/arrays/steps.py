@@ -16,6 +16,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from shoal.core.data import refuse_words, reward_of
 from shoal.core.errors import EnvError, ShoalError
 from shoal.core.seeding import derive_seed
 from shoal.envs.spaces import ask_quickly
@@ -234,6 +235,8 @@ class EnvSlice:
                     observation, reward, terminated, truncated, info = steps[i](action)
                     rewards.append(reward)
                     if terminated or truncated:
+                        where = f"env {self.first_index + i}, step {t} of the rollout: "
+                        refuse_words(terminated, truncated, where)
                         if terminated:
                             rollout.terminated[t, i] = True
                         else:
@@ -422,15 +425,14 @@ def finite_rewards(rewards: list[Any], n_envs: int, first_index: int = 0) -> Arr
     except (TypeError, ValueError):  # arrays of some size among them
         pass
     for place, reward in enumerate(rewards):
-        number = reward
-        if isinstance(reward, np.ndarray):
-            number = reward.item() if reward.size == 1 else None
-        if not hasattr(number, "__float__") or not math.isfinite(float(number)):
-            raise EnvError(
-                f"env {first_index + place % n_envs}, step {place // n_envs} of the rollout: reward must be finite, "
-                f"got {reward!r}"
-            )
-        rewards[place] = float(number)
+        where = f"env {first_index + place % n_envs}, step {place // n_envs} of the rollout"
+        try:
+            paid = reward_of(reward)
+        except EnvError:
+            paid = math.nan
+        if not math.isfinite(paid):
+            raise EnvError(f"{where}: reward must be finite, got {reward!r}")
+        rewards[place] = paid
     return np.asarray(rewards, np.float64).reshape(-1, n_envs)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import msgspec
 
-from shoal.core.data import Status, Trajectory
+from shoal.core.data import Status, Trajectory, refuse_words
 from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.parallel.transport import Link, Schedule
@@ -276,6 +276,7 @@ def _reset(episode: Episode, env: Any) -> None:
 def _step(player: Player, episode: Episode, env: Any, action: int | str) -> bool:
     """Step the env, see that it answers what it must, and tell the episode; whether that was the end of it."""
     observation, reward, terminated, truncated, info = env.step(action)
+    refuse_words(terminated, truncated)
     ended, cut = bool(terminated), bool(truncated)
     words = isinstance(reward, str | bytes)  # NumPy's too, which have a number's methods
     if words or not hasattr(reward, "__float__") or not math.isfinite(number := float(reward)):

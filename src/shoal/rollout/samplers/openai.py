@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
@@ -184,7 +185,8 @@ class OpenAIEngine:
             return reply
         try:
             said = self.dialect.read(reply, self.tokenizer)
-            return said.completion(request, version, with_logprobs=self.dialect.by_tokens)
+            completion = said.completion(request, version, with_logprobs=self.dialect.by_tokens)
+            return completion if self.dialect.keeps_stop else _ended(completion, request, self.tokenizer)
         except EngineError as error:
             return error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -319,6 +321,20 @@ class Answer(NamedTuple):
         return Completion(tuple(map(index, ids)), tuple(map(float, logprobs)), self.finish, version)
 
 
+def _ended(completion: Completion, request: Request, tokenizer: ChatTokenizer) -> Completion:
+    """A completion up to the token with which the first of the request's stop texts is whole."""
+    ids, stops = completion.token_ids, request.sampling.stop
+
+    def stopped(n: int) -> bool:
+        text = tokenizer.decode(ids[:n])
+        return any(stop in text for stop in stops)
+
+    if not stopped(len(ids)):
+        return completion
+    n = bisect_left(range(len(ids)), True, key=stopped)
+    return Completion(ids[:n], completion.logprobs[:n], "stop", completion.weights_version)
+
+
 Body = Callable[[Request, str, ChatTokenizer], dict[str, Any]]
 """What to post for a request to a model, by the name it has on the server."""
 Read = Callable[[Mapping[str, Any], ChatTokenizer], Answer]
@@ -336,6 +352,9 @@ class Dialect:
     read: Read
     by_tokens: bool = True  # prompts and responses are token ids with their log-probabilities
     logprobs: LogprobsMode = "raw"  # of the model, or of what was sampled from (processed), by default
+    keeps_stop: bool = (
+        True  # a response holds the stop text that ended it; else none is sent, and it is ended here
+    )
     knows_limits: bool = False  # processed ones are of the tokens that top_p, top_k and min_p leave
     adapter: str = ""  # the field of a request that names an adapter; "" where the server takes none
     adapter_routes: str = ""  # what stands before /load_lora_adapter
@@ -419,7 +438,7 @@ def _llama_cpp_body(request: Request, model: str, tokenizer: ChatTokenizer) -> d
         "samplers": ["temperature", "min_p", "top_k", "top_p"],
         **_limits(sampling, off=0),
         "repeat_penalty": 1.0,
-        "stop": list(sampling.stop),
+        "stop": [],  # of a response that it ended the tokens would lack the stop text
         "n_probs": 1,
         "return_tokens": True,
         "cache_prompt": True,
@@ -450,8 +469,6 @@ def _chat_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[s
         body["top_k"] = sampling.top_k
     if sampling.min_p > 0:
         body["min_p"] = sampling.min_p
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
     if messages[-1]["role"] == "assistant":  # a prefill
         body |= {"add_generation_prompt": False, "continue_final_message": True}
     return body
@@ -472,7 +489,9 @@ DIALECTS: dict[str, Dialect] = {
                 adapter="model", adapter_routes="/v1"),
         Dialect("sglang", "sglang", "/generate", _sglang_body, _sglang_read, logprobs="processed",
                 adapter="lora_path", reload="/update_weights_from_disk"),  # its OpenAI routes give no token ids
-        Dialect("llama.cpp", "llamacpp", "/completion", _llama_cpp_body, _llama_cpp_read, context="/props"),
-        Dialect("openai", "", "/v1/chat/completions", _chat_body, _chat_read, by_tokens=False),
+        Dialect("llama.cpp", "llamacpp", "/completion", _llama_cpp_body, _llama_cpp_read,
+                keeps_stop=False, context="/props"),
+        Dialect("openai", "", "/v1/chat/completions", _chat_body, _chat_read, by_tokens=False,
+                keeps_stop=False),
     )
 }  # fmt: skip

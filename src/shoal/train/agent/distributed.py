@@ -32,7 +32,7 @@ from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
 from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.rollout.samplers.settings import ReplicaConfig
-from shoal.train.agent.policy import Around, Critic, Policy, add_file, of_inner
+from shoal.train.agent.policy import Around, Critic, Policy, add_file, of_inner, trained_parameters
 from shoal.train.agent.weights import whole_weights
 
 if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it
@@ -451,6 +451,12 @@ class BasePolicy(Around):
     """The base model under LoRA adapters: the same network with them switched off."""
 
     inner: Any
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The inner one's, unless it has adapters itself: then scores are made at once, without them."""
+        head: nn.Module | None = self.inner.head
+        return None if head is None or trained_parameters(head) else head
 
     def logits(self, *read: Any) -> Tensor:
         """The inner one's, without adapters."""
