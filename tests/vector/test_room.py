@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -444,8 +445,14 @@ def test_the_time_of_a_constructor_begins_when_no_process_is_starting_any_more(m
 def test_a_wait_gives_those_who_are_ready_looks_at_all_and_ends_at_its_deadline(monkeypatch: Any) -> None:
     now, looks, pauses = [100.0], list[float](), list[float]()
     monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(process, "look_at", lambda workers: looks.append(len(workers)))
     workers = [Clocked(i, [CountEnv]) for i in range(3)]
+
+    def look(at: Sequence[Any]) -> None:
+        looks.append(len(at))
+        for worker in at:
+            worker.looked = now[0]
+
+    monkeypatch.setattr(process, "look_at", look)
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
