@@ -790,9 +790,15 @@ def test_what_is_given_up_before_it_could_begin_runs_nowhere(layout: str) -> Non
 
 
 def test_envs_that_are_lost_with_a_neighbour_in_an_abandoned_step_are_reset_with_seeds() -> None:
+    class DiesLater(Misbehaving):
+        def misbehave(self, action: Any) -> None:
+            if int(action) == FAULT:
+                time.sleep(0.3)  # by then nobody waits for the step any more
+            super().misbehave(action)
+
     seeds = []
     for _ in range(2):
-        fns = [functools.partial(Misbehaving, "kill")] * 4
+        fns = [functools.partial(DiesLater, "kill")] * 4
         options = {"num_workers": 2, "threads": True, "on_failure": "restart"}
         with closing(make_vec(fns, backend="process", **options)) as envs:
             envs.reset(seed=5)

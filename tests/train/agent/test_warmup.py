@@ -1,6 +1,8 @@
 """The warm-up teaches the format from random play, or an expert's moves from the expert's."""
 
+import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import Warmup, compose_config
-from shoal.train.agent.policy import policy_of
+from shoal.train.agent.policy import MasterAdamW, policy_of
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.agent.warmup import _play, warm_up
 
@@ -108,7 +110,7 @@ def test_play_that_fills_the_context_is_cut_before_the_turn_that_does_not_fit():
         env = Endless()
         role = Role("Lake", "", env.projection, 12)
         prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
-        samples = _play(policy, env, role, prompter, 0.0, seed=3)
+        samples = _play(policy, env, role, prompter, Warmup(), seed=3)
         return [next(samples) for _ in range(n)]
 
     roomy = plays(4096)
@@ -125,12 +127,92 @@ def test_an_answer_is_what_the_prompt_of_its_kind_of_env_leaves_to_write():
     own = {"first": "go", "later": "go", "prefill": "<action>", "closing": "</action>"}
     role = Role("Lake", "", env.projection, 9, own)
     policy = policy_of(TinyEngine(env.projection.words()))
-    samples = _play(policy, env, role, Prompter(PromptConfig(), policy.tokenizer), 0.0, seed=0)
+    samples = _play(policy, env, role, Prompter(PromptConfig(), policy.tokenizer), Warmup(), seed=0)
     for _ in range(5):
         sample = next(samples)
         before, word = sample.ids[: sample.places[0]], sample.ids[sample.places[0] :]
         assert policy.tokenizer.decode(before) == "go<action>"
         assert policy.tokenizer.decode(word) in env.projection.words()
+
+
+class Told(Endless):
+    """Its expert knows one word, in every other turn; what lot draws is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns = 0
+
+    def expert_action(self):
+        return "Up" if self.turns % 2 == 0 else None
+
+    def random_action(self, rng):
+        return "Left"
+
+    def step(self, action):
+        self.turns += 1
+        return super().step(action)
+
+
+def played(env, n, **settings):
+    """Prompts and answers of the first `n` samples of the warm-up, in words."""
+    policy = policy_of(TinyEngine(env.projection.words(), TinyShape(16, 1, 2, 4096)))
+    prompter = Prompter(PromptConfig(first="go", later="{history}", prefill="<action>"), policy.tokenizer)
+    samples = _play(policy, env, Role("Lake", "", env.projection, 8), prompter, Warmup(**settings), seed=3)
+    ids = [(sample.ids, sample.places[0]) for sample in itertools.islice(samples, n)]
+    return [(policy.tokenizer.decode(row[:at]), policy.tokenizer.decode(row[at:])) for row, at in ids]
+
+
+def test_moves_by_lot_are_learned_with_the_experts_unless_those_alone_are_asked_for():
+    words = Counter(word.partition("<")[0] for _, word in played(Told(), 80, expert=1.0))
+    assert words == {"Up": 40, "Left": 40}
+    alone = played(Told(), 40, expert=1.0, only_expert=True)
+    assert {word.partition("<")[0] for _, word in alone} == {"Up"}
+    assert any("Left" in prompt for prompt, _ in alone)  # they were played: later prompts tell of them
+
+
+def test_of_a_share_only_what_the_expert_was_asked_for_is_learned():
+    class Knowing(Told):
+        def expert_action(self):
+            return "Up"
+
+    words = Counter(word.partition("<")[0] for _, word in played(Knowing(), 160, expert=0.5))
+    assert 50 <= words["Up"] <= 110
+    assert words["Left"] == 160 - words["Up"]
+    alone = played(Knowing(), 40, expert=0.5, only_expert=True)
+    assert {word.partition("<")[0] for _, word in alone} == {"Up"}
+
+
+def test_an_env_without_expert_is_learned_whole_beside_one_that_has_some():
+    class Unknowing(Told):
+        def expert_action(self):
+            return None
+
+    assert {word.partition("<")[0] for _, word in played(Unknowing(), 40, expert=1.0, only_expert=True)} == {
+        "Left"
+    }
+
+
+def test_the_experts_moves_alone_need_a_share_of_them():
+    with pytest.raises(ConfigError, match=r"set warmup.expert above 0"):
+        compose_config("sokoban", ["warmup.expert=0", "warmup.only_expert=true"])
+
+
+@pytest.mark.parametrize(("schedule", "rates"), [("constant", [4, 4, 4, 4]), ("linear", [4, 3, 2, 1])])
+def test_the_rate_of_the_warm_up_falls_as_it_is_told(schedule, rates, monkeypatch):
+    seen = []
+    step = MasterAdamW.step
+
+    def noted(self, *args):
+        seen.extend(group["lr"] for group in self.param_groups)
+        return step(self, *args)
+
+    monkeypatch.setattr(MasterAdamW, "step", noted)
+    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
+    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
+    roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
+    config = Warmup(steps=4, batch_size=2, learning_rate=0.004, lr_schedule=schedule)
+    assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0))) == 4
+    assert seen == pytest.approx([0.001 * rate for rate in rates])
 
 
 @pytest.mark.parametrize("steps", [1, 3])

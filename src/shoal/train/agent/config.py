@@ -336,14 +336,21 @@ class Warmup:
     steps: int = 0
     batch_size: int = 64
     learning_rate: float = 1e-3
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From `learning_rate` at the first step to 0 after the last."""
     expert: float = 0.0
     """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
+    only_expert: bool = False
+    """Learn the expert's actions alone: the others are played, and lead to states where it shows the way back (as
+    DAgger does, Ross et al. 2011). Episodes of an env without expert are learned whole."""
 
     def __post_init__(self) -> None:
         refuse_negative(self, "steps")
         refuse_not_positive(self, "batch_size", "learning_rate")
         if not 0 <= self.expert <= 1:
             raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
+        if self.only_expert and not self.expert:
+            raise ConfigError("warmup.only_expert needs actions of the expert: set warmup.expert above 0")
 
 
 @dataclass(frozen=True)

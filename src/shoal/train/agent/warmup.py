@@ -5,13 +5,16 @@ Where the config says so, a share of the actions is the env's expert's, and the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
+from shoal.maths.updates import decayed
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import CLOSE_SECONDS
 from shoal.rollout.parallel.worker import close_all
@@ -43,11 +46,13 @@ def warm_up(
     try:
         for tag, maker in sorted(makers.items()):
             made[tag] = maker()
-        plays = [_play(policy, env, roles[tag], prompter, config.expert, seed) for tag, env in made.items()]
+        plays = [_play(policy, env, roles[tag], prompter, config, seed) for tag, env in made.items()]
         parameters = trained_parameters(policy.module)
         optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
         device = str(parameters[0].device)
         for step in range(config.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = decayed(config.learning_rate, config.lr_schedule, step / config.steps)
             samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
             n_tokens = sum(len(sample.places) for sample in samples)
             optimizer.zero_grad(set_to_none=True)
@@ -69,19 +74,22 @@ def warm_up(
 
 
 def _play(
-    policy: Policy, env: TextEnv[Any], role: Role, prompter: Prompter, expert: float, seed: int
+    policy: Policy, env: TextEnv[Any], role: Role, prompter: Prompter, config: Warmup, seed: int
 ) -> Iterator[Sample]:
     """Endless samples from episodes of an agent that asks the expert in a share of the turns."""
+    expert = config.expert
     context, written = policy.context, prompter.variant(role.prompt).config.written
     for number in range(2**63):
         rng = stream(seed, "warmup", role.tag, number)
         place = EpisodeId(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
         episode = Episode(place, role, prompter, Sampling())
         episode.begin(*env.reset(seed=place.env_seed))
-        turns = 0
-        while not episode.over and turns < MAX_EPISODE_TURNS:
+        only_expert = config.only_expert and env.expert_action() is not None
+        learned: list[bool] = []
+        while not episode.over and len(learned) < MAX_EPISODE_TURNS:
             prompt = episode.request().prompt_ids
             word = env.expert_action() if expert and rng.random() < expert else None
+            asked = word is not None or not only_expert
             if word is None:
                 word = env.random_action(rng)
             if word is None:
@@ -92,16 +100,17 @@ def _play(
             answer = policy.tokenizer.encode(written(f"<action>{word}</action>"))
             if context is not None and len(prompt) + len(answer) > context:
                 break  # later turns do not fit either
+            learned.append(asked)
             for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
                 episode.observe(*env.step(action))
             episode.end_turn()
-            turns += 1
         trajectory = episode.trajectory()
-        samples = make_samples(trajectory)
-        if not samples:
+        if not trajectory.turns:
             raise ConfigError(
                 f"the first prompt of {role.tag!r} and an action do not fit the model's context of {context} tokens: "
                 f"shorten the prompt, or raise engine.context"
             )
+        turns = tuple(itertools.compress(trajectory.turns, learned))
+        samples = make_samples(replace(trajectory, turns=turns))
         for i in rng.permutation(len(samples)):
             yield samples[i]
