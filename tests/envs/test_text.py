@@ -206,6 +206,18 @@ def test_where_no_world_could_be_made_there_is_no_episode_to_be_stepped():
         env.step(1)
 
 
+@pytest.mark.parametrize("which", ["terminated", "truncated"])
+def test_an_end_in_words_is_refused(which):
+    class Wordy(BanditEnv):
+        def _advance(self, action):
+            return super()._advance(action)._replace(**{which: "False"})
+
+    env = Wordy()
+    env.reset(seed=1)
+    with pytest.raises(EnvError, match=f"{which} must be True or False, got 'False'"):
+        env.step(1)
+
+
 def test_the_config_of_another_env_is_refused():
     for config in (BanditConfig(), {"max_steps": 3}):
         with pytest.raises(ConfigError, match="config must be a CountdownConfig, got"):

@@ -20,7 +20,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from shoal.core.configuration import convert_fields
-from shoal.core.data import MOST_REWARD, reward_of
+from shoal.core.data import MOST_REWARD, refuse_words, reward_of
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
@@ -175,6 +175,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
                 f"{type(self).__name__}: the episode is over or was never started; call reset() first"
             )
         outcome = self._advance(self._checked(action))
+        refuse_words(outcome.terminated, outcome.truncated)
         self._steps += 1
         self._success = self._success or outcome.success
         late = outcome.truncated or self._steps >= self.config.max_steps  # type: ignore[attr-defined]

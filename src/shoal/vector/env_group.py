@@ -21,6 +21,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from shoal.core.data import refuse_words
 from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
@@ -385,9 +386,7 @@ class EnvGroup:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
         if type(info) is not dict:
             _checked(info)
-        for name, value in (("terminated", terminated), ("truncated", truncated)):
-            if isinstance(value, str | bytes):  # "False" is true
-                raise EnvError(f"{name} must be True or False, got {shown(value)}")
+        refuse_words(terminated, truncated)
         # An end is whole in the buffers, and looked at, before anything else can go wrong: who ends this worker
         # meanwhile leaves it to the caller.
         if type(reward) is float and reward - reward == 0.0:

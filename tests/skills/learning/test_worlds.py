@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from shoal.core.errors import ConfigError, DataError, UnknownNameError
+from shoal.core.errors import ConfigError, DataError, EnvError, UnknownNameError
 from shoal.skills.jobs.runner import job_environment
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.spec import Features
@@ -269,6 +269,26 @@ def test_a_world_that_reads_too_little_is_refused(rng) -> None:
         ConfigError, match=r"Short.read must give a number for each of far, near, got \[False\]"
     ):
         world.load(world.fresh(1, rng), np.zeros(1, np.int64), np.ones(1, np.bool_))
+
+
+class EndsInWords(FiveSteps):
+    def make(self):
+        env = Steps()
+        env.step = lambda action: (*Steps.step(env, action)[:2], "False", False, {})  # type: ignore[method-assign]
+        return env
+
+
+def test_an_end_in_words_is_refused_when_a_world_steps_and_when_it_plays_again(rng) -> None:
+    world = EndsInWords(1)
+    start = world.fresh(1, rng)
+    lanes_of(world, start)
+    with pytest.raises(EnvError, match="terminated must be True or False, got 'False'"):
+        world.step(np.zeros(1, np.int64), rng)
+    other = FiveSteps(1)
+    lanes_of(other, start)
+    other.step(np.zeros(1, np.int64), rng)
+    with pytest.raises(EnvError, match="terminated must be True or False, got 'False'"):
+        lanes_of(world, other.save())
 
 
 class FromTwo(FiveSteps):

@@ -352,9 +352,8 @@ class Dialect:
     read: Read
     by_tokens: bool = True  # prompts and responses are token ids with their log-probabilities
     logprobs: LogprobsMode = "raw"  # of the model, or of what was sampled from (processed), by default
-    keeps_stop: bool = (
-        True  # a response holds the stop text that ended it; else none is sent, and it is ended here
-    )
+    keeps_stop: bool = True
+    """A response holds the stop text that ended it; else none is sent, and it is ended here."""
     knows_limits: bool = False  # processed ones are of the tokens that top_p, top_k and min_p leave
     adapter: str = ""  # the field of a request that names an adapter; "" where the server takes none
     adapter_routes: str = ""  # what stands before /load_lora_adapter
