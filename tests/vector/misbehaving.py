@@ -94,9 +94,10 @@ class FailsWhenMadeAgain(CountEnv):
     """Raises in the step with action `FAULT`; made again, it does `fault` in its constructor.
 
     Args:
-        fault: what a second constructor does; "slow" takes `seconds`.
+        fault: what a second constructor does; "meet": it waits until three others like it, with markers in the same
+            folder, have begun, for so many seconds.
         marker: a path that is free; who finds a file there is made again.
-        seconds: of a slow constructor.
+        seconds: to wait for others.
         first: how the step fails.
     """
 
@@ -105,8 +106,13 @@ class FailsWhenMadeAgain(CountEnv):
         self.first = first
         if not Path(marker).exists():
             Path(marker).touch()
-        elif fault == "slow":
-            time.sleep(seconds)
+        elif fault == "meet":
+            Path(f"{marker}-again").touch()
+            end = time.monotonic() + seconds
+            while len(list(Path(marker).parent.glob("*-again"))) < 4:
+                assert time.monotonic() < end, "the others have not begun"
+                time.sleep(0.01)
+            Path(f"{marker}-met").touch()
         else:
             do(fault)
 

@@ -448,20 +448,15 @@ def test_restarts_whose_constructors_hang_end_in_time(layout: str, k: int, tmp_p
             envs.step([FAULT] * k + [1] * (4 - k))
 
 
-def test_restarts_of_several_workers_go_on_side_by_side(tmp_path: Path) -> None:
-    for backend, first in (("process", "kill"), ("thread", "raise")):
-        fns = [
-            functools.partial(
-                FailsWhenMadeAgain, "slow", str(tmp_path / f"{backend}-{first}-{i}"), 1.0, first
-            )
-            for i in range(4)
-        ]
-        with closing(make_vec(fns, backend=backend, num_workers=4, on_failure="restart")) as envs:
-            envs.reset(seed=0)
-            start = time.monotonic()
-            assert envs.step([FAULT] * 4)[3].all()
-            took = time.monotonic() - start
-        assert took < 3.0, f"{backend}, {first}: 4 restarts of 1 s each took {took:.1f} s"
+@pytest.mark.parametrize(("backend", "first"), [("process", "kill"), ("thread", "raise")])
+def test_restarts_of_several_workers_go_on_side_by_side(backend: str, first: str, tmp_path: Path) -> None:
+    fns = [
+        functools.partial(FailsWhenMadeAgain, "meet", str(tmp_path / str(i)), 20.0, first) for i in range(4)
+    ]
+    with closing(make_vec(fns, backend=backend, num_workers=4, on_failure="restart")) as envs:
+        envs.reset(seed=0)
+        assert envs.step([FAULT] * 4)[3].all()
+    assert len(list(tmp_path.glob("*-met"))) == 4
 
 
 # what a script defines

@@ -563,6 +563,15 @@ def room_for(descriptors: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_behind(method: StartMethod) -> None:
+    """In a process of its own: the programs of other tests come and go in this one."""
+    program = f"from tests.vector.test_faults import short_of_files; short_of_files({method!r})"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def short_of_files(method: StartMethod) -> None:
     def stepped() -> bool:
         with closing(make_vec(CountEnv, 4, backend="process", num_workers=2, start_method=method)) as envs:
             envs.reset(seed=0)
@@ -582,7 +591,8 @@ def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_behind(method: 
                 assert method == "fork"
                 outcomes.append(False)
     gc.collect()
-    assert children() <= before
+    left = children() - before
+    assert not left, [psutil.Process(pid).cmdline() for pid in left]
     assert psutil.Process().num_fds() <= files
     assert not outcomes[0]
     assert outcomes[-1]
