@@ -185,7 +185,9 @@ def test_training_sees_the_log_probs_of_the_rollout(engine):
 
 def test_nothing_is_computed_once_all_responses_have_ended(engine, monkeypatch):
     passes, hidden = [], engine.model.hidden
-    monkeypatch.setattr(engine.model, "hidden", lambda *args: passes.append(1) or hidden(*args))
+    monkeypatch.setattr(
+        engine.model, "hidden", lambda *args, **kwargs: passes.append(1) or hidden(*args, **kwargs)
+    )
     one = Request((6, 7, 8), Key(0, 0, 0, 0, 0), Sampling(max_tokens=20, temperature=0.0))
     (whole,) = engine.generate([one])
     assert len(passes) == len(whole.token_ids)  # the prompt, and each token but the last

@@ -39,6 +39,36 @@ def test_parts_of_scores_give_what_all_of_them_give(monkeypatch, make, how):
         torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("begins", ["none", "packed", "prefixes"])
+def test_the_last_layer_of_the_places_that_are_scored_is_that_of_all_places(begins, checkpointing):
+    """Few places a row, one of them none, beside all hidden states; and the gradients of both."""
+    policy, draw = ENGINE.twin(), torch.Generator().manual_seed(3)
+    policy.module.train(checkpointing)
+    ids = torch.randint(0, policy.module.vocabulary, (5, 24), generator=draw)
+    where = torch.rand(5, 24, generator=draw) < 0.2
+    where[:, 0] = where[2] = False
+    assert 0 < int(where.sum(1).max()) * 2 <= 24
+    start = torch.zeros(5, 1, dtype=torch.int64)
+    if begins != "none":
+        start = torch.where(torch.arange(24) < 9, 0, 9).expand(5, 24)
+    if begins == "prefixes":  # the second branch goes on from places 2 to 5 of the row
+        start = torch.stack([start, torch.where(start == 9, 2, 0), torch.where(start == 9, 5, 0)])
+    given = None if begins == "none" else start
+    found, gradients = [], []
+    for hidden in (
+        policy.hidden(ids, torch.full((5,), 24), where, given),
+        policy.module.hidden(ids, start)[:, :-1][where[:, 1:]],
+    ):
+        policy.module.zero_grad()
+        (hidden * torch.linspace(-1, 1, hidden.shape[1])).square().sum().backward()
+        found.append(hidden.detach())
+        gradients.append([parameter.grad for parameter in policy.module.blocks.parameters()])
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+    for few, all_of_it in zip(*gradients, strict=True):
+        torch.testing.assert_close(few, all_of_it, atol=1e-5, rtol=1e-4)
+
+
 def test_log_probabilities_and_entropy_are_those_of_a_float64_softmax():
     (micro,) = micro_batches(random_samples(4, 2), 10**6, ENGINE.pad_id, "cpu")
     logits = (

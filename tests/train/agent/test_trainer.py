@@ -1,3 +1,4 @@
+import itertools
 import json
 import logging
 import os
@@ -275,3 +276,34 @@ def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path
             continue
         with pytest.raises(DataError, match=r"trainer\.iterations was 1 and is 2"):
             train(*longer)
+
+
+def test_in_its_warm_up_the_critic_learns_alone(tmp_path):
+    """The policy stands still for two iterations and moves in the third; the critic moves in each."""
+    settings = ["algorithm.adv_estimator=gae", "algorithm.critic.warmup=2", "trainer.iterations=3"]
+    settings.append("agent_proxy.reward_normalization.grouping=state")
+    kept = ["trainer.save_every=1", "trainer.keep_checkpoints=9", "use_parallel_envs=false"]
+    train(tmp_path, *settings, *kept, name="demo-bandit")
+    folders = list_checkpoints(tmp_path / "checkpoints")
+    assert len(folders) == 4
+    policies = [load_file(folder / "engine" / "model.safetensors") for folder in folders]
+    critics = [load_file(folder / "critic.safetensors") for folder in folders]
+
+    def differ(one, other):
+        return any((one[name] != other[name]).any() for name in one)
+
+    assert [differ(*pair) for pair in itertools.pairwise(policies)] == [False, False, True]
+    assert [differ(*pair) for pair in itertools.pairwise(critics)] == [True, True, True]
+
+
+def test_a_warm_up_of_the_critic_changes_no_run_without_one(tmp_path):
+    train(tmp_path, "algorithm.critic.warmup=2", "trainer.iterations=1", name="demo-bandit")
+    first, last = (
+        load_file(f / "engine" / "model.safetensors") for f in list_checkpoints(tmp_path / "checkpoints")
+    )
+    assert any((first[name] != last[name]).any() for name in first)
+
+
+def test_a_negative_warm_up_of_the_critic_is_refused():
+    with pytest.raises(ConfigError, match="warmup"):
+        compose_config("demo", ["algorithm.critic.warmup=-1"])

@@ -64,27 +64,41 @@ class Block(nn.Module):
         self.up = nn.Linear(shape.width, 4 * shape.width)
         self.down = nn.Linear(4 * shape.width, shape.width)
 
-    def forward(self, x: Tensor, mask: Tensor, cache: Tensor | None = None, at: int = 0) -> Tensor:
-        """`x [B, T, W]` → the same shape.
+    def forward(
+        self, x: Tensor, mask: Tensor, cache: Tensor | None = None, at: int = 0, wanted: Tensor | None = None
+    ) -> Tensor:
+        """`x [B, T, W]` → the same shape, or `[B, K, W]` of the places `wanted`.
 
         Args:
             x: the residual stream.
             mask: `[B, 1, T, S]` additive, 0 where a query may look and -inf where not.
             cache: `[2, B, H, S, W/H]` keys and values, written at `at … at+T` and read whole up to there.
             at: position of the first of the `T` tokens in the cache.
+            wanted: `[B, K]` of the `T` tokens; the others are looked at and no more.
         """
         batch, length, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        normed = self.norm_attention(x)
+        if wanted is None:
+            query, key, value = self._by_head(self.qkv(normed), 3)
+        else:
+            rows = torch.arange(batch, device=x.device)[:, None]
+            key, value = self._by_head(F.linear(normed, self.qkv.weight[width:]), 2)
+            (query,) = self._by_head(F.linear(normed[rows, wanted], self.qkv.weight[:width]), 1)
+            x, mask = x[rows, wanted], mask[rows, :, wanted].transpose(1, 2)
         if cache is not None:
             cache[0, :, :, at : at + length] = key
             cache[1, :, :, at : at + length] = value
             key, value = cache[0, :, :, : at + length], cache[1, :, :, : at + length]
         scores = query @ key.transpose(-1, -2) * (width // self.heads) ** -0.5
         attended = (scores + mask).softmax(-1) @ value
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
         out: Tensor = x + self.down(F.gelu(self.up(self.norm_feed(x))))
         return out
+
+    def _by_head(self, x: Tensor, parts: int) -> Tensor:
+        """`[B, T, parts * W]` → `[parts, B, H, T, W/H]`."""
+        batch, length, width = x.shape
+        return x.view(batch, length, parts, self.heads, width // parts // self.heads).permute(2, 0, 3, 1, 4)
 
 
 class TinyNetwork(nn.Module):
@@ -115,8 +129,15 @@ class TinyNetwork(nn.Module):
                 elif name.endswith("bias"):
                     parameter.zero_()
 
-    def hidden(self, ids: Tensor, start: Tensor, cache: list[Tensor] | None = None, at: int = 0) -> Tensor:
-        """The last hidden states `[B, T, W]` of `ids [B, T]`.
+    def hidden(
+        self,
+        ids: Tensor,
+        start: Tensor,
+        cache: list[Tensor] | None = None,
+        at: int = 0,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """The last hidden states `[B, T, W]` of `ids [B, T]`, or `[B, K, W]` of the places `wanted`.
 
         Args:
             ids: tokens; in a left-padded batch the first `start[b]` of the whole context are padding.
@@ -124,6 +145,7 @@ class TinyNetwork(nn.Module):
                 with the first place and the end of a prefix before it in the row that it continues.
             cache: one `[2, B, H, S, W/H]` a layer, filled from `at` on.
             at: how many tokens stand in the cache already.
+            wanted: `[B, K]` of the `T` tokens: the last layer is computed for these alone.
         """
         length = ids.shape[1]
         places = torch.arange(at, at + length, device=ids.device)
@@ -140,10 +162,11 @@ class TinyNetwork(nn.Module):
         mask = mask.masked_fill(~allowed, float("-inf"))[:, None]
         x = self.embedding(ids) + self.position((places[None] - first).clamp(min=0) + offset)
         for index, block in enumerate(self.blocks):
+            here = wanted if index + 1 == len(self.blocks) else None
             if block.training and torch.is_grad_enabled():
-                x = checkpoint(block, x, mask, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, mask, None, 0, here, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, mask, None if cache is None else cache[index], at)
+                x = block(x, mask, None if cache is None else cache[index], at, here)
         normalised: Tensor = self.norm(x)
         return normalised
 
@@ -221,7 +244,8 @@ class TinyEngine:
             begin = torch.from_numpy(start).to(self.device)
             size = (2, ROWS, shape.heads, padded, shape.width // shape.heads)
             cache = [torch.zeros(size, device=self.device) for _ in range(shape.layers)]
-            hidden = self.model.hidden(torch.from_numpy(ids).to(self.device), begin, cache)[:, -1]
+            last = torch.full((ROWS, 1), padded - 1, device=self.device)
+            hidden = self.model.hidden(torch.from_numpy(ids).to(self.device), begin, cache, wanted=last)[:, 0]
             parts.append(_Prefix(cache, hidden, begin))
         return parts[0] if len(parts) == 1 else _Prefix.join(parts)
 

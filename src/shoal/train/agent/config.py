@@ -95,6 +95,8 @@ class Critic:
     """Trace decay within a turn (`bi_level_gae`)."""
     learning_rate: float = 1e-3
     value_clip: float | None = 0.5
+    warmup: int = 0
+    """Iterations at the start in which the critic learns alone: the policy's rate is 0 (verl's `critic_warmup`)."""
     whitening: Literal["population", "sample"] = "population"
     """Standard deviation that advantages are divided by; `sample` has Bessel's correction, as in verl."""
 
@@ -103,6 +105,7 @@ class Critic:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
         refuse_not_positive(self, "learning_rate")
+        refuse_negative(self, "warmup")
         if self.value_clip is not None and not self.value_clip > 0:
             raise ConfigError(f"value_clip must be positive, or null for none, got {self.value_clip}")
 

@@ -160,8 +160,15 @@ class TinyPolicy(Policy):
         del lengths  # padding is on the right, where nothing that counts looks
         if begins is None:
             begins = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
-        hidden: Tensor = self.module.hidden(ids, begins)
-        return hidden[:, :-1][where[:, 1:]]
+        predicting = where.roll(-1, 1)  # the first column is False
+        counts = predicting.sum(1)
+        most = int(counts.max())
+        if 2 * most > where.shape[1]:
+            hidden: Tensor = self.module.hidden(ids, begins)
+            return hidden[predicting]
+        wanted = predicting.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+        hidden = self.module.hidden(ids, begins, wanted=wanted)
+        return hidden[torch.arange(most, device=ids.device) < counts[:, None]]
 
     @property
     def width(self) -> int:

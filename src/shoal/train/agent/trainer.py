@@ -259,7 +259,7 @@ class AgentTrainer:
             )
         if not learned:
             return row, []
-        set_rates(self.optimizer, config.algorithm, iteration / config.trainer.iterations)
+        set_rates(self.optimizer, config.algorithm, iteration, config.trainer.iterations)
         samples = prepare_samples(learned, self._learner)
         return (row | update(self._learner, samples, iteration) if samples else row), samples
 
@@ -379,11 +379,13 @@ def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -
     )
 
 
-def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, progress: float) -> None:
+def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iterations: int) -> None:
     """Learning rates by the schedule, from the finished share of the run alone."""
-    rates = (algorithm.learning_rate, algorithm.critic.learning_rate)
+    rates = [algorithm.learning_rate, algorithm.critic.learning_rate]
+    if len(optimizer.param_groups) > 1 and iteration < algorithm.critic.warmup:
+        rates[0] = 0.0
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
-        group["lr"] = decayed(rate, algorithm.lr_schedule, progress)
+        group["lr"] = decayed(rate, algorithm.lr_schedule, iteration / iterations)
 
 
 def token_budget(config: AgentConfig, tags: Sequence[str]) -> int:
