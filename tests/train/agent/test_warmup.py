@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from shoal.core.errors import ConfigError
 from shoal.envs import make
@@ -213,6 +214,33 @@ def test_the_rate_of_the_warm_up_falls_as_it_is_told(schedule, rates, monkeypatc
     config = Warmup(steps=4, batch_size=2, learning_rate=0.004, lr_schedule=schedule)
     assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0))) == 4
     assert seen == pytest.approx([0.001 * rate for rate in rates])
+
+
+@pytest.mark.parametrize("longest", [None, 0.01])
+def test_gradients_of_the_warm_up_are_shortened_where_it_is_told(longest, monkeypatch):
+    seen = []
+    step = MasterAdamW.step
+
+    def noted(self, *args):
+        every = [parameter.grad for group in self.stepped for parameter in group]
+        seen.append(float(torch.cat([gradient.flatten() for gradient in every]).norm()))
+        return step(self, *args)
+
+    monkeypatch.setattr(MasterAdamW, "step", noted)
+    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
+    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
+    roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
+    config = Warmup(steps=3, batch_size=2, max_grad_norm=longest)
+    assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0))) == 3
+    if longest is None:
+        assert min(seen) > 0.1
+    else:
+        assert seen == pytest.approx([longest] * 3, rel=1e-3)
+
+
+def test_gradients_cannot_be_shortened_to_nothing():
+    with pytest.raises(ConfigError, match="max_grad_norm must be positive"):
+        compose_config("sokoban", ["warmup.max_grad_norm=0"])
 
 
 @pytest.mark.parametrize("steps", [1, 3])

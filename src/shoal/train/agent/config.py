@@ -341,6 +341,8 @@ class Warmup:
     learning_rate: float = 1e-3
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """From `learning_rate` at the first step to 0 after the last."""
+    max_grad_norm: float | None = None
+    """Longer gradients are shortened to it; None leaves them as they are."""
     expert: float = 0.0
     """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
     only_expert: bool = False
@@ -350,6 +352,8 @@ class Warmup:
     def __post_init__(self) -> None:
         refuse_negative(self, "steps")
         refuse_not_positive(self, "batch_size", "learning_rate")
+        if self.max_grad_norm is not None:
+            refuse_not_positive(self, "max_grad_norm")
         if not 0 <= self.expert <= 1:
             raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
         if self.only_expert and not self.expert:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
@@ -67,6 +69,8 @@ def warm_up(
                 raise DivergedError(
                     f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate"
                 )
+            if config.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(optimizer.stepped[0], config.max_grad_norm)
             optimizer.step()
             yield total
     finally:
