@@ -60,9 +60,9 @@ def first_row(folder, *overrides, name="sokoban"):
 
 @pytest.mark.slow
 def test_imitating_the_expert_starts_where_random_play_does_not(tmp_path):
-    steps = "warmup.steps=250"
-    imitator = first_row(tmp_path / "expert", steps, "warmup.expert=1")
-    random = first_row(tmp_path / "random", steps, "warmup.expert=0")
+    steps = ("warmup.steps=250", "warmup.batch_size=256", "warmup.only_expert=false")
+    imitator = first_row(tmp_path / "expert", *steps, "warmup.expert=1")
+    random = first_row(tmp_path / "random", *steps, "warmup.expert=0")
     assert imitator["heldout_success"] > random["heldout_success"] + 0.08
     assert imitator["warmup_loss"] < 0.8 * random["warmup_loss"]
 
