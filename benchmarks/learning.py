@@ -62,7 +62,7 @@ CASES = {
     "demo-ppo": fixed_map("PPO with critic (GAE)", "algorithm.adv_estimator=gae"),
     "demo-maps": Case("FrozenLake, random maps, PPO with critic (GAE)", "demo-maps", goal=0.85),
     "mixed": Case("FrozenLake, Bandit and Sokoban in one run", "mixed"),
-    "sokoban": Case("Sokoban 6x6, one box, imitation and PPO with critic (GAE)", "sokoban", goal=0.8),
+    "sokoban": Case("Sokoban 6x6, one box, imitation first", "sokoban", goal=0.8),
     "smollm2-bandit": Case(
         "SmolLM2-135M: Bandit, by number", "smollm2-bandit", ("engine.threads=1",), 0.9, constant=0.5
     ),

@@ -49,6 +49,9 @@ class Sample:
     ] = ()  # (role, first token, token behind), over prompt and response
     image_spans: tuple[tuple[int, int, int], ...] = ()  # (image, first token, token behind), likewise
     inputs: Any = field(default=None, repr=False)  # multi_modal_inputs, filled in when a batch is made
+    reward: float | None = (
+        None  # of its trajectory, wherever `rewards` puts it; None in batches that older editions wrote
+    )
 
     @property
     def is_last_step(self) -> bool:
@@ -328,7 +331,7 @@ FORMAT = 1
 ARRAYS = ("prompt_ids", "response_ids", "prompt_positions", "response_positions", "response_mask", "rewards")
 VALUES = (
     "dataset_id", "uid", "traj_index", "step_index", "n_steps", "n_attended", "pads_count_on", "messages", "images",
-    "roles", "image_spans",
+    "roles", "image_spans", "reward",
 )  # fmt: skip
 
 
@@ -343,7 +346,8 @@ def _samples(records: list[dict[str, Any]], arrays: dict[str, Array]) -> list[Sa
         }
         if "logprobs" in arrays:
             fields["logprobs"] = arrays["logprobs"][response]
-        fields |= {name: record[name] for name in VALUES}
+        fields |= {name: record[name] for name in VALUES if name != "reward"}
+        fields["reward"] = record.get("reward")
         fields["images"] = tuple(record["images"])
         for name in ("roles", "image_spans"):
             fields[name] = tuple((what, int(first), int(last)) for what, first, last in record[name])

@@ -528,6 +528,7 @@ def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: C
         response_positions=response.layout.positions,
         response_mask=response.mask,
         rewards=rewards,
+        reward=reward,
         n_attended=attended,
         pads_count_on=plan.kind == "stepwise",
         images=tuple(images),

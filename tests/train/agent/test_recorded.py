@@ -10,6 +10,7 @@ import torch
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import MANIFEST, read_json, write_folder, write_json
 from shoal.splitting import (
+    Batch,
     ChatReader,
     StepwiseTrajectorySplitter,
     TrajectorySplitter,
@@ -170,6 +171,28 @@ def test_advantages_compare_recordings_of_one_task_each_once(batch):
     found[0].logprobs, found[0].uid, found[-1].uid = None, "a", "a"
     with pytest.raises(DataError, match="log-probabilities|several tries"):
         recorded_samples(found, "grpo")
+
+
+@pytest.mark.parametrize("placement", ["final", "all", "last_step", lambda reward, step, n: reward / n])
+def test_advantages_are_those_of_the_rewards_wherever_the_batch_puts_them(processor, tmp_path, placement):
+    """Also where the last window of a trajectory has no token to train, and after the batch was written and read."""
+    ids = write_gui_recordings(tmp_path / "gui", 3, steps=(2, 7), size=(90, 60), words=(2, 9))
+    splitter = TrajectorySplitter(processor, tmp_path / "gui", 1, 1, padding="longest", reward=placement)
+    splitter.split(ids, [3.0, 1.0, 2.0]).save(tmp_path / "batch")
+    found = Batch.load(tmp_path / "batch").samples()
+    assert len({sample.n_steps for sample in found}) > 1
+    for sample in found:
+        sample.logprobs, sample.uid = np.zeros(len(sample.response_ids), np.float32), "a"
+        if sample.is_last_step and sample.traj_index == 0:
+            sample.response_mask, sample.rewards = sample.response_mask & False, sample.rewards * 0
+    told = {}
+    trained = [sample for sample in found if sample.response_mask.any()]
+    for sample, recorded in zip(trained, recorded_samples(found, "grpo"), strict=True):
+        told.setdefault(sample.traj_index, set()).update(np.round(recorded.advantages, 3).tolist())
+    assert [len(told[index]) for index in range(3)] == [1, 1, 1]
+    above, below, between = (told[index].pop() for index in range(3))
+    assert above == -below > 0.5
+    assert between == 0
 
 
 def test_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(processor, batch, tmp_path):

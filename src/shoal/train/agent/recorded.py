@@ -147,8 +147,8 @@ def _advantages(samples: Sequence[Any]) -> np.ndarray:
     rewards: dict[int, float] = {}
     tasks: dict[int, str] = {}
     for sample in samples:
-        last = float(np.sum(sample.rewards))
-        rewards[sample.traj_index], tasks[sample.traj_index] = last, sample.uid
+        paid = sample.reward if sample.reward is not None else float(np.sum(sample.rewards))
+        rewards[sample.traj_index], tasks[sample.traj_index] = paid, sample.uid
     names = {uid: number for number, uid in enumerate(dict.fromkeys(tasks.values()))}
     order = list(rewards)
     groups = [names[tasks[index]] for index in order]
