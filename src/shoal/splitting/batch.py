@@ -49,9 +49,8 @@ class Sample:
     ] = ()  # (role, first token, token behind), over prompt and response
     image_spans: tuple[tuple[int, int, int], ...] = ()  # (image, first token, token behind), likewise
     inputs: Any = field(default=None, repr=False)  # multi_modal_inputs, filled in when a batch is made
-    reward: float | None = (
-        None  # of its trajectory, wherever `rewards` puts it; None in batches that older editions wrote
-    )
+    reward: float | None = None
+    """Of its trajectory, wherever `rewards` puts it; None in batches that older editions wrote."""
 
     @property
     def is_last_step(self) -> bool:

@@ -296,14 +296,22 @@ def test_in_its_warm_up_the_critic_learns_alone(tmp_path):
     assert [differ(*pair) for pair in itertools.pairwise(critics)] == [True, True, True]
 
 
-def test_a_warm_up_of_the_critic_changes_no_run_without_one(tmp_path):
-    train(tmp_path, "algorithm.critic.warmup=2", "trainer.iterations=1", name="demo-bandit")
-    first, last = (
-        load_file(f / "engine" / "model.safetensors") for f in list_checkpoints(tmp_path / "checkpoints")
-    )
-    assert any((first[name] != last[name]).any() for name in first)
-
-
-def test_a_negative_warm_up_of_the_critic_is_refused():
-    with pytest.raises(ConfigError, match="warmup"):
-        compose_config("demo", ["algorithm.critic.warmup=-1"])
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["algorithm.critic.warmup=-1"], "warmup must"),
+        (
+            ["algorithm.critic.warmup=2"],
+            "warmup=2 has no effect with adv_estimator=grpo, which has no critic",
+        ),
+        (
+            ["algorithm.adv_estimator=gae", "algorithm.critic.warmup=40"],
+            "the critic would learn alone: lower",
+        ),
+    ],
+)
+def test_a_warm_up_of_the_critic_that_cannot_be_is_refused(tmp_path, settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        AgentTrainer(
+            compose_config("demo", [*settings, "trainer.iterations=40", f"run_dir={tmp_path / 'run'}"])
+        )

@@ -523,6 +523,11 @@ def refuse_without_signal(config: AgentConfig) -> None:
     """
     _refuse_other_distribution(config)
     groups, algorithm = config.es_manager.train, config.algorithm
+    if algorithm.critic.warmup >= config.trainer.iterations:
+        raise ConfigError(
+            f"in all of trainer.iterations={config.trainer.iterations} the critic would learn alone: lower "
+            f"algorithm.critic.warmup={algorithm.critic.warmup}"
+        )
     rewards, estimator = config.agent_proxy.reward_normalization, ESTIMATORS[algorithm.adv_estimator]
     compared = rewards.grouping == "state" and not (estimator.normalized and rewards.method == "identity")
     if algorithm.filter_groups.enable:
@@ -606,6 +611,11 @@ def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
         yield (
             f"algorithm.critic.token_lambda={algorithm.critic.token_lambda} is bi_level_gae's and has no "
             f"effect with adv_estimator={estimator}: set critic.gae_lambda, or leave it out"
+        )
+    if algorithm.critic.warmup and algorithm.needs != "critic":
+        yield (
+            f"algorithm.critic.warmup={algorithm.critic.warmup} has no effect with adv_estimator={estimator}, which "
+            f"has no critic: leave it out"
         )
     groups = algorithm.filter_groups
     if groups.max_num_gen_batches > 1 and not groups.enable:
