@@ -214,7 +214,11 @@ class Batch(dict[str, Any]):
             "format": FORMAT,
             "shape": asdict(self.shape),
             "skipped": [asdict(item) for item in self.skipped],
-            "samples": [{name: getattr(sample, name) for name in VALUES} for sample in samples],
+            "samples": [
+                {name: getattr(sample, name) for name in VALUES}
+                | ({} if sample.reward is None else {"reward": sample.reward})
+                for sample in samples
+            ],
             "pixels": {
                 str(index): _pixel_record(index, kept, arrays) for index, kept in self._pixels.items()
             },
@@ -330,7 +334,7 @@ FORMAT = 1
 ARRAYS = ("prompt_ids", "response_ids", "prompt_positions", "response_positions", "response_mask", "rewards")
 VALUES = (
     "dataset_id", "uid", "traj_index", "step_index", "n_steps", "n_attended", "pads_count_on", "messages", "images",
-    "roles", "image_spans", "reward",
+    "roles", "image_spans",
 )  # fmt: skip
 
 
@@ -345,8 +349,7 @@ def _samples(records: list[dict[str, Any]], arrays: dict[str, Array]) -> list[Sa
         }
         if "logprobs" in arrays:
             fields["logprobs"] = arrays["logprobs"][response]
-        fields |= {name: record[name] for name in VALUES if name != "reward"}
-        fields["reward"] = record.get("reward")
+        fields |= {name: record[name] for name in VALUES} | {"reward": record.get("reward")}
         fields["images"] = tuple(record["images"])
         for name in ("roles", "image_spans"):
             fields[name] = tuple((what, int(first), int(last)) for what, first, last in record[name])

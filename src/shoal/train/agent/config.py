@@ -523,11 +523,6 @@ def refuse_without_signal(config: AgentConfig) -> None:
     """
     _refuse_other_distribution(config)
     groups, algorithm = config.es_manager.train, config.algorithm
-    if algorithm.critic.warmup >= config.trainer.iterations:
-        raise ConfigError(
-            f"in all of trainer.iterations={config.trainer.iterations} the critic would learn alone: lower "
-            f"algorithm.critic.warmup={algorithm.critic.warmup}"
-        )
     rewards, estimator = config.agent_proxy.reward_normalization, ESTIMATORS[algorithm.adv_estimator]
     compared = rewards.grouping == "state" and not (estimator.normalized and rewards.method == "identity")
     if algorithm.filter_groups.enable:

@@ -96,6 +96,12 @@ class AgentTrainer:
         if config.resume and begun.exists():
             config = config.as_begun(yaml.safe_load(begun.read_bytes()))
         refuse_without_signal(config)
+        if config.algorithm.critic.warmup >= config.trainer.iterations:
+            logger.warning(
+                "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone",
+                config.algorithm.critic.warmup,
+                config.trainer.iterations,
+            )
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot
