@@ -10,6 +10,7 @@ it is; a change is noticed when it then fails or exceeds its time. Interrupt it 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ast
 import json
 import os
@@ -161,7 +162,7 @@ class Trials:
         self.root, self.command, self.timeout = root, command, timeout
         self._stop = threading.Event()
         self._running: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `stop` may come amid it
         self._place = tempfile.TemporaryDirectory(prefix="mutate-")
         self._copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         files = _files_of(root)
@@ -181,8 +182,9 @@ class Trials:
         """End what runs, and start nothing more."""
         self._stop.set()
         with self._lock:
-            for group in self._running:
-                os.killpg(group, signal.SIGKILL)
+            for group in list(self._running):
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself, just now
+                    os.killpg(group, signal.SIGKILL)
 
     def prove_calm(self) -> None:
         """Run the command on a copy as it is, which must succeed; its duration sets the time limit."""
