@@ -10,8 +10,8 @@ it is; a change is noticed when it then fails or exceeds its time. Interrupt it 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ast
+import contextlib
 import json
 import os
 import queue
