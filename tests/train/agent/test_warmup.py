@@ -171,6 +171,19 @@ def test_moves_by_lot_are_learned_with_the_experts_unless_those_alone_are_asked_
     assert any("Left" in prompt for prompt, _ in alone)  # they were played: later prompts tell of them
 
 
+def test_where_a_prompt_goes_on_the_moves_by_lot_are_read_and_not_learned():
+    env = Told()
+    policy = policy_of(TinyEngine(env.projection.words(), TinyShape(16, 1, 2, 4096)))
+    prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
+    settings = Warmup(expert=1.0, only_expert=True)
+    sample = next(_play(policy, env, Role("Lake", "", env.projection, 6), prompter, settings, seed=3))
+    learned = policy.tokenizer.decode(tuple(sample.ids[place] for place in sample.places))
+    assert (learned.count("Up"), learned.count("Left")) == (3, 0)
+    assert (
+        policy.tokenizer.decode(sample.ids).count("<action>Left</action>") == 2
+    )  # the third is behind the last
+
+
 def test_of_a_share_only_what_the_expert_was_asked_for_is_learned():
     class Knowing(Told):
         def expert_action(self):

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 from shoal.core.configuration import check_fields, from_mapping, to_mapping
 from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
 from shoal.core.registry import Registry, all_or_nothing
+from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
 from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
@@ -177,7 +178,7 @@ class Algorithm:
     entropy_coef: float = _BY_NAME
     """0.02 if the estimator does not say otherwise (`distillation`: 0)."""
     learning_rate: float = 1e-3
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Decay = "constant"
     """From `learning_rate` at the first iteration to 0 after the last."""
     weight_decay: float = 0.0
     epochs: int = 1
@@ -339,7 +340,7 @@ class Warmup:
     steps: int = 0
     batch_size: int = 64
     learning_rate: float = 1e-3
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Decay = "constant"
     """From `learning_rate` at the first step to 0 after the last."""
     max_grad_norm: float | None = None
     """Longer gradients are shortened to it; None leaves them as they are."""
