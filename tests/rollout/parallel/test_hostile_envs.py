@@ -1,9 +1,13 @@
 """Envs that answer nonsense, fork, or do not let go: each costs its own episode and nothing else."""
 
 import asyncio
+import contextlib
+import functools
 import os
+import re
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,9 +180,25 @@ class Clings(SameWorld):
 class FailsAndClings(Clings):
     def step(self, action):
         answer = super().step(action)
-        if self._faulty and self._steps == 2:
+        if self._faulty and self._steps == 2 and self.fails():
             raise ValueError("lost")
         return answer
+
+    def fails(self):
+        return True
+
+
+class FailsOnceAndClings(FailsAndClings):
+    """The first of its seed, of all processes."""
+
+    folder = None
+
+    def fails(self):
+        self._faulty = False
+        with contextlib.suppress(FileExistsError):
+            (Path(self.folder) / str(self._seed)).mkdir()
+            self._faulty = True
+        return self._faulty
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -189,7 +209,22 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
         if now.env_seed % 4:
             assert now == before
         else:
-            assert (now.status, now.error) == ("timeout", "close did not answer within 0.5 s")
+            assert (now.status, now.turns) == ("env_error", before.turns[:1])
+            assert re.search(r"step\(.*failed: ValueError: lost, and close did not answer within 0.5 s", now.error)
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_episode_is_tried_again_though_the_end_of_its_failed_env_hangs(calm, backend, schedule, tmp_path):
+    env = functools.partial(one_that_fails_once, str(tmp_path))
+    assert play(backend, env, parallel={"step_timeout": 0.5, "schedule": schedule}) == calm
+    assert len(list(tmp_path.iterdir())) == sum(t.env_seed % 4 == 0 and t.member == 0 for t in calm)
+
+
+def one_that_fails_once(folder):
+    env = FailsOnceAndClings()
+    env.folder = folder
+    return env
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes", "loky"])

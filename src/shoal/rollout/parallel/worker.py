@@ -210,8 +210,12 @@ class EnvFailedError(Exception):
 class Player:
     """A thread that plays one episode after another, as its supervisor sees it."""
 
-    episode: Episode | None = None
     assignment: Assignment | None = None
+    attempt: int = 0
+    """Which of the tries at its episode, see `ParallelConfig.env_retries`."""
+    episode: Episode | None = None
+    failure: str | None = None
+    """Why this try has failed, while its env is closed."""
     began: float = 0.0
     inside: tuple[str, float] | None = None
     """What the env is at, and since when."""
@@ -360,7 +364,10 @@ class _Worker:
             if n_threads == 1 and not settings.deadlines:
                 self._play_all(Player())
             else:
-                self._start_threads(n_threads)
+                for _ in range(n_threads):
+                    if not self._start(Player()):
+                        self._play_fewer()
+                        break
                 self._supervise()
         finally:
             self.todo.clear()
@@ -370,28 +377,30 @@ class _Worker:
             raise self.error
         return Played(time.process_time() - cpu, self.hung)
 
-    def _start_threads(self, n: int) -> None:
-        """Start so many threads, or as many as the system allows."""
-        for _ in range(n):
-            player = Player()
-            thread = threading.Thread(
-                target=self._play_all, args=(player,), daemon=True, name="shoal-episode"
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:
-                if not self.players:
-                    raise
-                logger.warning(
-                    "%d instead of %d episodes are played at once: %s", len(self.players), n, error
-                )
-                waiting = set(self.todo)  # of the announced ones, those that have to wait for a thread
-                late = [assignment for assignment in self.first if assignment in waiting]
-                self.first = tuple(assignment for assignment in self.first if assignment not in waiting)
-                for assignment in late if self.share.lockstep else ():
-                    self.link.left(assignment.place.key())
-                return
-            self.players.append(player)
+    def _start(self, player: Player, spared: bool = False) -> bool:
+        """Let it play in a thread of its own if the system allows one more, as it must where nobody plays yet.
+
+        Raises:
+            RuntimeError: there is no thread at all, and this one cannot be spared.
+        """
+        thread = threading.Thread(target=self._play_all, args=(player,), daemon=True, name="shoal-episode")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self.players and not spared:
+                raise
+            logger.warning("%d episodes are played at once, and not one more: %s", len(self.players), error)
+            return False
+        self.players.append(player)
+        return True
+
+    def _play_fewer(self) -> None:
+        """Those of the announced episodes that have to wait for a thread are not waited for."""
+        waiting = set(self.todo)
+        late = [assignment for assignment in self.first if assignment in waiting]
+        self.first = tuple(assignment for assignment in self.first if assignment not in waiting)
+        for assignment in late if self.share.lockstep else ():
+            self.link.left(assignment.place.key())
 
     def _supervise(self) -> None:
         """Wait for the end, and give up on envs that do not answer."""
@@ -407,27 +416,45 @@ class _Worker:
                         self._abandon(player, why)
 
     def _abandon(self, player: Player, why: str) -> None:
-        """The env does not come back: record the episode, leave its thread behind, and go on with another."""
+        """The env does not come back: leave its thread behind, and go on with another.
+
+        The episode is over, unless its env had failed before and only its `close` hangs: then it is tried again as if
+        that had come back.
+        """
         player.abandoned = True
         self.players.remove(player)
         self.hung += 1
         assert player.episode is not None
         assert player.assignment is not None
+        status: Status = "timeout"
+        if player.failure is not None:
+            status, why = "env_error", f"{player.failure}, and {why}"
+            again = Player(player.assignment, player.attempt + 1)
+            if again.attempt <= self.share.settings.env_retries and self._start(again, spared=True):
+                self._log_failure(player, why)
+                return
         logger.warning("episode %d is given up: %s", player.assignment.index, why)
-        self._report(player.assignment, player.episode.trajectory("timeout", why))
+        self._report(player.assignment, player.episode.trajectory(status, why))
         if self.todo:
-            self._start_threads(1)
+            self._start(Player())
 
     def _play_all(self, player: Player) -> None:
         """Play episodes until none is left."""
         try:
-            assignment = self._next()
+            assignment = player.assignment or self._next()
             while assignment is not None:
-                trajectory = self._play_with_retries(assignment, player)
+                player.assignment = assignment
+                trajectory = self._play(assignment, player)
                 with self.changed:
                     if player.abandoned:
                         return
-                    player.episode = None
+                    player.failure = None
+                    if trajectory.status == "env_error" and player.attempt < self.share.settings.env_retries:
+                        self._log_failure(player, trajectory.error)
+                        player.attempt += 1
+                        player.began = time.monotonic()
+                        continue
+                    player.attempt, player.episode = 0, None
                     following = self._next()  # before the last one leaves: lockstep is to wait for it
                     self._report(assignment, trajectory)
                 assignment = following
@@ -436,6 +463,10 @@ class _Worker:
                 if not player.abandoned:
                     self.error = error
                 self.changed.notify_all()
+
+    def _log_failure(self, player: Player, why: str | None) -> None:
+        assert player.assignment is not None
+        logger.warning("episode %d, attempt %d: %s", player.assignment.index, player.attempt + 1, why)
 
     def _next(self) -> Assignment | None:
         """The next episode to play."""
@@ -452,15 +483,6 @@ class _Worker:
         report = encode_report(self.share.rollout, assignment.index, trajectory)
         self.link.left(assignment.place.key(), report)
         self.changed.notify_all()
-
-    def _play_with_retries(self, assignment: Assignment, player: Player) -> Trajectory:
-        player.assignment = assignment
-        for attempt in range(self.share.settings.env_retries + 1):
-            trajectory = self._play(assignment, player)
-            if trajectory.status != "env_error" or player.abandoned:
-                break
-            logger.warning("episode %d, attempt %d: %s", assignment.index, attempt + 1, trajectory.error)
-        return trajectory
 
     def _play(self, assignment: Assignment, player: Player) -> Trajectory:
         """One episode in one env; whatever goes wrong is in the record."""
@@ -491,6 +513,7 @@ class _Worker:
             if env is not None and status != "env_error" and not player.abandoned:
                 self.shelf.put(self.kinds[tag], env)
             elif env is not None:
+                player.failure = why
                 with contextlib.suppress(EnvFailedError):
                     player.in_env("close", env.close)
         return episode.trajectory(status, why)
