@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DivergedError
 from shoal.envs import make
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -249,6 +250,21 @@ def test_gradients_of_the_warm_up_are_shortened_where_it_is_told(longest, monkey
         assert min(seen) > 0.1
     else:
         assert seen == pytest.approx([longest] * 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("longest", [None, 1.0])
+def test_an_infinite_gradient_of_the_warm_up_is_told_before_a_step_is_made_with_it(longest):
+    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
+    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
+    roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
+    config = Warmup(steps=3, batch_size=2, max_grad_norm=longest)
+    steps = warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0)
+    next(steps)
+    before = {name: weight.clone() for name, weight in policy.module.state_dict().items()}
+    next(policy.module.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(DivergedError, match=r"gradient of the policy in warm-up step 2 is (inf|nan)"):
+        next(steps)
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.module.state_dict().items())
 
 
 def test_gradients_cannot_be_shortened_to_nothing():

@@ -25,6 +25,7 @@ from shoal.rollout.samplers.sampler import Completion, Sampling
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
 from shoal.train.agent.config import Warmup
 from shoal.train.agent.policy import MasterAdamW, Policy, score, trained_parameters
+from shoal.train.agent.update import refuse_diverged
 
 MAX_EPISODE_TURNS = 32
 """Random play is cut here: later states of an env with few endings add nothing to the format."""
@@ -69,8 +70,9 @@ def warm_up(
                 raise DivergedError(
                     f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate"
                 )
-            if config.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(optimizer.stepped[0], config.max_grad_norm)
+            longest = math.inf if config.max_grad_norm is None else config.max_grad_norm
+            norm = nn.utils.clip_grad_norm_(optimizer.stepped[0], longest)
+            refuse_diverged(norm, f"policy in warm-up step {step + 1}")
             optimizer.step()
             yield total
     finally:
