@@ -69,6 +69,9 @@ CASES = {
     "smollm2-frozen_lake": Case(
         "SmolLM2-135M: FrozenLake, fixed map", "smollm2-frozen_lake", ("engine.threads=1",), 0.8, constant=0.0
     ),
+    "smollm2-countdown": Case(
+        "SmolLM2-135M: Countdown, easy", "smollm2-countdown", ("engine.threads=1",), constant=0.29
+    ),
 }
 
 
