@@ -77,15 +77,17 @@ def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, reque
     steps = min(1, config.warmup.steps)
     tiny = config.engine.name == "tiny"
     engine = (
-        TINY if tiny else [f"engine.model={small_model}", "engine.train_last_layers=1", "engine.threads=1"]
+        [*TINY] if tiny else [f"engine.model={small_model}", "engine.train_last_layers=1", "engine.threads=1"]
     )
+    groups = sum(config.es_manager.train.env_configs.n_groups) or 4
+    engine.append(f"es_manager.train.env_groups={groups}")
     overrides = [*SMALL, *engine, f"warmup.steps={steps}", f"run_dir={tmp_path / 'run'}"]
     if name == "openenv":
         overrides.append(f"custom_envs.OpenEnv.env_config.url={request.getfixturevalue('server_url')}")
     with AgentTrainer(compose_config(name, overrides)) as trainer:
         start, row = trainer.train()
     assert ("warmup_loss" in start) == (config.warmup.steps > 0)
-    assert row["episodes"] == 8
+    assert row["episodes"] == 2 * groups
     assert row["failed_episodes"] == 0
     assert row["grad_norm"] > 0
     assert "heldout_success" in row

@@ -46,7 +46,7 @@ RUNS = {
         "demo", "algorithm.adv_estimator=gae", "agent_proxy.use_parallel_rollout=true",
         "agent_proxy.parallel.backend=threads",
     ),
-    "several envs": ("mixed", "es_manager.train.env_groups=4", "es_manager.val.env_groups=3",
+    "several envs": ("mixed", "es_manager.train.env_groups=5", "es_manager.val.env_groups=3",
                      "algorithm.filter_groups.enable=false"),
 }  # fmt: skip
 
