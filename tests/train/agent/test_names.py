@@ -14,7 +14,7 @@ import shoal.train.agent.trainer as trainer_module
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.registry import Registry
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.advantages import ESTIMATORS, advantage
+from shoal.train.agent.advantages import ESTIMATORS
 from shoal.train.agent.config import AgentConfig, Algorithm, comparable, compose_config, import_extensions
 from shoal.train.agent.losses import LOSSES
 from shoal.train.agent.policy import load_policy, load_teacher, policy_of
@@ -51,31 +51,6 @@ def test_estimators_with_a_critic_see_all_groups_unless_the_config_filters():
     assert not filters("algorithm.adv_estimator=gae")
     assert filters("algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true")
     assert not filters("algorithm.filter_groups.enable=false")
-
-
-@pytest.mark.parametrize("name", ["gigpo", "graphgpo"])
-def test_groups_of_equal_returns_are_learned_from_where_their_turns_are_compared(name):
-    def algorithm(*overrides):
-        return compose_config("demo", [f"algorithm.adv_estimator={name}", *overrides]).algorithm
-
-    assert not algorithm().filter_groups.enable
-    assert algorithm("algorithm.filter_groups.max_num_gen_batches=2").filter_groups.enable
-    assert algorithm("algorithm.filter_groups.enable=true").filter_groups.enable
-
-    @advantage("whole_and_by_step", grouped=True, by_step=True)
-    def by_step(played):
-        return played.episode_returns
-
-    @advantage("whole", grouped=True)
-    def whole(played):
-        return played.episode_returns
-
-    try:
-        assert not Algorithm(adv_estimator="whole_and_by_step").filter_groups.enable
-        assert Algorithm(adv_estimator="whole").filter_groups.enable
-    finally:
-        ESTIMATORS._items.pop("whole_and_by_step")
-        ESTIMATORS._items.pop("whole")
 
 
 def test_a_run_that_goes_on_keeps_what_names_set_when_it_began():

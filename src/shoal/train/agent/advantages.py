@@ -57,8 +57,6 @@ class Estimator:
     """Whether it compares rewards within `reward_normalization.grouping`."""
     normalized: bool = False
     """Whether it reads `reward_normalization.method`."""
-    by_step: bool = False
-    """Whether it tells apart the turns of groups with equal returns too, which are then learned from."""
     needs: Literal["nothing", "critic", "teacher"] = "nothing"
 
 
@@ -71,7 +69,7 @@ def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F]
     Args:
         name: in the YAML.
         replace: an estimator of that name.
-        about: fields of `Estimator`: `defaults`, `conflicts`, `grouped`, `normalized`, `by_step`, `needs`.
+        about: fields of `Estimator`: `defaults`, `conflicts`, `grouped`, `normalized`, `needs`.
 
     The function gets `Played` and gives one number an episode (`[B]`), or per episode one a turn. With
     `needs="critic"` it gets the rewards `[turns]` and values `[turns][tokens]` of one episode and the settings, and
@@ -247,7 +245,7 @@ def _reinforce_pp_tokens(played: Played) -> list[Array]:
     return token_whitened(played.returns, counts)
 
 
-@advantage("gigpo", grouped=True, normalized=True, by_step=True)
+@advantage("gigpo", grouped=True, normalized=True)
 def _gigpo(played: Played) -> list[Array]:
     """The episode part is that of `grpo`; `algorithm.gigpo` says of what, and over what it is normalised."""
     settings, method = played.algorithm.gigpo, played.proxy.reward_normalization.method
@@ -266,7 +264,7 @@ def _gigpo(played: Played) -> list[Array]:
     return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
 
 
-@advantage("graphgpo", grouped=True, normalized=True, by_step=True)
+@advantage("graphgpo", grouped=True, normalized=True)
 def _graphgpo(played: Played) -> list[Array]:
     """The episode part is that of `grpo`."""
     method = played.proxy.reward_normalization.method

@@ -247,9 +247,11 @@ class Algorithm:
             object.__setattr__(self, "loss_constant", _PLAIN["loss_constant"])
         if self.filter_groups.enable is None:
             left_out = (*left_out, "filter_groups")
-            further = self.filter_groups.max_num_gen_batches > 1
-            enable = further or (estimator.needs == "nothing" and not estimator.by_step)
-            object.__setattr__(self, "filter_groups", replace(self.filter_groups, enable=enable))
+            filtered = replace(
+                self.filter_groups,
+                enable=estimator.needs == "nothing" or self.filter_groups.max_num_gen_batches > 1,
+            )
+            object.__setattr__(self, "filter_groups", filtered)
         object.__setattr__(self, "_left_out", left_out)
 
     def as_begun(self, begun: Mapping[str, Any]) -> Algorithm:
@@ -526,7 +528,7 @@ def refuse_without_signal(config: AgentConfig) -> None:
     compared = rewards.grouping == "state" and not (estimator.normalized and rewards.method == "identity")
     if algorithm.filter_groups.enable:
         needs = "algorithm.filter_groups.enable=true leaves such groups out"
-    elif estimator.grouped and not estimator.by_step and compared:
+    elif estimator.grouped and algorithm.adv_estimator not in ("gigpo", "graphgpo") and compared:
         needs = f"algorithm.adv_estimator={algorithm.adv_estimator} learns from what differs within groups"
     else:
         return
