@@ -35,7 +35,11 @@ def main() -> None:
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
     draw(groups, PICTURE, 3)
-    draw({case: rows for case, rows in groups.items() if case.startswith("SmolLM2")}, PICTURE_LLM, 2)
+    draw(
+        {case: rows for case, rows in groups.items() if case.startswith("SmolLM2") and rows[0]["goal"]},
+        PICTURE_LLM,
+        2,
+    )
     print("\n".join(lines))
 
 

@@ -210,7 +210,9 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
             assert now == before
         else:
             assert (now.status, now.turns) == ("env_error", before.turns[:1])
-            assert re.search(r"step\(.*failed: ValueError: lost, and close did not answer within 0.5 s", now.error)
+            assert re.search(
+                r"step\(.*failed: ValueError: lost, and close did not answer within 0.5 s", now.error
+            )
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
