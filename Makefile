@@ -132,7 +132,7 @@ bench-viewer: setup  ## a run of 100,000 episodes: its index, first paints in Ch
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
 	$(BIN)/python benchmarks/viewer.py
 
-bench-learning: setup  ## three seeds of every config that learns, about two CPU hours
+bench-learning: setup  ## three seeds of every config that learns, about three CPU hours
 	$(BIN)/shoal model get smollm2
 	$(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/learning_tables.py

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -218,13 +219,57 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_episode_is_tried_again_though_the_end_of_its_failed_env_hangs(calm, backend, schedule, tmp_path):
-    env = functools.partial(one_that_fails_once, str(tmp_path))
+    env = functools.partial(in_folder, FailsOnceAndClings, str(tmp_path))
     assert play(backend, env, parallel={"step_timeout": 0.5, "schedule": schedule}) == calm
     assert len(list(tmp_path.iterdir())) == sum(t.env_seed % 4 == 0 and t.member == 0 for t in calm)
 
 
-def one_that_fails_once(folder):
-    env = FailsOnceAndClings()
+class FailsThenHangs(FailsOnceAndClings):
+    def fails(self):
+        if not super().fails():
+            time.sleep(1000)
+        self._faulty = False  # its end does not hang
+        return True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_env_that_hangs_after_another_failed_is_told_as_one_that_hangs(calm, backend, tmp_path):
+    env = functools.partial(in_folder, FailsThenHangs, str(tmp_path))
+    for before, now in zip(calm, play(backend, env, parallel={"step_timeout": 0.5}), strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.turns) == ("timeout", before.turns[:1])
+            assert re.fullmatch(r"step\(\d\) did not answer within 0.5 s", now.error)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_episode_has_all_its_tries_whatever_its_thread_played_before(calm, backend, tmp_path):
+    env = functools.partial(in_folder, FailsOnceAndClings, str(tmp_path), every=1)
+    assert play(backend, env, parallel={"step_timeout": 0.5, "episodes_at_once": 1}) == calm
+    assert len(list(tmp_path.iterdir())) == len({t.env_seed for t in calm})
+
+
+def test_an_episode_whose_next_try_gets_no_thread_is_told_as_failed(monkeypatch):
+    class Thread(threading.Thread):
+        started = 0
+
+        def start(self):
+            if self.name == "shoal-episode":
+                Thread.started += 1
+                if Thread.started > 1:
+                    raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr("shoal.rollout.parallel.worker.threading.Thread", Thread)
+    env = functools.partial(FailsAndClings, every=1)
+    (told,) = play("threads", env, groups=1, members=1, n_jobs=1, parallel={"step_timeout": 0.5})
+    assert told.status == "env_error"
+    assert told.error.endswith("ValueError: lost, and close did not answer within 0.5 s")
+
+
+def in_folder(kind, folder, **settings):
+    env = kind(**settings)
     env.folder = folder
     return env
 

@@ -448,13 +448,12 @@ class _Worker:
                 with self.changed:
                     if player.abandoned:
                         return
-                    player.failure = None
+                    player.episode = player.failure = None
                     if trajectory.status == "env_error" and player.attempt < self.share.settings.env_retries:
                         self._log_failure(player, trajectory.error)
                         player.attempt += 1
-                        player.began = time.monotonic()
                         continue
-                    player.attempt, player.episode = 0, None
+                    player.attempt = 0
                     following = self._next()  # before the last one leaves: lockstep is to wait for it
                     self._report(assignment, trajectory)
                 assignment = following
