@@ -608,7 +608,8 @@ def score(
     """
 
     def part(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = (scores.float() / (temperature or 1.0)).log_softmax(-1)
+        scores = scores.float() if temperature in (0.0, 1.0) else scores.float() / temperature
+        logprobs = scores.log_softmax(-1)
         known = logprobs.gather(1, targets[:, None])[:, 0]
         with torch.set_grad_enabled(entropy == "trained" and torch.is_grad_enabled()):
             return known, known if entropy == "none" else entropy_of(logprobs)
