@@ -5,6 +5,7 @@ All of them are safe to use from many threads, and text never becomes a control 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import string
@@ -61,7 +62,9 @@ class TemplateTokenizer:
     def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any) -> None:
         self.tokenizer = tokenizer
         self._settings = settings
-        self._template, self._contents = _Alone(own), _Alone(copy.deepcopy(own))
+        self._template = _Alone(own)
+        self._marks = self._marks_of_turns()
+        self._contents = _Alone(copy.deepcopy(own))
         self._starts: dict[tuple[str, ...], list[_Piece]] = {}
         self._between: list[_Piece] | None = None
         self.end_ids = self._end_of_turn()
@@ -178,9 +181,30 @@ class TemplateTokenizer:
             [{"role": "user", "content": "u"}, {"role": "assistant", "content": "\ue0001\ue001"}]
         )
         tail = self._control(written.split("\ue001")[-1])
-        if tail and tail[0] in self.tokenizer.all_special_ids:
+        if tail and (tail[0] in self.tokenizer.all_special_ids or tail[0] in self._marks):
             ids.append(tail[0])
         return tuple(dict.fromkeys(ids))
+
+    def _marks_of_turns(self) -> frozenset[int]:
+        """Tokens with which the template marks turns, which are control tokens here, be they told as such or not.
+
+        DeepSeek's `<｜User｜>`, say, is an added token like any word. What a template opens for the model behind the
+        header of its turn (`<think>`) stays text, and so do spaces.
+        """
+        user, answer = ({"role": role, "content": "\ue0000\ue001"} for role in ("user", "assistant"))
+        alone, asked = self._written([user]), self._written([user], add_generation_prompt=True)
+        ids = list(self._control(asked.removeprefix(alone))[:1])
+        ids += self._control(self._written([user, answer]).split("\ue001")[-1])[:1]
+        with contextlib.suppress(Exception):  # there are templates that refuse a system message
+            alone += self._written([{**user, "role": "system"}, user])
+        ids += (token for piece in _MARK.split(alone)[::2] for token in self._control(piece))
+        with self._template as tokenizer:
+            added = tokenizer.added_tokens_decoder
+            marks = {token for token in ids if token in added and not added[token].content.isspace()}
+            untold = [added[token] for token in sorted(marks) if not added[token].special]
+            if untold and tokenizer.is_fast:  # others take no added token out of contents
+                tokenizer.backend_tokenizer.add_special_tokens(untold)
+        return frozenset(marks)
 
 
 CONTROL = ("<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unknown>")
