@@ -211,9 +211,11 @@ def _model(config: RecordedConfig, processor: Any, tokenizer: Any) -> Any:
         return tiny_model(len(tokenizer), processor.image_token_id, config.seed).to(config.device)
     import transformers
 
+    from shoal.rollout.samplers.huggingface import read_model
+
     sees = hasattr(processor, "image_processor")
     kind: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(config.model, local_files_only=True).to(config.device).eval()
+    return read_model(Path(config.model), kind).to(config.device).eval()
 
 
 def _right(config: RecordedConfig, model: Any, kept: list[Any], tokenizer: Any) -> float:

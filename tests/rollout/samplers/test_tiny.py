@@ -243,6 +243,11 @@ def test_an_engine_file_that_describes_none_is_named(tmp_path):
         (tmp_path / "engine.json").write_text(text)
         with pytest.raises(DataError, match="engine.json does not describe a tiny engine: "):
             TinyEngine.load(tmp_path)
+    (tmp_path / "engine.json").write_text('{"words": ["Up"], "shape": {}}')
+    for _ in range(2):
+        with pytest.raises(DataError, match="model.safetensors holds no weights that load: "):
+            TinyEngine.load(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"half")
 
 
 def test_words_of_one_letter_and_words_named_twice_make_no_token_more():

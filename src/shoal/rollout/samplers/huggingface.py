@@ -22,12 +22,12 @@ import numpy as np
 from shoal.core.errors import DataError, missing_extra
 from shoal.rollout.samplers.noise import picks
 from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request, restricted, room_left
-from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer, read_tokenizer
 
 try:
     import torch
     from torch import Tensor, nn
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.cache_utils import DynamicLayer
 except ImportError as error:
     raise missing_extra("the Hugging Face engine", "llm") from error
@@ -95,15 +95,8 @@ class HuggingFaceEngine:
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} is not a model folder: it has no config.json")
-        settings = {"local_files_only": True, "trust_remote_code": False}
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), use_safetensors=True, **settings
-            )
-            tokenizer = AutoTokenizer.from_pretrained(folder, **settings)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{folder} does not load as a model: {error}") from error
-        return cls(model.to(device), tokenizer, **options)
+        model = read_model(folder, dtype=dtype)
+        return cls(model.to(device), read_tokenizer(folder), **options)
 
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -292,6 +285,27 @@ class HuggingFaceEngine:
         self.weights_version = version
 
 
+def read_model(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) -> Any:
+    """The model of a folder on disk, of a class of transformers; nothing is fetched or run.
+
+    Raises:
+        DataError: files are broken, or weights are not there: transformers would draw them by lot, and go on.
+    """
+    settings |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, found = kind.from_pretrained(folder, **settings, **told)
+    except Exception as error:  # whatever transformers makes of it
+        raise DataError(f"{folder} does not load as a model: {type(error).__name__}: {error}") from error
+    absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    if absent:
+        raise DataError(
+            f"{folder} does not load as a model: {len(absent)} of its weights are not there, or of another shape than "
+            f"config.json says ({', '.join(sorted(absent)[:3])}): copy all its files, or choose another class of model"
+        )
+    return model
+
+
 def read_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """The weights that `save_pretrained` wrote into `folder`, by the names that they have in `model`."""
     from safetensors.torch import load_file
@@ -302,10 +316,7 @@ def read_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     if weights.keys() <= model.state_dict().keys():
         return weights
     del weights
-    kind = next(model.parameters()).dtype
-    settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    read: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **settings)
-    return dict(read.state_dict())
+    return dict(read_model(folder, dtype=next(model.parameters()).dtype).state_dict())
 
 
 def as_in_files(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

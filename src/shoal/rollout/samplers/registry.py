@@ -157,19 +157,10 @@ def _name_there(config: EngineConfig) -> str | None:
 
 def load_tokenizer(model: str, **template_settings: Any) -> ChatTokenizer:
     """The tokenizer of a model folder (or of a name that `shoal model get` knows), without its weights."""
-    from shoal.core.errors import missing_extra
     from shoal.rollout.samplers.models import resolve_model
-    from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+    from shoal.rollout.samplers.tokenizers import TemplateTokenizer, read_tokenizer
 
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise missing_extra("exact tokens with a server", "llm") from error
-    folder = resolve_model(model)
-    return TemplateTokenizer(
-        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False),
-        **template_settings,
-    )
+    return TemplateTokenizer(read_tokenizer(resolve_model(model)), **template_settings)
 
 
 def _api_key(variable: str | None) -> str | None:

@@ -22,6 +22,7 @@ from shoal.rollout.samplers.tokenizers import END, PAD, TinyTokenizer
 try:
     import torch
     import torch.nn.functional as F
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
@@ -301,7 +302,11 @@ class TinyEngine:
             engine = cls(described["words"], TinyShape(**described["shape"]), device=device)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{folder / 'engine.json'} does not describe a tiny engine: {error}") from error
-        engine.load_weights(dict(load_file(folder / "model.safetensors")), engine.weights_version)
+        try:
+            weights = dict(load_file(folder / "model.safetensors"))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{folder / 'model.safetensors'} holds no weights that load: {error}") from error
+        engine.load_weights(weights, engine.weights_version)
         return engine
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:

@@ -11,9 +11,10 @@ import re
 import string
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import EngineError
+from shoal.core.errors import DataError, EngineError, missing_extra
 from shoal.rollout.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
@@ -38,6 +39,26 @@ class _Alone:
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of `transformers` in a model folder; nothing is fetched or run.
+
+    Raises:
+        DataError: it does not load, or knows no text, as where its files were not copied with the weights.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise missing_extra("exact tokens", "llm") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        known = tokenizer("a 1", add_special_tokens=False)["input_ids"]
+    except Exception as error:  # whatever transformers makes of broken files
+        raise DataError(f"{folder} has no tokenizer that loads: {type(error).__name__}: {error}") from error
+    if not known:
+        raise DataError(f"the tokenizer in {folder} knows no text: copy its files (tokenizer.json) too")
+    return tokenizer
 
 
 class TemplateTokenizer:

@@ -451,6 +451,10 @@ def load_policy(
     described: dict[str, Any] = {}
     if (folder / "engine.json").exists():
         described = read_json(folder / "engine.json")
+        if not isinstance(described, dict):
+            raise DataError(
+                f"{folder / 'engine.json'} must be a mapping that names the engine, got {described!r:.80}"
+            )
     elif not (folder / "config.json").exists():  # which a bare model has
         hint = f"; the one of this checkpoint is {folder / 'engine'}" if (folder / "engine").is_dir() else ""
         raise DataError(f"{folder} is no model folder: it has neither config.json nor engine.json{hint}")
