@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.core.errors import ConfigError, EngineError
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.rollout.samplers.sampler import Capabilities, Key, Request, Sampling
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.policy import policy_of
@@ -137,6 +137,45 @@ def test_a_trainer_takes_a_policy_and_a_sampler_from_outside(tmp_path):
 def test_a_policy_without_a_sampler_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="give AgentTrainer the sampler too"):
         AgentTrainer(compose_config("demo", [f"run_dir={tmp_path}"]), policy=policy_of(TinyEngine(["Up"])))
+
+
+class Bare:
+    """A sampler around another one that says of itself what a test wants, and shows no network."""
+
+    level, weights_version = "L1", 0
+
+    def __init__(self, sampler, **about):
+        self.tokenizer, self.generate = sampler.tokenizer, sampler.generate
+        vars(self).update(about)
+
+
+WORDS = ["Down", "Left", "Right", "Up"]
+MESSAGES = Capabilities("L0", token_ids=False, logprobs=False, weights=True)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "policy", "told"),
+    [
+        (lambda: Bare(TinyEngine(WORDS)), policy_of, "Bare cannot take over weights"),
+        (lambda: Bare(TinyEngine(WORDS), capabilities=MESSAGES), policy_of, "Bare is for evaluation only"),
+        (lambda: TinyEngine(WORDS[::-1]), policy_of, "of which 'Down' is another one: give both the same"),
+        (lambda: TinyEngine(WORDS[:2]), policy_of, "of which 'Right' is another one"),
+        (lambda: TinyEngine(WORDS), lambda engine: engine, "policy must be a Policy.*got a TinyEngine"),
+    ],
+)
+def test_a_policy_and_a_sampler_that_do_not_fit_are_refused(tmp_path, sampler, policy, told):
+    config = compose_config("demo", [*SMALL, f"run_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=told):
+        AgentTrainer(config, policy=policy(TinyEngine(WORDS)), sampler=sampler())
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_a_sampler_that_answers_each_request_by_itself_is_timed_too(tmp_path):
+    engine = TinyEngine(WORDS)
+    each = Bare(engine, model=engine.model, pad_id=engine.pad_id, generate_each=engine.generate)
+    config = compose_config("demo", [*SMALL, f"run_dir={tmp_path}"])
+    with AgentTrainer(config, sampler=each) as trainer:
+        assert trainer.train_iteration()["engine_busy"] > 0
 
 
 # --- two things at once

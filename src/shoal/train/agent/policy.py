@@ -490,25 +490,55 @@ def load_teacher(folder: str, student: Policy) -> Policy:
     device = str(next(student.module.parameters()).device)
     teacher, _ = load_policy(resolve_model(folder), device=device)
     sizes = [next(p for p in one.module.parameters() if p.dim() == 2).shape[0] for one in (teacher, student)]
-    text = "The quick brown fox: 3 + 4 = 7? <action>Up</action>"
-    known, wanted = _vocabulary(teacher), _vocabulary(student)
-    other = [token for number, token in wanted.items() if known.get(number, token) != token]
-    if other or sizes[0] < sizes[1] or teacher.tokenizer.encode(text) != student.tokenizer.encode(text):
+    other = _read_otherwise(teacher.tokenizer, student.tokenizer)
+    if other or sizes[0] < sizes[1]:
         raise ConfigError(
             f"algorithm.teacher={folder} has another vocabulary than the model that is trained ({sizes[0]} and "
-            f"{sizes[1]} tokens{f', of which {other[0]!r} is another one' if other else ''}): choose a teacher of the "
-            f"same family"
+            f"{sizes[1]} tokens{other}): choose a teacher of the same family"
         )
     teacher.module.requires_grad_(False)
     return teacher
 
 
-def _vocabulary(policy: Policy) -> dict[int, str]:
-    """The tokens by their numbers."""
-    tokenizer = policy.tokenizer
+def refuse_stranger(sampler: Any, policy: Any) -> None:
+    """Check that what a sampler writes can be learned from by a policy that is given beside it.
+
+    Raises:
+        ConfigError: it is no policy; or the sampler tells no tokens, takes no weights, or has other tokens.
+    """
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            f"policy must be a Policy, as shoal.train.agent.policy.policy_of(sampler) gives, got a "
+            f"{type(policy).__name__}"
+        )
+    require_trainable(sampler)
+    if getattr(sampler, "model", None) is not policy.module:
+        require_weights(sampler)
+    if other := _read_otherwise(sampler.tokenizer, policy.tokenizer):
+        raise ConfigError(
+            f"the sampler's tokens are not those of the policy that is trained{other}: give both the same tokenizer, "
+            f"with the same words in the same order"
+        )
+
+
+def _read_otherwise(one: Any, other: Any) -> str:
+    """Which token two tokenizers do not have alike, for a message; empty if they read all alike."""
+    if one is other:
+        return ""
+    known, wanted = _vocabulary(one), _vocabulary(other)
+    for number, token in wanted.items():
+        if known.get(number, token) != token:
+            return f", of which {token!r} is another one"
+    text = "The quick brown fox: 3 + 4 = 7? <action>Up</action>"
+    return "" if one.encode(text) == other.encode(text) else ", which cut texts otherwise"
+
+
+def _vocabulary(tokenizer: Any) -> dict[int, str]:
+    """The tokens by their numbers, where a tokenizer says them."""
     if hasattr(tokenizer, "tokens"):
         return dict(enumerate(tokenizer.tokens))
-    return {number: token for token, number in tokenizer.tokenizer.get_vocab().items()}
+    tokens = getattr(getattr(tokenizer, "tokenizer", None), "get_vocab", dict)()
+    return {number: token for token, number in tokens.items()}
 
 
 # --- passes

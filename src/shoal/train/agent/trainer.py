@@ -54,6 +54,7 @@ from shoal.train.agent.policy import (
     load_teacher,
     make_policy,
     policy_of,
+    refuse_stranger,
     safe_batching,
     split_optimizer,
     trained_parameters,
@@ -125,6 +126,7 @@ class AgentTrainer:
             policy, sampler = make_networked(config, roles, self.processes)
             begun.callback(close_engine, sampler)
         policy = policy_of(sampler) if policy is None else policy
+        refuse_stranger(sampler, policy)
         self.sampler = sampler
         algorithm, teacher = config.algorithm, None
         if config.model.lora.rank and not hasattr(policy, "without_adapters"):
@@ -471,10 +473,17 @@ class TimedSampler(EngineAround):
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return partial(self._timed, found) if name == "generate_each" else found  # not all samplers have it
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """The sampler's, timed."""
+        return self._timed(super().generate, requests)  # type: ignore[no-any-return]
+
+    def _timed(self, ask: Any, requests: Sequence[Request]) -> Any:
         began = time.perf_counter()
         try:
-            return super().generate(requests)
+            return ask(requests)
         finally:
             self._seconds += time.perf_counter() - began
