@@ -221,6 +221,19 @@ def test_a_server_that_cuts_the_prompt_is_caught(serve, kind):
         engine.generate([request()])
 
 
+def test_a_response_of_which_llama_cpp_leaves_tokens_out_is_refused(serve):
+    """It tells no log-probability of a token that ends amid a character, such as the first of an emoji's two."""
+    server, engine = serve("llama.cpp")
+
+    def bend(reply):
+        del reply["completion_probabilities"][1]
+        return reply
+
+    server.change = bend
+    with pytest.raises(EngineError, match="log-probabilities of 4 tokens where it wrote 5"):
+        engine.generate([request()])
+
+
 def test_log_probs_of_another_temperature_are_not_passed_off_as_those_of_the_sampling(serve):
     _, engine = serve()
     with pytest.raises(EngineError, match=r"--logprobs-mode processed_logprobs"):
@@ -396,7 +409,8 @@ def test_a_response_holds_its_stop_text_where_a_server_would_leave_it_out(serve,
 
     def tell(reply):
         if kind == "llama.cpp":
-            reply["completion_probabilities"] = [{"id": i, "logprob": logprob_of(i)} for i in ids]
+            chosen = [{"id": i, "logprob": logprob_of(i)} for i in ids]
+            reply |= {"tokens": list(ids), "completion_probabilities": chosen}
         return reply
 
     server.change = tell

@@ -445,10 +445,19 @@ def _llama_cpp_body(request: Request, model: str, tokenizer: ChatTokenizer) -> d
 
 
 def _llama_cpp_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
-    """The chosen token of each entry of `completion_probabilities`."""
-    chosen, used = reply.get("completion_probabilities"), reply.get("tokens_evaluated")
+    """The chosen token of each entry of `completion_probabilities`, which has none for parts of a character."""
+    chosen, used, ids = (
+        reply.get("completion_probabilities"),
+        reply.get("tokens_evaluated"),
+        reply.get("tokens"),
+    )
     if not isinstance(chosen, list) or any("id" not in c or "logprob" not in c for c in chosen):
-        return Answer(reply.get("tokens"), None, None, used)
+        return Answer(ids, None, None, used)
+    if ids and ids != [c["id"] for c in chosen]:
+        raise EngineError(
+            f"llama.cpp told the log-probabilities of {len(chosen)} tokens where it wrote {len(ids)}: it leaves out "
+            f"those that end amid a character"
+        )
     kind = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reply.get("stop_type")))
     return Answer([c["id"] for c in chosen], [c["logprob"] for c in chosen], kind, used)
 

@@ -220,7 +220,7 @@ class TemplateTokenizer:
             alone += self._written([{**user, "role": "system"}, user])
         ids += (token for piece in _MARK.split(alone)[::2] for token in self._control(piece))
         with self._template as tokenizer:
-            added = tokenizer.added_tokens_decoder
+            added = getattr(tokenizer, "added_tokens_decoder", {})  # not all are transformers' own
             marks = {token for token in ids if token in added and not added[token].content.isspace()}
             untold = [added[token] for token in sorted(marks) if not added[token].special]
             if untold and tokenizer.is_fast:  # others take no added token out of contents
