@@ -202,11 +202,11 @@ def test_options_of_a_reset_reach_the_env_inside():
 class Pays(Told):
     """Pays what it is told."""
 
-    def __init__(self, what, ends=(False, False), render_mode=None):
-        self.what, self.ends = what, ends
+    def __init__(self, what, ends=(False, False), info=None, render_mode=None):
+        self.what, self.ends, self.info = what, ends, info or {}
 
     def step(self, action):
-        return np.zeros(2, np.float32), self.what, *self.ends, {}
+        return np.zeros(2, np.float32), self.what, *self.ends, dict(self.info)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,18 @@ def test_an_end_in_words_is_none(ends, name):
     env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(1.0, ends))
     env.reset(seed=1)
     with pytest.raises(EnvError, match=f"{name} must be True or False, got "):
+        env.step(1)
+
+
+@pytest.mark.parametrize("key", ["success", "is_success", "won"])
+def test_success_is_what_an_env_says_and_no_word(key):
+    for said in (True, False, np.bool_(True)):
+        env = GymnasiumEnv(id="Pays-v0", make=lambda said=said, **_: Pays(1.0, (True, False), {key: said}))
+        env.reset(seed=1)
+        assert env.step(1)[4]["success"] is bool(said)
+    env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(1.0, (True, False), {key: "False"}))
+    env.reset(seed=1)
+    with pytest.raises(EnvError, match=f"{key} must be True or False, got 'False'"):
         env.step(1)
 
 

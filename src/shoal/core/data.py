@@ -27,9 +27,9 @@ def reward_of(value: Any) -> float:
     return float(number)
 
 
-def refuse_words(terminated: Any, truncated: Any, where: str = "") -> None:
-    """An `EnvError` where an env tells the end of an episode in words: "False" is true."""
-    for name, value in (("terminated", terminated), ("truncated", truncated)):
+def refuse_words(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:
+    """An `EnvError` where an env tells the end of an episode, or `more` by name, in words: "False" is true."""
+    for name, value in (("terminated", terminated), ("truncated", truncated), *more.items()):
         if isinstance(value, str | bytes):
             raise EnvError(f"{where}{name} must be True or False, got {value!r:.80}")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn
+from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn, refuse_words
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.images import picture_url
@@ -126,6 +126,7 @@ class Episode:
 
         Raises:
             ValueError: the rewards of the episode are too large together; or what was observed is no text or picture.
+            EnvError: what is true or not was told in words.
         """
         self._paid += abs(reward)
         if not self._paid <= MOST_REWARD:
@@ -133,9 +134,10 @@ class Episode:
                 f"the rewards of an episode, taken absolutely, must add up to at most {MOST_REWARD:.3g} (float32), "
                 f"got {self._paid:.3g} with a reward of {reward}"
             )
+        valid, success = info.get("action_is_valid", True), info.get("success", info.get("won", False))
+        refuse_words(terminated, truncated, action_is_valid=valid, success=success)
         self._reward += reward
-        self._valid = self._valid and bool(info.get("action_is_valid", True))
-        self._success = bool(info.get("success", False))
+        self._valid, self._success = self._valid and bool(valid), bool(success)
         self._terminated, self._truncated = terminated, truncated
         self._see(observation, info)
 

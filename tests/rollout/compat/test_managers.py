@@ -242,7 +242,7 @@ class Counts(gymnasium.Env):
 
     def step(self, action):
         self.sum += int(action)
-        return str(self.sum), float(action), False, False, {}
+        return str(self.sum), float(action), False, False, {"won": self.sum >= 6}
 
 
 def test_the_loop_plays_environments_that_know_nothing_of_shoal():
@@ -256,6 +256,7 @@ def test_the_loop_plays_environments_that_know_nothing_of_shoal():
     played = multi_turn_loop(manager, engine, max_turns=3)
     assert [[turn.observation for turn in t.turns] for t in played] == [["0", "2", "4"]] * 2
     assert all(t.truncated and t.reward == 6.0 for t in played)
+    assert all(t.success for t in played), "as success_evaluator reads what the env says"
 
 
 def test_templates_are_data_that_settings_replace():

@@ -115,6 +115,16 @@ class EndInWords(Odd):
         return observation, reward, "False", truncated, info
 
 
+class SuccessInWords(Odd):
+    def odd(self, observation, reward, terminated, truncated, info):
+        return observation, reward, terminated, truncated, {**info, "success": np.str_("False")}
+
+
+class ValidInWords(Odd):
+    def odd(self, observation, reward, terminated, truncated, info):
+        return observation, reward, terminated, truncated, {**info, "action_is_valid": "no"}
+
+
 class NoObservation(Odd):
     def odd(self, observation, *others):
         return None, *others
@@ -124,6 +134,8 @@ ODD = [
     (NoObservation, "TypeError: the observation must be text or a picture, got None"),
     (RewardInWords, "the reward must be a finite number, got np.str_('1')"),
     (EndInWords, "terminated must be True or False, got 'False'"),
+    (SuccessInWords, "success must be True or False, got np.str_('False')"),
+    (ValidInWords, "action_is_valid must be True or False, got 'no'"),
     (NoInfo, "TypeError: the info must be a dict, got None"),
     (HalfCharacter, "UnicodeEncodeError"),
     (BadPicture, "picture"),
@@ -137,9 +149,9 @@ ODD = [
     ("backend", "env", "cause"),
     [
         *((backend, *odd) for backend in ("serial", "threads") for odd in ODD),
-        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:7]),
+        *(pytest.param("processes", *odd, marks=pytest.mark.slow) for odd in ODD[:-2]),
         *(
-            ("processes", *odd) for odd in ODD[7:]
+            ("processes", *odd) for odd in ODD[-2:]
         ),  # what an error says, and an end that fails, cross a process
     ],
 )

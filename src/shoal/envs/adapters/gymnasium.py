@@ -203,8 +203,9 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         )
 
     def _succeeded(self, info: dict[str, Any], terminated: bool, truncated: bool) -> bool:
-        for key in ("success", "is_success"):
+        for key in ("success", "is_success", "won"):
             if key in info and self.config.success_return is None:
+                refuse_words(terminated, truncated, **{key: info[key]})
                 return bool(info[key])
         spec = self.inner.spec
         wanted = self.config.success_return
