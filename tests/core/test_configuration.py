@@ -50,6 +50,26 @@ def test_nested_values_become_dataclasses_and_back():
     assert from_mapping(Outer, to_mapping(built)) == built
 
 
+@dataclass(frozen=True)
+class Given:
+    first: int
+    second: int = 2
+
+
+@dataclass(frozen=True)
+class Others:
+    inner: Inner = Inner(8, "b")
+    given: Given = Given(5, 6)
+
+
+def test_what_nested_settings_leave_out_is_as_in_the_default_of_their_field():
+    assert from_mapping(Others, {"inner": {"size": 4}, "given": {"second": 7}}) == Others(
+        Inner(4, "b"), Given(5, 7)
+    )
+    assert from_mapping(Others, {"inner": {}, "given": {}}) == Others()
+    assert from_mapping(Others, {"inner": Inner()}) == Others(Inner())
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

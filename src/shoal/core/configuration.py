@@ -45,14 +45,30 @@ def from_mapping(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
 def convert_fields(
     kind: type, values: Mapping[str, Any], path: str, unknown: Callable[[str], str]
 ) -> dict[str, Any]:
-    """The values of a config dataclass, each as its field's type; `unknown` says what is wrong with a key."""
-    hints = _hints(kind)
+    """The values of a config dataclass, each as its field's type; `unknown` says what is wrong with a key.
+
+    What a mapping of settings leaves out is as in the default of its field.
+    """
+    hints, defaults = _hints(kind), {item.name: item.default for item in dataclasses.fields(kind)}
     converted: dict[str, Any] = {}
     for key, value in values.items():
         if key not in hints:
             raise ConfigError(f"{unknown(str(key))}.{did_you_mean(str(key), hints)}")
+        if isinstance(value, Mapping):
+            value = {**_own_defaults(defaults[key]), **value}
         converted[key] = _convert(hints[key], value, f"{path}{key}")
     return converted
+
+
+def _own_defaults(default: Any) -> dict[str, Any]:
+    """The settings that are the default of a field, if they are others than those of their class."""
+    if not dataclasses.is_dataclass(default) or isinstance(default, type):
+        return {}
+    items = [item for item in dataclasses.fields(default) if item.init]
+    whole = all(item.default is not item.default_factory for item in items)  # or one has to be given
+    if whole and default == type(default)():
+        return {}
+    return {item.name: getattr(default, item.name) for item in items}
 
 
 @lru_cache(maxsize=256)
