@@ -338,7 +338,7 @@ def test_of_threads_that_register_one_name_one_succeeds_and_the_others_are_told(
         assert sum("registered already" in str(item) for item in found) == 3
 
 
-@pytest.mark.parametrize("imports", ["mine.py", [3]])
+@pytest.mark.parametrize("imports", ["mine.py", [3], 5, True, {"a": 1}])
 def test_imports_that_are_no_list_of_names_are_refused(imports):
     with pytest.raises(ConfigError, match="imports must be a list"):
         AgentConfig.read({"imports": imports})

@@ -117,6 +117,24 @@ def test_a_killed_run_resumes_to_the_same_end(calm, tmp_path, killed_at):
     assert weights == calm[1]
 
 
+@pytest.mark.parametrize(
+    "told", ["", "[]", "{", "a: 1", "algorithm: null", "algorithm: {filter_groups: null}"]
+)
+def test_a_run_whose_config_was_spoilt_says_so_when_it_is_to_go_on(tmp_path, told):
+    (tmp_path / "config.yaml").write_text(told)
+    with pytest.raises(
+        DataError, match="config.yaml is not what a run was begun with .*: restore it, or begin"
+    ):
+        AgentTrainer(compose_config("demo", [*SMALL, f"run_dir={tmp_path}", "resume=true"]))
+    assert (tmp_path / "config.yaml").read_text() == told
+
+
+def test_a_run_whose_metrics_were_emptied_goes_on(finished):
+    (finished / "metrics.jsonl").write_bytes(b"")
+    assert train(finished, "resume=true")[0] == []
+    assert json.loads((finished / "summary.json").read_text())["metrics"]["iterations"] == 4
+
+
 def test_a_run_leaves_what_its_folder_promises(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["command"] == "train"

@@ -478,7 +478,7 @@ def import_extensions(names: Sequence[str]) -> None:
     Raises:
         ConfigError: there is no such module or file, or it fails.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"imports must be a list of modules and files, got {names!r}")
     with _IMPORTS:
         for entry in importlib.metadata.entry_points(group=GROUP):

@@ -537,7 +537,7 @@ def _vocabulary(tokenizer: Any) -> dict[int, str]:
     """The tokens by their numbers, where a tokenizer says them."""
     if hasattr(tokenizer, "tokens"):
         return dict(enumerate(tokenizer.tokens))
-    tokens = getattr(getattr(tokenizer, "tokenizer", None), "get_vocab", dict)()
+    tokens: dict[str, int] = getattr(getattr(tokenizer, "tokenizer", None), "get_vocab", dict)()
     return {number: token for token, number in tokens.items()}
 
 

@@ -120,7 +120,8 @@ class Records:
         if not self._writes:
             return
         held_out = [row for row in self.folder.read_metrics() if "heldout_success" in row]
-        final = {key: value for key, value in held_out[-1].items() if key != "iteration"}
+        last = held_out[-1] if held_out else {}  # somebody may have emptied the file
+        final = {key: value for key, value in last.items() if key != "iteration"}
         final |= {"best_heldout_success": progress.best_success, "iterations": progress.iteration}
         self.folder.finish(final)
 

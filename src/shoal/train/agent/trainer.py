@@ -20,7 +20,7 @@ import yaml
 from shoal import envs
 from shoal.core.configuration import plain_values
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.maths.updates import decayed
@@ -95,7 +95,13 @@ class AgentTrainer:
             config = AgentConfig.read(plain_values(config))
         begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
         if config.resume and begun.exists():
-            config = config.as_begun(yaml.safe_load(begun.read_bytes()))
+            try:
+                config = config.as_begun(yaml.safe_load(begun.read_bytes()))
+            except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
+                told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise DataError(
+                    f"{begun} is not what a run was begun with ({told}): restore it, or begin anew in another run_dir"
+                ) from error
         refuse_without_signal(config)
         if config.algorithm.critic.warmup >= config.trainer.iterations:
             logger.warning(
