@@ -415,12 +415,68 @@ def test_an_error_tells_the_action_where_there_was_one_and_only_there() -> None:
     envs.close()
 
 
-def test_an_answer_that_cannot_be_sent_names_an_env_of_its_worker() -> None:
+def test_an_answer_that_cannot_be_sent_names_its_env() -> None:
     fns = [functools.partial(CountEnv, 5, i) for i in range(4)]
     envs = make_vec(fns, backend="process", num_workers=2)
-    with pytest.raises(WorkerError, match=r"env 2 .*sending its results.*lock"):
+    with pytest.raises(WorkerError, match=r"env 3 .*sending its result.*lock"):
         envs.apply(lambda env: threading.Lock() if env.index == 3 else env.index)
     assert envs.apply(lambda env: env.index) == [0, 1, 2, 3]
+    envs.close()
+
+
+def not_in(pid: int) -> None:
+    """Loads what `Strange` is, elsewhere."""
+    if os.getpid() == pid:
+        raise ModuleNotFoundError("it lives elsewhere")
+
+
+class Strange:
+    """Cannot be loaded in one process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __reduce__(self) -> Any:
+        return not_in, (self.pid,)
+
+
+class Showing(CountEnv):
+    """Shows `(seed, t)`, and something else in the step with action 9."""
+
+    observation_space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(1000))
+
+    def __init__(self, something: str, pid: int) -> None:
+        super().__init__(1000)
+        self.something, self.pid = something, pid
+
+    def observe(self, action: Any) -> Any:
+        if int(action) == 9:
+            return threading.Lock() if self.something == "lock" else Strange(self.pid)
+        return self.seed_, self.t
+
+
+@pytest.mark.parametrize(("something", "hurt"), [("lock", [1]), ("strange", [0, 1, 2])])
+@pytest.mark.parametrize("policy", ["restart", "mask"])
+def test_who_shows_what_cannot_be_sent_or_read_is_replaced_and_nobody_shows_something_old(
+    something: str, hurt: list[int], policy: Any
+) -> None:
+    envs = make_vec([functools.partial(Showing, something, os.getpid())] * 3, backend="process", num_workers=1,
+                    on_failure=policy)  # fmt: skip
+    envs.reset(seed=[4, 5, 6])
+    envs.step([1, 1, 1])
+    obs, rewards, _, truncated, infos = envs.step([1, 9, 1])
+    assert np.flatnonzero(truncated).tolist() == hurt
+    for i in range(3):
+        if i not in hurt:
+            assert (obs[i], rewards[i]) == ((4 + i, 2), 12.0)
+            continue
+        assert rewards[i] == 0.0
+        assert f"env {i} " in infos["worker_error"][i]
+        if policy == "restart":
+            assert obs[i][1] == 0
+            assert infos["final_obs"][i] == (4 + i, 1)
+        else:
+            assert obs[i] == (4 + i, 1)
     envs.close()
 
 

@@ -608,6 +608,29 @@ def test_a_command_that_an_actor_cannot_read_is_told_and_the_next_is_done(monkey
     assert not host.thread.is_alive()
 
 
+def refused() -> None:
+    """Loads what `Unloadable` is."""
+    raise ModuleNotFoundError("no such thing here")
+
+
+class Unloadable:
+    """An action that can be sent and not be read."""
+
+    def __reduce__(self) -> Any:
+        return refused, ()
+
+
+def test_a_step_that_an_actor_cannot_read_is_one_of_none_of_its_envs(threads: ThreadCluster) -> None:
+    envs = make_vec(CountEnv, 3, backend="ray", num_workers=1, on_failure="restart")
+    envs.reset(seed=0)
+    envs.step([1, 1, 1])
+    envs.step_async_each([1, Unloadable(), 1])
+    obs, rewards, _, truncated, infos = envs.step_wait()
+    assert (obs[:, 2].tolist(), rewards.tolist(), truncated.tolist()) == ([0] * 3, [0.0] * 3, [True] * 3)
+    assert [final[2] for final in infos["final_obs"]] == [1] * 3
+    envs.close()
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

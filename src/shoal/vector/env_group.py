@@ -94,6 +94,14 @@ class Trial:
 Command = Step | Reset | Apply | Rebuild | Trial
 
 
+def ids_of(group: Any, command: Any) -> Sequence[int]:
+    """The envs of a group, or of the worker that has it, that a command concerns."""
+    members = getattr(command, "members", None)
+    if members is None:
+        return range(group.first, group.first + group.count)
+    return [group.first + j for j in members]
+
+
 def name_of(command: Any) -> str:
     """What a command does, in the word that messages use."""
     return getattr(command, "doing", None) or type(command).__name__.lower()
@@ -109,6 +117,9 @@ class Reply:
     value: Any = None  # what calls returned, or what was said of envs that were made
     table: Table | None = None  # instead of `told`: what all of the group told, in numbers
     schema: tuple[int, Schema] | None = None  # of a table that is new to the reader
+    ids: Sequence[
+        int
+    ] = ()  # of the envs that took part, in the order of columns and values; known where it is made
 
     def every(self) -> list[Told]:
         """What all told, in the table or beside."""

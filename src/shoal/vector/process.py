@@ -35,7 +35,7 @@ from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector import worker as operations
 from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer, read, shared_file
-from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, name_of
+from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, ids_of, name_of
 from shoal.vector.failures import Failure, from_exception, shown
 from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve
 
@@ -217,6 +217,11 @@ class Worker:
         """A failure of the env that it is at, with what its process said."""
         env, doing, action = self.current()
         return Failure(env, doing, summary, self.stack(), shown(action), self.pid, None, kind)
+
+    def unreadable(self, error: BaseException) -> Reply:
+        """Its reply cannot be read here: what it told of any env is lost."""
+        doing = f"reading its reply to {name_of(self.command)}"
+        return Reply(failures=[from_exception(i, doing, error) for i in ids_of(self, self.command)])
 
     def death(self) -> Failure:
         """That it is gone."""
@@ -628,8 +633,7 @@ class ProcessWorker(Worker):
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # what came cannot be read here
-                env, doing, _ = self.current()
-                return Reply(failures=[from_exception(env, f"reading its reply to {doing}", error)])
+                return self.unreadable(error)
             if reply.schema is not None and self.tables is not None:  # of whatever command: it is told once
                 self.tables.know(*reply.schema)
             if sequence == self._sequence:

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal.core.errors import ConfigError, did_you_mean
@@ -26,7 +27,7 @@ from shoal.core.executors import enter_ray, leave_ray, ray_session
 from shoal.core.processes import dumps
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import LOADING
-from shoal.vector.env_group import Reply, Reset, Step, even_cuts
+from shoal.vector.env_group import Reply, Reset, Step, even_cuts, ids_of
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.process import Backend, Limits, Worker, dumps_env_fns, land, rows_of, with_own_rows
 from shoal.vector.worker import Close, Make, QueueBox, packed, serve_or_end, unpacked
@@ -200,10 +201,15 @@ class RayWorker(Worker):
         if rows is not None and self.buffers is not None:
             land(rows, self.command, self.buffers, self.first, self.count)
         try:
-            return unpacked(data)[1] if data else None
+            reply = unpacked(data)[1] if data else None
         except Exception as error:  # what came cannot be read here
-            env, doing, _ = self.current()
-            return Reply(failures=[from_exception(env, f"reading its reply to {doing}", error)])
+            return self.unreadable(error)
+        if reply is not None and rows is None and isinstance(self.command, Step | Reset):
+            (failure,) = (
+                reply.failures
+            )  # it could not read the command, so none of its envs has done anything
+            reply.failures = [replace(failure, env=i) for i in ids_of(self, self.command)]
+        return reply
 
     def progress(self) -> int:
         """Position of the env that it was at when last looked at; looks again, without waiting."""

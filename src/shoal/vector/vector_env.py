@@ -51,6 +51,7 @@ from shoal.vector.env_group import (
     Reset,
     Step,
     call_attribute,
+    ids_of,
     quantiles,
     set_attribute,
 )
@@ -622,7 +623,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         reply = Reply() if gone or reply is None else reply
         failed = {failure.env for failure in reply.failures}
         self._stay(worker, failed)
-        self._observations.keep(_ids(worker, command), reply.columns, failed)
+        self._observations.keep(ids_of(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
         if isinstance(command, Step):
             self._owe(worker, command, reply.every(), failed)
@@ -638,7 +639,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Remember the ends of a step that the caller does not see."""
         buffers = self.buffers
         known = {item.env: item for item in told}
-        for i in _ids(worker, command):
+        for i in ids_of(worker, command):
             if i not in failed and (buffers.terminated[i] or buffers.truncated[i]):
                 item = known.get(i) or Told(i, IN_BUFFER, {} if self._same_step else None, {})
                 final = self._final(item.final, i) if self._same_step else None
@@ -669,7 +670,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             if reply is not None:
                 if reply.columns:
                     failed = {failure.env for failure in reply.failures} if reply.failures else ()
-                    self._observations.keep(_ids(worker, command), reply.columns, failed)
+                    self._observations.keep(ids_of(worker, command), reply.columns, failed)
                 told += reply.told
                 failures += reply.failures
                 if reply.table is not None:
@@ -688,7 +689,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             silent = [i for i in over if i not in known]
             for worker, command in pending if silent else ():
                 if type(command) is Step:
-                    ids = _ids(worker, command)
+                    ids = ids_of(worker, command)
                     told += [Told(i, self._final(IN_BUFFER, i), {}, {}) for i in silent if i in ids]
         return told, failures
 
@@ -714,9 +715,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             if isinstance(command, Step | Reset):
                 self._stay(worker, failed.intersection(worker.ids))
             if isinstance(command, Step):
-                stepped.update(_ids(worker, command))
+                stepped.update(ids_of(worker, command))
             elif isinstance(command, Reset):
-                given.update(zip(_ids(worker, command), command.seeds, strict=True))
+                given.update(zip(ids_of(worker, command), command.seeds, strict=True))
         before: dict[int, _Before] = {}
         at_once = Counter[int]()
         while failures:
@@ -857,7 +858,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             replies, more = self._ask(commands)
             failures += more
             for (worker, command), reply in zip(commands, replies, strict=True):
-                self._observations.keep(_ids(worker, command), reply.columns, {item.env for item in more})
+                self._observations.keep(ids_of(worker, command), reply.columns, {item.env for item in more})
                 infos.update({item.env: item.info for item in reply.every()})
         return infos, failures
 
@@ -976,7 +977,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             answers: dict[int, Any] = {}
             for (worker, command), reply in zip(pending, replies, strict=True):
                 if reply is not None and reply.value is not None:
-                    answers.update(zip(_ids(worker, command), reply.value, strict=True))
+                    answers.update(zip(ids_of(worker, command), reply.value, strict=True))
             return answers
         except Exception:
             self._check_open()
@@ -1091,7 +1092,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         busy = {id(worker) for worker in (*self._late, *(worker for worker, _ in at_work))}
         self._jobs = {k: jobs for k, jobs in self._jobs.items() if k in busy}
         here = set[int]().union(*(landing.ids for landing in self._landed), *self._jobs.values())
-        here.update(i for worker, command in at_work for i in _ids(worker, command))
+        here.update(i for worker, command in at_work for i in ids_of(worker, command))
         self._flying = {i: sent for i, sent in self._flying.items() if i in here}
 
     def _wait_in_flight(self, deadline: float | None) -> None:
@@ -1183,7 +1184,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _land_silent(self, ready: Pending) -> dict[int, Worker]:
         """Take over, all at once, what those answered that told nothing beside the buffers; who they are."""
         silent = [pair for pair in ready if pair[0].silent()]
-        ids = [i for worker, command in silent for i in _ids(worker, command)]
+        ids = [i for worker, command in silent for i in ids_of(worker, command)]
         if not ids or self._late_failures or (self._same_step and self._ended(ids)):
             return {}
         landing = self._landing(ids, [{} for _ in ids])
@@ -1203,14 +1204,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             except BaseException:  # an interrupt
                 if worker.inline:  # the caller's own group was amid it: these are in flight no more
                     del self._at_work[id(worker)]
-                    for i in _ids(worker, command):
+                    for i in ids_of(worker, command):
                         self._flying.pop(i, None)
                     self._set_to_work([worker])
                 raise
             del self._at_work[id(worker)]
         found, failures = self._land(landing, replies)
         told = list(found)
-        ids = [i for worker, command in landing for i in _ids(worker, command)]
+        ids = [i for worker, command in landing for i in ids_of(worker, command)]
         interrupt: BaseException | None = None
         if failures:
             failed: set[int] = set()
@@ -1226,7 +1227,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 failed |= {i for i in ids if self._by_env[i].lost is not None and not ended[i]}
             # Workers that were replaced meanwhile, with those who failed, never answer what they were at.
             gone = [pair for pair in self._at_work.values() if pair[0].command is not pair[1]]
-            also = [i for worker, command in gone for i in _ids(worker, command)]
+            also = [i for worker, command in gone for i in ids_of(worker, command)]
             for worker, _ in gone:
                 del self._at_work[id(worker)]
             landing, ids = [*landing, *gone], [*ids, *also]
@@ -1419,12 +1420,6 @@ def close_all(workers: Sequence[Worker], backend: Backend | None, owner: int, se
                 worker.group.close()
     if backend is not None:
         backend.close(seconds)
-
-
-def _ids(worker: Worker, command: Any) -> Sequence[int]:
-    """The envs that a command concerns."""
-    members = command.members
-    return worker.ids if members is None else [worker.first + j for j in members]
 
 
 def distinct(failures: Iterable[Failure]) -> list[Failure]:

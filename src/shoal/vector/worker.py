@@ -5,7 +5,6 @@ Environments are made, stepped and closed in the thread that serves their group.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import mmap
 import os
@@ -31,8 +30,8 @@ from shoal.core.processes import (
 from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer
-from shoal.vector.env_group import EnvGroup, Reply, Step, Trial
-from shoal.vector.failures import Failure, from_exception, portable
+from shoal.vector.env_group import EnvGroup, Reply, Step, Trial, ids_of
+from shoal.vector.failures import from_exception, portable
 from shoal.vector.values import IN_BUFFER, Layout, Told
 
 STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
@@ -103,6 +102,8 @@ def serve(box: QueueBox | LineBox) -> None:
             if group.own and isinstance(command, Step):
                 group.buffers.flags.fill(False)
             reply = group.run(command)
+        if reply is not None and group is not None:
+            reply.ids = ids_of(group, command)
         box.reply(reply)
     failures = group.close() if group is not None else []
     box.reply(Reply(failures=failures) if failures else None)
@@ -338,20 +339,26 @@ def _tried(value: Any) -> bytes:
 
 def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) -> Reply:
     """The same reply without what cannot be sent, with a failure for each env concerned."""
-    failures: list[Failure] = list(reply.failures)
-    told: list[Told] = []
-    for item in reply.told:
+    failures = {failure.env: failure for failure in reply.failures}
+
+    def travels(env: int, what: str, value: Any) -> bool:
         try:
-            _tried(item)
-            told.append(item)
+            _tried(value)
         except BaseException as problem:
-            failures.append(from_exception(item.env, "sending its info", problem, os.getpid()))
-    columns: dict[int, list[Any]] = {leaf: [None] * len(v) for leaf, v in reply.columns.items()}
-    for leaf, values in reply.columns.items():
-        for at, value in enumerate(values):
-            with contextlib.suppress(BaseException):
-                _tried(value)
-                columns[leaf][at] = value
+            failures.setdefault(env, from_exception(env, f"sending its {what}", problem, os.getpid()))
+            return False
+        return True
+
+    told = [item for item in reply.told if travels(item.env, "info", item)]
+    columns = {
+        leaf: [
+            value if travels(i, "observation", value) else None
+            for i, value in zip(reply.ids, values, strict=True)
+        ]
+        for leaf, values in reply.columns.items()
+    }
+    for i, value in zip(reply.ids, reply.value or (), strict=False):
+        travels(i, "result", value)
     if len(failures) == len(reply.failures):
-        failures.append(from_exception(first, "sending its results", error, os.getpid()))
-    return Reply(columns, told, [portable(failure) for failure in failures], None)
+        failures[first] = from_exception(first, "sending its results", error, os.getpid())
+    return Reply(columns, told, [portable(failure) for failure in failures.values()], None)
