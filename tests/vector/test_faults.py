@@ -27,6 +27,7 @@ from shoal.core.errors import ConfigError, EnvError, WorkerDiedError, WorkerErro
 from shoal.core.processes import StartMethod, WorkerProcess
 from shoal.vector import make_vec
 from shoal.vector.buffers import shared_file
+from shoal.vector.process import ThreadWorker
 from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty
 from tests.vector.living import alive, children
 
@@ -295,21 +296,22 @@ def test_an_error_whose_message_raises_is_told_all_the_same(backend: Any) -> Non
 
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 @pytest.mark.parametrize("where", ["step", "end", "reset after it"])
-def test_an_info_that_is_no_dict_is_refused_wherever_it_comes(mode: str, where: str) -> None:
+@pytest.mark.parametrize("wrong", [["none"], None, "", np.zeros(2)])
+def test_an_info_that_is_no_dict_is_refused_wherever_it_comes(mode: str, where: str, wrong: Any) -> None:
     class Env(CountEnv):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             obs, info = super().reset(seed=seed)
-            return obs, "none" if where == "reset after it" and self.episode == 2 else info
+            return obs, wrong if where == "reset after it" and self.episode == 2 else info
 
         def step(self, action: Any) -> Any:
             *results, over, cut, info = super().step(action)
-            return *results, over, cut, ["none"] if (where, self.t) in (("step", 1), ("end", 2)) else info
+            return *results, over, cut, wrong if (where, self.t) in (("step", 1), ("end", 2)) else info
 
     envs = make_vec([CountEnv, functools.partial(Env, 2)], backend="serial", autoreset=mode)
     envs.reset(seed=0)
     for _ in range({"step": 0, "end": 1, "reset after it": 1 if mode == "same_step" else 2}[where]):
         envs.step([1, 1])
-    with pytest.raises(WorkerError, match=r"env 1 .*info must be a dict, got (str|list)"):
+    with pytest.raises(WorkerError, match=r"env 1 .*info must be a dict, got (list|NoneType|str|ndarray)"):
         envs.step([1, 1])
     envs.close()
 
@@ -367,6 +369,76 @@ def test_the_largest_numbers_are_observations_also_where_numpy_is_told_to_raise(
         assert envs.step([1, 1])[0][1, 0] == np.finfo(float).max
         with pytest.raises(WorkerError, match="env 1.*holds NaN"):
             envs.step([1, 9])
+    envs.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_an_info_that_holds_itself_is_told_and_one_without_bottom_is_a_failure_of_its_env(
+    backend: Any,
+) -> None:
+    class Env(CountEnv):
+        def step(self, action: Any) -> Any:
+            *results, info = super().step(action)
+            info["list"], info["dict"] = [self.t], {"t": self.t}
+            info["list"].append(info["list"])
+            info["dict"]["itself"] = info["dict"]
+            for _ in range(5000 if action == 9 else 0):
+                info = {"info": info}
+            return *results, info
+
+    options = {} if backend == "serial" else {"num_workers": 1}
+    envs = make_vec(functools.partial(Env, 1000), 2, backend=backend, **options)
+    for _ in range(2):
+        envs.reset(seed=0)
+        infos = envs.step([1, 1])[4]
+        for told in infos["list"]:
+            assert told[0] == 1
+            assert told[1] is told
+        for told in infos["dict"]:
+            assert told["t"] == 1
+            assert told["itself"] is told
+        with pytest.raises(WorkerError, match=r"env 1 .*(copying|sending) its info.*recursion"):
+            envs.step([1, 9])
+    envs.close()
+
+
+def test_an_interrupt_while_a_reply_is_taken_over_does_not_make_the_next_step_wait_for_ever(
+    monkeypatch: Any,
+) -> None:
+    envs = make_vec(CountEnv, 2, backend="thread", num_workers=2)
+    envs.reset(seed=0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadWorker, "kept", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        envs.step([1, 1])
+    monkeypatch.undo()
+    assert envs.step([1, 1])[0][:, 2].tolist() == [2, 2]
+    envs.close()
+
+
+class BornSpoiled(CountEnv):
+    """The first observation of its second episode with seed 8 holds NaN."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        obs, info = super().reset(seed=seed)
+        obs[0] = np.nan if (self.seed_, self.episode) == (8, 2) else obs[0]
+        return obs, info
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_a_first_observation_with_nan_is_refused_like_any_other(backend: Any, check_nan: bool) -> None:
+    envs = make_vec(BornSpoiled, 2, backend=backend, autoreset="disabled", check_nan=check_nan)
+    envs.reset(seed=7)
+    with (
+        contextlib.nullcontext()
+        if not check_nan
+        else pytest.raises(WorkerError, match="env 1 .*in reset.*NaN")
+    ):
+        envs.reset()
     envs.close()
 
 

@@ -137,8 +137,13 @@ class Reply:
                 self.columns[leaf] = own(self.columns[leaf])
         if self.told and not self.failures and (table := Table.of(self.told, count)) is not None:
             self.told, self.table = [], table
-        elif self.told:
-            self.told = [Told(i, final, own(last), own(info)) for i, final, last, info in self.told]
+        else:
+            told, self.told = self.told, []
+            for i, final, last, info in told:
+                try:
+                    self.told.append(Told(i, final, own(last), own(info)))
+                except Exception as error:
+                    self.failures.append(from_exception(i, "copying its info", error, os.getpid()))
         return self
 
 
@@ -292,6 +297,8 @@ class EnvGroup:
             try:
                 options = own(command.options)  # what one env takes out of it is there for the next
                 obs, info = self.envs[j].reset(seed=seed, options=options)
+                if self._examines:
+                    self._check_whole(obs)
                 self._put(j, obs, command.place, columns)
                 info = _checked(info)
             except BaseException as error:
@@ -372,7 +379,7 @@ class EnvGroup:
                 obs, rewards[j], terminated, truncated, info = step(action)
                 if terminated or truncated:
                     obs = self._end(j, obs, rewards[j], terminated, truncated, info, told)
-                elif info:
+                elif type(info) is not dict or info:
                     told.append(Told(first + j, None, None, _checked(info)))
             if row is not None and type(obs) is array and obs.dtype is dtype and obs.shape == shape:
                 row[...] = obs
@@ -387,8 +394,8 @@ class EnvGroup:
             raise EnvError(OVER)
         obs, info = self.envs[j].reset()
         self._ended[j] = False
-        if info:
-            told.append(Told(self.first + j, None, None, _checked(info)))
+        if _checked(info):
+            told.append(Told(self.first + j, None, None, info))
         return obs
 
     def _end(
@@ -406,7 +413,7 @@ class EnvGroup:
             self._note_reward(j, reward)
         if self._examines:
             if not (self._plain and type(obs) is np.ndarray):
-                self._check_final(obs)
+                self._check_whole(obs)
             elif _holds_nan(obs):
                 raise EnvError(NAN_OBSERVATION)
         if self.autoreset is not AutoresetMode.SAME_STEP:
@@ -425,7 +432,7 @@ class EnvGroup:
         ):
             target[j] = obs
         else:
-            self._check_final(obs)
+            self._check_whole(obs)
             final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
         final_info = own(info) if type(info) is dict else dict(info)  # reset may change what it holds
         self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
@@ -438,8 +445,8 @@ class EnvGroup:
             told.append(Told(self.first + j, final, final_info, info))
         return obs
 
-    def _check_final(self, obs: Any) -> None:
-        """Refuse a last observation as any other: nobody steps on from it, but values are learned from it."""
+    def _check_whole(self, obs: Any) -> None:
+        """Refuse an observation that does not fit or holds NaN; a last one too: values are learned from it."""
         writers = self._writers[0]
         for i, value in enumerate(self.layout.flatten(obs)):
             if i in writers:

@@ -441,11 +441,15 @@ class ThreadWorker(Worker):
 
     def receive(self) -> Reply | None:
         reply = self.box.replies.get()
-        with contextlib.suppress(queue.Empty):
-            self.backend.bell.get_nowait()  # as many bells as replies
-        if isinstance(self.command, Step | Reset):
-            self._land()
-        return self.kept(reply)
+        try:
+            with contextlib.suppress(queue.Empty):
+                self.backend.bell.get_nowait()  # as many bells as replies
+            if isinstance(self.command, Step | Reset):
+                self._land()
+            return self.kept(reply)
+        except BaseException:  # an interrupt: whoever waits for it next has it
+            self.box.replies.put(reply)
+            raise
 
     def _land(self) -> None:
         if self.box.own is not None and self.buffers is not None:

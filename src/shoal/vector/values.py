@@ -6,6 +6,7 @@ observations and of infos look exactly like those of `gymnasium.vector.SyncVecto
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 import operator
@@ -191,7 +192,17 @@ def own(value: Any) -> Any:
     """A value that whoever gave it cannot change any more: arrays, and what Python's own containers hold, are copies.
 
     In another process all of it is a copy; here it is as far as that costs little.
+
+    Raises:
+        RecursionError: it is too deep.
     """
+    try:
+        return _own(value)
+    except RecursionError:  # it may hold itself
+        return copy.deepcopy(value)
+
+
+def _own(value: Any) -> Any:
     kind, still = type(value), UNCHANGING
     if kind in still:
         return value
@@ -201,15 +212,15 @@ def own(value: Any) -> Any:
             return kept
         for key, item in value.items():
             if type(item) not in still:
-                kept[key] = own(item)
+                kept[key] = _own(item)
         return kept
     if kind is list:
-        return list(value) if still.issuperset(map(type, value)) else list(map(own, value))
+        return list(value) if still.issuperset(map(type, value)) else list(map(_own, value))
     if isinstance(value, np.ndarray):
         return value.copy()
     if kind is tuple or kind is set:
-        return kind(map(own, value))
-    return value._make(map(own, value)) if isinstance(value, tuple) and hasattr(value, "_make") else value
+        return kind(map(_own, value))
+    return value._make(map(_own, value)) if isinstance(value, tuple) and hasattr(value, "_make") else value
 
 
 # --- infos, and the ends of episodes
@@ -341,7 +352,8 @@ def batch_infos(n_envs: int, told: Iterable[Told] | Table) -> Info:
     """Each key of any env's info becomes an array over envs, with a mask `_key` of who had it.
 
     Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included. Where that fails, because some tell
-    a dict and others none, or a number that does not fit, the array holds what each told as it is.
+    a dict and others none, a number that does not fit, or a dict that holds itself, the array holds what each told as
+    it is.
     """
     if isinstance(told, Table) and told.count == n_envs and isinstance(told.columns[0], np.ndarray):
         batch: Info = {}
@@ -362,7 +374,7 @@ def batch_infos(n_envs: int, told: Iterable[Told] | Table) -> Info:
     return _batched_infos(n_envs, ids, [each[i] for i in ids])
 
 
-def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[Info]) -> Info:
+def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[Info], *, inner: bool = False) -> Info:
     columns: dict[str, tuple[Any, Any]] = {}
     keys = set(map(tuple, infos))
     if len(keys) == 1:  # all tell the same
@@ -382,11 +394,11 @@ def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[Info]) -> In
         if who is not masked:
             masked, mask = who, np.zeros(n_envs, dtype=np.bool_)
             mask[who] = True
-        out[key], out[f"_{key}"] = _info_column(n_envs, key, who, values), mask.copy()
+        out[key], out[f"_{key}"] = _info_column(n_envs, key, who, values, inner), mask.copy()
     return out
 
 
-def _info_column(n_envs: int, key: str, ids: Sequence[int], values: Sequence[Any]) -> Any:
+def _info_column(n_envs: int, key: str, ids: Sequence[int], values: Sequence[Any], inner: bool) -> Any:
     kinds = set(map(type, values)) if key != "final_obs" else {object}
     if len(ids) == n_envs and len(kinds) == 1 and (kind := next(iter(kinds))) in NUMBERS:
         try:
@@ -395,7 +407,11 @@ def _info_column(n_envs: int, key: str, ids: Sequence[int], values: Sequence[Any
             pass
     dicts = [kind for kind in kinds if issubclass(kind, dict)]
     if len(dicts) == len(kinds):
-        return _batched_infos(n_envs, ids, values)
+        try:
+            return _batched_infos(n_envs, ids, values, inner=True)
+        except RecursionError:  # one holds itself: all of it is told as it is
+            if inner:
+                raise
     first, column = values[0], np.empty(n_envs, dtype=object)
     if not dicts and key != "final_obs":
         if type(first) in PLAIN or isinstance(first, np.number):
