@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import itertools
 import math
 import multiprocessing
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import Mock
@@ -1222,6 +1224,7 @@ def test_what_is_harmful_to_unpickle_never_harms_the_caller(
     act = f"envs.step([1, {FAULT}, 1])" if way == "info" else "envs.call('method')"
     program = f"""
 import functools
+import gc
 from shoal.core.errors import WorkerError
 from shoal.vector import make_vec
 from tests.vector.misbehaving import Bombing
@@ -1245,6 +1248,7 @@ envs.close()
 def test_an_exception_that_is_harmful_to_unpickle_is_a_failure_of_its_env(tmp_path: Path) -> None:
     program = f"""
 import functools
+import gc
 from shoal.core.errors import WorkerError
 from shoal.vector import make_vec
 from tests.vector.misbehaving import Bombing
@@ -1632,11 +1636,12 @@ def test_a_fork_of_the_caller_cannot_step_its_environments(backend: Any) -> None
 
 
 class Patient(CountEnv):
-    """Waits with the action `FAULT`, for long."""
+    """Waits before every step, and with the action `FAULT` for long."""
+
+    wait = 0.0
 
     def misbehave(self, action: Any) -> None:
-        if int(action) == FAULT:
-            RELEASED.wait(3600)
+        RELEASED.wait(3600 if int(action) == FAULT else self.wait)
 
 
 @pytest.mark.parametrize("backend", ["process", "thread"])
@@ -1654,3 +1659,43 @@ def test_who_waits_while_another_thread_closes_is_told_so(flying: bool, policy: 
         envs.recv(2) if flying else envs.step([FAULT, FAULT])
     another.join()
     until(lambda: not children() - before)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call gives, or raises, where each has a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        futures = [threads.submit(call) for call in calls]
+    return [future.exception() or future.result() for future in futures]
+
+
+def test_threads_that_close_at_the_same_time_all_succeed() -> None:
+    for _ in range(2):
+        envs = make_vec(CountEnv, 2, backend="process", num_workers=2)
+        workers = {row["pid"] for row in envs.stats()["workers"]}
+        assert at_once(*[envs.close] * 4) == [None] * 4
+        assert not workers & children()
+
+
+def test_one_thread_gets_what_was_begun_and_another_is_told_that_it_waits() -> None:
+    with closing(make_vec(Patient, 2, backend="process", num_workers=2)) as envs:
+        envs.reset(seed=0)
+        envs.set_attr("wait", 0.3)
+        envs.step_async([2, 3])
+        one, other = sorted(
+            at_once(envs.step_wait, envs.step_wait), key=lambda got: isinstance(got, Exception)
+        )
+        assert one[1].tolist() == [21.0, 31.0]
+        assert isinstance(other, AlreadyPendingCallError)
+        assert envs.step([1, 1])[1].tolist() == [12.0, 12.0]
+
+
+def test_workers_whose_close_was_interrupted_end_with_the_vector_env() -> None:
+    envs = make_vec(functools.partial(Misbehaving, "hang", "close"), 2, backend="process", num_workers=2)
+    workers = {row["pid"] for row in envs.stats()["workers"]}
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        envs.close()
+    assert workers <= children()
+    del envs
+    gc.collect()
+    assert not workers & children()

@@ -663,8 +663,6 @@ class WorkerProcess:
                 request = {"do": "start", "method": self.method, "entry": self.entry, "token": self.token}
                 self.pid = int(self.zygote.ask(request, [theirs.fileno(), self._log])["pid"])
             self._pidfd = os.pidfd_open(self.pid)
-            self._poll = select.poll()
-            self._poll.register(self._pidfd, select.POLLIN)
             self.gone = False
         except BaseException:
             self.reap()
@@ -704,7 +702,7 @@ class WorkerProcess:
 
     def alive(self) -> bool:
         """Whether the process runs."""
-        return not self.gone and not self._poll.poll(0)
+        return not self.wait(0.0)
 
     def check(self) -> None:
         """Raise `WorkerDiedError` when the process is gone."""
@@ -714,7 +712,7 @@ class WorkerProcess:
 
     def make_sure_it_is_gone(self, seconds: float = 1.0) -> None:
         """Give a process that closed its channel a moment to end, then kill it."""
-        if not self.gone and not self._poll.poll(seconds * 1000):
+        if not self.wait(seconds):
             self.kill()
 
     def log_text(self) -> str:
@@ -765,7 +763,11 @@ class WorkerProcess:
 
     def wait(self, seconds: float) -> bool:
         """Whether it ended within so many seconds."""
-        return self.gone or bool(self._poll.poll(max(0.0, seconds) * 1000))
+        if self.gone:
+            return True
+        poll = select.poll()  # one of its own: another thread may be waiting for the same process
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(max(0.0, seconds) * 1000))
 
     def release(self) -> None:
         """Give the descriptors back, once it is gone."""

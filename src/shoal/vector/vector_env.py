@@ -169,6 +169,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         # what is under way
         self._turn = threading.Lock()  # held from `*_async` to `*_wait`
         self._state: str | None = None
+        self._waits: list[str] = []  # the call that nobody waits for yet: one thread takes it
         self._pending: Pending = []
         # whom the operation waits for, before it begins
         self._deferred: tuple[list[Worker], Callable[[], None]] | None = None
@@ -186,6 +187,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._waited = self._stepping = self._began = 0.0
         self._finalizer = weakref.finalize(self, close_all, self.workers, backend, os.getpid())
         self._closing = self._is_parents = False
+        self._close_lock = threading.RLock()
         if backend is not None:
             _with_workers.add(self)
 
@@ -205,7 +207,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             )
 
     def _leave(self) -> None:
-        self._state = None
+        self._state, self._waits = None, []
         self._turn.release()
 
     def _check_open(self) -> None:
@@ -219,12 +221,19 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
 
-    def _expect(self, operation: str) -> None:
+    def _expect(self, operation: str, timeout: float | None) -> None:
         self._check_open()
         if self._state != operation:
             raise NoAsyncCallError(
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
             )
+        limit(timeout, "timeout")
+        try:
+            self._waits.pop()
+        except IndexError:
+            raise AlreadyPendingCallError(
+                f"Calling `{operation}_wait` while another thread waits for the same call.", operation
+            ) from None
 
     def _begun(self, operation: str, ids: Iterable[int], begin: Callable[[], None]) -> None:
         """Begin what concerns the envs `ids`; `*_wait` does, if one of them is at an abandoned command."""
@@ -241,6 +250,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._leave()
             raise
         self._state = operation.partition("_")[0]
+        self._waits = [self._state]
 
     def _abandon(self, replies: dict[int, Reply | None]) -> None:
         """Nobody waits for what is pending any more; what was answered already keeps its ends."""
@@ -288,8 +298,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
         """The first observations and infos of the episodes begun by `reset_async`."""
-        self._expect("reset")
-        limit(timeout, "timeout")
+        self._expect("reset", timeout)
         told = self._collect(timeout, "reset")
         return self._batch(), batch_infos(self.num_envs, told)
 
@@ -420,10 +429,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told] | Table]:
         """`step_wait` with the infos as they came."""
-        if self.closed or self._state != "step":
-            self._expect("step")
-        if timeout is not None:
-            limit(timeout, "timeout")
+        self._expect("step", timeout)
         told = self._collect(timeout, "step")
         return *self._shown(), told
 
@@ -914,8 +920,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`, in the order of the environments; None for those that were masked out."""
-        self._expect("call")
-        limit(timeout, "timeout")
+        self._expect("call", timeout)
         answers = self._answers(timeout)
         return tuple(answers.get(i) for i in range(self.num_envs))
 
@@ -1365,9 +1370,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
         limit(timeout, "timeout")
         self._pending, self._state, self._closing = [], None, True
-        self._finalizer.detach()
         seconds = 0.0 if terminate else (2.0 if timeout is None else timeout)
-        close_all(self.workers, self.backend, os.getpid(), seconds)
+        with self._close_lock:
+            close_all(self.workers, self.backend, os.getpid(), seconds)
+        self._finalizer.detach()  # only now: what an interrupt left is ended when nobody has this any more
         for worker in self.workers:  # who waits for one in another thread does so no longer
             if worker.command is not None and worker.lost is None and not worker.inline:
                 worker.lost = Failure(worker.first, "wait", "it was closed", kind="died")
