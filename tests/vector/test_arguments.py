@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
 
-from shoal.core.errors import ConfigError, EnvError
+from shoal.core.errors import ConfigError, EnvError, WorkerError
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv
 
@@ -274,6 +276,63 @@ def test_what_can_be_looked_at_only_once_is_as_good_as_a_list() -> None:
         envs.recv(float("nan"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected one action for each of 2 environments"):
         envs.step_some([0, 1], {1, 2})  # type: ignore[arg-type]
+    envs.close()
+
+
+PARTS = {
+    "a dict with the keys ['a', 'b']": spaces.Dict(a=spaces.Discrete(9), b=spaces.Discrete(9)),
+    "a tuple of 2": spaces.Tuple((spaces.Discrete(9), spaces.Discrete(9))),
+}
+
+
+class Parted(CountEnv):
+    """Shows what it is given, where its space has parts."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__()
+        self.observation_space, self.shown = space, space.sample()
+
+    def observe(self, action: Any) -> Any:
+        return self.shown
+
+
+@pytest.mark.parametrize("expected", PARTS)
+@pytest.mark.parametrize("given", [{"a": [1, 2]}, ([1, 2],), [], 1, None, np.zeros(1), {}])
+def test_values_without_the_parts_of_their_space_are_refused_with_what_was_expected(
+    expected: str, given: Any
+) -> None:
+    class Acting(CountEnv):
+        action_space: Any = PARTS[expected]
+
+        def step(self, action: Any) -> Any:
+            return *super().step(1)[:4], {"given": str(action)}
+
+    envs = make_vec(Acting, 2, backend="serial")
+    envs.reset(seed=0)
+    with pytest.raises(ValueError, match=re.escape(f"expected {expected}, as its space says, got ")):
+        envs.step(given)
+    whole = ([1, 2], [3, 4])
+    heard = envs.step(dict(zip("ab", whole, strict=True)) if "dict" in expected else whole)[4]["given"]
+    assert [re.findall(r"\((\d)\)", words) for words in heard] == [["1", "3"], ["2", "4"]]
+    envs.close()
+    envs = make_vec(functools.partial(Parted, PARTS[expected]), 2, backend="serial")
+    envs.reset(seed=0)
+    envs.apply(lambda env: setattr(env, "shown", given), indices=[1])
+    with pytest.raises(WorkerError, match=rf"env 1 .*expected {re.escape(expected)}, as its space says"):
+        envs.step([1, 1])
+    envs.close()
+
+
+def test_one_number_is_no_action_or_seed_for_each_of_several() -> None:
+    envs = make_vec(CountEnv, 2, backend="serial")
+    envs.reset(seed=0)
+    for step in (envs.step_some, envs.send):
+        with pytest.raises(
+            TypeError, match="expected one action for each of 2 environments, got the single 3"
+        ):
+            step([0, 1], 3)
+    with pytest.raises(TypeError, match="expected one seed for each of 2 environments, got the single 3"):
+        envs.send_reset([0, 1], 3)  # type: ignore[arg-type]
     envs.close()
 
 

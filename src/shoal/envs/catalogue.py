@@ -158,8 +158,8 @@ def resolve(
     >>> make().unwrapped.config.size
     3
     """
-    if isinstance(wrappers, str):
-        raise ConfigError(f"wrappers must be a sequence of wrappers, got the text {wrappers!r}")
+    if isinstance(wrappers, str) or not isinstance(wrappers, Iterable):
+        raise ConfigError(f"wrappers must be a sequence of wrappers, got {wrappers!r:.80}: put it in a list")
     if not isinstance(env_kwargs, Mapping | None):
         raise ConfigError(f"env_kwargs must be a mapping of names to values, got {env_kwargs!r:.80}")
     make = _bound(name_of(env), find(env), dict(env_kwargs or {}))

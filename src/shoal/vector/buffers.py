@@ -449,13 +449,16 @@ def one_each(given: Any, n: int, word: str = "actions") -> list[Any]:
 
     Raises:
         ValueError: for another number of them.
-        TypeError: for a text, dict or set: as many letters, or keys in any order, as environments are no batch.
+        TypeError: for a number, text, dict or set: as many letters, or keys in any order, as environments are no batch.
     """
-    if isinstance(given, str | bytes | dict | set | frozenset):
+    try:
+        each = None if isinstance(given, str | bytes | dict | set | frozenset) else list(given)
+    except TypeError:  # a number
+        each = None
+    if each is None:
         raise TypeError(
             f"expected one {word[:-1]} for each of {n} environments, got the single {given!r:.80}"
         )
-    each = list(given)
     if len(each) != n:
         raise ValueError(f"expected {n} {word}, one for each environment, got {len(each)}")
     return each

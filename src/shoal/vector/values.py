@@ -82,7 +82,7 @@ class Layout:
         return cls((Leaf("object"),), 0)
 
     def flatten(self, value: Any) -> list[Any]:
-        """The leaf values of one value, in the order of `leaves`."""
+        """The leaf values of one value, in the order of `leaves`; a ValueError where it has other parts."""
         if self.is_leaf:
             return [value]
         out: list[Any] = [None] * len(self.leaves)
@@ -126,8 +126,17 @@ def _scatter(node: Node, value: Any, out: list[Any]) -> None:
     if isinstance(node, int):
         out[node] = value
         return
-    for key, child in node[1]:
-        _scatter(child, value[key], out)
+    try:
+        for key, child in node[1]:
+            _scatter(child, value[key], out)
+    except (LookupError, TypeError):
+        kind, parts = node
+        wanted = (
+            f"a dict with the keys {[key for key, _ in parts]}"
+            if kind == "dict"
+            else f"a tuple of {len(parts)}"
+        )
+        raise ValueError(f"expected {wanted}, as its space says, got {value!r:.200}") from None
 
 
 def _gather(node: Node, columns: Sequence[Any]) -> Any:
