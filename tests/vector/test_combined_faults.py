@@ -433,12 +433,33 @@ def test_making_an_env_may_take_longer_than_a_step(layout: str) -> None:
 
 
 @pytest.mark.parametrize("argument", ["step_timeout", "make_timeout"])
-def test_a_constructor_that_hangs_is_not_tried_by_the_caller(argument: str) -> None:
+@pytest.mark.parametrize(
+    "make", [functools.partial(make_vec, backend="auto"), AsyncVectorEnv], ids=["auto", "async"]
+)
+def test_a_constructor_that_hangs_is_not_tried_by_the_caller(make: Callable[..., Any], argument: str) -> None:
     fns = faulty("hang", [0], 3, where="init")
     began = time.monotonic()
     with pytest.raises(WorkerTimeoutError, match=r"env 0\b.* make"):
-        make_vec(fns, backend="auto", **{argument: 0.5})
+        make(fns, **{argument: 0.5})
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("policy", ["restart", "mask"])
+def test_where_failures_are_replaced_no_env_is_tried_by_the_caller(policy: str, tmp_path: Path) -> None:
+    program = f"""
+import os
+from shoal.vector import AsyncVectorEnv
+from tests.vector.faulty import CountEnv
+class Dies(CountEnv):
+    def misbehave(self, action):
+        os._exit(7)
+envs = AsyncVectorEnv([Dies] * 2, on_failure={policy!r}, num_workers=None)
+envs.reset(seed=0)
+print(envs.step([1, 1])[3].tolist())
+envs.close()
+"""
+    done = script(program, tmp_path)
+    assert done.stdout == "[True, True]\n", (done.returncode, done.stderr)
 
 
 @pytest.mark.parametrize("layout", PARALLEL)

@@ -87,7 +87,7 @@ def build(fns: Any, layout: dict[str, Any], monkeypatch: Any, **options: Any) ->
     plan = chosen.pop("plan", None)
     if plan is not None:
         plan = Plan("process", workers=1, caller_share=len(fns) // 2) if len(fns) > 1 else Plan("serial")
-        monkeypatch.setattr("shoal.vector.make._plan", lambda *_: plan)
+        monkeypatch.setattr("shoal.vector.make.planned", lambda *_: plan)
     else:
         monkeypatch.undo()
     if chosen["backend"] != "process":

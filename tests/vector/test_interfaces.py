@@ -190,8 +190,30 @@ def test_a_container_of_no_environments_is_refused() -> None:
     for env_num, group_n in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match=f"at least 1, got {env_num} and {group_n}"):
             MultiProcessEnvironmentContainer(WordEnv, env_num, group_n)
-        with pytest.raises(ValueError, match=f"at least 1, got {env_num} and {group_n}"):
-            groups(0, env_num, group_n)
+    with pytest.raises(ValueError, match=f"at least 1, got {env_num} and {group_n}"):
+        groups(0, env_num, group_n)
+
+
+def test_nobody_goes_on_in_a_container_after_a_reset_that_failed() -> None:
+    class FailsOnce(CountEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if self.index == 1 and self.episode == 1:
+                self.episode = 2
+                raise ZeroDivisionError
+            return super().reset(seed=seed)
+
+    fns = iter([functools.partial(FailsOnce, 5, i) for i in range(2)])
+    with MultiProcessEnvironmentContainer(
+        lambda: next(fns)(), 2, backend="serial", on_failure="raise"
+    ) as container:
+        container.reset()
+        container.step([1, 1])
+        with pytest.raises(ZeroDivisionError):
+            container.reset()
+        with pytest.raises(EnvError, match=r"episodes of environments \[0, 1\] are over"):
+            container.step([1, 1])  # env 0 has begun anew already
+        container.reset()
+        assert container.step([1, 1])[1] == [11.0, 11.0]
 
 
 def test_puffer_style_sends_to_the_batch_it_received() -> None:

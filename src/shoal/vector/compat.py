@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -26,10 +27,10 @@ from shoal.vector.make import (
     TEXT_BYTES,
     BackendName,
     Options,
-    Plan,
-    default_workers,
+    env_fns_of,
     make_vec,
     open_workers,
+    planned,
     probe,
 )
 from shoal.vector.values import whole
@@ -92,6 +93,7 @@ class MultiProcessEnvironmentContainer:
         """New episodes everywhere: one observation and one info per environment."""
         seeds = groups(self.seed, self.env_num, self.group_n, iteration=self.iteration + 1)
         chosen = np.flatnonzero(self.envs.active).tolist()  # without those that were masked out
+        self._done = [True] * len(self)  # if it fails, some have begun anew: nobody goes on from before
         results = self.envs.reset_some(chosen, [seeds[i] for i in chosen])
         for i, (obs, info) in zip(chosen, results, strict=True):
             self._obs[i], self._infos[i], self._done[i] = obs, info, not self.envs.active[i]
@@ -204,7 +206,8 @@ class AsyncVectorEnv(VectorPool):
         autoreset_mode: Gymnasium's.
         max_concurrency: how many environments may be at work at once.
         num_workers: as the following, of `make_vec`. Without it one env more is made and tried for a moment: those
-            that wait get a thread each.
+            that wait get a thread each. (Not with a time limit or where failures are replaced: what hangs or
+            dies in the trial would take the caller along.)
     """
 
     def __init__(
@@ -245,7 +248,7 @@ class AsyncVectorEnv(VectorPool):
         self.context, self.observation_mode, self.max_concurrency = context, observation_mode, max_concurrency
         options = Options(
             "process",
-            num_workers=num_workers,
+            num_workers=num_workers or max_concurrency,
             start_method=context,  # type: ignore[arg-type]
             autoreset=mode,
             step_timeout=step_timeout,
@@ -256,14 +259,12 @@ class AsyncVectorEnv(VectorPool):
             ring=ring,
             text_bytes=text_bytes,
         )
-        n_workers = num_workers or max_concurrency
-        if n_workers is None and not threads:
-            cost = probe(env_fns[0])  # (Gymnasium's makes one env more, too)
+        fns = env_fns_of(list(env_fns), None, None, ())
+        if options.num_workers is None and not (threads or options.guarded):
+            cost = probe(fns[0])  # (Gymnasium's makes one env more, too)
             threads = cost is not None and cost.waits
-        n_workers = min(n_workers or default_workers(len(env_fns), threads), len(env_fns))
-        plan = Plan("process", n_workers, threads)
         describe = lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode)  # noqa: E731
-        opened = open_workers(list(env_fns), plan, options, describe)
+        opened = open_workers(fns, planned(fns, replace(options, threads=threads)), options, describe)
         super().__init__(
             *opened[:5], on_failure=on_failure, max_restarts=max_restarts, copy_observations=copy
         )

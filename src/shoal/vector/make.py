@@ -113,7 +113,7 @@ def make_vec(
 
 def _pool(env_fns: Sequence[EnvFn], options: Options) -> VectorPool:
     """The environments where they were planned to be, or with the caller if its workers turn out not to pay."""
-    plan = _plan(env_fns, options)
+    plan = planned(env_fns, options)
     opened = open_workers(env_fns, plan, options)
     try:
         if plan.cost is not None and not pays(opened.workers, plan.cost):
@@ -192,6 +192,11 @@ class Options:
         return Limits(
             self.step_timeout, self.step_timeout if self.make_timeout is None else self.make_timeout
         )
+
+    @property
+    def guarded(self) -> bool:
+        """Whether no env may run in the caller, for a trial neither: what hangs or fails would take it along."""
+        return self.step_timeout is not None or self.make_timeout is not None or self.on_failure != "raise"
 
     @property
     def places(self) -> int:
@@ -383,12 +388,12 @@ class Plan:
     """What the plan was made for, where it was measured."""
 
 
-def _plan(env_fns: Sequence[EnvFn], options: Options) -> Plan:
+def planned(env_fns: Sequence[EnvFn], options: Options) -> Plan:
+    """Where the environments go, by what was asked for or by a trial."""
     n_envs, workers, limited = len(env_fns), options.num_workers, options.step_timeout is not None
     if options.backend in ("serial", "thread", "ray"):
         return Plan(options.backend, workers=workers or 0)
-    guarded = limited or options.make_timeout is not None or options.on_failure != "raise"
-    if options.backend == "auto" and workers is None and not options.threads and not guarded:
+    if options.backend == "auto" and workers is None and not options.threads and not options.guarded:
         cost = probe(env_fns[0])
         return Plan("serial") if cost is None else choose(cost, n_envs)
     default = n_envs if limited and not options.threads else default_workers(n_envs, options.threads)
