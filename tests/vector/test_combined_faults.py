@@ -670,6 +670,20 @@ def test_an_episode_that_ends_in_an_abandoned_step_is_told_by_the_next_one(
         assert "late" not in infos
 
 
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+def test_an_end_in_an_abandoned_step_outlives_a_reset_that_cannot_be_sent(mode: str) -> None:
+    fns = [functools.partial(Dawdling, 0.4, length) for length in (1, 100)]
+    with closing(make_vec(fns, backend="process", num_workers=1, autoreset=mode)) as envs:
+        envs.reset(seed=10)
+        given_up(envs, [3, Dawdling.SLOW], "timeout")
+        with pytest.raises(TypeError, match="pickle"):
+            envs.reset(seed=20, options={"lock": threading.Lock()})
+        _, rewards, terminated, _, infos = envs.step([5, 6])
+        assert (rewards.tolist(), terminated.tolist()) == ([31.0, 62.0], [True, False])
+        assert infos["late"].tolist() == [True, False]
+        assert envs.reset()[0][:, 0].tolist() == [10, 11]
+
+
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_step_some_and_send_tell_late_ends_too_and_a_reset_forgets_them(layout: str) -> None:
     fns = [functools.partial(Dawdling, 0.3, 1)] * 4
@@ -956,6 +970,30 @@ def test_a_fault_in_the_reset_after_a_rewarded_end_loses_neither_reward_nor_end(
         assert obs[0, 1:].tolist() == [1, 0, 0]  # a new episode of a new env
         _, rewards, *_ = envs.step([1, 1])
         assert rewards[0] == 0.0
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_an_env_that_is_masked_out_tells_its_end_and_what_it_showed_last_like_any_other(mode: Any) -> None:
+    fns = [functools.partial(EndsThenFails, "raise"), functools.partial(Misbehaving, "raise"), HEALTHY]
+    with closing(make_vec(fns, backend="serial", on_failure="mask", autoreset=mode)) as envs:
+        envs.reset(seed=4)
+        for _ in range(2):
+            envs.step([1, 1, 1])
+        obs, rewards, terminated, truncated, infos = envs.step([6, FAULT, 1])
+        assert rewards.tolist() == [1.0, 0.0, 13.0]
+        assert (terminated.tolist(), truncated.tolist()) == ([True, False, False], [False, True, False])
+        last = {0: [4, 1, 3, 6], 1: [5, 1, 2, 1]}
+        if mode == "next_step":
+            assert obs[:2].tolist() == [*last.values()]
+            return
+        assert {i: infos["final_obs"][i].tolist() for i in (0, 1)} == last
+        assert (
+            infos["final_info"]["worker_masked"].tolist()
+            == infos["worker_masked"].tolist()
+            == [True, True, False]
+        )
+        assert infos["final_obs"][2] is None
+        assert envs.reset(seed=1)[1].get("final_obs") is None
 
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])

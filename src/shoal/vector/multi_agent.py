@@ -88,10 +88,17 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
-        shape = self.num_copies, self.n_agents
-        self.pool.step_async(
-            tree(lambda leaf: np.asarray(leaf).reshape(*shape, *np.shape(leaf)[1:]), actions)
-        )
+
+        def by_copy(leaf: Any) -> Any:
+            shape = np.shape(leaf)
+            if shape[:1] != (self.num_envs,):
+                raise ValueError(
+                    f"expected an action for each of {self.num_envs} slots ({self.num_copies} copies of "
+                    f"{self.n_agents} agents), got {leaf!r:.80} of shape {shape}"
+                )
+            return np.asarray(leaf).reshape(self.num_copies, self.n_agents, *shape[1:])
+
+        self.pool.step_async(tree(by_copy, actions))
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of every slot."""
@@ -103,7 +110,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         for c in np.flatnonzero(over).tolist():
             last = told["final_obs"][c]
             rewards[c], terminated[c], truncated[c] = last["reward"], last["end"], last["cut"]
-        for c in np.flatnonzero(lost | ~self.pool.active).tolist():
+        for c in np.flatnonzero(lost | ~self.pool.active & ~over).tolist():
             rewards[c], terminated[c], truncated[c] = 0.0, False, before[c] & lost[c]
         ended = (terminated | truncated).reshape(-1)
         for slot in np.flatnonzero(ended).tolist():

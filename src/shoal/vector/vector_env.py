@@ -27,6 +27,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from shoal.core.errors import WorkerError, WorkerTimeoutError
+from shoal.core.processes import dumps
 from shoal.core.seeding import derive_seed
 from shoal.vector.buffers import (
     NOTHING_LOOSE,
@@ -328,6 +329,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if chosen:
             self._check_one_is_left()
         alive = [i for i in chosen if self.active[i]]
+        if options and any(self._by_env[i].sends for i in alive):
+            dumps(options)  # before any end is forgotten: what cannot be sent, none gets
         for i in alive:
             self._owed.pop(i, None)
             if seeds[i] is not None:
@@ -747,7 +750,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             for i, failure in hurt.items():
                 if not self.active[i]:
                     info = {"worker_masked": True, "worker_error": str(error_of(failure))}
-                    told += self._replaced_told(i, before[i], None, info, i in stepped or i in given)
+                    final = None if i in given else info
+                    told += self._replaced_told(i, before[i], final, info, i in stepped or i in given)
                 elif i not in again and self._by_env[i].lost is None:
                     info = {**fresh.get(i, {}), **told_of(failure)}
                     if i in given:
@@ -818,7 +822,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if self._same_step and final_info is not None:
             final = end.told.final if before.end else self.buffers.observations.rebuild(before.last)
             told = Told(i, final, {**(end.told.final_info or {}), **final_info}, info)
-        else:
+        if not (self._same_step and self.active[i]):
             self._observations.put(i, self._by_env[i].place, before.last)
         for debts in (self._paying, self._owed):
             if i in debts:
