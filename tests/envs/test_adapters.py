@@ -210,7 +210,9 @@ class Pays(Told):
 
 
 @pytest.mark.parametrize(
-    "what", ["1.5", np.str_("1.5"), b"1", None, [1.0], np.array(["1.5"]), np.ones(2)], ids=repr
+    "what",
+    ["1.5", np.str_("1.5"), b"1", None, [1.0], np.array(["1.5"]), np.ones(2), np.complex64(1j)],
+    ids=repr,
 )
 def test_a_reward_in_words_is_no_number(what):
     env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(what))

@@ -1498,11 +1498,14 @@ def test_every_step_tells_which_envs_are_masked(layout: str) -> None:
         (float("-inf"), "inf"),
         (float("nan"), "nan"),
         ("5", "5"),
-        ([1.0, 2.0], "reward"),
+        ([1.0, 2.0], "reward must be a number"),
+        (None, "reward must be a number, got none"),
+        (np.complex64(1 + 2j), "reward must be a number, got"),
+        (np.datetime64(50, "Y"), "reward must be a number, got"),
         (10**400, "reward must be a number, got 1000"),
         (Unspeakable(), "reward must be a number"),
     ],
-    ids=["inf", "-inf", "nan", "text", "list", "huge", "unspeakable"],
+    ids=["inf", "-inf", "nan", "text", "list", "none", "complex", "date", "huge", "unspeakable"],
 )
 def test_a_reward_that_is_no_number_is_refused_with_its_env(layout: str, reward: Any, word: str) -> None:
     fns = [HEALTHY, functools.partial(Pays, reward)]

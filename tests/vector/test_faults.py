@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -1096,17 +1098,18 @@ def test_an_env_that_never_begins_is_given_up_in_one_operation_and_may_begin_in_
 
 @pytest.mark.parametrize("which", ["terminated", "truncated"])
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
-def test_the_end_of_an_episode_is_not_told_in_words(which: str, autoreset: str) -> None:
+@pytest.mark.parametrize("end", ["False", [False], {"__all__": False}, math.nan], ids=repr)
+def test_the_end_of_an_episode_is_not_told_in_words(which: str, autoreset: str, end: Any) -> None:
     class Wordy(CountEnv):
         def step(self, action: Any) -> Any:
             obs, reward, terminated, truncated, info = super().step(action)
             return (
-                (obs, reward, "False", truncated, info)
+                (obs, reward, end, truncated, info)
                 if which == "terminated"
-                else (obs, reward, terminated, "False", info)
+                else (obs, reward, terminated, end, info)
             )
 
     with contextlib.closing(make_vec([Wordy], backend="serial", autoreset=autoreset)) as envs:
         envs.reset(seed=0)
-        with pytest.raises(EnvError, match=f"{which} must be True or False, got 'False'"):
+        with pytest.raises(EnvError, match=re.escape(f"{which} must be True or False, got {end!r}")):
             envs.step([0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,20 +17,27 @@ MOST_REWARD = 3.4028235e38
 """Of an episode, taken absolutely: what float32, in which it is learned from, has room for."""
 
 
+NO_NUMBER = (str, bytes, np.complexfloating, np.datetime64, np.timedelta64)
+"""Types that would be made a number all the same."""
+
+
 def reward_of(value: Any) -> float:
     """What an env paid, as a number; an array of one number too, but no text: an `EnvError` says so."""
     number = value
     if isinstance(value, np.ndarray):
         number = value.item() if value.size == 1 else None
-    if isinstance(number, str | bytes) or not hasattr(number, "__float__"):
+    if isinstance(number, NO_NUMBER) or not hasattr(number, "__float__"):
         raise EnvError(f"the reward must be a number, got {value!r:.80}")
     return float(number)
 
 
 def refuse_words(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:
-    """An `EnvError` where an env tells the end of an episode, or `more` by name, in words: "False" is true."""
+    """An `EnvError` where an env tells the end of an episode, or `more` by name, in what is true and means no yes.
+
+    "False" is true, and so are NaN, `[False]` and `{"__all__": False}`.
+    """
     for name, value in (("terminated", terminated), ("truncated", truncated), *more.items()):
-        if isinstance(value, str | bytes):
+        if type(value) is not bool and (isinstance(value, Sequence | Mapping | Set) or value != value):
             raise EnvError(f"{where}{name} must be True or False, got {value!r:.80}")
 
 

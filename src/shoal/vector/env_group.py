@@ -21,13 +21,13 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.data import refuse_words
+from shoal.core.data import refuse_words, reward_of
 from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, Schema, read, reader
 from shoal.vector.failures import Failure, from_exception, shown
-from shoal.vector.values import IN_BUFFER, Info, Table, Told, own
+from shoal.vector.values import CELLS, IN_BUFFER, Info, Table, Told, own
 
 
 # --- what a group can be told
@@ -474,7 +474,7 @@ class EnvGroup:
                 self.rewards[...] = rewards
             else:
                 self.rewards[members] = [rewards[j] for j in members]
-            if total - total == 0.0 or not self.check_nan:
+            if type(total) in CELLS and (total - total == 0.0 or not self.check_nan):
                 return
         except Exception:  # whatever what an env gave raises: it is looked at one by one
             pass
@@ -488,9 +488,7 @@ class EnvGroup:
     def _note_reward(self, j: int, reward: Any) -> None:
         """Write one reward, unless it is none."""
         try:
-            if isinstance(reward, str | bytes):
-                raise TypeError
-            self.rewards[j] = reward
+            self.rewards[j] = reward_of(reward)
         except Exception:  # a number without room, a tensor that wants its gradient
             raise EnvError(f"reward must be a number, got {shown(reward)}") from None
         value = self.rewards[j]
