@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import math
 import os
 import pickle
@@ -112,6 +113,34 @@ def failure_of(error: Exception) -> WorkerError:
         envs.step([1, 1])
     envs.close()
     return caught.value
+
+
+class Afar(CountEnv):
+    """Raises with action 9 what only a module of a folder that its caller does not search knows."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(1000)
+        self.folder = folder
+
+    def misbehave(self, action: Any) -> None:
+        if int(action) == 9:
+            sys.path.append(self.folder)
+            raise importlib.import_module("module_of_afar").AfarError("what really happened")
+
+
+def test_an_exception_that_only_its_worker_knows_is_told_by_its_text_and_blames_no_neighbour(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "module_of_afar.py").write_text("class AfarError(Exception): pass\n")
+    fns = [functools.partial(Afar, str(tmp_path)), functools.partial(CountEnv, 1000)]
+    envs = make_vec(fns, backend="process", num_workers=1, on_failure="restart")
+    envs.reset(seed=0)
+    _, rewards, _, truncated, infos = envs.step([9, 1])
+    assert (rewards.tolist(), truncated.tolist()) == ([0.0, 11.0], [True, False])
+    assert re.search(
+        r"^env 0 .*in step with action .*AfarError: what really happened$", infos["worker_error"][0]
+    )
+    envs.close()
 
 
 def test_an_error_of_an_env_can_be_sent_to_another_process() -> None:

@@ -32,7 +32,7 @@ class Failure:
     trace: str = ""  # where it happened
     action: str | None = None
     pid: int | None = None
-    exception: BaseException | None = None
+    exception: BaseException | bytes | None = None  # bytes on its way
     kind: str = "exception"  # or "died", "timeout", "over" (the caller forgot a reset: the env is whole)
     ending: tuple[Any, dict[str, Any]] | None = None
     """Last observation and info of an episode that had ended, reward and flags in the buffers, before the failure."""
@@ -61,12 +61,24 @@ def from_exception(env: int, doing: str, error: BaseException, pid: int | None =
 
 
 def portable(failure: Failure) -> Failure:
-    """The same failure with its exception dropped unless it survives pickling, whatever its class does."""
-    try:
-        data = pickle.dumps(failure.exception)
-        pickle.loads(data)
-    except BaseException:
-        failure.exception = None
+    """The same failure, its exception as a pickle of its own, or dropped where it does not survive that."""
+    if isinstance(failure.exception, BaseException):
+        try:
+            data = pickle.dumps(failure.exception)
+            pickle.loads(data)
+            failure.exception = data
+        except BaseException:
+            failure.exception = None
+    return failure
+
+
+def arrived(failure: Failure) -> Failure:
+    """What `portable` made, where it came: an exception of a class that only its worker knows is told by its text."""
+    if isinstance(failure.exception, bytes):
+        try:
+            failure.exception = pickle.loads(failure.exception)
+        except Exception:
+            failure.exception = None
     return failure
 
 
@@ -78,7 +90,7 @@ def error_of(failure: Failure) -> WorkerError:
     base = {"died": WorkerDiedError, "timeout": WorkerTimeoutError}.get(failure.kind, WorkerError)
     error = _typed(base, failure.exception, message)
     original = failure.exception
-    if original is not None:
+    if isinstance(original, BaseException):
         if failure.trace and original.__traceback__ is None:
             original.__cause__ = RemoteTraceback(failure.trace)
         error.__cause__ = original
@@ -87,7 +99,7 @@ def error_of(failure: Failure) -> WorkerError:
     return error
 
 
-def _typed(base: type[WorkerError], original: BaseException | None, message: str) -> WorkerError:
+def _typed(base: type[WorkerError], original: Any, message: str) -> WorkerError:
     # `except ValueError` around a vector env must catch a ValueError of its envs, as with a plain loop.
     # (But for those that end whatever loop or generator they come by: there it would be lost.)
     if not isinstance(original, Exception) or isinstance(original, base | StopIteration | StopAsyncIteration):

@@ -31,7 +31,7 @@ from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer
 from shoal.vector.env_group import EnvGroup, Reply, Step, Trial, ids_of
-from shoal.vector.failures import from_exception, portable
+from shoal.vector.failures import arrived, from_exception, portable
 from shoal.vector.values import IN_BUFFER, Layout, Told
 
 STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
@@ -327,7 +327,7 @@ def unpacked(data: bytes | bytearray) -> tuple[int, Reply]:
         each = (list(np.frombuffer(c[1], c[0])) if type(c[0]) is str else c for c in packed_columns)
         for i, *row in zip(ids, *each, strict=True):
             told.append(Told(i, None, None, dict(zip(keys, row, strict=True))))
-    return sequence, Reply(columns, told, failures, value, None, schema)
+    return sequence, Reply(columns, told, list(map(arrived, failures)), value, None, schema)
 
 
 def _tried(value: Any) -> bytes:
