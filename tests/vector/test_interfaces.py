@@ -510,6 +510,15 @@ def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
     assert pictures[0][0].shape == (2, 2, 3)
     with pytest.raises(ValueError, match="frok"):
         SB3VecEnv(fns, "frok")
+    masked = SB3VecEnv([functools.partial(Faulty, "raise"), CountEnv], backend="serial", on_failure="mask")
+    masked.reset()
+    _, _, dones, infos = masked.step(np.array([9, 1]))
+    assert dones.tolist() == [True, False]
+    assert infos[0]["terminal_observation"][2] == 0
+    for options in ({"x": 1}, {}):
+        masked.set_options(options)
+        assert masked.reset()[1].tolist()[1:] == [2 + (not options), 0, 0]
+    masked.close()
     strange = SB3VecEnv([functools.partial(Pays, float("nan"))], backend="serial", check_nan=True)
     strange.reset()
     strange.step_async(np.array([1]))
@@ -518,6 +527,18 @@ def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
     lax = SB3VecEnv([functools.partial(Pays, float("nan"))], backend="serial")
     lax.reset()
     assert np.isnan(lax.step(np.array([1]))[1]).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_question_for_a_wrapper_of_sb3_has_no_worker_import_it() -> None:
+    monitor = pytest.importorskip("stable_baselines3.common.monitor").Monitor
+    from shoal.vector import SB3VecEnv
+
+    envs = SB3VecEnv([CountEnv, lambda: Around(CountEnv())])
+    assert envs.env_is_wrapped(monitor) == [False, False]
+    assert envs.env_is_wrapped(Around) == [False, True]
+    assert envs.pool.apply(lambda env: "torch" in sys.modules) == [False, False]
+    envs.close()
 
 
 class Pays(CountEnv):

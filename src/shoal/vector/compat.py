@@ -490,10 +490,10 @@ def call(env: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     return env.get_wrapper_attr(name)(*args, **kwargs)
 
 
-def is_wrapped(env: Any, wrapper_class: type) -> bool:
-    """Whether a wrapper of this class is somewhere around the env."""
+def is_wrapped(env: Any, module: str, name: str) -> bool:
+    """Whether a wrapper of the class of this name is around the env (the class would bring its packages along)."""
     while isinstance(env, gymnasium.Wrapper):
-        if isinstance(env, wrapper_class):
+        if any((kind.__module__, kind.__qualname__) == (module, name) for kind in type(env).__mro__):
             return True
         env = env.env
     return False

@@ -517,9 +517,9 @@ class EnvGroup:
         failures.append(from_exception(self.first + j, doing, error, os.getpid()))
 
     def close(self) -> list[Failure]:
-        """Close every env; one that fails does not keep the others open."""
-        failures = self._each(range(len(self.envs)), "close", lambda j: self.envs[j].close()).failures
-        self.envs, self._steps = [], []
+        """Close every env, once; one that fails does not keep the others open, and after an interrupt they can be."""
+        failures = self._each(range(len(self.envs)), "close", lambda _: self.envs.pop(0).close()).failures
+        self._steps = []
         return failures
 
 

@@ -95,8 +95,9 @@ class SB3VecEnv(_VecEnv):
     def reset(self) -> Any:
         """First observations everywhere, with the seeds and options set before."""
         if any(self._options):
-            for i, options in enumerate(self._options):
-                _, self.reset_infos[i] = self.pool.reset_some([i], [self._seeds[i]], options or None)[0]
+            for i in np.flatnonzero(self.pool.active).tolist():  # without those that were masked out
+                options = self._options[i] or None
+                _, self.reset_infos[i] = self.pool.reset_some([i], [self._seeds[i]], options)[0]
             obs = self.pool.observations()
         else:
             obs, self.reset_infos = self.pool.reset_each(self._seeds)
@@ -159,7 +160,7 @@ class SB3VecEnv(_VecEnv):
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         """Whether some environments are wrapped in this class."""
-        return self._apply(indices, is_wrapped, wrapper_class)
+        return self._apply(indices, is_wrapped, wrapper_class.__module__, wrapper_class.__qualname__)
 
     def _apply(self, indices: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
         """One answer for each of `indices`."""
