@@ -831,3 +831,37 @@ def test_seeds_of_all_kinds_of_whole_numbers_reach_the_batch_as_integers() -> No
     drawn = {int32_seed(seed) for seed in (-1, 2**31, 2**31 + 1, 2**40)}
     assert len(drawn) == 4
     assert all(0 <= seed < 2**31 for seed in drawn)
+
+
+class Wrong(Counters):
+    """One part of what it answers is another."""
+
+    place, part = 0, None
+
+    def step(self, actions: Any) -> Any:
+        answer = [*super().step(actions)]
+        answer[self.place] = self.part
+        return tuple(answer)
+
+
+@pytest.mark.parametrize(
+    ("place", "part", "said"),
+    [
+        (0, None, "expected observations of 3, got None"),
+        (0, np.zeros((2, 1)), "expected observations of 3"),
+        (1, np.zeros(2), r"expected 3 rewards.* got \(2,\) of float64"),
+        (1, ["1", "2", "3"], "expected 3 rewards.* of <U1"),
+        (1, [None, 1.0, 2.0], "expected 3 rewards.* of object"),
+        (2, ["False"] * 3, "terminated and truncated, got .*<U5"),
+        (3, [np.nan] * 3, r"terminated and truncated, got .*float64$"),
+        (4, [], r"expected infos as a dict, got \[\]"),
+        (4, None, "expected infos as a dict, got None"),
+    ],
+)
+def test_an_answer_of_the_wrong_kind_is_a_failure_of_the_batch(place: int, part: Any, said: str) -> None:
+    envs = native(Wrong)
+    envs.reset(seed=0)
+    envs.batch.place, envs.batch.part = place, part
+    with pytest.raises(EnvError, match=f"failed in step: ValueError: .*{said}"):
+        envs.step(np.full(3, 5))
+    envs.close()

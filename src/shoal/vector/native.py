@@ -244,7 +244,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             seed = seed_each(seed, self.num_envs)
         elif seed is not None:
             seed = int(seed)
-        result = self._run("reset", lambda: _pair(self._seeded(seed, mask, options)))
+        result = self._run("reset", lambda: _pair(self._seeded(seed, mask, options), self.num_envs))
         self._begun = True
         self._examine("reset", result[0])
         return self._mine(result[0]), result[1]
@@ -286,7 +286,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if self._adapts and ended.any():
             final = _column(obs, self.num_envs, ended)
             given = {"reset_mask": ended.copy()}
-            obs, told = self._run("reset", lambda: _pair(self.batch.reset(options=given)))
+            obs, told = self._run("reset", lambda: _pair(self.batch.reset(options=given), self.num_envs))
             self._examine("reset", obs)
             ends = {"final_obs": final, "_final_obs": ended.copy()}
             ends |= {"final_info": _only(ended, infos), "_final_info": ended.copy()}
@@ -460,17 +460,27 @@ def _bounds(space: Any) -> tuple[Any, Any] | None:
     return (0, 2) if isinstance(space, spaces.MultiBinary) else None
 
 
-def _pair(result: Any) -> tuple[Any, dict[str, Any]]:
+def _pair(result: Any, n_envs: int) -> tuple[Any, dict[str, Any]]:
     obs, infos = result
+    for leaf in obs.values() if isinstance(obs, dict) else [obs]:
+        if leaf is None or (isinstance(leaf, np.ndarray) and leaf.shape[:1] != (n_envs,)):
+            raise ValueError(
+                f"expected observations of {n_envs}, got {leaf!r:.80} of shape {getattr(leaf, 'shape', ())}"
+            )
+    if not isinstance(infos, dict):
+        raise ValueError(f"expected infos as a dict, got {infos!r:.80}")
     return obs, infos
 
 
 def _five(result: Any, n_envs: int) -> tuple[Any, ...]:
-    obs, rewards, terminated, truncated, infos = result
-    columns = np.array(rewards, np.float64), np.array(terminated, np.bool_), np.array(truncated, np.bool_)
-    if any(column.shape != (n_envs,) for column in columns):
-        raise ValueError(f"expected {n_envs} rewards and flags, got {[column.shape for column in columns]}")
-    return obs, *columns, infos
+    obs, paid, terminated, truncated, infos = result
+    rewards, *flags = map(np.asarray, (paid, terminated, truncated))
+    kinds = [rewards.dtype.kind in "biuf", *(flag.dtype.kind in "biu" for flag in flags)]
+    if kinds != [True] * 3 or any(column.shape != (n_envs,) for column in (rewards, *flags)):
+        told = ", ".join(f"{column.shape} of {column.dtype}" for column in (rewards, *flags))
+        raise ValueError(f"expected {n_envs} rewards, terminated and truncated, got {told}")
+    obs, infos = _pair((obs, infos), n_envs)
+    return obs, np.array(rewards, np.float64), *(np.array(flag, np.bool_) for flag in flags), infos
 
 
 def _column(obs: Any, n_envs: int, ended: Any) -> Any:
