@@ -37,7 +37,8 @@ def refuse_words(terminated: Any, truncated: Any, where: str = "", **more: Any) 
     "False" is true, and so are NaN, `[False]` and `{"__all__": False}`.
     """
     for name, value in (("terminated", terminated), ("truncated", truncated), *more.items()):
-        if type(value) is not bool and (isinstance(value, Sequence | Mapping | Set) or value != value):
+        known = type(value) in (bool, np.bool_)
+        if not known and (isinstance(value, Sequence | Mapping | Set) or value != value):
             raise EnvError(f"{where}{name} must be True or False, got {value!r:.80}")
 
 

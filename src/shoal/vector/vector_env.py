@@ -223,12 +223,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             )
 
     def _expect(self, operation: str, timeout: float | None) -> None:
-        self._check_open()
-        if self._state != operation:
+        if self.closed or self._closing or self._state != operation:
+            self._check_open()
             raise NoAsyncCallError(
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
             )
-        limit(timeout, "timeout")
+        if timeout is not None:
+            limit(timeout, "timeout")
         try:
             self._waits.pop()
         except IndexError:
