@@ -226,6 +226,17 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("train --config-name recorded recordings=x --device nonsense", "is not available here"),
         ("train --config-name recorded recordings=x seed=1 --seed 2", "seed is given twice"),
         ("train --config-name demoo", "Did you mean 'demo'"),
+        ("train --config-name recordd", "Did you mean 'recorded'"),
+        ("train trainer.iterations==3", "'trainer.iterations==3': expected key=value"),
+        ("train-ppo CartPole-v1 --n-envs 8", "got 'CartPole-v1': did you mean --env CartPole-v1?"),
+        ("view --port 0 nosuch", "nosuch is not a folder"),
+        ("envs list all", "shoal envs list takes options only, got 'all'"),
+        ("show .", "is not a run folder"),
+        (
+            "bench CartPole-v1 --wrapper gymnasium.wrappers:Nope",
+            "Expected module:Name of what gymnasium.wrappers",
+        ),
+        ("skills train --max-parallel-skills 0", "got 0, 2 and "),
         ("train trainer.iteratons=1", "Did you mean"),
         ("train --config-dir nosuch --config-name x", "must be a folder"),
         ("eval nosuch", "there is no run folder and no model folder nosuch"),
@@ -565,8 +576,10 @@ def test_a_finished_run_that_is_asked_for_less_is_left_alone(run, capsys):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for iterations in (1, 2):
         words = [*QUICK[:6], *QUICK[7:], f"trainer.iterations={iterations}", "--seed", "3"]
-        assert main(["train", *words, "--run-dir", str(run), "--resume"]) == 0
-        assert "there is nothing to do" in capsys.readouterr().err
+        assert main(["train", *words, "--run-dir", str(run), "--resume", "--json"]) == 0
+        out, told = capsys.readouterr()
+        assert "there is nothing to do" in told
+        assert json.loads(out) == json.loads(before[run / "summary.json"])
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

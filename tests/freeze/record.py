@@ -138,10 +138,12 @@ def settings() -> dict[str, Any]:
     for name in config_names():
         values = plain(compose_config(name))
         configs[name] = {k: v for k, v in values.items() if k not in defaults or defaults[k] != v}
-    from shoal.cli.train_recorded import NAMES, read_config
+    from shoal.cli.train import RECORDED
+    from shoal.cli.train_recorded import read_config
 
     recorded = {
-        name: flat(json.loads(json.dumps(to_mapping(read_config(name, ["recordings=."]))))) for name in NAMES
+        name: flat(json.loads(json.dumps(to_mapping(read_config(name, ["recordings=."])))))
+        for name in RECORDED
     }
     folder = resources.files("shoal.configs") / "skills"
     skills = {

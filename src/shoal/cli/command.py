@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.cli.output import only_json
-from shoal.core.errors import unknown_name
+from shoal.core.errors import ConfigError, unknown_name
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """An option that is said or not, without a value."""
@@ -95,7 +95,11 @@ def _for_a_program(options: Any) -> bool:
 def parsed(command: Command, name: str, words: list[str]) -> Any:
     """The options that the words say; values of flags and settings may come in any order."""
     settings = _settings(command, words)
-    ordered = _positional_first(words, _parser(command, name, settings))
+    parser = _parser(command, name, settings)
+    if words and words[0][:1] != "-" and all(action.option_strings for action in parser._actions):
+        meant = f": did you mean --env {words[0]}?" if "--env" in parser._option_string_actions else ""
+        raise ConfigError(f"shoal {name} takes options only, got {words[0]!r}{meant}")
+    ordered = _positional_first(words, parser)
     return tyro.cli(command.options, args=ordered, prog=f"shoal {name}", **settings)
 
 

@@ -282,15 +282,19 @@ def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
 
 
 # --- what plays or trains agents: a config by name, and Hydra's `key=value` overrides
-def _config_names(default: str) -> str:
-    from shoal.train.agent.config import config_names
+def config_name_of(further: Sequence[str] = ()) -> Any:
+    """How `--config-name` is told: the configs that come with shoal, and `further` ones that the command takes."""
 
-    return f"(of {', '.join(config_names())}) (default: {default})"
+    def known(default: str) -> str:
+        from shoal.train.agent.config import config_names
+
+        return f"(of {', '.join([*config_names(), *further])}) (default: {default})"
+
+    told = "a config that comes with shoal, or your own"
+    return tyro.conf.arg(metavar="NAME", help=told, help_behavior_hint=known)
 
 
-ConfigName = tyro.conf.arg(
-    metavar="NAME", help="a config that comes with shoal, or your own", help_behavior_hint=_config_names
-)
+ConfigName = config_name_of()
 
 
 @dataclass(frozen=True)
@@ -326,9 +330,13 @@ class AgentOptions:
         return words
 
 
-def composed(options: AgentOptions) -> Any:
-    """The config that the command line names, an `AgentConfig`; flags become settings."""
-    from shoal.train.agent.config import compose_config
+def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
+    """The config that the command line names, an `AgentConfig`; flags become settings.
+
+    Raises:
+        UnknownNameError: there is no such config; `further` ones, which the command takes too, are named as well.
+    """
+    from shoal.train.agent.config import compose_config, refuse_unknown_config
 
     if options.config_dir is not None and not options.config_dir.is_dir():
         raise ConfigError(f"--config-dir must be a folder, got {options.config_dir}")
@@ -338,6 +346,7 @@ def composed(options: AgentOptions) -> Any:
                 f"settings are given as key=value (such as seed=1), got {word!r}; a config is named by --config-name"
                 f"{_meant(word)}"
             )
+    refuse_unknown_config(options.config_name, options.config_dir, further)
     words = options.settings()
     own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
     _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])

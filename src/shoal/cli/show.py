@@ -19,6 +19,7 @@ from rich.text import Text
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json
+from shoal.cli.runs import is_run
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import FolderLock, command_of, read_summary
@@ -80,7 +81,7 @@ class ShowOptions:
 
 def show(options: ShowOptions) -> None:
     """Print a run."""
-    if not options.run.is_dir():
+    if not is_run(options.run) and not any((options.run / begun).exists() for begun in (".lock", "shards")):
         raise DataError(
             f"{options.run} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
         )

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import (
     AgentOptions,
     Progress,
     composed,
+    config_name_of,
     count_of,
     duration,
     hide_loading,
@@ -38,10 +39,15 @@ Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes 
 """
 
 
+RECORDED = ("recorded", "recorded-grpo")
+"""Configs of training on recordings, which have settings of their own."""
+
+
 @dataclass(frozen=True)
 class TrainOptions(AgentOptions):
     """Train a language-model agent with group-relative policy gradients."""
 
+    config_name: Annotated[str, config_name_of(RECORDED)] = "demo"
     cfg: Flag = False
     """print the composed config as YAML and stop"""
     json_events: Flag = False
@@ -52,11 +58,11 @@ class TrainOptions(AgentOptions):
 
 def train(options: TrainOptions) -> int:
     """Compose, train, and say what to do next."""
-    if options.config_name in ("recorded", "recorded-grpo"):
+    if options.config_name in RECORDED:
         from shoal.cli.train_recorded import train_recorded
 
         return train_recorded(options)
-    config = composed(options)
+    config = composed(options, RECORDED)
     if options.cfg:
         from omegaconf import OmegaConf
 
@@ -79,6 +85,8 @@ def train(options: TrainOptions) -> int:
             f"{told}: there is nothing to do; ask for more with trainer.iterations={2 * done}",
             file=sys.stderr,
         )
+        if options.json:
+            print_json(read_summary(Path(run_dir)))
         return 0
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":

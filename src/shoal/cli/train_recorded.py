@@ -17,8 +17,6 @@ from shoal.core.run_folder import RunFolder
 from shoal.core.seeding import stream
 from shoal.train.agent.recorded import RecordedTraining
 
-NAMES = ("recorded", "recorded-grpo")
-
 
 @dataclass(frozen=True)
 class Splitting:

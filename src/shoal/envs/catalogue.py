@@ -396,7 +396,9 @@ def find_wrapper(wrapper: Wrapper) -> Callable[[Any], Env]:
         if found is None:
             known = [key for key, value in vars(module).items() if isinstance(value, type)]
             near = _or(_nearest(wrapper.partition(":")[2], known))
-            raise UnknownNameError(f"no wrapper named {wrapper!r}.{near}")
+            raise UnknownNameError(
+                f"no wrapper named {wrapper!r}.{near} Expected module:Name of what {module.__name__} holds"
+            )
     if not callable(found):
         raise ConfigError(f"a wrapper must be a function or class from env to env, got {found!r}")
     return found

@@ -121,7 +121,8 @@ class Runner:
         late = time_limit is not None and not time_limit > 0  # NaN never comes
         if slots < 1 or max_retries < 0 or not poll_interval > 0 or late:
             raise ConfigError(
-                "max_parallel must be at least 1, max_retries at least 0, poll_interval and time_limit positive"
+                "max_parallel must be at least 1, max_retries at least 0, poll_interval and time_limit positive, "
+                f"got {slots}, {max_retries}, {poll_interval} and {time_limit}"
             )
         self.store, self.work, self.launcher = store, work, launcher
         self.slots, self.max_retries, self.time_limit = slots, max_retries, time_limit

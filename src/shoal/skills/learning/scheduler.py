@@ -95,7 +95,8 @@ class SkillScheduler:
     ) -> None:
         if max_parallel < 1 or max_retries < 0 or not poll_interval > 0:
             raise ConfigError(
-                "max_parallel must be at least 1, max_retries at least 0, poll_interval positive"
+                "max_parallel must be at least 1, max_retries at least 0, poll_interval positive, "
+                f"got {max_parallel}, {max_retries} and {poll_interval}"
             )
         if merge not in RULES:
             raise ConfigError(f"merge must be one of {', '.join(RULES)}, got {merge!r}")

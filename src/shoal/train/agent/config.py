@@ -653,6 +653,13 @@ def config_names() -> list[str]:
     return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
 
 
+def refuse_unknown_config(name: str, folder: Path | None = None, further: Sequence[str] = ()) -> None:
+    """Raise an `UnknownNameError` for a config that neither shoal nor `folder` has; `further` ones are named too."""
+    own = [path.stem for path in folder.glob("*.yaml")] if folder else []
+    if name not in (known := [*config_names(), *own]):
+        raise unknown_name("config", name, [*known, *further])
+
+
 def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None = None) -> AgentConfig:
     """The config `name` with `overrides` in Hydra's grammar (`a.b=1`, `+a.c=2`, `~a.d`).
 
@@ -672,9 +679,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    own = [path.stem for path in folder.glob("*.yaml")] if folder else []
-    if name not in config_names() and name not in own:
-        raise unknown_name("config", name, [*config_names(), *own])
+    refuse_unknown_config(name, folder)
     try:
         with _own_hydra():
             ConfigStore.instance().store(name="defaults", node=_defaults())
@@ -774,6 +779,8 @@ def _explain(error: Exception) -> str:
     if not key and "LexerNoViableAlt" in first:  # signs outside of quotes
         name, _, value = first.removeprefix("LexerNoViableAltException: ").partition("=")
         return f"cannot read {name}={value}: a value with signs wants quotes, {name}='\"{value}\"'"
+    if first.startswith("Error parsing override"):
+        return f"{first}: expected key=value, +key=value or ~key"
     if not key:
         return first
     if _takes_own_keys(key):
