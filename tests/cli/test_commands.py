@@ -670,6 +670,16 @@ def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, capsys, text,
         assert why in said(capsys, *words, code=2)
 
 
+def test_a_run_of_something_else_than_agents_is_told_by_what_made_it(tmp_path, capsys):
+    write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", [trajectory()])
+    (tmp_path / "config.yaml").write_text("env: CartPole-v1")
+    (tmp_path / "checkpoints" / "step_000000000100").mkdir(parents=True)
+    for words in (["eval", tmp_path], ["replay", tmp_path]):
+        why = said(capsys, *words, code=2)
+        assert "is no run of agents" in why
+        assert "made by shoal train-ppo" in why
+
+
 def test_a_folder_that_was_removed_is_one_line(tmp_path, monkeypatch, capsys):
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -1,5 +1,6 @@
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def test_check_accepts_good_envs_and_names_the_broken_promise(capsys, tmp_path, 
     code, out, _ = run(capsys, "check", "gymnasium.envs.classic_control:CartPoleEnv")
     assert code == 0
     assert "skipped check_text_env" in out
+    assert re.search(r"ok      5 episodes of random actions, \d+ steps", out)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,17 @@ class NoStep(Whole):
     def step(self, action):
         return 1 / 0
 
+class LateStep(Whole):
+    def step(self, action):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps > 40:
+            raise RuntimeError("worn out")
+        return numpy.zeros(2, numpy.float32), 0.0, False, False, {}
+
+class NoReward(Whole):
+    def step(self, action):
+        return numpy.zeros(2, numpy.float32), float("inf"), True, False, {}
+
 class NoEnd(Whole):
     def close(self):
         raise RuntimeError("still open")
@@ -209,7 +222,14 @@ class NoEnd(Whole):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [("NoReset", "level 3"), ("NoStep", "division"), ("NoEnd", "still open")]
+    ("kind", "why"),
+    [
+        ("NoReset", "level 3"),
+        ("NoStep", "division"),
+        ("LateStep", "worn out"),
+        ("NoReward", "a reward must be a finite number, got inf"),
+        ("NoEnd", "still open"),
+    ],
 )
 def test_what_an_env_raises_is_a_broken_promise_and_no_traceback(capsys, tmp_path, monkeypatch, kind, why):
     (tmp_path / "faulty_envs.py").write_text(FAULTY)
@@ -218,4 +238,4 @@ def test_what_an_env_raises_is_a_broken_promise_and_no_traceback(capsys, tmp_pat
     assert code == 1
     assert [line for line in out.splitlines() if line.startswith("broken") and why in line]
     code, _, err = run(capsys, "show", f"faulty_envs:{kind}")
-    assert (code, why in err) == ((0, False) if kind == "NoStep" else (1, True))
+    assert (code, why in err) == ((1, True) if kind in ("NoReset", "NoEnd") else (0, False))

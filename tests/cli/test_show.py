@@ -35,6 +35,15 @@ def test_an_episode_that_is_not_there_says_which_are(run, capsys):
     assert "--episode must be in [0, 3], got 4" in capsys.readouterr().err
 
 
+def test_a_run_without_episodes_shows_its_summary_and_refuses_to_show_one(run, capsys):
+    (run / "summary.json").write_text(json.dumps({"command": "train-ppo", "metrics": {"steps": 8}}))
+    (run / "trajectories" / "heldout-000001.jsonl").unlink()
+    assert main(["show", str(run)]) == 0
+    for asked in (["--episode", "0"], ["--best"], ["--worst"], ["--prompt"]):
+        assert main(["show", str(run), *asked]) == 2
+        assert "recorded no episodes" in capsys.readouterr().err
+
+
 def test_what_a_run_says_is_shown_as_it_stands_there(run, capsys):
     named = run.rename(run.with_name("[demo]"))
     metrics = {"success": 0.5, "note": "see [/x] and [bold]y :fire:"}

@@ -15,7 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+import numpy as np
 import tyro
+from gymnasium import Env
+from gymnasium.spaces import Discrete
 
 from shoal.cli.command import Command, Group
 from shoal.cli.grammar import (
@@ -24,6 +27,7 @@ from shoal.cli.grammar import (
     Wrappers,
     arguments_of,
     blaming,
+    count_of,
     parse_settings,
     refuse_idle,
 )
@@ -40,6 +44,9 @@ from shoal.envs.catalogue import (
     resolve,
 )
 from shoal.envs.text import TextEnv
+
+MOST_STEPS = 1000
+"""Steps after which an episode that `check` plays at random may go on for ever."""
 
 Name = Annotated[
     str,
@@ -357,6 +364,7 @@ def _check(command: CheckCommand) -> int:
             print(f"ok      shoal's check_text_env, {command.episodes} episodes")
         else:
             print("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
+            print(f"ok      {_played_at_random(env, command.episodes)}")
         env.close()
     except ShoalError:
         raise
@@ -367,6 +375,31 @@ def _check(command: CheckCommand) -> int:
             env.close()
         return 1
     return 0
+
+
+def _played_at_random(env: Env, episodes: int) -> str:
+    """Plays whole episodes, which Gymnasium's check does not, and says how many steps they had."""
+    steps = 0
+    for seed in range(episodes):
+        env.action_space.seed(seed)
+        _, info = env.reset(seed=seed)
+        for _ in range(MOST_STEPS):
+            _, reward, terminated, truncated, info = env.step(env.action_space.sample(_allowed(env, info)))
+            steps += 1
+            assert np.isfinite(float(reward)), (
+                f"a reward must be a finite number, got {reward!r} in step {steps}"
+            )
+            if terminated or truncated:
+                break
+    return f"{count_of(episodes, 'episode')} of random actions, {count_of(steps, 'step')} without a fault"
+
+
+def _allowed(env: Env, info: dict[str, Any]) -> Any:
+    """The mask of the actions that an env of one action allows now; None if it has none."""
+    mask = info.get("action_mask")
+    if mask is None and hasattr(env.unwrapped, "action_masks"):
+        mask = env.unwrapped.action_masks()
+    return np.asarray(mask, np.int8) if mask is not None and isinstance(env.action_space, Discrete) else None
 
 
 def _serve(command: ServeCommand) -> int:

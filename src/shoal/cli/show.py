@@ -96,6 +96,8 @@ def show(options: ShowOptions) -> None:
     console.print(summary_table(options.run, everything=options.all))
     file = _pick_file(options.run / "trajectories", options.file)
     if file is None:
+        if options.episode is not None or options.best or options.worst or options.prompt:
+            raise DataError(f"{options.run} recorded no episodes: there is no trajectories/*.jsonl in it")
         return
     with contextlib.closing(EpisodeIndex(options.run)) as index:
         index.refresh(file.name)

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
 from shoal.core.errors import DataError
+from shoal.core.run_folder import command_of
 from shoal.rollout.verify import Difference, difference_of
 
 MOST_BYTES, MOST_VALUES = 2**20, 20_000
@@ -70,6 +71,20 @@ def settings_of(run: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DataError(f"{path} must be a mapping of settings, got {type(values).__name__}")
     return {str(key): value for key, value in values.items()}
+
+
+def agent_settings_of(run: Path) -> dict[str, Any]:
+    """The settings of a run that played agents.
+
+    Raises:
+        DataError: it is a run of something else, or as in `settings_of`.
+    """
+    values = settings_of(run)
+    if "custom_envs" not in values:
+        made = command_of(run)
+        by = f"; it was made by shoal {made}" if made != "train" else ""
+        raise DataError(f"{run} is no run of agents: it has no config.yaml that names envs{by}")
+    return values
 
 
 def recordings_of(run: Path) -> list[Recording]:

@@ -266,11 +266,18 @@ def test_rows_become_actions_of_the_space(space, rows, expected):
 
 
 @pytest.mark.parametrize(
-    "space", [spaces.Text(5), spaces.Sequence(spaces.Discrete(2)), spaces.Dict({"a": spaces.Text(3)})]
+    "space",
+    [
+        spaces.Text(5, charset="ab\n"),
+        spaces.Sequence(spaces.Discrete(2)),
+        spaces.Dict({"a": spaces.Text(3)}),
+    ],
 )
 def test_observation_spaces_that_are_not_supported_say_so(space):
-    with pytest.raises(ConfigError, match="PPO reads Box, Discrete"):
+    with pytest.raises(ConfigError, match="PPO reads Box, Discrete") as told:
         ObservationRows(space)
+    assert "\n" not in str(told.value)
+    assert ("observation=grid" in str(told.value)) == ("Text" in str(space))
 
 
 @pytest.mark.parametrize(

@@ -179,9 +179,12 @@ def _leaves(space: gym.Space, path: tuple[str, ...]) -> list[Leaf]:
         size = int(np.prod(space.shape))
     else:
         place = f" at {'/'.join(path)!r}" if path else ""
+        text = isinstance(space, spaces.Text)
+        other = "; sokoban and frozen_lake show arrays with --env-kwargs observation=grid" if text else ""
         raise ConfigError(
-            f"PPO reads Box, Discrete, MultiDiscrete, MultiBinary and Dict observations, got {space}{place}; "
-            "wrap the environment, for example with gymnasium.wrappers.TransformObservation"
+            "PPO reads Box, Discrete, MultiDiscrete, MultiBinary and Dict observations, got "
+            f"{'Text' if text else space}{place}; wrap the environment, for example with "
+            f"gymnasium.wrappers.TransformObservation{other}"
         )
     return [Leaf(path, space, 0, size)] if size else []
 
