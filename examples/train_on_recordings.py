@@ -12,12 +12,14 @@ from shoal.splitting.synthetic import write_button_recordings
 def run(folder: Path, screens: int = 440, epochs: int = 15) -> float:
     """Share of right answers on screens that were not trained on."""
     write_button_recordings(folder / "recordings", screens, seed=1)
-    main(
+    code = main(
         [
             "train", "--config-name", "recorded", f"recordings={folder / 'recordings'}", f"run_dir={folder / 'run'}",
             f"train.epochs={epochs}", "train.learning_rate=2e-3", "train.minibatch_size=16", "heldout=0.1",
         ]
     )  # fmt: skip
+    if code:
+        sys.exit(code)  # it said why, or was interrupted
     return read_json(folder / "run" / "summary.json")["metrics"]["heldout_right"]
 
 
