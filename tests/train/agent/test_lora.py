@@ -1,3 +1,6 @@
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,7 @@ from shoal.train.agent.batch import micro_batches
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import Lora, compose_config
 from shoal.train.agent.distributed import BasePolicy
-from shoal.train.agent.lora import LoraPolicy, add_lora, load_lora, weights_sha256
+from shoal.train.agent.lora import LoraPolicy, add_lora, load_lora, merge_lora, weights_sha256
 from shoal.train.agent.policy import policy_of, score
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -94,6 +97,46 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
         load_lora(folder)
     with pytest.raises(ConfigError, match="needs engine.name=huggingface"):
         AgentTrainer(compose_config("demo", ["model.lora.rank=2", f"run_dir={tmp_path / 'tiny'}"]))
+
+
+@pytest.mark.parametrize(
+    "load", [load_lora, lambda folder: merge_lora(folder, folder / "merged")], ids=["load", "merge"]
+)
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("adapter_config.json", None),
+        ("adapter_config.json", "[]"),
+        ("adapter_config.json", {"r": None}),
+        ("adapter_config.json", {"r": 4}),
+        ("adapter_config.json", {"r": -1}),
+        (
+            "adapter_config.json",
+            {"target_modules": None},
+        ),  # peft would take some of them, by the kind of model
+        ("adapter_config.json", {"use_rslora": True}),  # the adapters would count less, or more
+        ("adapter_config.json", {"alpha_pattern": {"q_proj": 99}}),
+        ("engine.json", {"base": None}),
+        ("engine.json", {"base": "/nowhere"}),
+        ("engine.json", {"dtype": None}),
+        ("adapter_model.safetensors", None),
+        ("adapter_model.safetensors", "{"),
+    ],
+)
+def test_a_broken_folder_of_adapters_is_named(base, tmp_path, file, changed, load):
+    add_lora(policy_of(HuggingFaceEngine.load(base)), Lora(rank=2), str(base), 0).save(tmp_path)
+    path = tmp_path / file
+    if isinstance(changed, dict):
+        told = json.loads(path.read_text()) | changed
+        changed = json.dumps(
+            {key: value for key, value in told.items() if value is not None or key not in changed}
+        )
+    path.unlink()
+    if changed is not None:
+        path.write_text(changed)
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path} does not load as LoRA adapters (")):
+        load(tmp_path)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_model_with_a_single_number_among_its_weights_has_a_hash_too():

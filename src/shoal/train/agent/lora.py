@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import ConfigError, DataError, missing_extra
+from shoal.core.errors import ConfigError, DataError, EngineError, MissingExtraError, missing_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
@@ -42,21 +42,10 @@ class LoraPolicy(HuggingFacePolicy):
     """
 
     def __init__(self, policy: HuggingFacePolicy, lora: Lora, base: str, seed: int) -> None:
-        try:
-            import peft
-        except ImportError as error:
-            raise missing_extra("LoRA adapters", "llm") from error
         super().__init__(policy.module, policy.tokenizer, policy.pad_id)
         self.base = base
         self.base_sha256 = weights_sha256(policy.module)
-        modules = lora.target_modules
-        settings = peft.LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=modules if isinstance(modules, str) else list(modules),
-            task_type="CAUSAL_LM",
-        )
+        settings = _settings(lora)
         device = next(self.module.parameters()).device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(derive_seed(seed, "init", "lora") % 2**63)
@@ -139,34 +128,84 @@ def load_lora(folder: Path, device: str = "cpu", **options: Any) -> tuple[LoraPo
         **options: of the sampler.
 
     Raises:
-        DataError: the base model is not the one that the adapters were trained on.
+        DataError: the folder is broken, says more than is read of it, or was trained on another base model.
     """
-    described, settings = read_json(folder / "engine.json"), read_json(folder / "adapter_config.json")
-    base = resolve_model(described["base"])
-    engine = HuggingFaceEngine.load(base, device=device, dtype=described["dtype"], **options)
-    modules = settings["target_modules"]
-    lora = Lora(settings["r"], settings["lora_alpha"], modules, settings["lora_dropout"])
-    adapted = add_lora(policy_of(engine), lora, described["base"], 0)
-    if adapted.base_sha256 != described["base_sha256"]:
-        raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
-    adapted.base = described["base"]
-    adapted.load_weights(adapted.read(folder), adapted.weights_version)
+    with _named(folder):
+        lora, described, engine = _read(folder, device=device, **options)
+        adapted = add_lora(policy_of(engine), lora, described["base"], 0)
+        adapted.base = described["base"]
+        adapted.load_weights(adapted.read(folder), adapted.weights_version)
     return adapted, engine
 
 
 def merge_lora(folder: Path, target: Path) -> None:
-    """Write the base model with the adapters of `folder` merged into its weights, as transformers loads it."""
+    """Write the base model with the adapters of `folder` merged into its weights, as transformers loads it.
+
+    Raises:
+        DataError: as for `load_lora`.
+    """
     import peft
 
-    described = read_json(folder / "engine.json")
-    base = HuggingFaceEngine.load(resolve_model(described["base"]), dtype=described["dtype"])
-    if weights_sha256(base.model) != described["base_sha256"]:
-        raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
-    with warnings.catch_warnings():
+    with _named(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 by an old name
+        _, _, base = _read(folder)
+        if not (folder / ADAPTER).is_file():  # peft would ask the Hub for it
+            raise FileNotFoundError(folder / ADAPTER)
         merged = peft.PeftModel.from_pretrained(base.model, str(folder)).merge_and_unload()
     merged.save_pretrained(target)
     base.tokenizer.tokenizer.save_pretrained(target)
+
+
+_PLACE = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
+"""What of the settings of adapters says nothing of what they do."""
+
+
+def _settings(lora: Lora) -> Any:
+    """Of adapters, as peft knows them."""
+    try:
+        import peft
+    except ImportError as error:
+        raise missing_extra("LoRA adapters", "llm") from error
+    modules = lora.target_modules
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _read(folder: Path, **options: Any) -> tuple[Lora, dict[str, Any], HuggingFaceEngine]:
+    """The adapters that a folder is of, what `engine.json` says of them, and the base model they were trained on."""
+    described, told = read_json(folder / "engine.json"), read_json(folder / "adapter_config.json")
+    lora = Lora(told["r"], told["lora_alpha"], told["target_modules"], told["lora_dropout"])
+    for name, made in _settings(lora).to_dict().items():
+        given = told.get(name, made)
+        if name not in _PLACE and made != (set(given) if isinstance(made, set) else given):
+            raise DataError(
+                f"adapter_config.json says {name}={given!r}, and shoal trains with {made!r} alone"
+            )
+    engine = HuggingFaceEngine.load(resolve_model(described["base"]), dtype=described["dtype"], **options)
+    if weights_sha256(engine.model) != described["base_sha256"]:
+        raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
+    return lora, described, engine
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Whatever is wrong with a folder of adapters is a `DataError` that names it."""
+    try:
+        yield
+    except (EngineError, MissingExtraError):
+        raise
+    except Exception as error:  # whatever peft and safetensors make of it
+        if isinstance(error, DataError) and str(folder) in str(error):
+            raise
+        raise DataError(
+            f"{folder} does not load as LoRA adapters ({type(error).__name__}: {error}): copy all its files again, and "
+            f"keep their base model where it was"
+        ) from error
 
 
 def weights_sha256(model: nn.Module) -> str:
