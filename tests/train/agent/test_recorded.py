@@ -173,6 +173,31 @@ def test_advantages_compare_recordings_of_one_task_each_once(batch):
         recorded_samples(found, "grpo")
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["rewards", "a finite log-probability"])
+def test_rewards_and_log_probs_that_are_no_numbers_are_refused(batch, where, wrong):
+    """One of them would silently count nothing, or all, for the recordings of its task."""
+    found = batch.samples()
+    for sample in found:
+        sample.logprobs = np.zeros(len(sample.response_ids), np.float32)
+        sample.uid = "a"
+    assert any(s.advantages.any() for s in recorded_samples(found, "grpo"))
+    if where == "rewards":
+        found[-1].reward = wrong
+    else:
+        found[-1].logprobs[0] = wrong
+    with pytest.raises(DataError, match=rf"{where}.*trajectory {found[-1].traj_index} \(task a\) has"):
+        recorded_samples(found, "grpo")
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(model, batch):
+    samples = recorded_samples(batch.samples(), "supervised")
+    known = model.get_input_embeddings().weight.shape[0]
+    samples[1].ids[0] = known
+    with pytest.raises(DataError, match=f"to {known}, and the model knows those below {known}"):
+        RecordedTrainer(model, samples, RecordedTraining(), 0)
+
+
 @pytest.mark.parametrize("placement", ["final", "all", "last_step", lambda reward, step, n: reward / n])
 def test_advantages_are_those_of_the_rewards_wherever_the_batch_puts_them(processor, tmp_path, placement):
     """Also where the last window of a trajectory has no token to train, and after the batch was written and read."""

@@ -25,6 +25,7 @@ from shoal.core.configuration import check_fields
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.core.seeding import derive_seed, stream
+from shoal.rollout.samplers.sampler import ROUNDING
 from shoal.train.agent.advantages import group_relative
 from shoal.train.agent.batch import Batching, Row, plan_batches
 from shoal.train.agent.config import Algorithm, refuse_negative, refuse_not_positive
@@ -112,7 +113,8 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Recor
     """What a step reads, from samples of `shoal.splitting` (`Batch.samples()`).
 
     Raises:
-        DataError: `grpo` without recorded log-probabilities, or without a group whose rewards differ.
+        DataError: `grpo` without recorded log-probabilities, or with some that are none, or without a group whose
+            rewards differ.
     """
     advantages = np.ones(len(samples))
     if objective == "grpo":
@@ -121,6 +123,13 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Recor
             raise DataError(
                 "objective=grpo needs the log-probabilities that were recorded: split step by step with use_vllm_logp"
             )
+        for sample in samples:
+            told = np.asarray(sample.logprobs)
+            if len(told) != len(sample.response_mask) or not (told <= ROUNDING).all() or np.isinf(told).any():
+                raise DataError(
+                    f"objective=grpo needs a finite log-probability of at most 0 for each token, trajectory "
+                    f"{sample.traj_index} (task {sample.uid}) has others: leave it out"
+                )
     made = []
     for sample, advantage in zip(samples, advantages, strict=True):
         border, mask = len(sample.prompt_ids), np.asarray(sample.response_mask, bool)
@@ -148,6 +157,11 @@ def _advantages(samples: Sequence[Any]) -> np.ndarray:
     tasks: dict[int, str] = {}
     for sample in samples:
         paid = sample.reward if sample.reward is not None else float(np.sum(sample.rewards))
+        if not math.isfinite(paid):  # all of its task would count nothing
+            raise DataError(
+                f"objective=grpo needs rewards that are finite, trajectory {sample.traj_index} (task {sample.uid}) has "
+                f"{paid}: leave it out, or give it another"
+            )
         rewards[sample.traj_index], tasks[sample.traj_index] = paid, sample.uid
     names = {uid: number for number, uid in enumerate(dict.fromkeys(tasks.values()))}
     order = list(rewards)
@@ -232,6 +246,9 @@ class RecordedTrainer:
         config: how.
         pad_id: fills rows up.
         seed: of the order of samples.
+
+    Raises:
+        DataError: the samples have tokens that the model does not know.
     """
 
     def __init__(
@@ -239,6 +256,13 @@ class RecordedTrainer:
     ) -> None:
         self.model, self.samples, self.config = model, list(samples), config
         self.pad_id, self.seed = pad_id, seed
+        known = model.get_input_embeddings().weight.shape[0]
+        ends = [end for sample in self.samples for end in (sample.ids.min(), sample.ids.max())]
+        if ends and not 0 <= min(ends) <= max(ends) < known:
+            raise DataError(
+                f"the recordings have token ids from {min(ends)} to {max(ends)}, and the model knows those below "
+                f"{known}: split them with the model's own tokenizer"
+            )
         self.step = 0
         self.optimizer = MasterAdamW(
             [{"params": trained_parameters(model), "lr": config.learning_rate}], config.weight_decay
