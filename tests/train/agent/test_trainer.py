@@ -135,6 +135,18 @@ def test_a_run_whose_metrics_were_emptied_goes_on(finished):
     assert json.loads((finished / "summary.json").read_text())["metrics"]["iterations"] == 4
 
 
+@pytest.mark.parametrize("row", ["{}", '{"iteration": "4"}', '{"iteration": 1e400}'])
+def test_a_row_of_metrics_that_no_run_writes_is_named_and_nothing_is_dropped(finished, row):
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.write(row + "\n")
+    before = (finished / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        DataError, match=r"metrics.jsonl must have a whole number as its iteration, got \{.*remove that"
+    ):
+        train(finished, "resume=true")
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_run_leaves_what_its_folder_promises(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["command"] == "train"

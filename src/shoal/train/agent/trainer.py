@@ -309,7 +309,7 @@ class AgentTrainer:
         if self._reference is not None:
             self._reference.load()
         rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
-        self._success = float(rows[-1].get("heldout_success", 0.0)) if rows else 0.0
+        self._success = float(rows[-1].get("heldout_success") or 0.0) if rows else 0.0
         yield from rows
 
     def _validate(self) -> dict[str, float]:
