@@ -149,7 +149,9 @@ def test_nonsense_is_an_engine_error_and_is_asked_once(serve, reply, tokenizer):
     assert len(server.seen) == before + 1
 
 
-@pytest.mark.parametrize("reply", [[], {"data": 3}, {"data": ["m"]}, {"text": "hello"}])
+@pytest.mark.parametrize(
+    "reply", [[], {"data": 3}, {"data": ["m"]}, {"data": [{"id": None}]}, {"text": "hello"}]
+)
 def test_a_list_of_models_that_is_none_is_an_engine_error(serve, reply):
     server = FakeServer("openai")
     server.change = lambda _: reply
@@ -357,6 +359,15 @@ def test_whole_weights_are_reloaded_where_the_server_can(serve, tmp_path):
         engine.load_folder(tmp_path / "bad", 4)
     with pytest.raises(EngineError, match="vllm server cannot reload"):
         serve("vllm")[1].load_folder(tmp_path, 1)
+
+
+@pytest.mark.parametrize("reply", [[], None, "yes", {"success": "no"}, {}])
+def test_weights_that_a_server_does_not_say_it_took_are_not_taken(serve, tmp_path, reply):
+    server, engine = serve("sglang")
+    server.change = lambda _: reply
+    with pytest.raises(EngineError, match="did not take the weights"):
+        engine.load_folder(tmp_path, 3)
+    assert engine.weights_version == 0
 
 
 def test_what_cannot_work_is_refused_when_the_engine_is_made(serve):

@@ -91,6 +91,7 @@ class HttpClient:
             "Accept-Encoding": "identity",
         }
         self._headers = headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._closed = False
         self._loop: _Loop | None = None
         self._end: Callable[[], Any] | None = None
         self._lock = threading.RLock()  # a signal's handler may close while its thread is in here
@@ -129,9 +130,10 @@ class HttpClient:
             raise reply
         return reply
 
-    def close(self) -> None:
-        """End requests that are under way and close the connections; a later request opens new ones."""
+    def close(self, *, for_good: bool = False) -> None:
+        """End requests that are under way and close the connections; later ones open new ones, unless `for_good`."""
         with self._lock:
+            self._closed = self._closed or for_good
             end, self._loop, self._end = self._end, None, None
         if end is not None:
             end()
@@ -139,6 +141,8 @@ class HttpClient:
     def _run(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
         """What `work` gives, with the connections of the event loop it runs in, while the calling thread waits."""
         with self._lock:
+            if self._closed:
+                raise EngineError(f"the connection to {self.url} was closed before the request")
             if self._loop is None:
                 self._loop = _Loop(self.patience.timeout)
                 self._end = weakref.finalize(self, self._loop.end)

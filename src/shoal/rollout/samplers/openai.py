@@ -228,8 +228,9 @@ class OpenAIEngine:
                 f"a {self.server} server cannot reload its weights: use an adapter, or the engine in process"
             )
         reply = self.client.post(self._kind.reload, {"model_path": str(Path(folder).resolve())})
-        if not reply.get("success", False):
-            raise EngineError(f"the server did not take the weights: {reply.get('message', reply)}")
+        if not isinstance(reply, Mapping) or reply.get("success") is not True:
+            told = reply.get("message", reply) if isinstance(reply, Mapping) else reply
+            raise EngineError(f"the server did not take the weights: {_shown(told)}")
         self.weights_version = version
 
     def restart(self) -> None:
@@ -237,8 +238,8 @@ class OpenAIEngine:
         self.client.close()
 
     def close(self) -> None:
-        """Give up requests that are under way and close the connections."""
-        self.client.close()
+        """Give up requests that are under way and close the connections; nothing is asked any more."""
+        self.client.close(for_good=True)
 
     def __enter__(self) -> OpenAIEngine:
         return self
@@ -253,8 +254,10 @@ class OpenAIEngine:
         reply = self.client.get("/v1/models")
         try:
             listed = reply.get("data") or []
-            names = [str(entry.get("id")) for entry in listed]
-        except (AttributeError, TypeError) as error:
+            names = [entry["id"] for entry in listed]
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("the name of a model is no text")
+        except (AttributeError, LookupError, TypeError) as error:
             raise EngineError(
                 f"{self.client.url}/v1/models answered with no list of models: {str(reply)[:200]}"
             ) from error
