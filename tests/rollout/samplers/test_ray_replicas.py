@@ -1,5 +1,6 @@
 """What an engine of replicas does when they die, with a stand-in for a cluster."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,7 @@ def make(monkeypatch):
         remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda *made: Actor(kind(*made), death)),
         wait=lambda calls, timeout: (calls, []),
         get=lambda call, timeout=None: call(),
+        put=lambda value: value,
         kill=lambda actor: setattr(actor, "dead", True),
     )
     monkeypatch.setattr(module, "ray", cluster)
@@ -55,3 +57,26 @@ def test_a_closed_engine_says_so(make):
     engine.close()
     with pytest.raises(EngineError, match="this engine was closed"):
         engine.generate(ASKED)
+
+
+@pytest.mark.parametrize("method", ["generate", "load_weights"])
+def test_an_engine_that_is_closed_at_work_says_so_and_makes_no_replica_anew(make, method):
+    engine = make()
+    replica = engine._actors[0].replica
+
+    def call(*arguments):
+        engine.close()
+        raise engine_death(engine)
+
+    actors = list(engine._actors)
+    replica.call = call
+    with pytest.raises(EngineError, match="this engine was closed"):
+        engine.generate(ASKED) if method == "generate" else engine.load_weights({}, 3)
+    assert [actor.dead for actor in actors] == [True, True]
+    assert engine._actors == []
+    assert engine.weights_version == 0
+
+
+def engine_death(engine):
+    """What Ray raises of an actor that was killed."""
+    return sys.modules[type(engine).__module__].RayActorError()

@@ -203,6 +203,33 @@ def test_weights_are_taken_over_in_place_or_by_another_start_where_they_would_st
     assert not places[-1].exists()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_vllm_did_not_take_are_not_what_it_starts_with_again(engine, monkeypatch, tied):
+    """Completions of the new ones were marked with the version of the old."""
+    module = sys.modules["shoal.rollout.samplers.vllm"]
+    monkeypatch.setattr(module, "as_in_files", lambda folder, weights: weights)
+    monkeypatch.setattr("safetensors.torch.save_file", lambda tensors, path, note: path.touch())
+    monkeypatch.setattr(module.current_platform, "is_cpu", lambda: tied)
+    engine.load_weights({}, 3)
+    taken = engine._weights.name
+
+    def fail(*_, **options):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.llm, "collective_rpc", fail)
+        broken.setattr(module, "LLM", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.load_weights({}, 4)
+    assert engine.weights_version == 3
+    engine.restart()
+    assert engine.llm.made_of["model"] == taken
+    assert Path(taken).exists()
+    engine.load_weights({}, 4)
+    assert (engine.weights_version, Path(taken).exists()) == (4, False)
+    engine.close()
+
+
 def test_each_adapter_has_a_number_of_its_own(engine, tmp_path):
     engine = type(engine)(tmp_path, tokenizer=TinyTokenizer(), adapters=True)
     assert engine.llm.made_of["enable_lora"]

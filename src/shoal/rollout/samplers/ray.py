@@ -102,15 +102,14 @@ class RayEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order; an episode stays with its replica, whose prefixes it can use."""
-        if not self._actors:
-            raise EngineError("the replicas have ended: this engine was closed")
-        shares: dict[int, list[int]] = {}
+        n, shares = len(self._open()), dict[int, list[int]]()
         for index, request in enumerate(requests):
-            shares.setdefault(_home(request, len(self._actors)), []).append(index)
+            shares.setdefault(_home(request, n), []).append(index)
         done: dict[int, Completion] = {}
         for attempt in range(self.retries + 1):
+            actors = self._open()
             asked = {
-                home: self._actors[home].call.remote("generate", [requests[i] for i in share])
+                home: actors[home].call.remote("generate", [requests[i] for i in share])
                 for home, share in shares.items()
             }
             for home, answer in asked.items():
@@ -147,12 +146,17 @@ class RayEngine:
 
     def close(self) -> None:
         """End the replicas."""
-        for actor in self._actors:
+        actors, self._actors = self._actors, []  # first, so that none is made anew meanwhile
+        for actor in actors:
             ray.kill(actor)
-        self._actors = []
+
+    def _open(self) -> list[Any]:
+        if not (actors := self._actors):
+            raise EngineError("the replicas have ended: this engine was closed")
+        return actors
 
     def _tell(self, method: str, what: Any, version: int) -> None:
-        told = [actor.call.remote(method, what, version) for actor in self._actors]
+        told = [actor.call.remote(method, what, version) for actor in self._open()]
         for home, answer in enumerate(told):
             try:
                 ray.get(answer, timeout=self.timeout)
@@ -165,12 +169,13 @@ class RayEngine:
         self._last, self.weights_version = (method, what, version), version
 
     def _renew(self, home: int) -> None:
-        ray.kill(self._actors[home])
-        self._actors[home] = self._actor.remote(self._make)
+        actors = self._open()
+        ray.kill(actors[home])
+        actors[home] = self._actor.remote(self._make)
         if self._last is not None:
             method, what, version = self._last
             try:
-                ray.get(self._actors[home].call.remote(method, what, version), timeout=self.timeout)
+                ray.get(actors[home].call.remote(method, what, version), timeout=self.timeout)
             except (RayActorError, RayTaskError, GetTimeoutError) as error:
                 raise EngineError(
                     f"replica {home}, made anew, does not take the last weights: {type(error).__name__}: {error}"

@@ -163,11 +163,16 @@ class VllmEngine:
             if (self._folder / name).is_file():
                 shutil.copy(self._folder / name, folder.name)
         self._weights, before = folder, self._weights
-        if self._keeps_old_head:
-            self.restart()
-        else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder.name})
-            self.llm.reset_prefix_cache()
+        try:
+            if self._keeps_old_head:
+                self.restart()
+            else:
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder.name})
+                self.llm.reset_prefix_cache()
+        except BaseException:
+            self._weights = before  # what the next start is with, and marked as
+            folder.cleanup()
+            raise
         self.weights_version = version
         if before is not None:
             before.cleanup()
