@@ -15,6 +15,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import compose_config, config_names
+from shoal.train.agent.evaluation import checkpoint_of
 from shoal.train.agent.trainer import AgentTrainer
 
 CLOCKS = (
@@ -199,6 +200,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(finished, name
     target.write_bytes(target.read_bytes()[:-1] + b"?")
     with pytest.raises(DataError, match=rf"{name} was altered or truncated.*to go on from step-000003"):
         train(finished, "resume=true")
+
+
+def test_a_checkpoint_that_is_half_removed_is_not_the_way_out_of_a_damaged_one(finished):
+    *_, whole, half, newest = list_checkpoints(finished / "checkpoints")
+    (half / "state.json").unlink()  # by a run that was killed
+    (newest / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=f"altered.*; remove {newest} and {half} to go on from {whole.name}$"):
+        train(finished, "resume=true")
+    shutil.rmtree(whole)
+    with pytest.raises(DataError, match=r"altered or truncated: its sha256 is not the one in manifest.json$"):
+        train(finished, "resume=true")
+
+
+@pytest.mark.parametrize(
+    ("which", "name"), [("best", "best"), ("newest", "step-000004"), ("4", "step-000004")]
+)
+def test_a_checkpoint_that_a_killed_writer_had_put_aside_is_found(finished, which, name):
+    place = finished / "checkpoints" / name
+    aside = place.with_name(f".{name}.abcd0123.old")
+    aside.mkdir()
+    place.rename(aside / "was")
+    assert checkpoint_of(finished, which) == place
+    assert place.is_dir()
 
 
 def test_groups_that_differ_by_the_format_penalty_alone_are_reported(tmp_path, caplog):

@@ -198,7 +198,7 @@ class HttpClient:
 
     def _pause(self, attempt: int, name: str, trouble: str) -> float:
         """Seconds before an attempt: doubled each time, and spread so that clients do not come back together."""
-        base = min(self.patience.backoff * 2.0 ** (attempt - 1), self.patience.max_backoff)
+        base = min(self.patience.backoff * 2.0 ** min(attempt - 1, 99), self.patience.max_backoff)
         pause = base * (0.5 + 0.5 * float(stream(0, "http", name, attempt).random()))
         logger.warning("%s: %s; attempt %d in %.2f s", self.url, trouble, attempt + 1, pause)
         return pause

@@ -5,6 +5,7 @@ Randomness is counter-based, so no generator state is stored: the iteration says
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -136,8 +137,19 @@ def newest_checkpoint(folder: Path) -> Path:
     try:
         return verify_folder(found[-1])
     except DataError as error:
-        hint = f"; remove {found[-1]} to go on from {found[-2].name}" if len(found) > 1 else ""
+        spoilt = [found[-1], *itertools.takewhile(_is_spoilt, reversed(found[:-1]))]
+        names, left = " and ".join(map(str, spoilt)), found[: -len(spoilt)]
+        hint = f"; remove {names} to go on from {left[-1].name}" if left else ""
         raise DataError(f"{error}{hint}") from error
+
+
+def _is_spoilt(checkpoint: Path) -> bool:
+    """Altered, or half removed by a run that was killed."""
+    try:
+        verify_folder(checkpoint)
+    except DataError:
+        return True
+    return False
 
 
 def load_checkpoint(

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import DataError
+from shoal.core.files import restore_folders
 from shoal.rollout.filters import discounted
 from shoal.train.agent.advantages import has_signal
 from shoal.train.agent.batch import was_cut
@@ -153,6 +154,7 @@ def mean_interval(values: Sequence[float], z: float = 1.959964) -> tuple[float, 
 def checkpoint_of(run: Path, which: str) -> Path:
     """A checkpoint of a run folder: "newest", "best", or the number of an iteration."""
     folder = run / "checkpoints"
+    restore_folders(folder)
     if which == "best":
         if not (folder / "best").is_dir():
             raise DataError(f"{run} has no best checkpoint: it was never evaluated after a save")
