@@ -73,9 +73,14 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all copies: copy c with `seed + c`, or with its own of a list of `num_copies` seeds."""
+        """Reset all copies: copy c with `seed + c`, or with its own of a list of `num_copies` seeds.
+
+        Of a list with one for each slot a copy takes that of its first agent.
+        """
         if options is not None and "reset_mask" in options:
             raise ConfigError("PettingZooVectorEnv resets all copies; leave options['reset_mask'] out")
+        if isinstance(seed, Sequence | np.ndarray) and len(seed) == self.num_envs:
+            seed = seed[:: self.n_agents]
         seen, told = self.pool.reset(seed=seed, options=options)
         infos: dict[str, Any] = {}
         self._tell(infos, told)

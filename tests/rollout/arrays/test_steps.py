@@ -8,10 +8,12 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.train.ppo.ppo_envs import BrokenEnv, CountingEnv, DictEnv, IdentityEnv, TargetEnv
+from tests.vector.test_multi_agent import Race
 
 from shoal.core.errors import ConfigError, EnvError
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, picture_of
 from shoal.rollout.arrays.steps import EnvSlice, SeededEpisodes, VectorSteps
+from shoal.vector import PettingZooVectorEnv, make_vec
 
 
 class NoisePolicy:
@@ -96,6 +98,72 @@ def test_with_next_step_autoreset_the_wasted_rows_are_marked_and_the_rest_is_rea
         assert len(places) == len(rollout.final_obs)
         for (t, i), final in zip(places, rollout.final_obs, strict=True):
             np.testing.assert_array_equal(rollout.obs[t + 1, i], final)
+
+
+class OnceBroken(CountingEnv):
+    """Raises once: in its second `reset`, or in its second `step`."""
+
+    def __init__(self, breaks: list[str]) -> None:
+        super().__init__(3)
+        self.breaks = breaks
+
+    def reset(self, **how):
+        if self.breaks == ["reset"] and self.episode == 0:
+            raise RuntimeError(self.breaks.pop())
+        return super().reset(**how)
+
+    def step(self, action):
+        if self.breaks == ["step"] and self.t == 1:
+            raise RuntimeError(self.breaks.pop())
+        return super().step(action)
+
+
+@pytest.mark.parametrize("on_failure", ["restart", "mask"])
+@pytest.mark.parametrize("breaks", ["reset", "step"])
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+def test_what_a_broken_env_shows_is_no_experience_and_joins_no_episodes(mode, breaks, on_failure):
+    """Valid rows of the counting env go up by one, the last to the final observation; who is left out has none."""
+    broken = [breaks]
+    fns = [lambda: OnceBroken(broken), lambda: CountingEnv(3)]
+    envs = make_vec(fns, 2, backend="serial", autoreset=mode, on_failure=on_failure)
+    collector = VectorSteps(envs)
+    for rollout in collect(collector, 7, 2):
+        valid = np.ones((7, 2), bool) if rollout.valid is None else rollout.valid
+        after, final = rollout.obs[1:, :, 0].copy(), iter(rollout.final_obs)
+        for t, i in np.argwhere(rollout.truncated):
+            after[t, i] = next(final)[0]
+        rises = after - rollout.obs[:-1, :, 0]
+        assert (rises[valid & (rollout.rewards > 0)] == 1).all()
+        assert (rollout.truncated | (rollout.rewards > 0))[valid].all()
+        assert not rollout.done[~valid].any()
+    assert not broken
+    assert valid[:, 0].any() == (on_failure == "restart")  # of the second rollout
+    (again,) = collect(collector, 1)
+    there = [True, True] if again.valid is None else again.valid[0].tolist()
+    assert there == [on_failure == "restart", True]
+
+
+class Walks:
+    """Every first agent of three takes steps of 3, the second of 1, the third stays."""
+
+    def act(self, obs, masks, noise, actions, logprobs):
+        actions[:, 0] = [3, 1, 0] * (len(actions) // 3)
+
+
+def test_a_slot_without_an_agent_gives_no_experience():
+    """Ann walks to her goal in two steps, the others until all are cut off in the fifth."""
+    envs = PettingZooVectorEnv(Race, 2, backend="serial")
+    collector = VectorSteps(envs, seed=list(range(6)))
+    collector.reset()
+    rollout = collector.collect(Walks(), np.zeros((12, 6, 1), np.float32))
+    ann = [True, True, False, False, False, True, True, False, False, False, True, True]
+    assert rollout.valid.tolist() == [[here, True, True] * 2 for here in ann]
+    ends = np.isin(np.arange(12), [4, 9])
+    assert rollout.done.T.tolist() == [np.isin(np.arange(12), [1, 6, 11]).tolist(), *[ends.tolist()] * 2] * 2
+    assert not rollout.rewards[~rollout.valid].any()
+    assert rollout.obs[0, ::3, 0].tolist() == [
+        np.float32(np.random.default_rng(seed).random()) for seed in (0, 3)
+    ]
 
 
 @pytest.mark.parametrize("terminates", [False, True])

@@ -155,7 +155,7 @@ def test_gradients_of_masked_sequences_are_finite_differences(kind):
             )
 
 
-@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "absent"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_remember_what_came_before_in_the_episode_and_nothing_else(kind, mode):
     """Against single steps; final observations come after what was remembered up to them."""
@@ -168,6 +168,9 @@ def test_values_remember_what_came_before_in_the_episode_and_nothing_else(kind, 
     if mode == "next_step":
         valid = np.ones((T, N), bool)
         valid[1:][(terminated | truncated)[:-1]] = False
+    elif mode == "absent":  # two steps long nobody is in env 0, whose episode was truncated before
+        valid = np.ones((T, N), bool)
+        valid[3:5, 0] = False
     places = list(zip(*np.nonzero(truncated), strict=True))
     final_obs = np.stack(
         [obs[t + 1, i] if mode == "next_step" else rng.standard_normal(D) for t, i in places]
@@ -181,9 +184,8 @@ def test_values_remember_what_came_before_in_the_episode_and_nothing_else(kind, 
         for i in range(N):
             state = torch.from_numpy(memory[None, i])
             for t in range(T + 1):
-                begins = t > 0 and (
-                    (terminated | truncated)[t - 1, i] if valid is None else not valid[t - 1, i]
-                )
+                out = valid is not None and t > 0 and not valid[t - 1, i]
+                begins = t > 0 and ((terminated | truncated)[t - 1, i] or out)
                 state = torch.zeros_like(state) if begins else state
                 _, value, state = learner.network.step(torch.from_numpy(obs[None, t, i]), state)
                 expected[t, i] = value.item()

@@ -56,7 +56,9 @@ class StepRollout:
     truncated: Array  # [T, N] bool  we stopped watching; False where terminated
     final_obs: Array  # [K, D] the true last observations of truncated episodes, in the order of t, then env
     masks: Array  # [T, N, sum(groups)] uint8, or empty [0, 0, 0] when every action is always allowed
-    valid: Array | None = None  # [T, N] bool; False where a vector env spent the step on a reset
+    valid: Array | None = (
+        None  # [T, N] bool; False where a vector env spent the step on a reset, or nobody was there
+    )
     memory: Array | None = None  # [N, S] what a recurrent policy remembered at the first step
 
     @property
@@ -67,7 +69,7 @@ class StepRollout:
     @property
     def begins(self) -> Array:
         """`[T + 1, N]`: whether the observation is the first of an episode that begins within the rollout."""
-        before = self.done if self.valid is None else ~self.valid
+        before = self.done if self.valid is None else self.done | ~self.valid
         return np.concatenate([np.zeros_like(before[:1]), before])
 
     @staticmethod
@@ -289,6 +291,8 @@ class EnvSlice:
 class VectorSteps:
     """Collects from a Gymnasium vector env, whatever its autoreset mode.
 
+    Where it says which of its slots are in play (`active`, as shoal's do), the others' steps are no experience.
+
     Args:
         envs: reset by `reset()` of this class, never by the caller during a rollout.
         masked: whether `info["action_mask"]` says which actions are allowed.
@@ -305,14 +309,14 @@ class VectorSteps:
         self.mode = AutoresetMode(mode) if not isinstance(mode, AutoresetMode) else mode
         self.now = np.zeros((envs.num_envs, self.obs_rows.size), self.obs_rows.dtype)
         self._mask = np.ones((envs.num_envs, self.action_rows.n_parameters if masked else 0), np.uint8)
-        self._resetting = np.zeros(envs.num_envs, bool)  # NEXT_STEP: the coming step is a reset
+        self._idle = np.zeros(envs.num_envs, bool)  # the coming step is none: a reset, or nobody is there
 
     def reset(self) -> Array:
         """Start an episode in every env; returns the rows of first observations."""
         observations, infos = self.envs.reset(seed=self.seed)  # type: ignore[arg-type]
         self.obs_rows.encode(observations, self.now)
+        self._idle = self._absent()
         self._note_masks(infos)
-        self._resetting[:] = False
         return self.now
 
     def resume(self, episodes: Sequence[int], actions: Sequence[Sequence[Any]]) -> Array:
@@ -344,24 +348,26 @@ class VectorSteps:
             observations, rewards, terminated, truncated, infos = self.envs.step(batch)
             row = rollout.obs[t + 1]
             self.obs_rows.encode(observations, row)
-            valid[t] = ~self._resetting
+            valid[t] = ~self._idle
             cut = truncated & ~terminated & valid[t]
             rollout.rewards[t] = np.where(valid[t], rewards, 0.0)
             rollout.terminated[t], rollout.truncated[t] = terminated & valid[t], cut
             done = (terminated | truncated) & valid[t]
             if done.any():
-                self._note_finals(cut, rollout.obs[t], row, infos, finals)
+                self._note_finals(cut, row, infos, finals)
                 infos = self._restart_done(done, row, infos)
-            for i in np.flatnonzero(~valid[t] if self.mode == AutoresetMode.NEXT_STEP else done):
+            for i in np.flatnonzero(done | ~valid[t]):
                 forget(int(i))
-            self._resetting = done if self.mode == AutoresetMode.NEXT_STEP else self._resetting
+            self._idle = self._absent()
+            if self.mode == AutoresetMode.NEXT_STEP:  # also of one that was replaced in its reset
+                self._idle |= terminated | truncated
             self._note_masks(infos)
         if not np.isfinite(rollout.rewards).all():
             finite_rewards(rollout.rewards.ravel().tolist(), n_envs)
         self.now[:] = rollout.obs[n_steps]
         if finals:
             rollout.final_obs = np.stack(finals)
-        rollout.valid = valid if self.mode == AutoresetMode.NEXT_STEP else None
+        rollout.valid = valid if self.mode == AutoresetMode.NEXT_STEP or not valid.all() else None
         return rollout
 
     def close(self) -> None:
@@ -376,15 +382,16 @@ class VectorSteps:
         if self.masked:
             self._mask[i] = mask_of(info, self._mask.shape[1], i)
 
-    def _note_finals(
-        self, cut: Array, before: Array, row: Array, infos: dict[str, Any], finals: list[Array]
-    ) -> None:
-        restarted = infos.get("worker_restarted", np.zeros(len(cut), bool))
+    def _absent(self) -> Array:
+        """Which slots nobody is in: agents that have ended, environments that are left out."""
+        active: Any = getattr(self.envs.unwrapped, "active", None)
+        n = self.envs.num_envs
+        return np.logical_not(active) if np.shape(active) == (n,) else np.zeros(n, bool)
+
+    def _note_finals(self, cut: Array, row: Array, infos: dict[str, Any], finals: list[Array]) -> None:
         for i in np.flatnonzero(cut):
             final = row[i].copy()
-            if restarted[i]:  # its worker died with the last observation: the one before is all there is
-                final = before[i].copy()
-            elif self.mode == AutoresetMode.SAME_STEP:
+            if self.mode == AutoresetMode.SAME_STEP:
                 if "final_obs" not in infos:
                     raise EnvError(
                         f"env {i} was truncated, but the vector env gave no info['final_obs']: without "
@@ -410,7 +417,7 @@ class VectorSteps:
     def _note_masks(self, infos: dict[str, Any]) -> None:
         if self.masked:
             for i in range(len(self._mask)):
-                if self._resetting[i]:
+                if self._idle[i]:
                     self._mask[i] = 1  # the action is ignored
                     continue
                 info = {"action_mask": infos["action_mask"][i]} if "action_mask" in infos else {}

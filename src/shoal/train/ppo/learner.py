@@ -253,25 +253,17 @@ class RecurrentLearner(TorchLearner):
         n_rows, n_envs = obs.shape[0] * obs.shape[1], obs.shape[1]
         begins, sequences = rollout.begins, []
         finals = {place: k for k, place in enumerate(zip(*np.nonzero(rollout.truncated), strict=True))}
-        places = np.zeros(len(finals), np.int64)
         for i, first, last in _runs(begins):
             rows = [t * n_envs + i for t in range(first, last)]
-            for t in range(first, last):
-                if (t, i) in finals:
-                    k = finals[t, i]
-                    # With a vector env that spends a step on the reset, the row behind is the final observation.
-                    places[k] = rows[t + 1 - first] if t + 1 < last else n_rows + k
-                    if t + 1 == last:
-                        rows.append(n_rows + k)
+            if (last - 1, i) in finals:
+                rows.append(n_rows + finals[last - 1, i])
             sequences.append((i if first == 0 else -1, rows))
-        known = [k for k in range(len(finals)) if places[k] < n_rows]  # their own rows are asked for nothing
-        sequences += [(-1, [n_rows + k]) for k in known]
         everything = np.concatenate([obs.reshape(n_rows, -1), final_obs.reshape(len(finals), obs.shape[2])])
         with torch.inference_mode():
             memory = torch.from_numpy(rollout.memory).to(self.device)
             pieces = self._there(pieces_of(sequences, len(everything)))
             values = self.network.along(self._rows(everything), memory, pieces)[1].cpu().numpy()
-        return values[:n_rows].reshape(obs.shape[:2]), values[places]
+        return values[:n_rows].reshape(obs.shape[:2]), values[n_rows:]
 
     def _minibatches(
         self, batch: UpdateBatch, data: Tensors, order: Array, rates: UpdateRates
