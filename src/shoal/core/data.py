@@ -28,7 +28,10 @@ def reward_of(value: Any) -> float:
         number = value.item() if value.size == 1 else None
     if isinstance(number, NO_NUMBER) or not hasattr(number, "__float__"):
         raise EnvError(f"the reward must be a number, got {value!r:.80}")
-    return float(number)
+    try:
+        return float(number)
+    except OverflowError as error:
+        raise EnvError("the reward must fit into a float, got a whole number too large for one") from error
 
 
 def refuse_words(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:

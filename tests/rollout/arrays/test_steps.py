@@ -391,7 +391,7 @@ class RewardEnv(gym.Env):
 
 
 @pytest.mark.parametrize(
-    "reward", [None, float("nan"), float("inf"), "1.5", np.str_("1.5"), np.array([1.0, 2.0]), {}]
+    "reward", [None, float("nan"), float("inf"), "1.5", np.str_("1.5"), np.array([1.0, 2.0]), {}, 10**400]
 )
 def test_a_reward_that_is_no_finite_number_names_its_env(reward):
     envs = EnvSlice([RewardEnv(), RewardEnv(reward)], first_index=4)
@@ -497,12 +497,24 @@ def test_numbers_beside_a_picture_are_the_first_bytes_and_can_be_changed():
         (spaces.Box(-1, 1, (3,)), [0.5]),
         (spaces.Box(-1, 1, (2, 2)), [0.5, 0.5]),
         (spaces.MultiBinary(2), [1]),
+        (spaces.Discrete(3), "1"),
+        (spaces.Discrete(3), 1.5),
+        (spaces.Discrete(3), np.nan),
+        (spaces.MultiDiscrete([2, 3]), [1, 0.5]),
+        (spaces.Box(-1, 1, (2,)), ["0.5", "1"]),
+        (spaces.Box(-1, 1, (2,)), [[0.5], [0.5, 1]]),
+        (spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2)), {"a": 0}),
+        (spaces.Dict(a=spaces.Discrete(2)), None),
     ],
 )
 def test_an_observation_of_another_space_is_refused(space, wrong):
     rows = ObservationRows(space)
     with pytest.raises(EnvError, match="an observation must be of "):
-        rows.encode_one(np.array(wrong), np.zeros(rows.size, np.float32))
+        rows.encode_one(wrong, np.zeros(rows.size, np.float32))
+    env = CountingEnv(3)
+    env.observation_space, env.reset = space, lambda **_: (wrong, {})
+    with pytest.raises(EnvError, match="env 7: an observation must be of "):
+        EnvSlice([env], first_index=7).reset()
 
 
 @pytest.mark.parametrize("space", [spaces.Dict({}), spaces.Box(0, 1, (0,))])

@@ -102,21 +102,21 @@ class ObservationRows:
         packed = self.dtype == np.uint8 and self.n_numbers > 0
         numbers = np.zeros((len(rows), self.n_numbers), np.float32) if packed else rows
         for leaf in self.leaves:
-            value = observations
-            for key in leaf.path:
-                value = value[key]
             block = rows if leaf.is_image else numbers
-            _encode_leaf(leaf.space, np.asarray(value), block[:, leaf.start : leaf.stop])
+            try:
+                value = observations
+                for key in leaf.path:
+                    value = value[key]
+                _encode_leaf(leaf.space, np.asarray(value), block[:, leaf.start : leaf.stop])
+            except EnvError:
+                raise
+            except Exception as error:  # a part that is missing, None, lists of different lengths
+                raise _stranger(self.space, observations) from error
         if packed:
             rows[:, : self._bytes] = numbers.view(np.uint8)
 
     def encode_one(self, observation: Any, row: Array) -> None:
         """Write one observation into `row[D]`."""
-        if self.is_plain:
-            if np.size(observation) != self.size:  # one number would fill the row
-                raise _stranger(self.space, observation)
-            row[:] = observation
-            return
         self.encode(_alone(observation), row[None])
 
     def numbers(self, rows: Array) -> Array:
@@ -149,7 +149,7 @@ def _alone(observation: Any) -> Any:
     """A batch of one observation."""
     if isinstance(observation, dict):
         return {key: _alone(value) for key, value in observation.items()}
-    return np.asarray(observation)[None]
+    return observation[None] if isinstance(observation, np.ndarray) else [observation]
 
 
 def _placed(leaves: list[Leaf], images_from: int) -> list[Leaf]:
@@ -191,6 +191,8 @@ def _leaves(space: gym.Space, path: tuple[str, ...]) -> list[Leaf]:
 
 def _encode_leaf(space: gym.Space, values: Array, rows: Array) -> None:
     n = len(rows)
+    if values.dtype.kind not in "biufO":  # text and dates would be made numbers
+        raise _stranger(space, values)
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         if values.size != rows.size:
             raise _stranger(space, values)
@@ -205,20 +207,31 @@ def _encode_leaf(space: gym.Space, values: Array, rows: Array) -> None:
         return
     rows[:] = 0
     if isinstance(space, spaces.Discrete):
-        chosen = values.reshape(-1).astype(np.int64) - int(space.start)
+        chosen = _whole(space, values).reshape(-1) - int(space.start)
         if len(chosen) != n or (chosen < 0).any() or (chosen >= space.n).any():
             raise _stranger(space, values)
         rows[np.arange(n), chosen] = 1
     elif isinstance(space, spaces.MultiDiscrete):
         sizes = space.nvec.reshape(-1)
-        parts = values.reshape(n, -1).astype(np.int64) - space.start.reshape(-1)
-        if values.size != n * len(sizes) or ((parts < 0) | (parts >= sizes)).any():  # another part's column
+        if values.size != n * len(sizes):
+            raise _stranger(space, values)
+        parts = _whole(space, values).reshape(n, -1) - space.start.reshape(-1)
+        if ((parts < 0) | (parts >= sizes)).any():  # another part's column
             raise _stranger(space, values)
         np.put_along_axis(rows, parts + np.cumsum(sizes) - sizes, 1, axis=1)
 
 
+def _whole(space: gym.Space, values: Array) -> Array:
+    with np.errstate(invalid="ignore"):
+        whole = values.astype(np.int64)
+    if (whole != values).any():
+        raise _stranger(space, values)
+    return whole
+
+
 def _stranger(space: gym.Space, values: Any) -> EnvError:
-    return EnvError(f"an observation must be of {space}, got {np.asarray(values).tolist()!r:.200}")
+    found = values.tolist() if isinstance(values, np.ndarray) else values
+    return EnvError(f"an observation must be of {space}, got {found!r:.200}")
 
 
 class ActionRows:

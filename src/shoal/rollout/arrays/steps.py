@@ -202,7 +202,7 @@ class EnvSlice:
         """Play the episodes again that were under way (see `SeededEpisodes.resume_episode`)."""
         for i, env in enumerate(self.envs):
             observation, info = env.get_wrapper_attr("resume_episode")(episodes, actions)
-            self.obs_rows.encode_one(observation, self.now[i])
+            self._see(i, observation, self.now[i])
             self._note_mask(i, info)
         return self.now
 
@@ -219,7 +219,7 @@ class EnvSlice:
         obs, actions, logprobs, masks = rollout.obs, rollout.actions, rollout.logprobs, rollout.masks
         steps = [env.step for env in self.envs]
         to_env, plain, masked = self.action_rows.to_env, self.obs_rows.is_plain, self.masked
-        encode_one, width = self.obs_rows.encode_one, self.obs_rows.size
+        see, width = self._see, self.obs_rows.size
         forget = getattr(policy, "forget", _nothing)
         rewards: list[Any] = []
         finals: list[Array] = []
@@ -244,7 +244,7 @@ class EnvSlice:
                         else:
                             rollout.truncated[t, i] = True
                             final = np.zeros(self.obs_rows.size, self.obs_rows.dtype)
-                            encode_one(observation, final)
+                            see(i, observation, final)
                             finals.append(final)
                         self._start(i)
                         forget(i)
@@ -253,7 +253,7 @@ class EnvSlice:
                     if plain and getattr(observation, "size", 0) == width:
                         row[i] = observation
                     else:
-                        encode_one(observation, row[i])
+                        see(i, observation, row[i])
                     if masked:
                         self._note_mask(i, info)
             except ShoalError:
@@ -280,8 +280,14 @@ class EnvSlice:
 
     def _start(self, i: int) -> None:
         observation, info = self.envs[i].reset()
-        self.obs_rows.encode_one(observation, self.now[i])
+        self._see(i, observation, self.now[i])
         self._note_mask(i, info)
+
+    def _see(self, i: int, observation: Any, row: Array) -> None:
+        try:
+            self.obs_rows.encode_one(observation, row)
+        except EnvError as error:
+            raise EnvError(f"env {self.first_index + i}: {error}") from error
 
     def _note_mask(self, i: int, info: dict[str, Any]) -> None:
         if self.masked:
@@ -429,14 +435,19 @@ def finite_rewards(rewards: list[Any], n_envs: int, first_index: int = 0) -> Arr
     try:
         if math.isfinite(sum(rewards)):  # text has no sum, which is sooner known than its type
             return np.asarray(rewards, np.float64).reshape(-1, n_envs)
-    except (TypeError, ValueError):  # arrays of some size among them
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ):  # arrays of some size among them, whole numbers too large for a float
         pass
     for place, reward in enumerate(rewards):
         where = f"env {first_index + place % n_envs}, step {place // n_envs} of the rollout"
         try:
             paid = reward_of(reward)
-        except EnvError:
-            paid = math.nan
+        except EnvError as error:
+            told = str(error).partition(", ")[2]
+            raise EnvError(f"{where}: reward must be finite, {told}") from error
         if not math.isfinite(paid):
             raise EnvError(f"{where}: reward must be finite, got {reward!r}")
         rewards[place] = paid
