@@ -3,7 +3,7 @@ import sys
 import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -228,6 +228,27 @@ def test_tasks_that_wait_for_ray_are_cancelled_with_those_that_run(tasks):
     assert [future.cancelled() for future in futures] == [False, True, True, True, True]
     assert tasks.cancelled == 1
     assert futures[0].result() == (0, 0)
+
+
+def test_who_hears_that_a_task_of_ray_could_not_be_sent_may_submit_another(tasks, monkeypatch):
+    def refused(*_):
+        raise TypeError("cannot be sent")
+
+    with make_executor("ray", 1) as executor:
+        first, unsent = executor.submit(time.sleep, 0.2), executor.submit(divmod, 7, 3)
+        remote = executor._ray.remote
+        bad = types.SimpleNamespace(remote=refused)
+        monkeypatch.setattr(executor._ray, "remote", lambda _: types.SimpleNamespace(options=lambda **_: bad))
+        other = Future()
+
+        def instead(_):
+            monkeypatch.setattr(executor._ray, "remote", remote)
+            other.set_result(executor.submit(divmod, 7, 2))
+
+        unsent.add_done_callback(instead)
+        assert other.result(10).result(10) == (3, 1)
+        assert isinstance(unsent.exception(), TypeError)
+        assert first.result() is None
 
 
 # --- which cluster

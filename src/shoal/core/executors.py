@@ -311,13 +311,16 @@ class RayExecutor(Executor):
                 future, task = self._waiting.popleft()
                 if not future.set_running_or_notify_cancel():
                     continue
+                unsent = None
                 try:
                     reference = self._ray.remote(_call).options(**self._options).remote(*task)
+                    self._running[future] = reference
                 except Exception as error:  # it cannot be sent
-                    future.set_exception(error)
-                    continue
-                self._running[future] = reference
-            reference.future().add_done_callback(partial(self._finish, future))
+                    unsent = error
+            if unsent is not None:
+                future.set_exception(unsent)  # not under the lock: who hears of it may submit another one
+            else:
+                reference.future().add_done_callback(partial(self._finish, future))
 
     def _finish(self, future: Future[Any], inner: Future[Any]) -> None:
         with self._lock:
