@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import json
 import logging
@@ -246,6 +247,20 @@ def test_who_has_just_taken_a_lock_and_not_yet_signed_it_is_named(tmp_path):
         FolderLock(path).take()
     signing.join()
     holder.release()
+
+
+@pytest.mark.parametrize(
+    "opens", [lambda path: FolderLock(path / ".lock").take(), lambda path: RunFolder(path, "train", 0)]
+)
+def test_who_found_a_full_disk_holds_no_lock_when_there_is_room_again(tmp_path, monkeypatch, opens):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder.os, "pwrite", full)
+        with pytest.raises(OSError, match="no space left"):
+            opens(tmp_path)
+    opens(tmp_path)
 
 
 def test_who_looks_whether_a_run_goes_on_never_refuses_one(tmp_path, monkeypatch):

@@ -1,11 +1,14 @@
+import errno
 import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import numpy as np
+import pytest
 
 from shoal.core import sharing
 from shoal.core.sharing import Shared, park
@@ -43,6 +46,23 @@ def test_references_can_be_passed_on_and_only_a_few_values_are_kept():
     assert [copy.get() for copy in copies] == list(range(len(kept)))
     assert [pickle.loads(pickle.dumps(copy)).get() for copy in copies] == list(range(len(kept)))
     assert len(sharing._resolved) == sharing.KEPT
+
+
+def test_a_full_disk_keeps_no_part_of_a_value(tmp_path, monkeypatch):
+    def full(descriptor, mode):
+        os.write(descriptor, b"a part")
+        os.close(descriptor)
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    value = Shared("long")
+    with monkeypatch.context() as patch:
+        patch.setattr(sharing.os, "fdopen", full)
+        with pytest.raises(OSError, match="no space left"):
+            pickle.dumps(value)
+    assert pickle.loads(pickle.dumps(value)).get() == "long"  # there is room again
+    del value
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_file_is_left_when_the_process_ends():

@@ -128,16 +128,20 @@ class FolderLock:
                 "stop it or wait for it, or use another folder"
             )
         self._descriptor = descriptor
-        self.note(os.pread(descriptor, 200, 0).decode(errors="replace").partition("\n")[2])
         close = weakref.finalize(self, os.close, descriptor)
         close.atexit = False  # what is still written while the process ends is written under the lock
         self._close = close
         _held.add(self)
+        self.note(os.pread(descriptor, 200, 0).decode(errors="replace").partition("\n")[2])
 
     def note(self, command: str) -> None:
         """Write down who holds the lock, and for which command: what a folder without a summary is of."""
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode(), 0)
+        except BaseException:  # a full disk: who tries again later must not find it taken
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give the lock up, if it is held."""

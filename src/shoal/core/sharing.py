@@ -70,9 +70,9 @@ class Shared(Generic[T]):
 
     def _to_file(self, data: bytes) -> Callable[[], bytes]:
         descriptor, name = tempfile.mkstemp(prefix="shoal-shared-", suffix=".pickle")
+        weakref.finalize(self, _remove, name, os.getpid())  # before the disk may be full
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-        weakref.finalize(self, _remove, name, os.getpid())
         return Path(name).read_bytes
 
 
