@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.vector import PettingZooVectorEnv, make_vec
 
 
@@ -412,3 +413,29 @@ def test_all_copies_are_reset_together_and_each_shows_its_picture() -> None:
     assert envs.stats()["active"] == 2
     envs.close()
     assert envs.pool.closed
+
+
+@pytest.mark.parametrize(
+    ("reward", "end", "told"),
+    [
+        ("5", False, "the reward must be a number, got '5'"),
+        (None, False, "the reward must be a number, got None"),
+        (1.0, "1", "agent 'ann': terminated must be True or False, got '1'"),
+        (1.0, [False], "agent 'ann': terminated must be True or False"),
+        (np.array([5.0]), 0.5, None),
+    ],
+)
+def test_what_agents_are_paid_and_how_they_end_is_read_as_of_single_envs(reward, end, told):
+    class Told(Race):
+        def step(self, actions):
+            obs, rewards, _, cuts, infos = super().step(actions)
+            return obs, dict.fromkeys(rewards, reward), dict.fromkeys(rewards, end), cuts, infos
+
+    envs = PettingZooVectorEnv(Told, 1, backend="serial")
+    envs.reset(seed=0)
+    if told is None:
+        _, rewards, terminated, _, _ = envs.step(np.zeros(3, np.int64))
+        assert (rewards.tolist(), terminated.tolist()) == ([5.0] * 3, [True] * 3)
+    else:
+        with pytest.raises(EnvError, match=re.escape(told)):
+            envs.step(np.zeros(3, np.int64))

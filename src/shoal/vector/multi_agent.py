@@ -12,6 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
+from shoal.core.data import refuse_words, reward_of
 from shoal.core.errors import ConfigError, EnvError
 from shoal.vector.native import tree
 
@@ -211,11 +212,15 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         rows = [obs[a] if sees and a in obs else none for a, sees in zip(self.agents, seeing, strict=True)]
         room: Any = create_empty_array(self.single, len(rows))
         seen = concatenate(self.single, rows, room)
-        given = [[from_.get(a, 0) if a in here else 0 for a in self.agents] for from_ in (paid, ends, cuts)]
-        flags = {"end": np.array(given[1], np.int8), "cut": np.array(given[2], np.int8)}
+        for a in here:
+            refuse_words(ends.get(a, False), cuts.get(a, False), f"agent {a!r}: ")
+        flags = {
+            name: np.array([a in here and bool(told.get(a, False)) for a in self.agents], np.int8)
+            for name, told in (("end", ends), ("cut", cuts))
+        }
         return {
             "obs": seen,
-            "reward": np.array(given[0], float),
+            "reward": np.array([reward_of(paid.get(a, 0.0)) if a in here else 0.0 for a in self.agents]),
             **flags,
             "active": self.active.astype(np.int8),
         }
