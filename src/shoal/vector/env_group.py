@@ -117,9 +117,7 @@ class Reply:
     value: Any = None  # what calls returned, or what was said of envs that were made
     table: Table | None = None  # instead of `told`: what all of the group told, in numbers
     schema: tuple[int, Schema] | None = None  # of a table that is new to the reader
-    ids: Sequence[
-        int
-    ] = ()  # of the envs that took part, in the order of columns and values; known where it is made
+    ids: Sequence[int] = ()  # of the envs that took part, in the order of columns and values
 
     def every(self) -> list[Told]:
         """What all told, in the table or beside."""

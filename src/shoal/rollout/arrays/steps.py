@@ -56,9 +56,7 @@ class StepRollout:
     truncated: Array  # [T, N] bool  we stopped watching; False where terminated
     final_obs: Array  # [K, D] the true last observations of truncated episodes, in the order of t, then env
     masks: Array  # [T, N, sum(groups)] uint8, or empty [0, 0, 0] when every action is always allowed
-    valid: Array | None = (
-        None  # [T, N] bool; False where a vector env spent the step on a reset, or nobody was there
-    )
+    valid: Array | None = None  # [T, N] bool; False where a step was spent on a reset, or nobody was there
     memory: Array | None = None  # [N, S] what a recurrent policy remembered at the first step
 
     @property
@@ -435,11 +433,7 @@ def finite_rewards(rewards: list[Any], n_envs: int, first_index: int = 0) -> Arr
     try:
         if math.isfinite(sum(rewards)):  # text has no sum, which is sooner known than its type
             return np.asarray(rewards, np.float64).reshape(-1, n_envs)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-    ):  # arrays of some size among them, whole numbers too large for a float
+    except (TypeError, ValueError, OverflowError):  # arrays of some size, numbers too large for a float
         pass
     for place, reward in enumerate(rewards):
         where = f"env {first_index + place % n_envs}, step {place // n_envs} of the rollout"
