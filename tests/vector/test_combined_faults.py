@@ -413,9 +413,12 @@ def test_hanging_constructors_are_named_in_time(layout: str, k: int, argument: s
     n = max(4, k)
     first = n - k
     make_vec(HEALTHY, 2, backend="process").close()  # what is started once is not counted
+    start = time.monotonic()
+    make_vec(HEALTHY, n, **LAYOUTS[layout], step_timeout=60.0).close()
+    healthy = time.monotonic() - start  # on a busy machine long
     before = children()
     fns = faulty("hang", range(first, n), n, where="init")
-    with within(limit_for(k) + 0.05 * n), pytest.raises(WorkerTimeoutError) as caught:
+    with within(limit_for(k) + 2 * healthy), pytest.raises(WorkerTimeoutError) as caught:
         make_vec(fns, **LAYOUTS[layout], **{argument: limit_for(k)})
     hung = named(told(caught.value))
     assert hung
