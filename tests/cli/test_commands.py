@@ -77,6 +77,7 @@ ROLLOUT_WORDS = (
 )
 
 
+@pytest.mark.timeout(400)  # the first training of all compiles, which takes a minute on a busy machine
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
